@@ -27,6 +27,7 @@ from tcdeploy.cli.report_options import DryRun, Json
 from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
 from tcdeploy.models.chat_template import read_chat_template, start_renderer
+from tcdeploy.models.tool_formats import REASONING_PARSERS, TOOL_PARSERS
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.settings import RequestLogFormat, ServerSettings, StartTier, check_settings
@@ -105,6 +106,24 @@ def serve(
             envvar="TCDEPLOY_CHAT_TEMPLATE",
         ),
     ] = None,
+    tool_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Format of the model's tool calls; auto: the tokenizer's response template, else what the chat "
+            f"template shows. {', '.join(TOOL_PARSERS[1:])}",
+            envvar="TCDEPLOY_TOOL_PARSER",
+        ),
+    ] = ServerSettings.tool_parser,
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Format of the model's reasoning, which is returned as reasoning_content; auto: what the chat "
+            f"template shows; none: reasoning is content. {', '.join(REASONING_PARSERS[2:])}",
+            envvar="TCDEPLOY_REASONING_PARSER",
+        ),
+    ] = ServerSettings.reasoning_parser,
     served_name: Annotated[str | None, typer.Option(help="Deprecated: use --served-model-name", hidden=True)] = None,
     max_queued: Annotated[
         int, typer.Option(help="Completions that may wait for a decode row; more get 503", envvar="TCDEPLOY_MAX_QUEUED")
@@ -193,6 +212,8 @@ def serve(
         start=_parse_choice("--start", start, get_args(StartTier)),
         log_requests=_parse_choice("--log-requests", log_requests, get_args(RequestLogFormat)),
         metrics_prefix=metrics_prefix,
+        tool_parser=_parse_choice("--tool-parser", tool_parser, TOOL_PARSERS),
+        reasoning_parser=_parse_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
         chat_template=None if chat_template is None else read_chat_template(chat_template),
     )  # fmt: skip
     check_settings(settings)

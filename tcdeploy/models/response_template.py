@@ -1,6 +1,7 @@
 """The response template of a model: how its output marks reasoning and tool calls.
 
-It is an attribute of the tokenizer, or comes from transformers' table of model families.
+It is an attribute of the tokenizer. For families that tool_formats.py does not know, it comes from transformers' table
+of model families.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from tcdeploy.models.stored_tokenizer import StoredTokenizer
+from tcdeploy.models.tool_formats import template_text, tool_format
 
 
 def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
-    """The template of `tokenizer`; None if neither it nor its family has one. Imports transformers if it is needed."""
+    """The template of `tokenizer`, else of its family, or None. Imports transformers if it is needed.
+
+    None also if the chat template shows a format of tool_formats.py, which needs no response template.
+    """
     if isinstance(tokenizer, StoredTokenizer):  # its template was looked up when the tokenizer was stored
         return tokenizer.response_template
     template = getattr(tokenizer, "response_template", None)
-    template = _template_of_family(tokenizer, model_type) if template is None else template
+    if template is None and tool_format("auto", template_text(getattr(tokenizer, "chat_template", None))) is None:
+        template = _template_of_family(tokenizer, model_type)
     return None if template is None else dict(template)
 
 

@@ -23,6 +23,7 @@ from tcdeploy.server.response_builder import (
 from tcdeploy.server.service import Service
 from tcdeploy.server.stop_strings import StopStringDetokenizer
 from tcdeploy.server.tokenization import Prompt
+from tcdeploy.server.tools import ParserPlan
 from tcdeploy.server.validation import check_prompt_logprobs, params_of_choices, to_sampling_params
 from tcdeploy.server.worker import PendingRequest
 
@@ -113,15 +114,20 @@ class ActiveRequest:
         # A chat's response contains the log-probabilities of its prompt once, and not in each choice.
         num_prompt_logprobs = None if isinstance(request, ChatRequest) and index else request.prompt_logprobs
         needs_prompt_token_ids = returns_token_ids or echo is not None or num_prompt_logprobs is not None
-        tool_parser = None
-        if isinstance(request, ChatRequest) and request.usable_tools:
-            tool_parser = self.service.tools.tool_parser(request, prompt.text or "")
-        # special tokens may delimit a tool call
-        skip_special_tokens = request.skip_special_tokens is not False and tool_parser is None
+        plan = ParserPlan(None)
+        if isinstance(request, ChatRequest):
+            plan = self.service.tools.output_parser(request, prompt.text or "")
+        skips_special_tokens = request.skip_special_tokens is not False
+        hidden_ids: frozenset[int] = frozenset()
+        if plan.parser is not None and skips_special_tokens and plan.shown_marks is not None:
+            hidden_ids = self.service.tools.hidden_token_ids(plan.shown_marks)
+        detokenizer = StopStringDetokenizer(
+            tokenizer, request.stop_strings, skips_special_tokens and plan.parser is None, hidden_ids
+        )
         return Choice(
             index=index,
-            detokenizer=StopStringDetokenizer(tokenizer, request.stop_strings, skip_special_tokens),
-            tool_parser=tool_parser,
+            detokenizer=detokenizer,
+            output_parser=plan.parser,
             num_prompt_tokens=len(prompt.token_ids),
             num_top_logprobs=request.num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
@@ -171,7 +177,7 @@ class ActiveRequest:
             self.observe_output(choice, text)
         if choice.finish_reason:
             metrics.observe_end(choice.finish_reason, choice.num_tokens)
-            metrics.broken_tool_calls.inc(choice.tool_parser is not None and choice.tool_parser.is_broken)
+            metrics.broken_tool_calls.inc(choice.output_parser is not None and choice.output_parser.num_malformed > 0)
             if not token.finish_reason:  # a stop string ended the choice; the engine would generate on
                 self.group.cancel(pending)
             pending.is_open = False

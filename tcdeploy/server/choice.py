@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tcdeploy.engine.sequence import NewToken, TokenLogprobs
+from tcdeploy.server.parsed_output import OutputEnd, OutputParser, ParsedDelta, ParsedToolCall
 from tcdeploy.server.stop_strings import StopStringDetokenizer
-from tcdeploy.server.tools import ParsedDelta, ParsedToolCall, ToolCallParser
 from tcdeploy.server.vocabulary import Vocabulary
 
 
@@ -35,7 +35,7 @@ class Choice:
     num_tokens: int = 0
     finish_reason: str = ""
     num_chars: int = 0
-    tool_parser: ToolCallParser | None = None  # set if the model may call tools
+    output_parser: OutputParser | None = None  # set if the output may contain tool calls or reasoning
     num_prompt_logprobs: int | None = None  # alternatives per token in vLLM's field `prompt_logprobs`
     scored_prompt: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # if that field is wanted
     has_started: bool = False  # whether the first token has arrived
@@ -76,8 +76,8 @@ class Choice:
         elif token.finish_reason:
             delta += self.detokenizer.finish()
             self.finish_reason = "stop" if self.detokenizer.stopped else token.finish_reason
-        if self.tool_parser is not None:
-            delta = self._parse_tool_calls(delta, self.tool_parser)
+        if self.output_parser is not None:
+            delta = self._parse(delta, self.output_parser)
         self.num_chars += len(delta)
         return delta
 
@@ -92,13 +92,12 @@ class Choice:
                 self.scored_prompt = scored
         return self.echo or ""
 
-    def _parse_tool_calls(self, delta: str, tool_parser: ToolCallParser) -> str:
-        content = self._store_parsed(tool_parser.push(delta))
+    def _parse(self, delta: str, parser: OutputParser) -> str:
+        content = self._store_parsed(parser.push(delta))
         if self.finish_reason:
-            content += self._store_parsed(
-                tool_parser.finish(was_truncated=self.finish_reason == "length" or self.detokenizer.stopped)
-            )
-        if self.finish_reason == "stop" and tool_parser.has_calls:
+            end: OutputEnd = "stop_string" if self.detokenizer.stopped else "complete"
+            content += self._store_parsed(parser.finish("length" if self.finish_reason == "length" else end))
+        if self.finish_reason == "stop" and parser.has_calls:
             self.finish_reason = "tool_calls"
         return content
 

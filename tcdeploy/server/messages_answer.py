@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any
+
+from pydantic_core import from_json
 
 from tcdeploy.server.active_request import ActiveRequest
 from tcdeploy.server.answer import Answer, named_event, to_json
 from tcdeploy.server.messages_protocol import MESSAGES_FIELD_NAMES, MessagesRequest, messages_error_body
 from tcdeploy.server.output_parts import OutputPart, OutputParts
+from tcdeploy.server.parsed_output import ParsedToolCall
 from tcdeploy.server.protocol import ApiError
-from tcdeploy.server.tools import ParsedToolCall
 from tcdeploy.server.unsupported_fields import rename_error
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
@@ -110,10 +111,13 @@ class MessagesAnswer(Answer):
 
 
 def _input(call: ParsedToolCall) -> Any:
-    """The arguments as an object. Clients require one, so anything else that a model wrote is put into an object."""
+    """The arguments as an object; of a call that `max_tokens` cut, the part that came.
+
+    Clients require an object, so anything else that a model wrote is put into one.
+    """
     try:
-        value = json.loads(call.arguments)
-    except (ValueError, RecursionError):
+        value = from_json(call.arguments, allow_partial=True)
+    except ValueError:
         value = call.arguments
     return value if isinstance(value, dict) else {"arguments": value}
 

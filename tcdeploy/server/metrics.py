@@ -58,7 +58,7 @@ class Metrics:
         for reason in FINISH_REASONS:
             self._request_success.labels(model_name, reason)
         self.unknown_fields = self._counter("unknown_fields", "Distinct unknown request fields")
-        self.broken_tool_calls = self._counter("broken_tool_calls", "Outputs with a tool call that failed to parse")
+        self.broken_tool_calls = self._counter("broken_tool_calls", "Outputs with a malformed tool call")
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Time from request to first token", LATENCY_BUCKETS_S
         )

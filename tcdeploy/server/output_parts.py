@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from tcdeploy.server.choice import Choice
-from tcdeploy.server.tools import ParsedToolCall
+from tcdeploy.server.parsed_output import ParsedToolCall
 
 
 class OutputPart(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable
@@ -87,8 +88,10 @@ class ResponsesAnswer(Answer):
         name = "response.function_call_arguments"
         events += self._event(f"{name}.delta", **self._place(), delta=arguments)
         events += self._event(f"{name}.done", **self._place(), name=part.call.name, arguments=arguments)
-        item |= {"arguments": arguments, "status": "completed"}
-        self._parts.append(part)
+        is_cut = self._was_cut and not _is_json(arguments)
+        item |= {"arguments": arguments, "status": "incomplete" if is_cut else "completed"}
+        if not is_cut:  # a cut call cannot be part of the next request's prompt
+            self._parts.append(part)
         return events + self._item_event("response.output_item.done")
 
     def _open(self, item_type: str) -> bytes:
@@ -184,6 +187,14 @@ class ResponsesAnswer(Answer):
     def _event_head(self, event_type: str) -> dict[str, Any]:
         self._sequence_number += 1
         return {"type": event_type, "sequence_number": self._sequence_number - 1}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _fixed_fields(active: ActiveRequest, body: ResponsesRequest, response_id: str) -> dict[str, Any]:

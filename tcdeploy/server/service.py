@@ -134,7 +134,7 @@ def build_service(
         replace_chat_template(tokenizer, settings.chat_template)
     defaults = deployment.generation_defaults
     limits = ModelLimits(deployment.plan.context, engine.vocab_size, defaults)
-    tools = ToolSupport(tokenizer, deployment.architecture.model_type)
+    tools = ToolSupport(tokenizer, deployment.architecture.model_type, settings.tool_parser, settings.reasoning_parser)
     return Service(
         settings=settings,
         deployment=deployment,

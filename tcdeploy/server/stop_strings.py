@@ -18,7 +18,15 @@ class StopStringDetokenizer:
     `matched` is then the stop string that ended the text.
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: tuple[str, ...], skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_strings: tuple[str, ...],
+        skip_special_tokens: bool = True,
+        hidden_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`hidden_ids`: further tokens that have no text, such as special tokens that are no delimiters."""
+        self._hidden_ids = hidden_ids
         self._stream = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._stop_strings = stop_strings
         self._held_back = ""
@@ -26,6 +34,8 @@ class StopStringDetokenizer:
         self.matched: str | None = None
 
     def push(self, token_id: int) -> str:
+        if token_id in self._hidden_ids:
+            return ""
         return self._text_before_stop(self._stream.push(token_id))
 
     def finish(self) -> str:
@@ -48,12 +58,12 @@ class StopStringDetokenizer:
             end, start = min(matches)
             self.matched = text[start:end]
             return text[:start]
-        num_held_back = max(_partial_stop_length(text, stop) for stop in self._stop_strings)
+        num_held_back = max(partial_match_length(text, stop) for stop in self._stop_strings)
         self._held_back = text[len(text) - num_held_back :]
         return text[: len(text) - num_held_back]
 
 
-def _partial_stop_length(text: str, stop: str) -> int:
+def partial_match_length(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):

@@ -1,80 +1,78 @@
-"""Tool calls: tools enter the prompt through the chat template, and transformers parses the calls in the output.
+"""Tool calls and reasoning of one model: which parser reads its outputs, and which grammar forces a call.
 
-Model families delimit calls differently. The format comes from the tokenizer's `response_template`, or from
-transformers' table of families, and transformers' `ResponseParser` reads it; models without either reject `tools`.
-After a start without transformers, the first request with tools imports it.
+Tools enter the prompt through the chat template. Model families delimit calls differently. If the tokenizer has a
+`response_template`, transformers' ResponseParser reads the outputs (template_parser.py); after a start without
+transformers, the first request with tools imports it. Otherwise the format comes from the table in
+models/tool_formats.py, by what the chat template contains, or by --tool-parser. Families in neither are looked up in
+transformers' table of response templates.
 
-The parser is fed while tokens arrive. Content is streamed as it comes, except text that may start a call; a call is
-sent once it is complete.
+Parsers are fed while tokens arrive. Content is streamed as it comes, except text that may start a call; a call is sent
+once it is complete. What happens to cut and malformed calls: parsed_output.py.
 
-A call that is truncated or malformed is counted and logged but not returned, because a client would execute it;
-parsing stops there. Arguments are guaranteed to follow their schema only if `tool_choice` forces a call: then a
-grammar enforces the family's delimiters and the schema. Such a grammar is available for families that write plain
-JSON between two fixed delimiters, and only if the parser reads an example of it after the same prompt.
+Arguments are guaranteed to follow their schema only if `tool_choice` forces a call: then a grammar enforces the
+family's delimiters and the schema. Such a grammar is available for families that write plain JSON between fixed texts,
+and only if the parser reads an example of it after the same prompt.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import logging
 import re
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.chat_template import render_chat
 from tcdeploy.models.response_template import response_template
+from tcdeploy.models.tool_formats import (
+    HARMONY_TOKENS,
+    ForcedCall,
+    ReasoningFormat,
+    reasoning_format,
+    template_text,
+    tool_format,
+)
 from tcdeploy.planning.extras import is_installed
+from tcdeploy.server.harmony_parser import HarmonyParser
+from tcdeploy.server.parsed_output import OutputParser
 from tcdeploy.server.protocol import ChatRequest, bad_request
 from tcdeploy.server.structured_output import with_bounded_whitespace
+from tcdeploy.server.tag_parser import TagParser
+from tcdeploy.server.template_parser import REASONING_FIELDS, Markup, TemplateParser, find_markup, literal_delimiter
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates
 PROBE_TOOL_NAME = "probe_tool_name"
-log = logging.getLogger("tcdeploy.server")
 
 
-class ParsedToolCall(NamedTuple):
-    number: int  # index within the choice
-    id: str
-    name: str
-    arguments: str  # JSON
+class ParserPlan(NamedTuple):
+    """How the output of one request is read. `shown_marks`: special tokens that the parser needs as text."""
 
-    def json(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-class ParsedDelta(NamedTuple):
-    """A piece of output, split into its parts."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[ParsedToolCall, ...] = ()
-
-
-class Markup(NamedTuple):
-    """A family's format of a call: `opening`, a JSON object with the two keys, `closing`."""
-
-    opening: str
-    closing: str
-    name_key: str
-    arguments_key: str
-
-    def example(self, name: str) -> str:
-        return f"{self.opening}{json.dumps({self.name_key: name, self.arguments_key: {}})}{self.closing}"
+    parser: OutputParser | None  # None: the text is content
+    shown_marks: tuple[str, ...] | None = None  # None: all special tokens
 
 
 class ToolSupport:
-    """Tool calling of one model. `unsupported_reason` is "" if the model supports it."""
+    """Tool calls and reasoning of one model. `unsupported_reason` is "" if the model supports tools."""
 
-    def __init__(self, tokenizer: Any, model_type: str) -> None:
+    def __init__(
+        self, tokenizer: Any, model_type: str, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> None:
+        """The parsers are names of models/tool_formats.py."""
         self._tokenizer = tokenizer
-        self._template = response_template(tokenizer, model_type)
+        self._hidden_ids: dict[tuple[str, ...], frozenset[int]] = {}  # by the marks that are shown
+        chat_template = template_text(tokenizer.chat_template)
+        self._template = response_template(tokenizer, model_type) if tool_parser == "auto" else None
+        self._format = tool_format(tool_parser, chat_template) if self._template is None else None
+        self._reasoning = reasoning_format(reasoning_parser, chat_template)
+        if self._reasoning is None and reasoning_parser == "auto":
+            self._reasoning = _reasoning_of_template(self._template or {})
         if not _template_renders_tools(tokenizer):
             self.unsupported_reason = "the model's chat template does not render tools"
-        elif "tool_calls" not in (self._template or {}).get("fields", {}):
-            self.unsupported_reason = "the model's tokenizer has no response template that describes tool calls"
+        elif self._format is None and "tool_calls" not in (self._template or {}).get("fields", {}):
+            self.unsupported_reason = (
+                "the model's tokenizer has no response template that describes tool calls, and its chat template shows "
+                "no known format; serve --tool-parser selects one"
+            )
         else:
             self.unsupported_reason = ""
 
@@ -86,150 +84,90 @@ class ToolSupport:
         if tools and (reason := self.unsupported_reason or self._parser_problem):
             raise bad_request(f"tools are not supported: {reason}", "tools", "unsupported_parameter")
 
-    def tool_parser(self, request: ChatRequest, prompt: str) -> ToolCallParser:
-        """Parser for one choice. `prompt` is the rendered chat, which may contain the start of the output."""
-        parser = _new_response_parser(self._template, prompt, request.usable_tools)
-        return ToolCallParser(parser, 1 if request.parallel_tool_calls is False else None)
+    def output_parser(self, request: ChatRequest, prompt: str) -> ParserPlan:
+        """Parser for one choice. `prompt` is the rendered chat, which may contain the start of the output.
+
+        An output that follows a grammar of the client is content: the grammar leaves no room for reasoning.
+        """
+        if request.output_constraint is not None:
+            return ParserPlan(None)
+        max_calls = 1 if request.parallel_tool_calls is False else None
+        tools, reasoning = request.usable_tools, self._reasoning
+        if tools and self._template is not None:
+            return ParserPlan(TemplateParser(self._template, prompt, tools, max_calls))
+        used_format = self._format if tools else None
+        if (used_format is not None and used_format.syntax == "harmony") or _is_harmony(reasoning):
+            return ParserPlan(HarmonyParser(max_calls=max_calls), HARMONY_TOKENS)
+        if used_format is None and reasoning is None:
+            return ParserPlan(None)
+        starts_in_reasoning = reasoning is not None and _opens_reasoning(prompt, reasoning, request)
+        parser = TagParser(used_format, reasoning, tools, starts_in_reasoning=starts_in_reasoning, max_calls=max_calls)
+        marks = (reasoning.opening, reasoning.closing) if reasoning else ()
+        return ParserPlan(parser, (*marks, *(used_format.delimiters if used_format else ())))
+
+    def hidden_token_ids(self, shown_marks: tuple[str, ...]) -> frozenset[int]:
+        """The special tokens that are not part of any of `shown_marks`."""
+        if shown_marks not in self._hidden_ids:
+            marks = "\n".join(shown_marks)
+            added = self._tokenizer.added_tokens_decoder.items()
+            hidden = frozenset(token_id for token_id, token in added if token.special and token.content not in marks)
+            self._hidden_ids[shown_marks] = hidden
+        return self._hidden_ids[shown_marks]
 
     def grammar(self, request: ChatRequest, prompt: str) -> str:
         """Grammar for calls of `request.forced_tools`, in llguidance's Lark syntax. Raises ApiError 400."""
         functions = [tool["function"] for tool in request.forced_tools]
+        forced = self._format.forced if self._format is not None else None
         markup = find_markup(self._template or {})
-        if markup is None or not self._parses_example(markup.example(functions[0]["name"]), request, prompt):
+        prefix = ""
+        if self._reasoning is not None and forced is not None and not _is_harmony(self._reasoning):
+            prefix = f"{self._reasoning.closing}\n\n" if _opens_reasoning(prompt, self._reasoning, request) else ""
+        example = forced.example if forced is not None else markup.example if markup is not None else None
+        if example is None or not self._parses_example(prefix + example(functions[0]["name"]), request, prompt):
             raise bad_request(
                 "tool_choice must be none or auto for this request: no grammar can enforce the model's format of tool "
                 "calls after this prompt", "tool_choice", "unsupported_parameter",
             )  # fmt: skip
-        delimiters = self._grammar_terminal(markup.opening), self._grammar_terminal(markup.closing)
+        if forced is not None:
+            return forced_call_grammar(functions, forced, prefix, self._grammar_text, request.allows_multiple_calls)
+        assert markup is not None
+        delimiters = self._grammar_delimiter(markup.opening), self._grammar_delimiter(markup.closing)
         return call_grammar(functions, markup, delimiters, request.allows_multiple_calls)
 
     def _parses_example(self, example: str, request: ChatRequest, prompt: str) -> bool:
         """Whether the parser reads `example` as one call and nothing else."""
-        tool_parser = self.tool_parser(request, prompt)
-        first, last = tool_parser.push(example), tool_parser.finish()
-        return len(first.calls + last.calls) == 1 and not (first.content or last.content or tool_parser.is_broken)
+        parser = self.output_parser(request, prompt).parser
+        assert parser is not None
+        first, last = parser.push(example), parser.finish()
+        return len(first.calls + last.calls) == 1 and not (first.content or last.content or parser.num_malformed)
 
     @functools.cached_property
     def _parser_problem(self) -> str:
-        """Why transformers' parser cannot be used; "" if it can."""
+        """Why transformers' parser cannot be used; "" if it can, or is not needed."""
+        if self._template is None:
+            return ""
         if not is_installed("transformers"):
             return "transformers, which parses tool calls, is not installed (pip install 'tcdeploy[compile]')"
         try:
-            _new_response_parser(self._template, "", [])
+            TemplateParser(self._template, "", [])
         except (ImportError, ValueError) as error:
             return f"the response template of the model's tokenizer is not usable: {error}"
         return ""
 
-    def _grammar_terminal(self, delimiter: str) -> str:
-        """A delimiter that is one token is written as its id, because special tokens have no text in a grammar."""
+    def _grammar_text(self, text: str) -> str:
+        """A fixed text in a grammar. Added tokens are written as their ids, because special tokens have no text."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        ids = {token.content: token_id for token_id, token in added if token.content in text}
+        if not ids:
+            return json.dumps(text)
+        pattern = "|".join(re.escape(content) for content in sorted(ids, key=len, reverse=True))
+        parts = re.split(f"({pattern})", text)
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
+
+    def _grammar_delimiter(self, delimiter: str) -> str:
+        """A delimiter that is one token is written as its id."""
         ids = self._tokenizer(delimiter, add_special_tokens=False).input_ids
-        return f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(delimiter)
-
-
-class ToolCallParser:
-    """Parses the output of one choice incrementally."""
-
-    def __init__(self, parser: Any, max_calls: int | None = None) -> None:
-        self._parser, self._max_calls = parser, max_calls
-        self._calls = 0
-        self._content, self._reasoning = _WhitespaceTrimmer(), _WhitespaceTrimmer()
-        self.is_broken = False
-
-    @property
-    def has_calls(self) -> bool:
-        return self._calls > 0
-
-    def push(self, text: str) -> ParsedDelta:
-        return self._parse(lambda: self._parser.feed(text))
-
-    def finish(self, was_truncated: bool = False) -> ParsedDelta:
-        """After the last token. `was_truncated`: a limit or stop string ended the output, so an open call is cut."""
-        return self._parse(lambda: self._final_events(was_truncated))
-
-    def _final_events(self, was_truncated: bool) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = self._parser.finalize()[1]
-        if was_truncated and any(_ends_tool_calls(event) for event in events):
-            raise ValueError("the output ends inside the call")
-        return events
-
-    def _parse(self, advance: Callable[[], list[dict[str, Any]]]) -> ParsedDelta:
-        if self.is_broken:
-            return ParsedDelta()
-        try:
-            return self._collect(advance())
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:  # raised by ResponseParser for malformed calls
-            self.is_broken = True
-            log.warning("cannot parse a tool call: %.200s", error)
-            return ParsedDelta()
-
-    def _collect(self, events: list[dict[str, Any]]) -> ParsedDelta:
-        content = reasoning = ""
-        calls: list[ParsedToolCall] = []
-        for event in events:
-            if _ends_tool_calls(event):
-                calls += self._tool_calls(event["value"])
-            elif event["type"] == "region_chunk" and event["field"] == "content":
-                content += self._content.push(event["text"])
-            elif event["type"] == "region_chunk" and event["field"] in REASONING_FIELDS:
-                reasoning += self._reasoning.push(event["text"])
-        return ParsedDelta(content, reasoning, tuple(calls))
-
-    def _tool_calls(self, value: Any) -> Iterator[ParsedToolCall]:
-        for call in value if isinstance(value, list) else [value]:
-            name, arguments = call["function"]["name"], call["function"].get("arguments")
-            if not isinstance(name, str):
-                raise TypeError(f"the function name is {name!r}, not a string")
-            if self._calls == self._max_calls:
-                return
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-            yield ParsedToolCall(self._calls, f"call_{uuid.uuid4().hex}", name, text)
-            self._calls += 1
-
-
-class _WhitespaceTrimmer:
-    """Strips the white space around a text that arrives in pieces. Models put it around delimiters."""
-
-    def __init__(self) -> None:
-        self._trailing_space: str | None = None  # None before the first text
-
-    def push(self, text: str) -> str:
-        unsent = text.lstrip() if self._trailing_space is None else self._trailing_space + text
-        stripped = unsent.rstrip()
-        if stripped or self._trailing_space is not None:
-            self._trailing_space = unsent[len(stripped) :]
-        return stripped
-
-
-def _ends_tool_calls(event: dict[str, Any]) -> bool:
-    return event["type"] == "region_close" and event["field"] == "tool_calls"
-
-
-def _new_response_parser(template: dict[str, Any] | None, prompt: str, tools: list[dict[str, Any]]) -> Any:
-    """transformers' ResponseParser, a module without stability guarantees. Raises ImportError if it has moved."""
-    from transformers.utils.chat_parsing import ResponseParser
-
-    return ResponseParser(template, prefix=prompt, tools=tools)
-
-
-def find_markup(template: dict[str, Any]) -> Markup | None:
-    """The markup of a response template whose calls are JSON between fixed delimiters, else None."""
-    field = template.get("fields", {}).get("tool_calls", {})
-    opening, closing = _literal_delimiter(field, "open"), _literal_delimiter(field, "close")
-    if opening is None or closing is None or field.get("content") != "json" or field.get("content_args"):
-        return None
-    shape = field.get("transform")
-    function = shape.get("function") if isinstance(shape, dict) else None
-    if function == "{content}":
-        return Markup(opening, closing, "name", "arguments")
-    if not isinstance(function, dict):
-        return None
-    keys = [re.fullmatch(r"\{content\.(\w+)\}", str(function.get(key))) for key in ("name", "arguments")]
-    return Markup(opening, closing, *(key[1] for key in keys if key)) if all(keys) else None
+        return f"<[{ids[0]}]>" if len(ids) == 1 else self._grammar_text(delimiter)
 
 
 def call_grammar(
@@ -247,15 +185,46 @@ def call_grammar(
     return "\n".join([head, call, *rules, r"space: /[ \n]{0,2}/"])
 
 
-def _literal_delimiter(field: dict[str, Any], side: str) -> str | None:
-    """The fixed text that opens or closes a region, or None. `side`: "open" or "close"."""
-    literal = field.get(side)
-    if isinstance(literal, list):
-        return str(literal[0])
-    if literal is not None:
-        return str(literal)
-    pattern = str(field.get(f"{side}_pattern", "")).removeprefix(r"\s*")
-    return pattern if pattern and re.escape(pattern) == pattern else None
+def forced_call_grammar(
+    functions: list[dict[str, Any]],
+    forced: ForcedCall,
+    prefix: str,
+    text: Callable[[str], str],
+    allow_multiple: bool,
+) -> str:
+    """Grammar of one call, or of several. `text` writes a fixed text as terminals."""
+    bodies, rules = [], []
+    for number, function in enumerate(functions):
+        head = text(f"{forced.before_name}{function['name']}{forced.after_name}")
+        bodies.append(f"{head} arguments_{number}")
+        schema = with_bounded_whitespace(function.get("parameters") or {"type": "object"})
+        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+    calls = "call"
+    if allow_multiple and forced.separator is not None:
+        calls = f"call ({text(forced.separator)} call)*"
+    start = f"start: {text(prefix + forced.start)} {calls} {text(forced.end)}".rstrip()
+    return "\n".join([start, f"call: ({' | '.join(bodies)}) {text(forced.after_arguments)}".rstrip(), *rules])
+
+
+def _opens_reasoning(prompt: str, reasoning: ReasoningFormat, request: ChatRequest) -> bool:
+    """Whether the output begins inside the reasoning: the prompt ends with its opening, or continues such a message."""
+    if request.continue_final_message:
+        return prompt.rfind(reasoning.opening) > prompt.rfind(reasoning.closing)
+    return prompt.rstrip().endswith(reasoning.opening)
+
+
+def _is_harmony(reasoning: ReasoningFormat | None) -> bool:
+    return reasoning is not None and reasoning.name == "openai_gptoss"
+
+
+def _reasoning_of_template(template: dict[str, Any]) -> ReasoningFormat | None:
+    """The reasoning of a response template, if its delimiters are fixed texts."""
+    for name in REASONING_FIELDS:
+        field = template.get("fields", {}).get(name, {})
+        opening, closing = literal_delimiter(field, "open"), literal_delimiter(field, "close")
+        if opening is not None and closing is not None:
+            return ReasoningFormat("template", opening, closing)
+    return None
 
 
 def _template_renders_tools(tokenizer: Any) -> bool:

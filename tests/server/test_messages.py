@@ -110,7 +110,8 @@ def test_parameters_are_translated() -> None:
     for choice, expected in (("auto", "auto"), ("any", "required"), ("none", "none")):
         assert chat_request(tools=TOOLS, tool_choice={"type": choice}).tool_choice == expected
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    assert chat_request(output_config={"format": {"type": "json_schema", "schema": schema}}).output_schema == schema
+    constraint = chat_request(output_config={"format": {"type": "json_schema", "schema": schema}}).output_constraint
+    assert constraint is not None and constraint.value == schema
 
 
 def test_a_final_assistant_message_is_continued() -> None:
@@ -208,7 +209,7 @@ def fake_active(tokenizer: Any, text: str, reason: str, batch_size: int, stop: t
     vocabulary, tools = Vocabulary(tokenizer), ToolSupport(tokenizer, "llama")
     chat = parse(ChatRequest, json.dumps({"messages": [USER], "tools": [WEATHER, CLOCK]}).encode())
     detokenizer = StopStringDetokenizer(tokenizer, stop, False)
-    choice = Choice(0, detokenizer, 9, None, tool_parser=tools.tool_parser(chat, PROMPT))
+    choice = Choice(0, detokenizer, 9, None, output_parser=tools.output_parser(chat, PROMPT).parser)
     ids = tokenizer(text, add_special_tokens=False).input_ids
 
     async def deltas(_: Any = None) -> AsyncIterator[dict[int, str]]:
@@ -288,6 +289,7 @@ OUTPUTS = {
     ),
     "text after a call": (f"{CLOCK_TEXT} and then<|end|>", "stop", ["tool_use", "text"], "tool_use"),
     "cut": (f"It is. {CLOCK_TEXT[:20]}", "length", ["text"], "max_tokens"),
+    "cut call": (WEATHER_TEXT[:-20], "length", ["tool_use"], "max_tokens"),
     "stop string": ("It is HALT and more", "length", ["text"], "stop_sequence"),
     "nothing": ("<|end|>", "stop", [], "end_turn"),
 }

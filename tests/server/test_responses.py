@@ -117,9 +117,10 @@ def test_parameters_are_translated() -> None:
     assert request.reasoning_effort == "low"
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     text_format = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
-    assert chat_request(text={"format": text_format}).output_schema == schema
-    assert chat_request(text={"format": {"type": "json_object"}}).output_schema == {"type": "object"}
-    assert chat_request(text={"format": {"type": "text"}, "verbosity": "medium"}).output_schema is None
+    for output_format, expected in ((text_format, schema), ({"type": "json_object"}, {"type": "object"})):
+        constraint = chat_request(text={"format": output_format}).output_constraint
+        assert constraint is not None and (constraint.kind, constraint.value) == ("json", expected)
+    assert chat_request(text={"format": {"type": "text"}, "verbosity": "medium"}).output_constraint is None
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,7 @@ def test_files_that_are_no_certificate_and_key_are_refused_before_the_model_is_l
         (("--allowed-origins", '["*"]'), "is not an origin"),
         (("--ssl-keyfile", "key.pem"), "needs --ssl-certfile"),
         (("--metrics-prefix", "1x"), "cannot begin the name of a Prometheus metric"),
+        (("--tool-parser", "llama"), "--tool-parser is 'llama'; it must be auto, hermes, llama3_json"),
         (("--chat-template", "/missing.jinja"), "the chat template /missing.jinja cannot be read"),
         (("--log-requests", "xml"), "it must be off, text or json"),
         (("--api-key", ""), "the API key is empty"),

@@ -22,7 +22,8 @@ from tcdeploy.server.request_parsing import parse
 from tcdeploy.server.response_builder import ChatResponseBuilder, Choice, ServedModel
 from tcdeploy.server.stop_strings import StopStringDetokenizer
 from tcdeploy.server.structured_output import StructuredOutputBackend
-from tcdeploy.server.tools import Markup, ToolSupport, find_markup
+from tcdeploy.server.template_parser import Markup, TemplateParser, find_markup
+from tcdeploy.server.tools import ToolSupport
 from tcdeploy.server.validation import check
 from tcdeploy.server.vocabulary import Vocabulary
 from tests.conftest import TINY
@@ -131,6 +132,7 @@ def parse_output(
     reason: str = "stop",
     stream: bool = False,
     stop_strings: tuple[str, ...] = (),
+    raw_arguments: bool = False,
     **fields: Any,
 ) -> dict[str, Any]:
     """The response to a client if the model generates `text`. Stream chunks are concatenated."""
@@ -141,7 +143,7 @@ def parse_output(
         StopStringDetokenizer(tokenizer, stop_strings, False),
         5,
         None,
-        tool_parser=tools.tool_parser(request, PROMPT),
+        output_parser=tools.output_parser(request, PROMPT).parser,
     )
     builder = ChatResponseBuilder(request, ServedModel("tiny", "fp_0", vocabulary))
     ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -165,7 +167,10 @@ def parse_output(
     return {
         "content": message["content"] or "",
         "reasoning": message.get("reasoning_content", ""),
-        "calls": [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls],
+        "calls": [
+            (call["function"]["name"], (str if raw_arguments else json.loads)(call["function"]["arguments"]))
+            for call in calls
+        ],
         "reason": choice.finish_reason,
     }
 
@@ -202,27 +207,47 @@ def test_outputs_are_parsed_whole_and_streamed(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "content"),
     [
-        (f"{CLOCK_TEXT}<call>{{no json}}</call>{WEATHER_TEXT}", "stop"),
-        (f"{CLOCK_TEXT}{WEATHER_TEXT[:-20]}", "length"),
-        (f"{CLOCK_TEXT}{WEATHER_TEXT.removesuffix('</call>')}", "length"), (f'{CLOCK_TEXT}<call>["a"]</call>', "stop"),
-        (f'{CLOCK_TEXT}<call>{{"name": 5, "arguments": {{}}}}</call>', "stop"),
-        (f"{CLOCK_TEXT}<call>5</call>rest", "stop"),
+        (f"A {CLOCK_TEXT}<call>{{no json}}</call>{WEATHER_TEXT}", f"A\n<call>{{no json}}</call>{WEATHER_TEXT}"),
+        (f'A {CLOCK_TEXT}\n<call>["a"]</call>', 'A\n<call>["a"]</call>'),
+        (f'A {CLOCK_TEXT}<call>{{"name": 5, "arguments": {{}}}}</call>',
+         'A\n<call>{"name": 5, "arguments": {}}</call>'),
+        (f"A {CLOCK_TEXT}<call>5</call>rest", "A\n<call>5</call>rest"),
+        (f"A {CLOCK_TEXT}{WEATHER_TEXT[:-20]}", f"A\n{WEATHER_TEXT[:-20]}"),
     ],
 )  # fmt: skip
-def test_truncated_and_malformed_calls_are_not_returned(
-    tools: ToolSupport, tokenizer: Any, text: str, reason: str, stream: bool, caplog: pytest.LogCaptureFixture
+def test_the_text_of_a_malformed_call_is_content(
+    tools: ToolSupport, tokenizer: Any, text: str, content: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    response = parse_output(tools, tokenizer, text, reason, stream)
-    assert (response["calls"], response["content"]) == ([CLOCK_CALL], "")
-    assert response["reason"] == ("tool_calls" if reason == "stop" else "length")
+    response = parse_output(tools, tokenizer, text, "stop", stream)
+    assert response == {"content": content, "reasoning": "", "calls": [CLOCK_CALL], "reason": "tool_calls"}
     assert "cannot parse a tool call" in caplog.text
 
 
-def test_a_call_with_a_stop_string_inside_is_not_returned(tools: ToolSupport, tokenizer: Any) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        (WEATHER_TEXT[:-20], ("get_weather", '{"city": "Oslo",')),
+        (WEATHER_TEXT.removesuffix("</call>"), ("get_weather", '{"city": "Oslo", "days": 3}')),
+        ('<call>{"name": "clock", "ar', ("clock", "")), ('<call>{"arguments": {"utc": true}, "name": "clo', None),
+    ],
+)  # fmt: skip
+def test_a_call_that_max_tokens_cuts_is_returned_as_far_as_it_came(
+    tools: ToolSupport, tokenizer: Any, text: str, cut: Any, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = parse_output(tools, tokenizer, CLOCK_TEXT + text, "length", stream, raw_arguments=True)
+    calls = [("clock", '{"utc": true}'), *([cut] if cut else [])]
+    assert response == {"content": "" if cut else text, "reasoning": "", "calls": calls, "reason": "length"}
+    assert not caplog.text, "a call that is cut is not malformed"
+
+
+def test_a_call_with_a_stop_string_inside_is_content(tools: ToolSupport, tokenizer: Any) -> None:
+    """A client could not distinguish it from a complete call by the finish reason."""
     response = parse_output(tools, tokenizer, f"I look.{CLOCK_TEXT}{WEATHER_TEXT}", stop_strings=("days",))
-    assert (response["calls"], response["content"], response["reason"]) == ([CLOCK_CALL], "I look.", "tool_calls")
+    content = f"I look.\n{WEATHER_TEXT[: WEATHER_TEXT.index('days')]}"
+    assert response == {"content": content, "reasoning": "", "calls": [CLOCK_CALL], "reason": "tool_calls"}
 
 
 def test_only_the_first_call_is_returned_without_parallel_tool_calls(tools: ToolSupport, tokenizer: Any) -> None:
@@ -235,9 +260,9 @@ def test_families_of_transformers_table_are_parsed(tmp_path: Path) -> None:
     tokenizer = load(make_model(tmp_path / "model", None))
     qwen = ToolSupport(tokenizer, "qwen3")
     assert qwen.unsupported_reason == ""
-    parsed = qwen.tool_parser(chat_request(), "<|im_start|>assistant\n").push(
-        '<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>'
-    )
+    parser = qwen.output_parser(chat_request(), "<|im_start|>assistant\n").parser
+    assert isinstance(parser, TemplateParser)
+    parsed = parser.push('<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>')
     assert [(call.name, call.arguments) for call in parsed.calls] == [("clock", '{"utc": true}')]
     assert '"<tool_call>"' in qwen.grammar(chat_request(tool_choice="required"), "<|im_start|>assistant\n")
 
@@ -443,10 +468,16 @@ def test_a_streamed_call_equals_the_whole_call(tool_server: ServerProcess) -> No
     assert chunks[-1].finish_reason == whole.finish_reason
 
 
-def test_a_truncated_call_is_not_returned_but_counted(tool_server: ServerProcess) -> None:
-    [choice] = chat(tool_server, tool_choice="required", max_tokens=12).choices
-    assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("length", None, "")
-    assert tool_server.metric("broken_tool_calls_total") == 1
+def test_a_truncated_call_is_returned_as_far_as_it_came(tool_server: ServerProcess) -> None:
+    fields = {"tool_choice": {"type": "function", "function": {"name": "clock"}}, "max_tokens": 22}
+    [choice] = chat(tool_server, **fields).choices
+    [call] = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name, choice.message.content) == ("length", "clock", None)
+    chunks = [chunk.choices[0] for chunk in chat(tool_server, **fields, stream=True)]
+    [streamed] = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert streamed.function.model_dump() == call.function.model_dump()
+    assert chunks[-1].finish_reason == "length"
+    assert tool_server.metric("broken_tool_calls_total") == 0
 
 
 def test_content_without_a_call_is_returned_unchanged(tool_server: ServerProcess) -> None:

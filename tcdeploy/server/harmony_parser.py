@@ -1,0 +1,120 @@
+"""Parses outputs of gpt-oss, which are messages with a channel: `<|channel|>NAME<|message|>TEXT<|end|>`.
+
+`analysis` is reasoning; `final`, and `commentary` without recipient, are content. A message to a recipient
+(`to=functions.NAME`, in the header before or after the channel) is a call whose text is the arguments. The prompt ends
+with `<|start|>assistant`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from tcdeploy.server.json_text import ObjectScanner, valid_object
+from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, log_malformed
+from tcdeploy.server.stop_strings import partial_match_length
+
+MESSAGE = "<|message|>"
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+MAX_HEADER_CHARS = 512
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+
+
+class HarmonyParser:
+    """The output of one choice. Implements `OutputParser`."""
+
+    def __init__(self, *, max_calls: int | None = None) -> None:
+        self.num_malformed = 0
+        self._builder = DeltaBuilder(max_calls)
+        self._buffer = ""
+        self._recipient = ""
+        self._scanner = ObjectScanner()
+        self._emit: Callable[[str], None] = self._builder.add_content
+        self._step: Callable[[bool], bool] = self._read_header
+
+    @property
+    def has_calls(self) -> bool:
+        return self._builder.num_calls > 0
+
+    def push(self, text: str) -> ParsedDelta:
+        self._buffer += text
+        while self._step(False):
+            pass
+        return self._builder.take()
+
+    def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
+        while self._step(False):
+            pass
+        if self._step == self._read_arguments and end == "length":
+            self._builder.add_call(self._recipient, self._buffer.strip())
+            return self._builder.finish()
+        if self._step == self._read_arguments:
+            self._fail("the output ends inside the call", is_malformed=end == "complete")
+        self._step(True)
+        return self._builder.finish()
+
+    def _read_header(self, is_last: bool) -> bool:
+        end = self._buffer.find(MESSAGE)
+        if end < 0:
+            if is_last or len(self._buffer) > MAX_HEADER_CHARS:  # it is no message
+                is_header = re.match(r"\s*<\|\w+\|>|\s*$|\s*to=", self._buffer)
+                self._builder.add_content("" if is_header else self._buffer)
+                self._buffer = ""
+            return False
+        header, self._buffer = self._buffer[:end], self._buffer[end + len(MESSAGE) :]
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient is not None:
+            self._recipient, self._scanner = recipient[1], ObjectScanner()
+            self._step = self._read_arguments
+        else:
+            is_reasoning = channel is not None and channel[1] == "analysis"
+            self._emit = self._builder.add_reasoning if is_reasoning else self._builder.add_content
+            self._builder.end_content()
+            self._step = self._read_text
+        return True
+
+    def _read_text(self, is_last: bool) -> bool:
+        ends = [(index, mark) for mark in MESSAGE_ENDS if (index := self._buffer.find(mark)) >= 0]
+        if not ends:
+            num_kept = 0 if is_last else max(partial_match_length(self._buffer, mark) for mark in MESSAGE_ENDS)
+            index = len(self._buffer) - num_kept
+        else:
+            index = min(ends)[0]
+        self._emit(self._buffer[:index])
+        self._buffer = self._buffer[index:]
+        if ends:
+            self._end_message()
+        return bool(ends)
+
+    def _end_message(self) -> None:
+        """Drop the end of the message. The marks that begin the next one stay, because its header contains them."""
+        for mark in ("<|end|>", "<|call|>", "<|return|>"):
+            self._buffer = self._buffer.removeprefix(mark)
+        self._step = self._read_header
+
+    def _read_arguments(self, is_last: bool) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if not self._buffer:
+            return False
+        try:
+            if not self._buffer.startswith("{"):
+                raise ValueError("its arguments are not a JSON object")
+            end = self._scanner.find_end(self._buffer)
+            if end is None:
+                return False
+            self._builder.add_call(self._recipient, valid_object(self._buffer[:end]))
+        except (ValueError, RecursionError) as error:
+            self._fail(error, is_malformed=True)
+            return True
+        self._buffer = self._buffer[end:]
+        self._emit = self._builder.add_content
+        self._step = self._read_text
+        return True
+
+    def _fail(self, reason: object, *, is_malformed: bool) -> None:
+        """The text of the message is content."""
+        if is_malformed:
+            self.num_malformed += 1
+            log_malformed(reason)
+        self._emit, self._step = self._builder.add_content, self._read_text

@@ -1,0 +1,108 @@
+"""JSON in the output of a model: where an object ends, and the raw texts of its members, also if it is cut."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_STRING_STOP = re.compile(r'["\\]')
+# A quote or bracket, or a character that JSON does not have outside of strings.
+_STRUCTURE = re.compile(r'["{}\[\]]|[^\s\w:,+.\-]')
+_SPACE = re.compile(r"\s*")
+_DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strings
+
+
+class ObjectScanner:
+    """Finds the end of a JSON object in a text that grows. Each character is read once."""
+
+    def __init__(self, start: int = 0) -> None:
+        """`start`: index of the opening brace."""
+        self.position, self._depth = start, 0  # up to `position` the text has been read
+        self._is_in_string = False
+
+    def find_end(self, text: str) -> int | None:
+        """The index after the closing brace; None if it has not come. Raises ValueError for what cannot be JSON."""
+        while True:
+            pattern = _STRING_STOP if self._is_in_string else _STRUCTURE
+            match = pattern.search(text, self.position)
+            if match is None:
+                self.position = len(text)
+                return None
+            if match[0] == "\\" and self._is_in_string:
+                if match.end() == len(text):
+                    self.position = match.start()
+                    return None
+                self.position = match.end() + 1
+                continue
+            if match[0] not in '"{[}]':  # not consumed: it may begin a delimiter
+                self.position = match.start()
+                raise ValueError(f"{match[0]!r} is not JSON")
+            self.position = match.end()
+            if match[0] == '"':
+                self._is_in_string = not self._is_in_string
+            else:
+                self._depth += 1 if match[0] in "{[" else -1
+                if self._depth == 0:
+                    return match.end()
+
+
+def object_members(text: str) -> dict[str, str]:
+    """The raw text of each value of a JSON object. If the object is cut, of the last value as far as it came.
+
+    Raises ValueError for what is not the beginning of an object.
+    """
+    members: dict[str, str] = {}
+    position = _skip_space(text, 0)
+    if not text.startswith("{", position):
+        raise ValueError("it is not a JSON object")
+    position = _skip_space(text, position + 1)
+    while text.startswith('"', position):
+        try:
+            key, position = _DECODER.raw_decode(text, position)
+        except ValueError:  # the key is cut
+            return members
+        position = _skip_space(text, position)
+        if not text.startswith(":", position):
+            return members
+        start = _skip_space(text, position + 1)
+        try:
+            _, position = _DECODER.raw_decode(text, start)
+        except ValueError:
+            members[key] = text[start:]
+            return members
+        members[key] = text[start:position]
+        position = _skip_space(text, position)
+        if text.startswith(",", position):
+            position = _skip_space(text, position + 1)
+    return members
+
+
+def valid_object(raw: str) -> str:
+    """`raw` if it is a JSON object; with control characters in strings, which JSON does not allow, written anew.
+
+    Raises ValueError and RecursionError for anything else.
+    """
+    value = _DECODER.decode(raw)
+    if not isinstance(value, dict):
+        raise ValueError("the arguments are not a JSON object")
+    try:
+        json.loads(raw)
+    except ValueError:
+        return json.dumps(value, ensure_ascii=False)
+    return raw
+
+
+def string_value(raw: str) -> str | None:
+    """The value of a JSON string; None if it is another value, or cut."""
+    try:
+        value: Any = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    assert match is not None
+    return match.end()

@@ -1,0 +1,331 @@
+"""Parses outputs by the formats of models/tool_formats.py: reasoning, content, and calls between delimiters.
+
+The parser is a state machine over the text that is not yet assigned: a step looks for the next delimiter, or for the
+end of a call. The end of a JSON object is found by its structure, so delimiters inside strings are text. A call whose
+text turns out to be malformed is content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tcdeploy.models.tool_formats import ReasoningFormat, ToolFormat
+from tcdeploy.server.json_text import ObjectScanner, object_members, string_value, valid_object
+from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, log_malformed
+from tcdeploy.server.python_calls import PythonListScanner, parse_calls
+from tcdeploy.server.stop_strings import partial_match_length
+from tcdeploy.server.xml_calls import XmlCall
+
+MAX_HEADER_CHARS = 256  # between an opening and the arguments
+ARGUMENT_KEYS = ("arguments", "parameters")
+CALL_KEYS = {"name", "type", "id", "function", *ARGUMENT_KEYS}
+PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python
+
+
+class TagParser:
+    """The output of one choice. Implements `OutputParser`."""
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        tools: list[dict[str, Any]],
+        *,
+        starts_in_reasoning: bool = False,
+        max_calls: int | None = None,
+    ) -> None:
+        self.num_malformed = 0
+        self._format, self._reasoning = tool_format, reasoning
+        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        self._builder = DeltaBuilder(max_calls, tool_format.id_length if tool_format else 0)
+        self._buffer = ""  # in a call, from its opening on
+        self._end: OutputEnd | None = None
+        self._may_reason = True  # until the end of the reasoning
+        self._opening = ""  # of the open call
+        self._is_listed = False  # whether the open call is not the first one after its opening
+        self._name: str | None = None  # of the open call, if its header contains it
+        self._body = 0  # index of the arguments, or of the object, in the buffer
+        self._scanner = ObjectScanner()
+        self._list_scanner = PythonListScanner()
+        self._xml = XmlCall("", {}, 0)
+        # Each step returns whether another one may follow without more text.
+        self._step: Callable[[bool], bool] = self._read_reasoning if starts_in_reasoning else self._read_start
+
+    @property
+    def has_calls(self) -> bool:
+        return self._builder.num_calls > 0
+
+    def push(self, text: str) -> ParsedDelta:
+        self._buffer += text
+        while self._step(False):
+            pass
+        return self._builder.take()
+
+    def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
+        while self._step(False):
+            pass
+        self._end = end
+        if end == "length":
+            self._add_cut_call()
+        while self._step(True):
+            pass
+        return self._builder.finish()
+
+    # Text outside of calls
+
+    def _read_start(self, is_last: bool) -> bool:
+        """At the start of the output, where reasoning may begin, or after the reasoning. Some calls have no opening."""
+        text = self._buffer.lstrip()
+        if self._reasoning is not None and self._may_reason:
+            if text.startswith(self._reasoning.opening):
+                self._buffer = text[len(self._reasoning.opening) :]
+                self._step = self._read_reasoning
+                return True
+            if self._reasoning.opening.startswith(text) and not is_last:
+                return False
+        begins_call = self._begins_call(text) if self._format and self._format.starts_output else False
+        if begins_call is None and not is_last:
+            return False
+        if begins_call:
+            self._builder.add_content(self._buffer[: len(self._buffer) - len(text)])
+            self._buffer = text
+            self._open_call("")
+        else:
+            self._step = self._read_content
+        return True
+
+    def _begins_call(self, text: str) -> bool | None:
+        """Whether a text without opening is a call; None if that is not known yet."""
+        assert self._format is not None
+        if self._format.syntax == "python":
+            match, start = re.match(r"\[\s*([\w.]+)\(", text), r"(\[\s*[\w.]*)?"
+            known_names = set(self._schemas)
+        else:
+            match, start = re.match(r'\{\s*"(\w+)"', text), r'(\{\s*("\w*)?)?'
+            known_names = CALL_KEYS
+        if match is not None:
+            return match[1] in known_names
+        return None if len(text) <= MAX_HEADER_CHARS and re.fullmatch(start, text) else False
+
+    def _read_content(self, is_last: bool) -> bool:
+        openings, dropped = (self._format.openings, self._format.dropped) if self._format else ((), ())
+        literal = self._find((*openings, *dropped), is_last, self._builder.add_content)
+        if literal is None:
+            return False
+        if literal in openings:
+            self._open_call(literal)
+            return True
+        self._buffer = self._buffer[len(literal) :]
+        self._builder.end_content()
+        return True
+
+    def _read_reasoning(self, is_last: bool) -> bool:
+        assert self._reasoning is not None
+        literal = self._find((self._reasoning.closing,), is_last, self._builder.add_reasoning)
+        if literal is None:
+            return False
+        self._buffer = self._buffer[len(literal) :]
+        self._may_reason = False
+        self._builder.end_content()
+        self._step = self._read_start
+        return True
+
+    def _read_rest(self, is_last: bool) -> bool:
+        self._builder.add_content(self._buffer)
+        self._buffer = ""
+        return False
+
+    def _find(self, literals: tuple[str, ...], is_last: bool, emit: Callable[[str], None]) -> str | None:
+        """Emit the text before the first of `literals`, which then begins the buffer. None if there is none.
+
+        Text that may be the beginning of one is kept in the buffer, unless it is the last text.
+        """
+        matches = [(index, literal) for literal in literals if (index := self._buffer.find(literal)) >= 0]
+        if matches:
+            index, literal = min(matches)
+            emit(self._buffer[:index])
+            self._buffer = self._buffer[index:]
+            return literal
+        num_kept = 0
+        if not is_last and literals:
+            num_kept = max(partial_match_length(self._buffer, literal) for literal in literals)
+        end = len(self._buffer) - num_kept
+        emit(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        return None
+
+    # Calls. The buffer begins with the opening until the call is complete.
+
+    def _open_call(self, opening: str, is_listed: bool = False) -> None:
+        self._opening, self._is_listed, self._name = opening, is_listed, None
+        self._body = len(opening)
+        self._step = self._read_header
+
+    def _read_header(self, is_last: bool) -> bool:
+        assert self._format is not None
+        if self._format.syntax == "xml":
+            return self._read_xml_header(is_last)
+        bracket = "[" if self._format.syntax == "python" else "{"
+        index = self._buffer.find(bracket, self._body, self._body + MAX_HEADER_CHARS)
+        if index < 0:
+            if is_last or len(self._buffer) > self._body + MAX_HEADER_CHARS:
+                return self._fail("it has no arguments")
+            return False
+        header = re.fullmatch(self._format.header, self._buffer[self._body : index])
+        if header is None:
+            return self._fail("its header is not known")
+        self._name, self._body = header.groupdict().get("name"), index
+        if self._format.syntax == "python":
+            self._list_scanner, self._step = PythonListScanner(index), self._read_python
+        else:
+            self._scanner, self._step = ObjectScanner(index), self._read_object
+        return True
+
+    def _read_object(self, is_last: bool) -> bool:
+        try:
+            end = self._scanner.find_end(self._buffer)
+            if end is not None:
+                self._builder.add_call(*self._parse_object(self._buffer[self._body : end]))
+        except PARSE_ERRORS as error:
+            return self._fail(error, self._scanner.position)
+        if end is None:
+            return is_last and self._fail_at_end()
+        return self._close_call(end)
+
+    def _parse_object(self, text: str) -> tuple[str, str]:
+        """Name and arguments of a call. Raises PARSE_ERRORS."""
+        if self._name is not None:
+            return self._name, valid_object(text)
+        members = object_members(valid_object(text))
+        name = string_value(members.get("name", ""))
+        raw = next((members[key] for key in ARGUMENT_KEYS if key in members), "null")
+        if name is None or (self._is_without_mark and name not in self._schemas):
+            raise ValueError("it has no function name")
+        return name, "{}" if raw == "null" else valid_object(string_value(raw) or raw)
+
+    @property
+    def _is_without_mark(self) -> bool:
+        """Whether the open call has no opening, so that it may be content as well."""
+        return not self._opening and not self._is_listed
+
+    def _read_python(self, is_last: bool) -> bool:
+        end = self._list_scanner.find_end(self._buffer)
+        if end is None:
+            return is_last and self._fail_at_end()
+        try:
+            calls = parse_calls(self._buffer[self._body : end])
+        except PARSE_ERRORS as error:
+            return self._fail(error, end)
+        for name, arguments in calls:
+            self._builder.add_call(name, arguments)
+        return self._close_call(end)
+
+    def _read_xml_header(self, is_last: bool) -> bool:
+        header = re.match(r"(?:<tool_call>\s*)?<function=([^>\n]+)>", self._buffer)
+        if header is not None:
+            self._name = header[1].strip()
+            self._xml = XmlCall(self._name, self._schemas.get(self._name, {}), header.end())
+            self._step = self._read_xml
+            return True
+        text = self._buffer.removeprefix("<tool_call>").lstrip()
+        may_follow = "<function=".startswith(text[:10]) or text.startswith("<function=")
+        if is_last or not may_follow or len(text) > MAX_HEADER_CHARS:
+            return self._fail("its header is not known")
+        return False
+
+    def _read_xml(self, is_last: bool) -> bool:
+        try:
+            end = self._xml.find_end(self._buffer)
+        except ValueError as error:
+            return self._fail(error, self._xml.position)
+        if end is None:
+            return is_last and self._fail_at_end()
+        self._builder.add_call(self._xml.name, self._xml.arguments_json())
+        return self._close_call(end)
+
+    def _close_call(self, end: int) -> bool:
+        self._buffer = self._buffer[end:]
+        self._builder.end_content()
+        self._step = self._read_after_call
+        return True
+
+    def _read_after_call(self, is_last: bool) -> bool:
+        """Drop closing delimiters, and open the next call of a list."""
+        assert self._format is not None
+        text = self._buffer.lstrip()
+        separator = self._format.separator if self._name is None else ""
+        endings = tuple(filter(None, (*self._format.closings, separator)))
+        ending = next((ending for ending in endings if text.startswith(ending)), "")
+        if ending and ending == separator:
+            self._buffer = text[len(ending) :]
+            self._step = self._read_next_object
+        elif ending:
+            self._buffer = text[len(ending) :]
+        elif any(ending.startswith(text) for ending in endings) and not (is_last and self._end == "complete"):
+            self._buffer = "" if is_last else self._buffer  # the delimiter is cut
+            return False
+        else:
+            self._step = self._read_content
+        return True
+
+    def _read_next_object(self, is_last: bool) -> bool:
+        text = self._buffer.lstrip()
+        if text.startswith("{"):
+            self._buffer = text
+            self._open_call("", is_listed=True)
+        elif text or is_last:
+            self._step = self._read_content
+        else:
+            return False
+        return True
+
+    def _fail(self, reason: object, end: int | None = None) -> bool:
+        """The text up to `end`, by default the opening, is content. A call is not searched inside of another one.
+
+        A text that was no call, or that is cut, is not counted.
+        """
+        if self._end in (None, "complete") and not self._is_without_mark:
+            if not self.num_malformed:
+                log_malformed(reason)
+            self.num_malformed += 1
+        end = len(self._opening) if end is None else end
+        self._builder.add_content(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        self._step = self._read_content
+        return True
+
+    def _fail_at_end(self) -> bool:
+        return self._fail("the output ends inside the call", len(self._buffer))
+
+    def _add_cut_call(self) -> None:
+        """Add the open call as far as it came, if its name is known."""
+        try:
+            calls = self._cut_calls()
+        except PARSE_ERRORS:
+            calls = []
+        for name, arguments in calls:
+            self._builder.add_call(name, arguments)
+        if calls:
+            self._builder.end_content()
+            self._buffer = ""
+            self._step = self._read_rest
+
+    def _cut_calls(self) -> list[tuple[str, str]]:
+        """Raises PARSE_ERRORS."""
+        if self._step == self._read_xml:
+            return [(self._xml.name, json.dumps(self._xml.arguments, ensure_ascii=False)[:-1])]
+        if self._step == self._read_python:
+            return [tuple(call) for call in self._list_scanner.cut_calls(self._buffer)]  # type: ignore[misc]
+        if self._step != self._read_object:
+            return []
+        text = self._buffer[self._body :]
+        if self._name is not None:
+            return [(self._name, text)]
+        members = object_members(text)
+        name = string_value(members.get("name", ""))
+        if name is None or (self._is_without_mark and name not in self._schemas):
+            return []
+        return [(name, next((members[key] for key in ARGUMENT_KEYS if key in members), ""))]

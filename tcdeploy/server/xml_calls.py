@@ -1,0 +1,108 @@
+"""Calls in the syntax of Qwen3-Coder: `<function=NAME><parameter=KEY>VALUE</parameter>...</function>`.
+
+Values have no escapes and no types. A `</parameter>` ends a value only if another parameter or the end of the call
+follows. The type of a value is that of its property in the function's schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+END, PARAMETER, PARAMETER_END = "</function>", "<parameter=", "</parameter>"
+MAX_SPACE = 1000  # between two parameters
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
+_PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_SPACE = re.compile(r"\s*")
+
+
+class XmlCall:
+    """The arguments of one call, in a text that grows."""
+
+    def __init__(self, name: str, schema: dict[str, Any], start: int) -> None:
+        """`schema`: of the arguments. `start`: index after `<function=NAME>`."""
+        self.name = name
+        self.arguments: dict[str, Any] = {}
+        properties = schema.get("properties")
+        self._properties = properties if isinstance(properties, dict) else {}
+        self.position = start  # after the last complete argument and white space
+        self._search = start  # where a `</parameter>` is searched
+
+    def arguments_json(self) -> str:
+        return json.dumps(self.arguments, ensure_ascii=False)
+
+    def find_end(self, text: str) -> int | None:
+        """The index after `</function>`; None if it has not come. Raises ValueError if something else follows."""
+        while True:
+            start = self.position = _skip_space(text, self.position)
+            if text.startswith(END, start):
+                return start + len(END)
+            head = _PARAMETER.match(text, start)
+            if head is None:
+                rest = text[start : start + 200]
+                if END.startswith(rest) or PARAMETER.startswith(rest[: len(PARAMETER)]) and "\n" not in rest:
+                    return None
+                raise ValueError(f"it contains {rest[:20]!r} between its parameters")
+            value_end = self._find_value_end(text, max(self._search, head.end()))
+            if value_end is None:
+                return None
+            value = text[head.end() : value_end].removeprefix("\n").removesuffix("\n")
+            self.arguments[head[1].strip()] = convert(value, self._properties.get(head[1].strip()))
+            self.position = self._search = value_end + len(PARAMETER_END)
+
+    def _find_value_end(self, text: str, start: int) -> int | None:
+        while True:
+            end = text.find(PARAMETER_END, start)
+            if end < 0:
+                self._search = max(start, len(text) - len(PARAMETER_END))
+                return None
+            next_start = _skip_space(text, end + len(PARAMETER_END))
+            rest = text[next_start : next_start + len(PARAMETER)]
+            if rest in (PARAMETER, END):
+                return end
+            is_close = next_start - end <= MAX_SPACE  # otherwise this white space would be read with each token
+            if is_close and (PARAMETER.startswith(rest) or END.startswith(rest)):
+                self._search = end
+                return None
+            start = end + 1
+
+
+def convert(value: str, schema: Any) -> Any:
+    """`value` as the first type of its schema that it fits; a string if there is none."""
+    types = _types(schema)
+    if not types or value == "null" and "null" not in types and "string" in types:
+        return value
+    text = value.strip()
+    try:
+        parsed = json.loads(_PYTHON_CONSTANTS.get(text, text))
+    except (ValueError, RecursionError):
+        return value
+    if isinstance(parsed, float) and parsed.is_integer() and "number" not in types:
+        parsed = int(parsed)
+    return parsed if _type_name(parsed) & types else value
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type")
+    types = {item for item in (declared if isinstance(declared, list) else [declared]) if isinstance(item, str)}
+    for union in (schema.get("anyOf"), schema.get("oneOf")):
+        for member in union if isinstance(union, list) else ():
+            types |= _types(member)
+    return types
+
+
+def _type_name(value: Any) -> set[str]:
+    """The names of a parsed value's type in JSON schemas, without string."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    names = {dict: {"object"}, list: {"array"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}}
+    return names.get(type(value), set())
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    assert match is not None
+    return match.end()
