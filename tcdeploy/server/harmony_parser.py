@@ -17,6 +17,8 @@ from tcdeploy.server.stop_strings import partial_match_length
 MESSAGE = "<|message|>"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 MAX_HEADER_CHARS = 512
+_TEXT_ENDS = re.compile(r"^(<\|(end|call|return)\|>)+")
+_HEADER_START = re.compile(r"\s*(<\|(start|channel|constrain)\|>|to=|$)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
@@ -51,17 +53,20 @@ class HarmonyParser:
             return self._builder.finish()
         if self._step == self._read_arguments:
             self._fail("the output ends inside the call", is_malformed=end == "complete")
-        self._step(True)
+        while self._step(True):
+            pass
         return self._builder.finish()
 
     def _read_header(self, is_last: bool) -> bool:
-        end = self._buffer.find(MESSAGE)
+        self._buffer = _TEXT_ENDS.sub("", self._buffer)
+        end = self._buffer.find(MESSAGE, 0, MAX_HEADER_CHARS)
         if end < 0:
-            if is_last or len(self._buffer) > MAX_HEADER_CHARS:  # it is no message
-                is_header = re.match(r"\s*<\|\w+\|>|\s*$|\s*to=", self._buffer)
-                self._builder.add_content("" if is_header else self._buffer)
-                self._buffer = ""
-            return False
+            is_text = len(self._buffer) >= MAX_HEADER_CHARS or (is_last and not _HEADER_START.match(self._buffer))
+            if is_text:
+                self._builder.add_content(self._buffer[:1])  # it may begin a mark, which would end the text again
+                self._buffer = self._buffer[1:]
+                self._emit, self._step = self._builder.add_content, self._read_text
+            return is_text
         header, self._buffer = self._buffer[:end], self._buffer[end + len(MESSAGE) :]
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None:
@@ -84,14 +89,8 @@ class HarmonyParser:
         self._emit(self._buffer[:index])
         self._buffer = self._buffer[index:]
         if ends:
-            self._end_message()
+            self._step = self._read_header
         return bool(ends)
-
-    def _end_message(self) -> None:
-        """Drop the end of the message. The marks that begin the next one stay, because its header contains them."""
-        for mark in ("<|end|>", "<|call|>", "<|return|>"):
-            self._buffer = self._buffer.removeprefix(mark)
-        self._step = self._read_header
 
     def _read_arguments(self, is_last: bool) -> bool:
         self._buffer = self._buffer.lstrip()

@@ -89,17 +89,34 @@ def valid_object(raw: str) -> str:
     try:
         json.loads(raw)
     except ValueError:
-        return json.dumps(value, ensure_ascii=False)
+        return dump(value)
     return raw
 
 
+def dump(value: Any) -> str:
+    """JSON with characters instead of escapes, unless there is a lone surrogate, which has no UTF-8.
+
+    Raises ValueError for numbers that JSON does not have.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if _has_utf8(text) else json.dumps(value)
+
+
+def _has_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def string_value(raw: str) -> str | None:
-    """The value of a JSON string; None if it is another value, or cut."""
+    """The value of a JSON string; None if it is another value, cut, or has no UTF-8."""
     try:
         value: Any = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and _has_utf8(value) else None
 
 
 def _skip_space(text: str, position: int) -> int:

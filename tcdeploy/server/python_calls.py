@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import warnings
 from typing import Any, NamedTuple
+
+from tcdeploy.server.json_text import dump
 
 _STRUCTURE = re.compile(r"[\"'()\[\]{},]")
 _CONSTANTS = {"true": True, "false": False, "null": None}  # as JSON writes them
@@ -90,7 +91,7 @@ def _call(node: ast.expr) -> PythonCall:
         if keyword.arg is None:
             raise ValueError("it is not a call with keyword arguments")
         arguments[keyword.arg] = _value(keyword.value)
-    return PythonCall(_dotted_name(node.func), json.dumps(arguments, ensure_ascii=False))
+    return PythonCall(_dotted_name(node.func), dump(arguments))
 
 
 def _dotted_name(node: ast.expr) -> str:
@@ -109,7 +110,15 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        return {str(_value(key)): _value(item) for key, item in zip(node.keys, node.values, strict=True) if key}
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-        return -node.operand.value  # type: ignore[operator]
+        return {_key(key): _value(item) for key, item in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _value(node.operand)
+        if isinstance(value, int | float):
+            return -value
     raise ValueError(f"{type(node).__name__} is not a literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str | int | float):
+        raise ValueError("a key is not a text or number")
+    return str(node.value)

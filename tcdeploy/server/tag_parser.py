@@ -7,7 +7,6 @@ text turns out to be malformed is content.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -316,7 +315,7 @@ class TagParser:
     def _cut_calls(self) -> list[tuple[str, str]]:
         """Raises PARSE_ERRORS."""
         if self._step == self._read_xml:
-            return [(self._xml.name, json.dumps(self._xml.arguments, ensure_ascii=False)[:-1])]
+            return [(self._xml.name, self._xml.arguments_json()[:-1])]
         if self._step == self._read_python:
             return [tuple(call) for call in self._list_scanner.cut_calls(self._buffer)]  # type: ignore[misc]
         if self._step != self._read_object:

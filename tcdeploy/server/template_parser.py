@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from tcdeploy.server.json_text import object_members, string_value
+from tcdeploy.server.json_text import dump, object_members, string_value
 from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, log_malformed
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates
@@ -104,9 +104,9 @@ class TemplateParser:
         calls = []
         for call in value if isinstance(value, list) else [value]:
             name, arguments = call["function"]["name"], call["function"].get("arguments")
-            if not isinstance(name, str):
-                raise TypeError(f"the function name is {name!r}, not a string")
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+            if not isinstance(name, str) or string_value(json.dumps(name)) is None:
+                raise TypeError(f"the function name is {name!r}, not a text")
+            text = arguments if isinstance(arguments, str) else dump(arguments or {})
             calls.append((name, text))
         self._builder.end_content()
         for name, text in calls:
@@ -141,7 +141,7 @@ class TemplateParser:
         if tag_pattern is None:
             return name, self._body.strip()
         arguments = {match["key"]: match["value"] for match in re.finditer(tag_pattern, self._body, re.DOTALL)}
-        return name, json.dumps(arguments, ensure_ascii=False)[:-1]
+        return name, dump(arguments)[:-1]
 
 
 def _new_response_parser(template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> Any:

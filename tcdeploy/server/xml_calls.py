@@ -10,6 +10,8 @@ import json
 import re
 from typing import Any
 
+from tcdeploy.server.json_text import dump
+
 END, PARAMETER, PARAMETER_END = "</function>", "<parameter=", "</parameter>"
 MAX_SPACE = 1000  # between two parameters
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
@@ -30,7 +32,7 @@ class XmlCall:
         self._search = start  # where a `</parameter>` is searched
 
     def arguments_json(self) -> str:
-        return json.dumps(self.arguments, ensure_ascii=False)
+        return dump(self.arguments)
 
     def find_end(self, text: str) -> int | None:
         """The index after `</function>`; None if it has not come. Raises ValueError if something else follows."""

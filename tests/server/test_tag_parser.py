@@ -17,6 +17,7 @@ from tcdeploy.models.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from tcdeploy.server.harmony_parser import HarmonyParser
 from tcdeploy.server.parsed_output import OutputEnd, OutputParser
 from tcdeploy.server.protocol import ApiError, ChatRequest
+from tcdeploy.server.stop_strings import StopStringDetokenizer
 from tcdeploy.server.structured_output import StructuredOutputBackend
 from tcdeploy.server.tag_parser import TagParser
 from tcdeploy.server.tools import ToolSupport
@@ -255,6 +256,36 @@ def test_control_characters_in_strings_are_escaped() -> None:
     assert read(new_parser("hermes"), [text])[2] == [("note", {"text": "a\nb\t"})]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("hermes", '<tool_call>{"name": "note", "arguments": {"text": "\\ud800"}}</tool_call>', "\ud800"),
+        ("hermes", '<tool_call>{"name": "note", "arguments": {"text": "a\n\\ud800"}}</tool_call>', "a\n\ud800"),
+        ("pythonic", "[note(text='\\ud800')]", "\ud800"),
+    ],
+)  # fmt: skip
+def test_arguments_with_lone_surrogates_can_be_encoded(name: str, text: str, value: str) -> None:
+    [call] = new_parser(name).push(text).calls
+    assert call.arguments.encode() and json.loads(call.arguments) == {"text": value}
+
+
+def test_a_call_in_python_that_is_cut_has_its_complete_arguments() -> None:
+    text = "[clock(utc=True), note(text='a, b', count=-5, tree={'a': [1, 2"
+    calls = [("clock", '{"utc": true}'), ("note", '{"text": "a, b", "count": -5')]
+    assert [call[:2] for call in read(new_parser("pythonic"), [text], "length")[2]] == [
+        (name, arguments_of(arguments)) for name, arguments in calls
+    ]
+
+
+@pytest.mark.parametrize(
+    "value", ["1j", "b'a'", "...", "-'a'", "{**a}", "{[1]: 2}", "f'{x}'", "1e999", "-" * 9999 + "1"]
+)
+def test_values_in_python_that_are_no_json_are_malformed(value: str) -> None:
+    text = f"<|python_start|>[note(text={value})]"
+    parser = new_parser("pythonic")
+    assert (read(parser, [text]), parser.num_malformed) == ((text, "", []), 1)
+
+
 def test_arguments_that_are_json_text_are_unwrapped() -> None:
     text = '<tool_call>{"name": "note", "arguments": "{\\"count\\": 5}"}</tool_call>'
     assert read(new_parser("hermes"), [text])[2] == [("note", {"count": 5})]
@@ -311,7 +342,9 @@ def test_calls_follow_the_reasoning() -> None:
     text = harmony("analysis", "Hm <think>.") + harmony("final", " Yes. \n", "<|return|>")
     for pieces in ([text], characters(text)):
         assert read(HarmonyParser(), pieces) == ("Yes. \n", "Hm <think>.", [])
-    assert read(HarmonyParser(), ["plain text"]) == ("plain text", "", [])
+    for text in ("plain text", "<|start|>" + "a" * 600, "<|start|><|start|>" * 100 + "<|message|>" + "b" * 600):
+        for pieces in ([text], characters(text)):
+            assert read(HarmonyParser(), pieces)[0].endswith(text[-10:]), "text that is no message is content"
 
 
 # Which parser a request gets
@@ -363,6 +396,18 @@ def test_only_special_tokens_that_are_delimiters_have_text(tokenizer: Any) -> No
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     shown = tools.hidden_token_ids(("<|user|>", "a<|end|>b"))
     assert {tokenizer.convert_ids_to_tokens(token_id) for token_id in shown} == names - {"<|user|>", "<|end|>"}
+
+
+def test_delimiters_that_are_special_tokens_reach_the_parser_and_others_not_the_content(tmp_path: Path) -> None:
+    tokenizer = load(make_model(tmp_path / "model"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
+    tools = ToolSupport(tokenizer, "llama", "mistral")
+    plan = tools.output_parser(chat_request(), "<|assistant|>")
+    assert plan.parser is not None and plan.shown_marks is not None
+    detokenizer = StopStringDetokenizer(tokenizer, (), False, tools.hidden_token_ids(plan.shown_marks))
+    ids = tokenizer('<|user|>Done.[TOOL_CALLS]clock[ARGS]{"utc": true}<|end|>', add_special_tokens=False).input_ids
+    pieces = [*map(detokenizer.push, ids), detokenizer.finish()]
+    assert read(plan.parser, pieces) == ("Done.", "", [("clock", {"utc": True})])
 
 
 @pytest.mark.parametrize("name", [name for name, item in TOOL_FORMATS.items() if item.forced])
