@@ -33,8 +33,8 @@ except SystemExit as exit_:
 """
 COMMAND_MODULES = {
     f"tcdeploy.cli.{name}"
-    for name in ("bench", "bench_serve", "cache", "cache_bundle", "cache_inspect", "compile", "doctor", "generate",
-                 "recipes", "serve", "warm")
+    for name in ("bench", "bench_serve", "cache", "cache_bundle", "cache_inspect", "compile", "doctor", "explain",
+                 "generate", "recipes", "serve", "warm")
 }  # fmt: skip
 
 
@@ -66,11 +66,13 @@ def test_a_command_imports_no_other_command_nor_pydantic_nor_rich(
 
 def test_every_command_of_a_group_can_be_loaded_under_its_name() -> None:
     group: Any = get_command(cli.app)
-    assert list(group.commands) == ["compile", "warm", "generate", "serve", "doctor", "recipes", "bench", "cache"]
+    assert list(group.commands) == [
+        "compile", "warm", "generate", "serve", "explain", "doctor", "recipes", "bench", "cache"
+    ]  # fmt: skip
     names = [(name, command.name) for name, command in group.commands.items()]
     for subgroup in ("bench", "cache"):
         names += [(name, command.name) for name, command in group.commands[subgroup].commands.items()]
-    assert len(names) == 8 + 5 + 14 and all(name == own for name, own in names)
+    assert len(names) == 9 + 5 + 14 and all(name == own for name, own in names)
 
 
 def test_a_group_lists_and_suggests_commands_without_loading_them() -> None:
