@@ -227,7 +227,10 @@ def _show_trace(trace: WrittenTrace) -> None:
     show_sentence(f"torch's trace: {trace.path}")
     if trace.num_omitted:
         show_sentence(f"its last {trace.num_omitted} records were left out, because the file had its full size")
-    show_sentence(f"to read it: pip install tlparse, then tlparse {trace.path} -o {trace.path.with_suffix('')}")
+    report = trace.path.with_suffix("")
+    show_sentence(
+        f"to read it: pip install tlparse; tlparse {trace.path} -o {report} --no-browser; open {report}/index.html"
+    )
 
 
 def explanation_document(explanation: Explanation, trace: WrittenTrace | None) -> str:
