@@ -1,19 +1,22 @@
 """The kernels of a bucket's compiled step and their shares of its time, from torch's profiler.
 
 On a GPU, a row is a kernel, and one more row is the time in which no kernel runs. On a CPU, a row is an operation,
-without the operations that it calls. The kernels that Inductor generated for a region are one row, since the profiler
-does not see them apart, and the time between operations is another. In both cases the rows add up to the step.
+without the operations that it calls, or a kernel that Inductor generated; another row is the time between operations.
+In both cases the rows add up to the step.
 
 The profiler makes a step slower: use the shares, and take times from the other tables.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -27,10 +30,11 @@ from tcdeploy.planning.plan import Bucket
 REPLAYS = 5
 WARMUP_REPLAYS = 1  # includes the profiler's own start
 STEP = "tcdeploy step"
+GENERATED_MODULE_NAME = "AsyncCompile"  # a name in every program that Inductor generates
 GAPS = "(no kernel runs)"
 BETWEEN = "(Python between operations)"
-GENERATED = "(kernels that Inductor generated)"
-GENERATED_NAME = re.compile(r"## Call CompiledFxGraph")
+PROGRAMS = "(compiled programs, without their kernels)"
+PROGRAM_NAME = re.compile(r"## Call CompiledFxGraph")
 DISPATCH_NAME = re.compile(r"TorchDynamo Cache Lookup|Torch-Compiled Region|Pregraph bytecode|AOTDispatcher")
 DISPATCH = "(torch.compile: guards and calls)"
 
@@ -60,8 +64,9 @@ def measure_kernels(runner: ModelRunner, bucket: Bucket) -> BucketKernels:
         restore, step = _step_of(runner, bucket)
         if runner.plan.device == "cuda":
             return summarize_kernels(bucket.name, profile_replays(restore, step))
-        _profile_operations(restore, step, WARMUP_REPLAYS)
-        return summarize_operations(bucket.name, _profile_operations(restore, step, REPLAYS), REPLAYS)
+        with named_cpp_kernels():
+            _profile_operations(restore, step, WARMUP_REPLAYS)
+            return summarize_operations(bucket.name, _profile_operations(restore, step, REPLAYS), REPLAYS)
 
 
 def _step_of(runner: ModelRunner, bucket: Bucket) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -86,6 +91,35 @@ def summarize_kernels(bucket: str, replays: Sequence[Sequence[Kernel]]) -> Bucke
         total_us[GAPS] += gap_of(trimmed)
         count[GAPS] += 1
     return _rank(bucket, total_us, count, len(replays))
+
+
+@contextlib.contextmanager
+def named_cpp_kernels() -> Iterator[None]:
+    """Within the block, the profiler sees each call of a kernel that Inductor generated for the CPU.
+
+    A program is a Python module that calls its kernels by global names. Programs that do not are one row.
+    """
+    replaced: list[tuple[ModuleType, str, Any]] = []
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if GENERATED_MODULE_NAME in names:
+            kernels = [(name, value) for name, value in names.items() if name.startswith("cpp_") and callable(value)]
+            replaced += [(module, name, kernel) for name, kernel in kernels]
+    for module, name, kernel in replaced:
+        setattr(module, name, _recorded(name, kernel))
+    try:
+        yield
+    finally:
+        for module, name, kernel in replaced:
+            setattr(module, name, kernel)
+
+
+def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with record_function(name):
+            return kernel(*args)
+
+    return call
 
 
 class Operation(NamedTuple):
@@ -125,8 +159,8 @@ def summarize_operations(bucket: str, operations: Sequence[Operation], replays: 
 def _operation_name(key: str) -> str:
     if key == STEP:
         return BETWEEN
-    if GENERATED_NAME.match(key):
-        return GENERATED
+    if PROGRAM_NAME.match(key):
+        return PROGRAMS
     return DISPATCH if DISPATCH_NAME.match(key) else key
 
 
