@@ -69,3 +69,11 @@ def test_random_tokens_decode_in_pieces_as_at_once(tokenizer: PreTrainedTokenize
     for _ in range(50):
         ids = [source.randrange(tokenizer.vocab_size) for _ in range(40)]
         assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_the_matched_stop_string_is_known_even_if_it_ends_inside_a_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    detokenizer = StopStringDetokenizer(tokenizer, ("never", " li"))
+    ids = tokenizer("A list of", add_special_tokens=False).input_ids
+    assert " list" in [tokenizer.decode([token_id]) for token_id in ids]
+    assert "".join(map(detokenizer.push, ids)) == "A" and detokenizer.matched == " li"
+    assert StopStringDetokenizer(tokenizer, ("never",)).matched is None
