@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from tcdeploy.errors import ModelError, UsageError
 
 RENDER_SECONDS = 5.0
+TEMPLATE_HINT = "correct the file of --chat-template"
 START_SECONDS = 120.0  # for its imports, while the machine is busy with loading a model
 SCRIPT = Path(__file__).with_name("chat_template_process.py")
 # Variables that the process inherits: those that Python and the template's `strftime_now` need, but no keys.
@@ -64,9 +65,11 @@ def read_chat_template(path: Path) -> ChatTemplate:
     try:
         make_environment().from_string(text)
     except TemplateSyntaxError as error:  # includes unknown filters and tests
-        raise ModelError(f"the chat template {path} has an error in line {error.lineno}: {error.message}") from error
+        raise ModelError(
+            f"the chat template {path} has an error in line {error.lineno}: {error.message}", TEMPLATE_HINT
+        ) from error
     except RecursionError as error:
-        raise ModelError(f"the chat template {path} is nested too deep") from error
+        raise ModelError(f"the chat template {path} is nested too deep", TEMPLATE_HINT) from error
     return ChatTemplate(path, text)
 
 
@@ -81,7 +84,7 @@ def replace_chat_template(tokenizer: Any, template: ChatTemplate) -> None:
     try:
         render_chat(tokenizer, [{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     except ModelError as error:
-        raise ModelError(f"{template.path}: {error.message}", "correct the file of --chat-template") from error
+        raise ModelError(f"{template.path}: {error.message}", TEMPLATE_HINT) from error
 
 
 def render_chat(

@@ -142,6 +142,7 @@ TOOL_MARKS = (
 OTHER_FORMAT_MARKS = ("<arg_key>", "<|tool_call>")  # of families that are not in the table, but have marks of one
 REASONING_MARKS = (
     (("<|channel|>", "<|message|>"), "openai_gptoss"), (("[THINK]",), "mistral"), (("</think>",), "deepseek_r1"),
+    (("<think>",), "deepseek_r1"),
 )  # fmt: skip
 
 

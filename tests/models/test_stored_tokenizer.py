@@ -250,6 +250,17 @@ def test_a_response_template_of_a_family_is_stored() -> None:
     assert "tool_calls" in record.response_template["fields"]
 
 
+def test_a_format_that_the_chat_template_shows_needs_no_response_template() -> None:
+    """So the server parses its calls without transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODELS[TINY])
+    tokenizer.chat_template = '{{ tools | tojson }}<tool_call>{"name": ..., "arguments": ...}</tool_call>'
+    record = describe_tokenizer(tokenizer, "qwen3", BUILTIN_MODELS[TINY]).record
+    assert record is not None and record.response_template is None
+    for item in (store_and_load(tokenizer, BUILTIN_MODELS[TINY]), tokenizer):
+        tools = ToolSupport(item, "qwen3")
+        tools.check([{"type": "function", "function": {"name": "clock"}}])
+
+
 def test_tokenizers_that_compute_in_python_are_not_stored() -> None:
     class OwnDecode(PreTrainedTokenizerFast):
         def decode(self, *arguments: Any, **options: Any) -> str:

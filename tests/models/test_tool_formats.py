@@ -57,6 +57,7 @@ def test_other_templates_show_no_format() -> None:
     glm = "<tool_call>{{ tc.name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value> arguments"
     for template in ("", "{{ messages[0].content }}<|im_end|>", glm, "<|tool_call>call:{{ name }}<tool_call|>"):
         assert tool_format("auto", template) is None
+    assert reasoning_format("auto", "{{ '<|assistant|><think>' }}") is REASONING_FORMATS["deepseek_r1"]
     assert template_text(None) == "" and reasoning_format("auto", "{{ messages }}") is None
 
 
