@@ -89,12 +89,13 @@ def test_items_become_messages_of_a_chat() -> None:
     message = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [text]}
     called = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": {"utc": True}}}
     assert template_messages(
-        {"role": "developer", "content": "Be kind."}, USER, reasoning, message, CALL,
+        {"role": "developer", "content": "Be kind."}, {"role": "system", "content": "Be fair."}, USER,
+        reasoning, message, CALL,
         {**RESULT, "output": [{"type": "input_text", "text": "noon"}]}, {**message, "content": "It is noon."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": t} for t in ("A", "nd?")]},
         instructions="Be brief.",
     ) == [
-        {"role": "system", "content": "Be brief.\n\nBe kind."}, USER,
+        {"role": "system", "content": "Be brief.\n\nBe kind.\n\nBe fair."}, USER,
         {"role": "assistant", "content": "Let me look.", "reasoning_content": "Hm.", "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "call_1", "name": "clock", "content": "noon"},
         {"role": "assistant", "content": "It is noon."}, {"role": "user", "content": "And?"},
