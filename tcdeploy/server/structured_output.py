@@ -18,6 +18,7 @@ import asyncio
 import copy
 import json
 import logging
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,8 @@ if TYPE_CHECKING:  # importing numpy takes 0.1 s; the socket answers before
 
 MAX_SCHEMA_CHARS = 128 << 10
 MAX_PROPERTIES = 2000  # 9,000 take 7 s to compile, and 40 ms to free while the GIL is held
-MAX_GRAMMAR_CHARS = 32 << 10  # of a regex, of a grammar, and of all choices together
+MAX_CHARS = {"regex": 8 << 10, "grammar": 32 << 10, "choice": 32 << 10}  # by kind; of all choices together
+MAX_PATTERN_CHARS, MAX_PATTERNS_CHARS = 4 << 10, 32 << 10  # of one regex in a schema, and of all
 MAX_WHITESPACE = 40
 COMPILE_THREADS, MASK_THREADS = 2, 4
 PARSER_LIMITS = {
@@ -47,10 +49,13 @@ PARSER_LIMITS = {
     "verbose_errors": False,
 }
 # Of a client's regex or grammar. With PARSER_LIMITS, three nested repetitions of an optional letter take 0.3 s for each
-# token, and `a{1000000}` takes 128 MB; with these, both fail before a step takes 0.02 s, and within 25 MB.
+# token, and `(.*)` 5,000 times in a row takes 4 s and 370 MB to compile; with these limits and the lengths above, a
+# step takes 0.02 s at most, and compilation about 1 s and 70 MB.
 GRAMMAR_LIMITS = {
-    **PARSER_LIMITS, "max_items_in_row": 1_000, "step_max_items": 5_000, "initial_lexer_fuel": 200_000,
+    **PARSER_LIMITS, "max_items_in_row": 1_000, "step_max_items": 5_000, "initial_lexer_fuel": 16_000,
 }  # fmt: skip
+CHOICE_LIMITS = {**GRAMMAR_LIMITS, "initial_lexer_fuel": 200_000}  # literal texts are cheap, but need more fuel
+LARK_LINE = re.compile(r"%llguidance\b|start(\.\d+)?\s*:(?!:=)")
 NOT_INSTALLED = "requires llguidance, which is not installed: pip install 'tcdeploy[structured]'"
 log = logging.getLogger("tcdeploy.server")
 
@@ -98,10 +103,16 @@ class StructuredOutputBackend:
             raise bad_request(f"{field} {self._unavailable_reason}", field, "unsupported_parameter")
 
     def check_size(self, schemas: list[Any], field: str) -> None:
-        """Raises ApiError 400 that names `field` if the schemas have too many properties in total."""
+        """Raises ApiError 400 that names `field` if the schemas have too many properties or too long regexes."""
         num_properties = sum(map(count_properties, schemas))
         if num_properties > MAX_PROPERTIES:
             raise bad_request(f"the schema has {num_properties} properties; the limit is {MAX_PROPERTIES}", field)
+        lengths = pattern_lengths(schemas)
+        if max(lengths, default=0) > MAX_PATTERN_CHARS or sum(lengths) > MAX_PATTERNS_CHARS:
+            raise bad_request(
+                f"the regexes of the schema are too long; the limits are {MAX_PATTERN_CHARS} characters of one regex, "
+                f"and {MAX_PATTERNS_CHARS} of all", field,
+            )  # fmt: skip
 
     async def compile(self, constraint: OutputConstraint) -> CompiledGrammar:
         """The grammar of a constraint. Raises ApiError 400 that names its field."""
@@ -110,11 +121,9 @@ class StructuredOutputBackend:
         await self.check_available(constraint.field)
         is_choice = constraint.kind == "choice"
         num_chars = sum(map(len, constraint.value)) if is_choice else len(constraint.value)
-        if num_chars > MAX_GRAMMAR_CHARS:
-            raise bad_request(
-                f"the {constraint.kind} in {constraint.field} has {num_chars} characters; the limit is "
-                f"{MAX_GRAMMAR_CHARS}", constraint.field,
-            )  # fmt: skip
+        if num_chars > (limit := MAX_CHARS[constraint.kind]):
+            message = f"the {constraint.kind} in {constraint.field} has {num_chars} characters; the limit is {limit}"
+            raise bad_request(message, constraint.field)
         if not constraint.value or not all(constraint.value):
             message = f"the {constraint.kind} in {constraint.field} is empty{' or has an empty text' * is_choice}"
             raise bad_request(message, constraint.field)
@@ -152,7 +161,8 @@ class StructuredOutputBackend:
 
     def _compile_constraint(self, constraint: OutputConstraint) -> CompiledGrammar:
         try:
-            return self._compile(_grammar(constraint), GRAMMAR_LIMITS)
+            limits = CHOICE_LIMITS if constraint.kind == "choice" else GRAMMAR_LIMITS
+            return self._compile(_grammar(constraint), limits)
         except (ValueError, RecursionError) as error:
             raise _constraint_error(constraint.kind, str(error), constraint.field) from None
 
@@ -186,19 +196,29 @@ def _parse_schema(constraint: OutputConstraint) -> dict[str, Any]:
 def _grammar(constraint: OutputConstraint) -> str:
     """llguidance's grammar of a regex, a choice, or a grammar in Lark or GBNF. Raises ValueError and RecursionError."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if constraint.kind == "regex":
         return LLMatcher.grammar_from_regex(_without_anchors(constraint.value))
     if constraint.kind == "choice":  # as one lexeme, because a parser's row has an item for each alternative of a rule
         return LLMatcher.grammar_from_regex("|".join(map(_escape_regex, constraint.value)))
+    if _is_lark(constraint.value):
+        return LLMatcher.grammar_from_lark(constraint.value)
     try:
-        lark = any_to_lark(constraint.value)
+        lark = gbnf_to_lark(constraint.value)
     except (ValueError, RecursionError):
         raise
     except Exception as error:  # the converter raises plain Exception and IndexError for syntax errors
         raise ValueError(f"{error}; a grammar is Lark with a rule `start`, or GBNF with a rule `root`") from error
     return LLMatcher.grammar_from_lark(lark)
+
+
+def _is_lark(grammar: str) -> bool:
+    """Whether a grammar is Lark and not GBNF.
+
+    llguidance's own test is a regex that holds the GIL for seconds if the grammar begins with many empty lines.
+    """
+    return any(LARK_LINE.match(line.lstrip()) for line in grammar.splitlines())
 
 
 def _without_anchors(regex: str) -> str:
@@ -284,6 +304,18 @@ def count_properties(schema: Any) -> int:
     properties = schema.get("properties")
     own = len(properties) if isinstance(properties, dict) else 0
     return own + sum(map(count_properties, schema.values()))
+
+
+def pattern_lengths(schema: Any) -> list[int]:
+    """The lengths of all regexes in a JSON schema."""
+    if isinstance(schema, list):
+        return [length for item in schema for length in pattern_lengths(item)]
+    if not isinstance(schema, dict):
+        return []
+    named = schema.get("patternProperties")
+    patterns = [schema.get("pattern"), *(named if isinstance(named, dict) else ())]
+    own = [len(pattern) for pattern in patterns if isinstance(pattern, str)]
+    return own + pattern_lengths(list(schema.values()))
 
 
 def with_bounded_whitespace(schema: dict[str, Any]) -> dict[str, Any]:

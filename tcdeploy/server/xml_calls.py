@@ -13,6 +13,7 @@ from typing import Any
 from tcdeploy.server.json_text import dump
 
 END, PARAMETER, PARAMETER_END = "</function>", "<parameter=", "</parameter>"
+MAX_NAME = 200  # characters of `<parameter=KEY>`
 MAX_SPACE = 1000  # between two parameters
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -42,8 +43,9 @@ class XmlCall:
                 return start + len(END)
             head = _PARAMETER.match(text, start)
             if head is None:
-                rest = text[start : start + 200]
-                if END.startswith(rest) or PARAMETER.startswith(rest[: len(PARAMETER)]) and "\n" not in rest:
+                rest = text[start : start + MAX_NAME]
+                may_be_name = PARAMETER.startswith(rest[: len(PARAMETER)]) and "\n" not in rest and len(rest) < MAX_NAME
+                if END.startswith(rest) or may_be_name:
                     return None
                 raise ValueError(f"it contains {rest[:20]!r} between its parameters")
             value_end = self._find_value_end(text, max(self._search, head.end()))

@@ -24,11 +24,13 @@ from tcdeploy.server.output_constraint import ConstraintKind, OutputConstraint
 from tcdeploy.server.protocol import ApiError, ChatRequest
 from tcdeploy.server.request_parsing import parse
 from tcdeploy.server.structured_output import (
-    MAX_GRAMMAR_CHARS,
+    MAX_CHARS,
+    MAX_PATTERN_CHARS,
     MAX_PROPERTIES,
     MAX_SCHEMA_CHARS,
     GrammarMatcher,
     StructuredOutputBackend,
+    _is_lark,
     make_ll_tokenizer,
 )
 from tcdeploy.server.validation import check
@@ -422,9 +424,14 @@ def test_combined_and_malformed_constraints_are_rejected(fields: dict[str, Any],
     [
         ("regex", "(", "the regex in guided cannot be used: .*unclosed group"),
         ("regex", r"a(?=b)", "look-around"), ("regex", "", "is empty"),
-        ("regex", "a" * (MAX_GRAMMAR_CHARS + 1), "limit"),
+        ("regex", "a" * (MAX_CHARS["regex"] + 1), "limit"),
         ("choice", [], "is empty"), ("choice", ["a", ""], "empty text"),
-        ("choice", ["a" * MAX_GRAMMAR_CHARS, "b"], "limit"), ("grammar", "start: b", "unknown name"),
+        ("choice", ["a" * MAX_CHARS["choice"], "b"], "limit"), ("grammar", "start: b", "unknown name"),
+        ("regex", "(.*)" * 2000, "lexer precomputation failed"),
+        ("grammar", "start: A12\nA0: /.*x?/\n" + "\n".join(f"A{i + 1}: A{i} A{i}" for i in range(12)), "too big"),
+        ("json", json.dumps({"items": {"pattern": "a" * (MAX_PATTERN_CHARS + 1)}}), "regexes .* are too long"),
+        ("json", json.dumps({"anyOf": [{"patternProperties": {f"{i:04000}": {}}} for i in range(9)]}), "too long"),
+        ("json", '{"patternProperties": 5, "pattern": {"pattern": []}}', "cannot be used"),
         ("grammar", "list = a", "Lark with a rule `start`, or GBNF with a rule `root`"),
         ("grammar", 'root ::= "a\\', "GBNF"), ("grammar", "root ::= " + "(" * 2000, "recursion"),
         ("grammar", "start: " + "(" * 9000, "nested"), ("json", "[1]", "not a JSON object"),
@@ -459,6 +466,13 @@ def test_a_hostile_constraint_ends_with_an_error_after_few_tokens(
     [letter] = tokenizer("a", add_special_tokens=False).input_ids
     statuses = [matcher.accept(letter) for _ in range(40) if allowed_tokens(matcher)]
     assert statuses[-1] == "error", "a limit was not enforced"
+
+
+def test_the_syntax_of_a_grammar_is_found_without_a_slow_regex() -> None:
+    for grammar in ('start: "a"', '\n  start : "a"', "%llguidance {}\na", 'a: "b"\nstart.1: a'):
+        assert _is_lark(grammar)
+    for grammar in ('root ::= start\nstart ::= "a"', 'root ::= "start: b"', "restart: a", "\n" * 30_000):
+        assert not _is_lark(grammar)
 
 
 def test_choices_are_literal_texts(tokenizer: Any) -> None:

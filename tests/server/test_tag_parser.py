@@ -184,6 +184,7 @@ MALFORMED = {
         "<tool_call>\n{}</tool_call>", "<function=clock>text</function>",
         "<function=clock><parameter=utc>true</function> x",
         "<function=" + "a" * 300, "<tool_call>\n<function>",
+        "<function=clock><parameter=" + "a" * 300,
     ],
     "pythonic": [
         "<|python_start|>[clock(True)]", "<|python_start|>[clock(utc=other)]", "<|python_start|>[1]",
