@@ -25,9 +25,9 @@ PANELS = {
     "Text": ("max_new_tokens", "temperature", "top_k", "top_p", "chat"),
     "Server": (
         "host", "port", "url", "api_key", "served_model_name", "served_model", "label", "start", "chat_template",
-        "tool_parser", "reasoning_parser", "log_requests", "log_level", "metrics_prefix", "allowed_origins",
-        "root_path", "ssl_certfile", "ssl_keyfile", "max_queued", "stall_timeout", "drain_timeout", "canary_interval",
-        "canary_strict",
+        "tool_parser", "reasoning_parser", "log_requests", "log_prompts", "log_level", "metrics_prefix",
+        "otlp_endpoint", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile", "max_queued", "stall_timeout",
+        "drain_timeout", "canary_interval", "canary_strict",
     ),
     "Measurement": (
         "source", "bundle", "context_length", "repeats", "steps", "warm_runs", "prompt_length", "breakdown", "baseline",
@@ -51,8 +51,9 @@ PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 ADVANCED = {
     "load_format", "generation_config", "tune_seconds", "region", "graphs", "shapes", "mixed_steps",
     "itl_target", "max_consecutive_prefills", "block_size", "kv_blocks", "stall_timeout", "canary_interval",
-    "canary_strict", "on_bad_cache", "trust_cache_dir", "allow_rollback", "log_level", "metrics_prefix",
-    "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile", "chat_template", "tool_parser", "reasoning_parser",
+    "canary_strict", "on_bad_cache", "trust_cache_dir", "allow_rollback", "log_level", "log_prompts", "metrics_prefix",
+    "otlp_endpoint", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile", "chat_template", "tool_parser",
+    "reasoning_parser",
 }  # fmt: skip
 # Of the options of a recipe (options.py), and those that typer writes, alone or before the default.
 ENVIRONMENT_NOTE = re.compile(r" +\[env(?: var)?: TCDEPLOY_\w+\]|(?<=\[)env var: TCDEPLOY_\w+; ")

@@ -168,6 +168,14 @@ def serve(
             envvar="TCDEPLOY_LOG_REQUESTS",
         ),
     ] = ServerSettings.log_requests,
+    log_prompts: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Add the first N characters of each prompt to the lines of --log-requests; 0: none",
+            envvar="TCDEPLOY_LOG_PROMPTS",
+        ),
+    ] = ServerSettings.log_prompts,
     log_level: Annotated[
         str,
         typer.Option(
@@ -182,6 +190,15 @@ def serve(
             envvar="TCDEPLOY_METRICS_PREFIX",
         ),
     ] = ServerSettings.metrics_prefix,
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Base URL of an OpenTelemetry collector (OTLP over HTTP), such as http://localhost:4318, which gets a "
+            "span and the latencies of each generation request",
+            envvar="TCDEPLOY_OTLP_ENDPOINT",
+        ),
+    ] = ServerSettings.otlp_endpoint,
     cache_from: CacheFrom = None,
     allow_unsigned: AllowUnsigned = False,
     allow_rollback: AllowRollback = False,
@@ -211,7 +228,7 @@ def serve(
         canary_interval=canary_interval, canary_strict=canary_strict,
         start=_parse_choice("--start", start, get_args(StartTier)),
         log_requests=_parse_choice("--log-requests", log_requests, get_args(RequestLogFormat)),
-        metrics_prefix=metrics_prefix,
+        log_prompts=log_prompts, metrics_prefix=metrics_prefix, otlp_endpoint=otlp_endpoint.rstrip("/"),
         tool_parser=_parse_choice("--tool-parser", tool_parser, TOOL_PARSERS),
         reasoning_parser=_parse_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
         chat_template=None if chat_template is None else read_chat_template(chat_template),
@@ -228,6 +245,8 @@ def serve(
         display.show_plan(plan, json)
         return
     require_extra("serve", "serve a model")
+    if settings.otlp_endpoint:
+        require_extra("otel", "export traces (--otlp-endpoint)")
     if settings.log_requests != "off":
         enable_access_log()
     with display.show_progress() as progress:

@@ -13,6 +13,7 @@ from tcdeploy.errors import UsageError
 # The required modules of each extra (uvloop is optional). A test compares them with pyproject.toml.
 EXTRA_MODULES = {
     "compile": ("transformers",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "serve": ("pydantic", "starlette", "uvicorn", "httptools", "prometheus_client"),
 }
 COMPILE_HINT = (
@@ -36,4 +37,8 @@ def require_compile_extra() -> None:
 
 
 def is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    """Of a submodule, this imports the packages above it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package above it is not installed
+        return False

@@ -44,7 +44,7 @@ ENVIRONMENT_PREFIX = "TCDEPLOY_"
 SERVE_OPTIONS = (  # of the command `serve`, which have variables too
     "host", "port", "api_key", "served_model_name", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile",
     "max_queued", "stall_timeout", "drain_timeout", "canary_interval", "canary_strict", "start", "log_requests",
-    "log_level", "metrics_prefix", "chat_template", "tool_parser", "reasoning_parser",
+    "log_level", "log_prompts", "otlp_endpoint", "metrics_prefix", "chat_template", "tool_parser", "reasoning_parser",
 )  # fmt: skip
 NON_RECIPE_VARIABLES = {
     "TCDEPLOY_DEBUG", "TCDEPLOY_TRUSTED_KEYS", "TCDEPLOY_HOT_PATH_OFF",

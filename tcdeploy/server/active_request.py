@@ -193,10 +193,27 @@ class ActiveRequest:
         self.service.admission.release(len(self.stopwatches))
 
     def logged_usage(self) -> LoggedUsage:
-        """For the access log."""
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        reasons = tuple(choice.finish_reason for choice in self.choices)
-        return LoggedUsage(prompt_tokens, sum(choice.num_tokens for choice in self.choices), reasons)
+        """For the access log and for traces."""
+        num_logged, params = self.service.settings.log_prompts, self.group.pending_requests[0].params
+        first_times = [watch.first_token_seconds for watch in self.stopwatches if watch.first_token_seconds is not None]
+        token_times = [watch.seconds_per_token for watch in self.stopwatches if watch.seconds_per_token is not None]
+        return LoggedUsage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
+            completion_tokens=sum(choice.num_tokens for choice in self.choices),
+            finish_reasons=tuple(choice.finish_reason for choice in self.choices),
+            cached_tokens=self.usage.cached_tokens if self.choices else 0,
+            first_token_seconds=min(first_times, default=None),
+            seconds_per_token=sum(token_times) / len(token_times) if token_times else None,
+            is_streamed=self.request.stream is True,
+            parameters=vars(params),
+            prompts=tuple(self._logged_prompt(prompt, num_logged) for prompt in self.prompts) if num_logged else (),
+        )
+
+    def _logged_prompt(self, prompt: Prompt, num_chars: int) -> str:
+        """The first characters of a prompt. A character is at most four tokens."""
+        if prompt.text is not None:
+            return prompt.text[:num_chars]
+        return str(self.service.tokenizer.tokenizer.decode(prompt.token_ids[: 4 * num_chars]))[:num_chars]
 
     @property
     def usage(self) -> Usage:

@@ -113,7 +113,8 @@ def make_app(state: ServerState) -> ASGIApp:
         )  # fmt: skip
     if settings.root_path:
         wrapped = RootPath(wrapped, settings.root_path)
-    return RequestLog(wrapped, routes, state.metrics, settings.log_requests)
+    record = state.telemetry.record if state.telemetry else None
+    return RequestLog(wrapped, routes, state.metrics, settings.log_requests, record)
 
 
 def _operations_routes(state: ServerState) -> list[Route]:

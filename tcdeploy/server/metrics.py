@@ -170,13 +170,22 @@ class Stopwatch:
         if is_last:
             self._observe_last(now)
 
+    @property
+    def first_token_seconds(self) -> float | None:
+        return self._first - self._start if self._first else None
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean time per token after the first one; None before the second one."""
+        return (self._last - self._first) / (self._num_tokens - 1) if self._num_tokens > 1 else None
+
     def _observe_last(self, now: float) -> None:
         metrics = self._metrics
         metrics.e2e_latency.observe(now - self._start)
         metrics.decode_time.observe(now - self._first)
         metrics.inference_time.observe(now - (self._first_step or self._start))
-        if self._num_tokens > 1:
-            metrics.time_per_output_token.observe((now - self._first) / (self._num_tokens - 1))
+        if (seconds_per_token := self.seconds_per_token) is not None:
+            metrics.time_per_output_token.observe(seconds_per_token)
         metrics.recent.finished += 1
 
 

@@ -1,6 +1,6 @@
 """Counts each HTTP request in the metrics, and writes the access log (--log-requests).
 
-A line of the log names the request by X-Request-Id. The text of prompts is not logged.
+A line of the log names the request by X-Request-Id. Of prompts, it has as many characters as --log-prompts says.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -33,11 +33,31 @@ log = logging.getLogger("tcdeploy.access")  # cli/process.py sends it to stderr
 
 @dataclass(frozen=True)
 class LoggedUsage:
-    """What a completion request has used. A request without one is logged without tokens."""
+    """What a generation request has used. A request without one is logged without tokens."""
 
     prompt_tokens: int
     completion_tokens: int
     finish_reasons: tuple[str, ...]  # of the choices; "" for one that was aborted
+    cached_tokens: int = 0
+    first_token_seconds: float | None = None  # from admission to the first token of any choice
+    seconds_per_token: float | None = None  # after the first one; the mean of the choices
+    is_streamed: bool = False
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters that the engine used
+    prompts: tuple[str, ...] = ()  # their first characters, if they are logged
+
+
+@dataclass(frozen=True)
+class LoggedRequest:
+    """A request that has ended."""
+
+    method: str
+    path: str  # without the root path
+    status: int
+    end_time: float  # seconds since the epoch
+    seconds: float
+    request_id: str
+    headers: Collection[tuple[bytes, bytes]]
+    usage: LoggedUsage | None
 
 
 def set_usage(scope: Scope, get_usage: Callable[[], LoggedUsage]) -> None:
@@ -48,7 +68,7 @@ def set_usage(scope: Scope, get_usage: Callable[[], LoggedUsage]) -> None:
 class RequestLog:
     """ASGI middleware around the whole application, which also adds X-Request-Id to responses.
 
-    `routes`: their series start at zero.
+    `routes`: their series start at zero. `record`, if given, is called for each request that has ended.
     """
 
     def __init__(
@@ -57,8 +77,9 @@ class RequestLog:
         routes: Collection[Route],
         metrics: Metrics,
         log_format: RequestLogFormat = "off",
+        record: Callable[[LoggedRequest], None] | None = None,
     ) -> None:
-        self._app, self._log_format = app, log_format
+        self._app, self._log_format, self._record = app, log_format, record
         self._paths = frozenset(route.path for route in routes)
         self._parameterized = {route.path.partition("{")[0]: route.path_format for route in routes if "{" in route.path}
         self._requests, self._durations = metrics.http_requests, metrics.http_durations
@@ -100,8 +121,17 @@ class RequestLog:
             series = self._series[key] = requests, self._durations.labels(handler, method)
         series[0].inc()
         series[1].observe(seconds)
+        if self._log_format == "off" and self._record is None:
+            return
+        get_usage = scope.get(SCOPE_KEY)
+        request = LoggedRequest(
+            scope["method"], scope["path"], status, time.time(), seconds,
+            request_id.decode("latin-1")[:MAX_LOGGED_CHARS], scope["headers"], get_usage() if get_usage else None,
+        )  # fmt: skip
         if self._log_format != "off":
-            log.info(self._line(scope, path, status, seconds, request_id.decode("latin-1")))
+            log.info(self._line(scope.get("client"), path, request))
+        if self._record is not None:
+            self._record(request)
 
     def _handler(self, path: str) -> str:
         """The label of a path: its route, so that clients cannot create series."""
@@ -110,22 +140,22 @@ class RequestLog:
         routes = (route for parent, route in self._parameterized.items() if path.startswith(parent))
         return next(routes, UNKNOWN_HANDLER)
 
-    def _line(self, scope: Scope, path: str, status: int, seconds: float, request_id: str) -> str:
-        client = scope.get("client")
+    def _line(self, client: tuple[str, int] | None, path: str, request: LoggedRequest) -> str:
         fields: dict[str, Any] = {
             "client": f"{client[0]}:{client[1]}" if client else "-",
-            "method": scope["method"],
+            "method": request.method,
             "path": path[:MAX_LOGGED_CHARS],
-            "status": status,
-            "milliseconds": round(seconds * 1e3, 1),
-            "request_id": request_id[:MAX_LOGGED_CHARS],
+            "status": request.status,
+            "milliseconds": round(request.seconds * 1e3, 1),
+            "request_id": request.request_id,
         }
-        if (get_usage := scope.get(SCOPE_KEY)) is not None:
-            usage: LoggedUsage = get_usage()
+        if (usage := request.usage) is not None:
             fields["prompt_tokens"], fields["completion_tokens"] = usage.prompt_tokens, usage.completion_tokens
             fields["finish_reasons"] = Counter(reason or "abort" for reason in usage.finish_reasons)
+            if usage.prompts:
+                fields["prompts"] = usage.prompts
         if self._log_format == "json":
-            return json.dumps({"time": round(time.time(), 3), **fields})
+            return json.dumps({"time": round(request.end_time, 3), **fields})
         return _text_line(fields)
 
 
@@ -137,4 +167,7 @@ def _text_line(fields: dict[str, Any]) -> str:
         counts = fields["finish_reasons"].items()
         reasons = ", ".join(f"{count} {reason}" if count > 1 else reason for reason, count in counts)
         line += f", {fields['prompt_tokens']} prompt tokens, {fields['completion_tokens']} new tokens ({reasons})"
-    return f"{line}, request {quote(fields['request_id'], safe=':@+=~')}"
+    line += f", request {quote(fields['request_id'], safe=':@+=~')}"
+    if "prompts" in fields:
+        line += f", prompts {json.dumps(fields['prompts'])}"
+    return line

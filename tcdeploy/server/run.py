@@ -39,6 +39,7 @@ from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service, build_service
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.status_history import INTERVAL_S
+from tcdeploy.server.telemetry import Telemetry
 from tcdeploy.server.warmup_requests import build_grammar_tables_when_idle, send_warmup_requests
 from tcdeploy.server.worker import EngineDeadError, Worker
 
@@ -113,6 +114,8 @@ class _Server:
         self.admission = Admission(settings.max_queued, settings.max_waiting_bytes)
         self.metrics = Metrics(settings.model, settings.metrics_prefix)
         self.state = ServerState(settings, self.worker, self.admission, self.metrics)
+        if settings.otlp_endpoint:
+            self.state.telemetry = Telemetry(settings.otlp_endpoint, settings.model)
         self._exit_event = asyncio.Event()
         self._is_draining = False
         self._error: BaseException | None = None
@@ -136,6 +139,8 @@ class _Server:
         self.worker.stop()
         if self.worker.swaps is not None:
             self.worker.swaps.stop()
+        if self.state.telemetry is not None:
+            self.state.telemetry.close()
         if self._error is not None and self.state.service is None:
             raise self._error
         return 1 if self._error is not None else 0

@@ -16,6 +16,7 @@ from tcdeploy.server.response_store import ResponseStore
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.status_history import StatusHistory
+from tcdeploy.server.telemetry import Telemetry
 from tcdeploy.server.worker import Worker
 
 
@@ -31,6 +32,7 @@ class ServerState:
     service: Service | None = None
     parser: RequestParser = field(default_factory=RequestParser)
     history: StatusHistory = field(default_factory=StatusHistory)
+    telemetry: Telemetry | None = None
     stored_responses: ResponseStore = field(default_factory=ResponseStore)
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ RequestLogFormat = Literal["off", "text", "json"]
 MAX_PORT = 65535
 ROOT_PATH_PATTERN = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+OTLP_ENDPOINT_PATTERN = re.compile(r"https?://[^?#\s]+(?<!/)(?<!/v1/traces)")
 METRICS_PREFIX_PATTERN = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
@@ -57,6 +58,8 @@ class ServerSettings:
     max_body_bytes: int = 8 << 20
     max_waiting_bytes: int = 32 << 20  # of all large bodies that are being received, parsed or tokenized
     log_requests: RequestLogFormat = "off"  # one line for each HTTP request
+    log_prompts: int = 0  # characters of each prompt in these lines
+    otlp_endpoint: str = ""  # base URL of an OpenTelemetry collector; "": no traces
     metrics_prefix: str = "tcdeploy:"  # of the names in /metrics
     hot_path: HotPath = HotPath()
 
@@ -79,6 +82,15 @@ def check_settings(settings: ServerSettings) -> None:
         raise UsageError(
             f"--metrics-prefix {settings.metrics_prefix!r} cannot begin the name of a Prometheus metric",
             "use letters, digits (not first), _ and :, such as vllm:",
+        )
+    if settings.log_prompts < 0:
+        raise UsageError(f"--log-prompts is {settings.log_prompts}; it must be 0 or more", "--log-prompts 200")
+    if settings.log_prompts and settings.log_requests == "off":
+        raise UsageError("--log-prompts needs --log-requests", "--log-requests text, or json")
+    if settings.otlp_endpoint and not OTLP_ENDPOINT_PATTERN.fullmatch(settings.otlp_endpoint):
+        raise UsageError(
+            f"--otlp-endpoint {settings.otlp_endpoint!r} is not the base URL of a collector",
+            "the address of OTLP over HTTP, without /v1/traces, such as http://localhost:4318",
         )
     _check_canary(settings)
 

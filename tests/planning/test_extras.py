@@ -31,7 +31,11 @@ def test_the_modules_of_an_extra_are_those_of_its_packages() -> None:
     optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, modules in EXTRA_MODULES.items():
         packages = {re.sub("-", "_", Requirement(item).name) for item in optional[extra]}
-        assert packages - OPTIONAL == set(modules), extra
+        assert packages - OPTIONAL == {module.replace(".", "_") for module in modules}, extra
+
+
+def test_a_module_in_a_package_that_is_missing_is_not_installed() -> None:
+    assert extras.is_installed("opentelemetry.sdk") and not extras.is_installed("no_such_package.part")
 
 
 def test_installed_extras_are_accepted() -> None:
@@ -44,6 +48,7 @@ def test_installed_extras_are_accepted() -> None:
     [
         ("serve", "starlette", "pip install 'tcdeploy[serve]'"),
         ("compile", "transformers", "pip install 'tcdeploy[compile]'"),
+        ("otel", "opentelemetry.sdk", "pip install 'tcdeploy[otel]'"),
     ],
 )
 def test_a_missing_package_is_named_with_the_extra_that_installs_it(

@@ -91,6 +91,21 @@ def test_a_line_names_the_request_its_time_and_its_tokens(caplog: pytest.LogCapt
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_prompts_are_logged_only_if_they_are_given(log_format: Any, caplog: pytest.LogCaptureFixture) -> None:
+    logged = Logged(caplog, log_format)
+    for prompts in ((), ("a\n10.0.0.2:1 GET /forged", "é")):
+        logged.usage = LoggedUsage(12, 34, ("stop",), prompts=prompts)
+        logged.request("POST", "/v1/completions", request_id="id-1")
+    without, with_prompts = logged.lines
+    assert "prompts" not in without and "forged" not in without
+    assert "\n" not in with_prompts
+    if log_format == "json":
+        assert json.loads(with_prompts)["prompts"] == ["a\n10.0.0.2:1 GET /forged", "é"]
+    else:
+        assert with_prompts.endswith(', request id-1, prompts ["a\\n10.0.0.2:1 GET /forged", "\\u00e9"]')
+
+
 def test_a_client_cannot_add_lines_or_fields_or_long_ones(caplog: pytest.LogCaptureFixture) -> None:
     logged = Logged(caplog, "text")
     logged.usage = LoggedUsage(12, 34, ("stop", "", ""))
