@@ -30,10 +30,12 @@ UNSUPPORTED_BLOCKS = {
     "image": "images", "document": "documents", "search_result": "search results", "container_upload": "files",
     "redacted_thinking": "redacted thinking blocks",
 }  # fmt: skip
+# Coding agents send it. Thinking of earlier turns is always passed to the chat template here.
+KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 # Field -> values that change nothing, for the fields that this API does not have or that are not supported.
 MESSAGES_INERT_VALUES: dict[str, tuple[Any, ...]] = {
     **INERT_VALUES,
-    "container": (), "context_management": ({}, {"edits": []}), "diagnostics": (), "mcp_servers": ([],),
+    "container": (), "context_management": ({}, {"edits": []}, KEEP_THINKING), "diagnostics": (), "mcp_servers": ([],),
     "output_format": (), "speed": ("standard",), "betas": ([],), "fallbacks": ([],), "compaction": (),
     # names of the other APIs
     "add_generation_prompt": (), "continue_final_message": (False,), "n": (1,), "stop": ([],), "logprobs": (False,),

@@ -156,11 +156,10 @@ def _response_format(body: MessagesPrompt) -> JsonSchemaFormat | None:
 
 
 def _template_kwargs(body: MessagesPrompt) -> dict[str, Any] | None:
-    """`thinking` sets the variable that most chat templates read. Raises ApiError 400 for a limit of its length."""
+    """`thinking` sets the variable that most chat templates read.
+
+    `budget_tokens` has no effect: Anthropic's API takes it as a target, and `max_tokens` limits thinking too.
+    """
     if body.thinking is None:
         return body.chat_template_kwargs
-    if body.thinking.type == "enabled" or body.thinking.budget_tokens is not None:
-        reason = 'the length of thinking cannot be limited; use {"type": "adaptive"}'
-        message = f"thinking.budget_tokens is not supported: {reason}"
-        raise bad_request(message, "thinking", "unsupported_parameter")
-    return {"enable_thinking": body.thinking.type == "adaptive", **(body.chat_template_kwargs or {})}
+    return {"enable_thinking": body.thinking.type != "disabled", **(body.chat_template_kwargs or {})}

@@ -106,7 +106,8 @@ def test_parameters_are_translated() -> None:
     assert request.usable_tools[1]["function"]["parameters"] == TOOLS[1]["input_schema"]
     assert request.parallel_tool_calls is False and request.reasoning_effort == "low"
     assert request.chat_template_kwargs == {"enable_thinking": False}
-    assert chat_request(thinking={"type": "adaptive"}).chat_template_kwargs == {"enable_thinking": True}
+    for thinking in ({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 2000}):
+        assert chat_request(thinking=thinking).chat_template_kwargs == {"enable_thinking": True}
     for choice, expected in (("auto", "auto"), ("any", "required"), ("none", "none")):
         assert chat_request(tools=TOOLS, tool_choice={"type": choice}).tool_choice == expected
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -133,10 +134,10 @@ def test_a_limit_beyond_the_context_is_lowered_as_in_anthropics_api() -> None:
     ("fields", "param", "message"),
     [
         ({"container": "c"}, "container", "container is not supported"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management", "is not supported"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "mcp_servers is not supported"),
         ({"grammar": "root ::= a"}, "grammar", "grammar is not supported; use output_config.format"),
         ({"stop": ["a"]}, "stop", "stop is not supported; use stop_s"), ({"n": 2}, "n", "n is not supported"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking", "thinking.budget_tokens is not"),
         ({"stop_sequences": [""]}, "stop_sequences", "stop_sequences contains an empty string"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"), ({"max_tokens": None}, "max_tokens", "valid integer"),
         ({"system": [{"type": "image"}]}, "system[0]", "images are not supported by this server"),
