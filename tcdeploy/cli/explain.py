@@ -1,4 +1,4 @@
-"""`tcdeploy explain`: what torch.compile does with a model, what keeps parts of it uncompiled, and whether it pays."""
+"""`tcdeploy explain`: what torch.compile does with a model, what prevents compiling it, and the break-even point."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def explain(
     recipe: Recipe,
     measure: Annotated[
         bool,
-        typer.Option("--measure/--no-measure", help="Also compile the model, and report when compiling pays"),
+        typer.Option(
+            "--measure/--no-measure", help="Also compile the model, and report after how many tokens compiling pays"
+        ),
     ] = True,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Also list the kernels of each bucket with their shares of its time")
+        bool, typer.Option("--kernels", help="Also list the kernels of each bucket with their shares of its step time")
     ] = False,
     trace: Annotated[
         Path | None,
@@ -45,13 +47,13 @@ def explain(
     from tcdeploy.cli.explain_display import show_explanation
 
     if kernels and not measure:
-        raise UsageError("--kernels excludes --no-measure", "remove --no-measure: kernels are those of compiled steps")
+        raise UsageError("--kernels excludes --no-measure", "remove --no-measure; --kernels profiles compiled steps")
     explanation, written = run_explanation(recipe, measure, kernels, trace)
     show_explanation(explanation, written, json)
     findings = len(explanation.findings)
     if findings:
         count = f"{findings} finding{'s' if findings > 1 else ''}"
-        raise ThresholdError(f"{count} in {recipe.model}", "apply the cures above, and run it again")
+        raise ThresholdError(f"{count} in {recipe.model}", "apply the cure of each finding, and run the command again")
 
 
 def run_explanation(

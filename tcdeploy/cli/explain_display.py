@@ -53,8 +53,8 @@ def show_explanation(explanation: Explanation, trace: WrittenTrace | None, as_js
         print()
         show_table(regions_table(explanation.regions))
         show_sentence(
-            "graphs and guards: of one call of a region; one graph is best, and guards are checks before each call. "
-            "recompilations: in calls with other prompt lengths and of the other modules; they are looked for only if "
+            "graphs and guards: of one call of a region; one graph is best, and guards are checked before each call. "
+            "recompilations: in calls with other prompt lengths and of the other modules; they are counted only if "
             "there is no graph break"
         )
     for kernels in explanation.kernels:
@@ -67,7 +67,7 @@ def show_explanation(explanation: Explanation, trace: WrittenTrace | None, as_js
 
 
 def headline(explanation: Explanation) -> str:
-    """One sentence: what was found."""
+    """The number of findings, and whether the model can be compiled."""
     findings = explanation.findings
     if not findings:
         modules = sum(region.modules for region in explanation.regions)
@@ -102,15 +102,15 @@ def _show_finding(number: int, finding: Finding, explanation: Explanation) -> No
 
 
 def describe_effect(finding: Finding, explanation: Explanation) -> str:
-    """What stays uncompiled because of a finding, or what it adds."""
+    """What stays uncompiled because of a finding, or what the finding costs."""
     region = next((region for region in explanation.regions if region.kind == finding.region), None)
     if region is None:
         if explanation.regions:
             return "the model cannot be compiled, so all of it stays uncompiled"
-        return "the model cannot be started, so all of it stays uncompiled, and code after this line was not examined"
-    regions = f"{'the region' if region.modules == 1 else f'all {region.modules} regions'} {region.kind}"
+        return "the model cannot be started, and code after this line was not examined"
+    regions = f"{'the region' if region.modules == 1 else f'all {region.modules} regions of kind'} {region.kind}"
     if finding.is_blocking:
-        return f"a start fails, because regions are compiled as a whole: {regions} would stay uncompiled"
+        return f"a start fails, because each region must be one graph: {regions} would stay uncompiled"
     if finding.kind == "input mutation":
         return f"it does not prevent {regions} from being compiled, but adds a copy to each call"
     return f"torch.compile needs {_count(finding.count, 'more program')} for {regions} in the calls that were traced"
@@ -183,7 +183,7 @@ def _show_payoff(explanation: Explanation) -> None:
     show_table(payoff_table(payoff))
     show_sentence(
         "ms: of a full step; uncompiled: the same step without torch.compile and CUDA graphs; cold: seconds to compile "
-        "with an empty cache folder, warm: to load from it, both with the capture of CUDA graphs"
+        "with an empty cache folder; warm: seconds to load from it; both with the capture of CUDA graphs"
     )
     for sentence in verdict(payoff.request):
         show_sentence(sentence)
@@ -191,7 +191,7 @@ def _show_payoff(explanation: Explanation) -> None:
 
 def verdict(request: RequestPayoff) -> list[str]:
     """Whether to compile, in sentences."""
-    what = f"a request of {request.prompt_tokens} prompt and {request.output_tokens} output tokens, alone"
+    what = f"one request at a time, of {request.prompt_tokens} prompt and {request.output_tokens} output tokens"
     times = (
         f"{what}: {request.uncompiled_seconds:.2f} s uncompiled ({request.uncompiled_token_ms:.2f} ms per output "
         f"token), {request.compiled_seconds:.2f} s compiled ({request.compiled_token_ms:.2f} ms)"
@@ -199,8 +199,8 @@ def verdict(request: RequestPayoff) -> list[str]:
     if not request.pays:
         return [
             times,
-            "do not compile this model on this machine: compiling never pays for such requests, because its steps are "
-            "not faster; run it with transformers' generate",
+            "do not compile this model on this machine: compiling never pays for such requests, because compiled steps "
+            "are not faster; run it with transformers' generate",
         ]
     sentences = [times]
     for start, seconds, requests in (
@@ -213,7 +213,7 @@ def verdict(request: RequestPayoff) -> list[str]:
                 f"{_count(requests, 'such request')} ({requests * request.output_tokens:,} output tokens)"
             )
     if request.start_seconds_warm is None:
-        sentences.append("run it again for the seconds of a warm start")
+        sentences.append("run the command again to measure a warm start")
     if request.start_seconds_cold is not None:
         once = request.compiled_seconds + request.start_seconds_cold
         sentences.append(
@@ -226,7 +226,9 @@ def verdict(request: RequestPayoff) -> list[str]:
 def _show_trace(trace: WrittenTrace) -> None:
     show_sentence(f"torch's trace: {trace.path}")
     if trace.num_omitted:
-        show_sentence(f"its last {trace.num_omitted} records were left out, because the file had its full size")
+        show_sentence(
+            f"its last {trace.num_omitted} records were omitted, because the file had reached its maximum size"
+        )
     report = trace.path.with_suffix("")
     show_sentence(
         f"to read it: pip install tlparse; tlparse {trace.path} -o {report} --no-browser; open {report}/index.html"
@@ -248,7 +250,7 @@ def explanation_document(explanation: Explanation, trace: WrittenTrace | None) -
 
 
 def breaks_document(explanation: Explanation) -> str:
-    """The document of `compile --explain-breaks`, which names the class of a region's module."""
+    """The document of `compile --explain-breaks`, in which `region` is the class of the region's module."""
     types = {region.kind: region.type for region in explanation.regions}
     breaks = [
         {

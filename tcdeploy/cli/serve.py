@@ -110,8 +110,8 @@ def serve(
         str,
         typer.Option(
             metavar="NAME",
-            help="Format of the model's tool calls; auto: the tokenizer's response template, else what the chat "
-            f"template shows. {', '.join(TOOL_PARSERS[1:])}",
+            help="Format of the model's tool calls; auto: the tokenizer's response template, else detected from the "
+            f"chat template. {', '.join(TOOL_PARSERS[1:])}",
             envvar="TCDEPLOY_TOOL_PARSER",
         ),
     ] = ServerSettings.tool_parser,
@@ -119,8 +119,8 @@ def serve(
         str,
         typer.Option(
             metavar="NAME",
-            help="Format of the model's reasoning, which is returned as reasoning_content; auto: what the chat "
-            f"template shows; none: reasoning is content. {', '.join(REASONING_PARSERS[2:])}",
+            help="Format of the model's reasoning, which is returned as reasoning_content; auto: detected from the "
+            f"chat template; none: reasoning is content. {', '.join(REASONING_PARSERS[2:])}",
             envvar="TCDEPLOY_REASONING_PARSER",
         ),
     ] = ServerSettings.reasoning_parser,
@@ -207,7 +207,7 @@ def serve(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
-    """Serve MODEL with OpenAI's API. /ready returns 200 once every bucket is warm and checked.
+    """Serve MODEL with OpenAI's and Anthropic's APIs. /ready returns 200 once every bucket is warm and checked.
 
     With --start eager it returns 200 earlier, and /ready?level=warm once every bucket is warm.
     """

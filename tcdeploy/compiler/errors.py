@@ -60,7 +60,8 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
     if is_constraint_violation(error):
         condition = text.rpartition("the generated guard ")[2].splitlines()[0].rstrip(".")
         return CompileError(
-            f"{plan.model} depends on the number of tokens, so no program serves all lengths: {condition}",
+            f"the code of {plan.model} depends on the number of tokens, so no program is valid for all lengths: "
+            f"{condition}",
             "tcdeploy explain MODEL shows the line; --buckets LIST compiles programs for fixed lengths",
         )
     if is_recompile_limit(error):

@@ -1,8 +1,8 @@
-"""When compiling pays: the seconds that it takes, set against the milliseconds that it saves. Does not import torch.
+"""Break-even points: after how many tokens and requests compiling has saved the time that it takes. No torch.
 
 A cold start compiles all programs, a warm start loads them from the cache; both then capture CUDA graphs. The seconds
-of a bucket are what compiling it adds to a start. Loading the model is not counted, since it takes the same time
-without programs.
+of a bucket are the time that its programs and graphs add to a start. Loading the model is not counted, since it takes
+the same time without programs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from tcdeploy.cache.manifest import BucketRecord
 from tcdeploy.planning.plan import Plan
 
-MIN_SAVING = 0.02  # of the uncompiled time; a smaller difference is noise
-OUTPUT_TOKENS = 128  # of the request for which whole requests are counted
-PROMPT_TOKENS = 128
+MIN_SAVING = 0.02  # fraction of the uncompiled time; a smaller saving is noise
+# Lengths of the request whose break-even point is computed.
+OUTPUT_TOKENS = 128
+PROMPT_TOKENS = 128  # at least, if the plan has such a prefill bucket
 
 
 @dataclass(frozen=True)
 class BucketPayoff:
-    """One bucket. `cold_seconds`, `warm_seconds`: compiling or loading, and capturing; None: not known.
+    """Times of one bucket.
 
-    break_even_steps_*: steps after which the saved time exceeds these seconds. None: never, or not known.
     tokens_per_step: of a full bucket.
+    cold_seconds, warm_seconds: time to compile or to load its programs, and to capture; None: not measured.
+    break_even_tokens_*: tokens after which the saved time exceeds these seconds; None: never, or not measured.
     """
 
     bucket: str
@@ -36,19 +38,19 @@ class BucketPayoff:
 
     @property
     def saved_ms(self) -> float:
-        """Per step; 0 if the difference is noise, or if the program is slower."""
+        """Milliseconds per step; 0 if the difference is noise, or if the program is slower."""
         return _saving(self.uncompiled_ms, self.compiled_ms)
 
     @property
     def break_even_tokens_cold(self) -> int | None:
-        return self._tokens(self.cold_seconds)
+        return self._break_even_tokens(self.cold_seconds)
 
     @property
     def break_even_tokens_warm(self) -> int | None:
-        return self._tokens(self.warm_seconds)
+        return self._break_even_tokens(self.warm_seconds)
 
-    def _tokens(self, seconds: float | None) -> int | None:
-        steps = _times(seconds, self.saved_ms / 1e3)
+    def _break_even_tokens(self, seconds: float | None) -> int | None:
+        steps = _break_even_count(seconds, self.saved_ms / 1e3)
         return None if steps is None else steps * self.tokens_per_step
 
 
@@ -56,8 +58,8 @@ class BucketPayoff:
 class RequestPayoff:
     """One request at a time: a prompt that fills a prefill bucket, and then steps of the smallest decode bucket.
 
-    *_token_ms: of one output token, which is one decode step.
-    start_seconds_*: of all buckets of the plan, since a start prepares all of them.
+    *_token_ms: time of one output token, which is one decode step.
+    start_seconds_*: sum over all buckets of the plan, since a start prepares all of them; None: not measured.
     """
 
     prompt_tokens: int
@@ -79,11 +81,11 @@ class RequestPayoff:
 
     @property
     def break_even_requests_cold(self) -> int | None:
-        return _times(self.start_seconds_cold, self.saved_seconds)
+        return _break_even_count(self.start_seconds_cold, self.saved_seconds)
 
     @property
     def break_even_requests_warm(self) -> int | None:
-        return _times(self.start_seconds_warm, self.saved_seconds)
+        return _break_even_count(self.start_seconds_warm, self.saved_seconds)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Payoff:
 
 
 def compute_payoff(plan: Plan, records: Sequence[BucketRecord]) -> Payoff:
-    """`records`: of a start with measured step times."""
+    """`records`: the buckets of a start that measured step times."""
     by_name = {record.bucket: record for record in records}
     payoffs = {bucket: _bucket_payoff(by_name[bucket.name], bucket.size) for bucket in plan.buckets}
     prefill = next(
@@ -108,8 +110,8 @@ def compute_payoff(plan: Plan, records: Sequence[BucketRecord]) -> Payoff:
         compiled_token_ms=payoffs[decode].compiled_ms,
         uncompiled_seconds=(payoffs[prefill].uncompiled_ms + steps * payoffs[decode].uncompiled_ms) / 1e3,
         compiled_seconds=(payoffs[prefill].compiled_ms + steps * payoffs[decode].compiled_ms) / 1e3,
-        start_seconds_cold=_total([payoff.cold_seconds for payoff in payoffs.values()]),
-        start_seconds_warm=_total([payoff.warm_seconds for payoff in payoffs.values()]),
+        start_seconds_cold=_sum_if_known([payoff.cold_seconds for payoff in payoffs.values()]),
+        start_seconds_warm=_sum_if_known([payoff.warm_seconds for payoff in payoffs.values()]),
     )
     return Payoff(tuple(payoffs.values()), request)
 
@@ -132,10 +134,11 @@ def _saving(uncompiled: float, compiled: float) -> float:
     return saved if saved > MIN_SAVING * uncompiled else 0.0
 
 
-def _times(seconds: float | None, saved_seconds: float) -> int | None:
+def _break_even_count(seconds: float | None, saved_seconds: float) -> int | None:
+    """The number of steps or requests, each of which saves `saved_seconds`, that save at least `seconds`."""
     return None if seconds is None or saved_seconds <= 0 else math.ceil(seconds / saved_seconds)
 
 
-def _total(seconds: Sequence[float | None]) -> float | None:
+def _sum_if_known(seconds: Sequence[float | None]) -> float | None:
     known = [value for value in seconds if value is not None]
     return sum(known) if len(known) == len(seconds) else None

@@ -1,8 +1,8 @@
-"""The causes of graph breaks and recompilations: what each means in plain words, and its cure. Does not import torch.
+"""The causes of graph breaks and recompilations: what each means, and its cure. Does not import torch.
 
-`classify_break` and `classify_guard` recognise a cause by torch's text. A text that matches none is reported as
-`other-break` or `other-guard` with torch's own explanation, so that a new wording of torch loses the advice, but not
-the line.
+`classify_break` and `classify_guard` match torch's messages against patterns. A message that matches none is reported
+as `other-break` or `other-guard` with torch's own explanation, so if a new version of torch rewords a message, the
+report loses the advice, but not the line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Cause(NamedTuple):
-    """`name`: stable, in the JSON document. `title`: for people. `pattern`: in torch's text; None: not matched."""
+    """`name`: stable identifier in the JSON document. `title`: for display. `pattern`: for torch's message, or None."""
 
     name: str
     title: str
@@ -29,8 +29,8 @@ BREAK_CAUSES = (  # the first match counts
     _cause(
         "data-dependent-branch",
         "branch on a tensor's value",
-        "Python decides by a value that is known only after the tensor is computed, so a program cannot contain the "
-        "decision.",
+        "Python branches on a value that is known only after the tensor is computed, so a program cannot contain the "
+        "branch.",
         "compute both sides and choose with torch.where, or use torch.cond; if the branch checks its input, remove it "
         "from forward",
         r"data-dependent (branching|assert)|generic_jump",
@@ -38,38 +38,40 @@ BREAK_CAUSES = (  # the first match counts
     _cause(
         "scalar-read",
         "tensor's value read by Python",
-        "Python reads a number from a tensor (item, tolist, float, int), so the device has to finish first.",
+        "Python reads a number from a tensor (item, tolist, float, int), so it has to wait for the device.",
         "keep the number in a tensor, or compute it once in __init__",
         r"Tensor\.item|\.tolist|_local_scalar_dense|data.dependent operator",
     ),
     _cause(
         "data-dependent-shape",
         "size that depends on a tensor's values",
-        "The result's size depends on values (nonzero, unique, a boolean mask), so memory cannot be planned.",
+        "The size of the result depends on values of a tensor (nonzero, unique, a boolean mask), so memory cannot be "
+        "planned.",
         "replace the selection by torch.where or by a mask of fixed size",
         r"dynamic shape operator|data.dependent (output|shape)",
     ),
     _cause(
         "print",
         "print or logging",
-        "A program contains tensor operations only, so the text would be written once, while it is traced.",
-        "remove the line, or write it only if `not torch.compiler.is_compiling()`",
+        "A program contains tensor operations only, so the text would be printed once, during tracing.",
+        "remove the line, or execute it only if `not torch.compiler.is_compiling()`",
         r"builtin operator `print`|logging|logger|warnings\.warn|\bwarn_explicit\b",
     ),
     _cause(
         "disabled",
         "function that is excluded from torch.compile",
         "The function is marked with torch.compiler.disable, so it always runs uncompiled.",
-        "remove the mark if torch can trace the function, or register it as an operator with torch.library.custom_op",
+        "remove torch.compiler.disable if torch can trace the function, or register the function as an operator with "
+        "torch.library.custom_op",
         r"compiler\.disable|function `disable`",
     ),
     _cause(
         "untraceable-call",
         "call that torch.compile cannot trace",
-        "The function is C code, an extension or a call of the operating system, and torch does not know what it "
+        "The function is C code, an extension or a call of the operating system, and torch cannot see what it "
         "computes.",
-        "register it as an operator with torch.library.custom_op and register_fake, or call it outside forward, such "
-        "as in __init__",
+        "register it as an operator with torch.library.custom_op and register_fake, or call it outside forward, for "
+        "example in __init__",
         r"builtin operator|skip(ped)? function|marked as skipped|function call|method call|ctypes|PyCFuncPtr|pybind|"
         r"c/c\+\+|non-function|not? .*trace.*(function|method|callable)",
     ),
@@ -77,7 +79,7 @@ BREAK_CAUSES = (  # the first match counts
         "unsupported-python",
         "Python feature that torch.compile cannot trace",
         "torch supports most of Python in traced code, but not this construct.",
-        "write it with plain statements and tensor operations, or move it out of forward",
+        "rewrite it with plain statements and tensor operations, or move it out of forward",
         r"context manager|generator|exception|bytecode|comprehension|import|class definition|attribute mutation|"
         r"hasattr|setattr|getattr|bad import|unsupported (type|iter)",
     ),
@@ -86,24 +88,24 @@ OTHER_BREAK = _cause(
     "other-break",
     "code that torch.compile cannot trace",
     "torch cannot turn this line into tensor operations.",
-    "write it with tensor operations, or move it out of forward",
+    "rewrite it with tensor operations, or move it out of forward",
 )
 GUARD_CAUSES = (
     _cause(
         "shape-guard",
         "code that depends on the number of tokens",
-        "Python decides by a size, so the program holds only for some lengths, and another length needs another one. "
-        "Prompts are packed into one row and padded, so the row's length decides, not the prompt's, and the parity "
-        "check of a start may fail.",
-        "write the code so that it is right for every length, or decide once in __init__",
+        "Python branches on a size, so a program is valid for some lengths only, and other lengths need further "
+        "programs. Prompts are packed into one row and padded, so the code sees the length of the row, not that of the "
+        "prompt, and the parity check of a start may fail.",
+        "write the code so that it is right for every length without a branch, or decide once in __init__",
         r"\.size\(\)|size mismatch|\.shape\[|\.stride\(\)|duck shaping",
     ),
     _cause(
         "tensor-guard",
-        "tensor of another kind",
+        "tensor with another dtype, device or layout",
         "A tensor has another dtype, device, number of dimensions or memory layout than in the first call, and each "
-        "kind needs a program of its own.",
-        "pass tensors of one kind, for example by converting them before the layers",
+        "combination needs its own program.",
+        "pass tensors with the same properties in all calls, for example by converting them before the layers",
         r"(dtype|device|rank|stride|requires_grad|dispatch key|conj|dynamic shape).* mismatch|tensor.* mismatch|"
         r"check_tensor|is_tensor",
     ),
@@ -117,8 +119,8 @@ GUARD_CAUSES = (
     _cause(
         "value-guard",
         "Python value that changes",
-        "The program contains this number, text or object as a constant. Modules or calls with another value need "
-        "programs of their own.",
+        "The program contains this number, string or object as a constant. Modules or calls with another value need "
+        "their own programs.",
         "keep the value in a tensor (register_buffer), or make it equal in all layers",
         r"==|\bis\b|___check_|len\(|\bin\b|type_id|hasattr",
     ),
@@ -126,21 +128,21 @@ GUARD_CAUSES = (
 OTHER_GUARD = _cause(
     "other-guard",
     "condition that does not hold for all calls",
-    "torch assumed something in the first call that was not true in a later one.",
-    "make the calls equal in this respect",
+    "torch specialised the program on a condition of the first call that was false in a later one.",
+    "change the code so that the condition holds in all calls",
 )
 INPUT_MUTATION = _cause(
     "input-mutation",
     "write to an input of the region, or to a view of it",
     "The write changes the caller's tensor. A program computes a new tensor and then copies it back, which is one more "
-    "pass over the tensor in each layer. CUDA graphs of torch (--graphs region) leave such a program out.",
+    "pass over the tensor in each layer. torch's CUDA graphs (--graphs region) skip such a program.",
     "compute a new tensor (x = x * y, torch.where, torch.cat), or write to x.clone()",
 )
 COMPILE_ERROR = _cause(
     "compile-error",
     "torch.compile fails",
-    "torch could not make programs of the regions, or the programs do not compute what the model does.",
-    "see torch's message; TCDEPLOY_DEBUG=1 shows the traceback",
+    "torch could not compile the regions, or the results of the programs differ from those of the model.",
+    "read torch's message; TCDEPLOY_DEBUG=1 shows the traceback",
 )
 
 
@@ -148,7 +150,7 @@ EXAMPLES = re.compile(r"\(e\.g\.[^)]*\)")  # in torch's explanations
 
 
 def classify_break(reason: str) -> Cause:
-    """`reason`: of `break_reason`."""
+    """`reason`: the result of `break_reason`."""
     heading = EXAMPLES.sub("", break_heading(reason))
     return next((cause for cause in BREAK_CAUSES if cause.pattern and cause.pattern.search(heading)), OTHER_BREAK)
 
@@ -167,13 +169,13 @@ EXPLANATION = re.compile(
 
 
 def break_reason(text: str) -> str:
-    """torch's reason of a break, without the stack that follows it."""
+    """torch's reason for a break, without the stack that follows it."""
     match = REASON.search(text)
     return (match["reason"] if match else text).strip()
 
 
 def break_heading(reason: str) -> str:
-    """torch's heading and explanation of a break on one line; the last line of a reason that has none."""
+    """torch's heading and explanation of a break, on one line. A reason without them: its last line."""
     if match := EXPLANATION.search(reason):
         return " ".join(f"{match['heading']}: {match['explanation']}".split())
     lines = [line.strip() for line in reason.splitlines() if line.strip()]

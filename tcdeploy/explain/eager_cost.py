@@ -1,4 +1,4 @@
-"""Measures what stays uncompiled because of a finding: the time of its regions and modules in uncompiled steps.
+"""Measures the cost of a finding: the time that its regions and modules take in uncompiled steps.
 
 Hooks take timestamps when a module begins and ends; on a GPU these are events on the device's stream. A hook takes
 microseconds, so the shares are those of the model's own time, but a step takes a little longer than without hooks.
@@ -34,7 +34,7 @@ class CallSeconds(NamedTuple):
 
 
 def with_costs(runner: ModelRunner, regions: Sequence[Region], findings: Sequence[Finding]) -> list[Finding]:
-    """The findings; those that keep regions uncompiled with costs. The runner's steps must run uncompiled."""
+    """The findings, with measured costs for those that are blocking. The runner's steps must run uncompiled."""
     groups = {
         number: _modules_of(runner.model, regions, finding)
         for number, finding in enumerate(findings)
@@ -64,7 +64,7 @@ def with_costs(runner: ModelRunner, regions: Sequence[Region], findings: Sequenc
 def _modules_of(
     model: nn.Module, regions: Sequence[Region], finding: Finding
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The regions of the finding's kind, and in each of them the module with the line if that is a part of it."""
+    """The regions of the finding's kind, and the submodule of each that contains the line, if there is one."""
     members = [region.module for region in regions if region.kind == finding.region]
     path = next(path for path, module in model.named_modules() if module is members[0])
     relative = finding.module.removeprefix(path).removeprefix(".")
@@ -107,7 +107,7 @@ def measure_calls(step: Callable[[], object], modules: Sequence[nn.Module], devi
 
 
 def _durations(marks: Sequence[tuple[int, bool]], times: Sequence[float]) -> dict[int, float]:
-    """Seconds by module. `times`: of the marks, after those that `Timestamps` records itself."""
+    """Seconds by module. `times`: the last `len(marks)` belong to the marks; `Timestamps` records the ones before."""
     begins: dict[int, float] = {}
     durations: dict[int, float] = defaultdict(float)
     for (owner, is_begin), seconds in zip(marks, times[-len(marks) :], strict=True):

@@ -1,8 +1,8 @@
 """`tcdeploy explain`: traces the regions of a model, and measures whether compiling them pays.
 
-A model without findings that block is started first, as by `compile`, so that its programs are in the cache folder and
-its steps are timed. The regions are traced on the same model afterwards: a start must come first in its process, or
-kernels in memory would be missing in the manifest. If the start fails, the model is loaded again, without compiling.
+The model is started first, as by `compile`, so that its programs are in the cache folder and its steps are timed. The
+regions are traced on the same model afterwards: a start must come first in its process, or kernels that are already in
+memory would be missing in the manifest. If the start fails, the model is loaded again, without compiling.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NOT_REQUESTED = "not requested (--no-measure)"
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result. `regions` is empty if the model cannot be planned, and then there is one finding.
+    """The result. If the model cannot be planned, `regions` is empty and there is one finding.
 
-    payoff: None if the steps were not timed; `not_measured` then says why.
+    payoff: None if the steps were not timed; `not_measured` is then the reason.
     """
 
     model: str
@@ -48,9 +48,9 @@ class Explanation:
 
 
 def explain(recipe: Recipe, progress: Progress, measures: bool = True, profiles: bool = False) -> Explanation:
-    """`measures`: start the model and time its steps. `profiles`: measure its kernels too, which requires `measures`.
+    """`measures`: start the model and time its steps. `profiles`: also profile its kernels; requires `measures`.
 
-    Raises TcdeployError, but not for a model that cannot be compiled: that is a finding.
+    Raises TcdeployError. A model that cannot be compiled is not an error, but a finding.
     """
     try:
         explanation = _explain_started(recipe, progress, profiles) if measures else _explain_loaded(recipe, progress)
@@ -111,7 +111,7 @@ def _trace(
 
 
 def _in_model_folder(finding: Finding, model: str) -> Finding:
-    """With the path of the file in the model's folder, if the line is in transformers' copy of it."""
+    """The finding; if its file is transformers' copy of a file in the model's folder, with the path of the original."""
     copied = finding.location.file
     original = Path(model, Path(copied).name)
     if not copied or not Path(model).is_dir():

@@ -16,9 +16,9 @@ Phase = Literal["prefill", "decode"]
 class RegionTrace:
     """How regions of one kind were traced.
 
-    graphs: of one call; 1 if nothing breaks it.
-    guards: conditions on inputs and modules that torch checks before it uses the programs of one call.
-    recompilations: in calls of all modules of the kind, with several prompt lengths; not counted beside a break.
+    graphs: number of graphs of one call; 1 without graph breaks.
+    guards: conditions on inputs and modules that torch checks before it runs the programs of one call.
+    recompilations: in calls of all modules of the kind, with several prompt lengths; not counted if there is a break.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class EagerCost:
     """Median milliseconds of one uncompiled step of a bucket, and of its parts.
 
     region_ms: all regions of the finding's kind, which stay uncompiled until the finding is cured.
-    module_ms: the modules with the line, in all layers; None if the line is not in a module's forward.
+    module_ms: the modules with the line, in all layers; None if the line is not in a submodule of the region.
     """
 
     bucket: str
@@ -54,7 +54,7 @@ class EagerCost:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause at one line. `is_blocking`: with it, no program can be made for the region."""
+    """One cause at one line. `is_blocking`: the region cannot be compiled until the finding is cured."""
 
     kind: Kind
     cause: str
@@ -67,7 +67,7 @@ class Finding:
     cure: str
     torch_reason: str
     is_blocking: bool
-    count: int = 1  # breaks in one call, or recompilations in all calls
+    count: int = 1  # recompilations in all calls; other findings are not counted
     costs: tuple[EagerCost, ...] = field(default=())
 
 

@@ -30,7 +30,7 @@ from tcdeploy.planning.plan import Bucket
 REPLAYS = 5
 WARMUP_REPLAYS = 1  # includes the profiler's own start
 STEP = "tcdeploy step"
-GENERATED_MODULE_NAME = "AsyncCompile"  # a name in every program that Inductor generates
+GENERATED_MODULE_NAME = "AsyncCompile"  # every program that Inductor generates imports this name
 GAPS = "(no kernel runs)"
 BETWEEN = "(Python between operations)"
 PROGRAMS = "(compiled programs, without their kernels)"
@@ -59,7 +59,7 @@ class BucketKernels:
 
 
 def measure_kernels(runner: ModelRunner, bucket: Bucket) -> BucketKernels:
-    """Profile the step of a warm bucket as it serves: its CUDA graph if it has one, else its programs."""
+    """Profile the step of a warm bucket as the server runs it: its CUDA graph if it has one, else its programs."""
     with runner.uncounted_steps(), fail_on_recompile():
         restore, step = _step_of(runner, bucket)
         if runner.plan.device == "cuda":
@@ -95,9 +95,10 @@ def summarize_kernels(bucket: str, replays: Sequence[Sequence[Kernel]]) -> Bucke
 
 @contextlib.contextmanager
 def named_cpp_kernels() -> Iterator[None]:
-    """Within the block, the profiler sees each call of a kernel that Inductor generated for the CPU.
+    """Within the block, the profiler records each call of a kernel that Inductor generated for the CPU.
 
-    A program is a Python module that calls its kernels by global names. Programs that do not are one row.
+    A program is a Python module that calls its kernels by global names. The kernels of other programs have no rows of
+    their own.
     """
     replaced: list[tuple[ModuleType, str, Any]] = []
     for module in list(sys.modules.values()):

@@ -1,7 +1,7 @@
 """Explains a model that cannot be planned, because its forward pass depends on the values of tensors.
 
 A start runs every model once on fake tensors (models/probe.py), which have sizes but no values. A model that reads
-values ends there, before anything is traced. The exception's traceback has the line, and its frames have the modules.
+values fails there, before anything is traced. The exception's traceback contains the line, and its frames the modules.
 
 Without a plan there are no regions and no steps. The cost is therefore measured on transformers' own model with random
 weights, for one prompt, unless the model is large.
@@ -31,11 +31,13 @@ from tcdeploy.planning.recipe import Recipe
 
 CONDITION = re.compile(r"^(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(and|or|not)\b")
 CAUSES = {cause.name: cause for cause in BREAK_CAUSES}
-MAX_PARAMETERS = 500_000_000  # of a model that is built to measure the cost: 2 GB
+MAX_PARAMETERS = 500_000_000  # of a model that is built to measure the cost: 2 GB in float32
 PROMPT_TOKENS = 32
 
 
 class Refusal(NamedTuple):
+    """Why a model cannot be planned, and the size of the model."""
+
     finding: Finding
     num_parameters: int
 
@@ -80,7 +82,7 @@ def _modules_in(trace: TracebackType | None) -> list[nn.Module]:
 
 
 def with_measured_cost(recipe: Recipe, refusal: Refusal) -> Finding:
-    """The finding, with the share of the module with the line in a prompt; unchanged if the model is too large."""
+    """The finding, with the time of the modules that contain the line; unchanged if the model is too large."""
     finding = refusal.finding
     if not 0 < refusal.num_parameters <= MAX_PARAMETERS:
         return finding

@@ -1,7 +1,7 @@
 """Finds the model's own line of source in the stacks that torch reports. Does not import torch.
 
-A stack of torch ends in torch, in the standard library or in this package, as often as in the model. The line to change
-is the innermost one that is in none of these.
+The innermost frame of such a stack is often in torch, in the standard library or in this package. The line to change is
+the innermost one outside of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
 
 
 class SourceLine(NamedTuple):
-    """`file` is empty and `line` 0 if torch names no line."""
+    """`file` is "" and `line` is 0 if torch reports no line."""
 
     file: str = ""
     line: int = 0
@@ -53,9 +53,9 @@ def current_stack() -> list[SourceLine]:
 
 
 def guard_line(reason: str) -> SourceLine:
-    """The line at which the guard of a recompilation was made, from its stack, else from the comment after it.
+    """The line that created the guard of a recompilation, from its stack, else from the comment after it.
 
-    In the comment, torch shortens the path at its beginning.
+    In the comment, torch omits the beginning of the path, so the file is searched among the imported modules.
     """
     if frames := parse_stack(reason):
         return model_line(frames)

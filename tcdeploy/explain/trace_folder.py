@@ -1,4 +1,4 @@
-"""Where `explain --trace` writes torch's trace: one file per run, of limited size, of which the newest are kept.
+"""The folder of `explain --trace`: one file per run, of limited size; only the newest files are kept.
 
 Does not import torch.
 """
@@ -22,7 +22,7 @@ MAX_FILES = 5
 
 @dataclass
 class WrittenTrace:
-    """`num_omitted`: records that were left out because the file had its full size. Set when the block has ended."""
+    """`num_omitted`: records omitted because the file had reached its maximum size. Set at the end of the block."""
 
     path: Path
     num_omitted: int = 0
@@ -30,7 +30,7 @@ class WrittenTrace:
 
 @contextlib.contextmanager
 def writing_trace(folder: Path | None) -> Iterator[WrittenTrace | None]:
-    """Write the trace of the block to a new file in the folder; without a folder, to none. Raises OutputError."""
+    """Write the trace of the block to a new file in `folder`. None: write no trace. Raises OutputError."""
     if folder is None:
         yield None
         return
@@ -41,7 +41,7 @@ def writing_trace(folder: Path | None) -> Iterator[WrittenTrace | None]:
 
 
 def new_trace_path(folder: Path) -> Path:
-    """A path for a new file, after the oldest files of earlier runs are removed. Raises OutputError."""
+    """Create an empty file, after removing the oldest files of earlier runs. Returns its path. Raises OutputError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files = sorted(folder.glob(f"{PREFIX}*{SUFFIX}"), key=lambda path: path.stat().st_mtime)

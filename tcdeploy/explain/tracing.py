@@ -1,11 +1,12 @@
-"""Traces the regions of a model as torch.compile would, and lists what breaks a graph or needs another program.
+"""Traces the regions of a model with Dynamo, and lists graph breaks, recompilations and writes to inputs.
 
-Dynamo traces each kind of region in real steps: prompts of several lengths, then decode steps. Graphs are run
-uncompiled, so no compiler is needed and a kind takes seconds. Unlike in a deployment, a break is allowed, so that all
-of them are found, and so is a condition on the number of tokens, which is symbolic: code that depends on it shows as a
+Dynamo traces each kind of region in real steps: prompts of several lengths, then decode steps. Its graphs are run
+uncompiled, so no compiler is needed and a kind takes seconds. Unlike in a deployment, graph breaks are allowed, so that
+all of them are found. So are conditions on the number of tokens, which is symbolic: code that depends on it causes a
 recompilation.
 
-Each kind and phase starts without programs: otherwise programs of other kinds would count as recompilations.
+Dynamo's programs are discarded before each kind and phase; otherwise tracing another kind would count as a
+recompilation.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from tcdeploy.torch_compat.compiled_call import get_compiled_call, set_compiled_
 from tcdeploy.torch_compat.dispatch_mode import observe_operations
 from tcdeploy.torch_compat.mark_dynamic import suggest_dynamic, tensors_in
 
-# In tokens, odd and even. A first length that no other size equals: torch gives equal sizes one symbol.
+# In tokens, odd and even. The first length must differ from all other sizes: torch gives equal sizes one symbol.
 PROMPT_LENGTHS = (23, 18, 37, 60, 13, 10)
 NUM_LENGTHS = 4
 DECODE_STEPS = 2
 DECODE_CONTEXT = 8  # tokens
-RECOMPILE_LIMIT = 256  # of a region; torch runs a function uncompiled from its limit on
+RECOMPILE_LIMIT = 256  # of a region; beyond its limit, torch runs a function uncompiled
 
 
 @dataclass
 class PhaseTrace:
-    """What the steps of one phase have shown of one kind. `graphs`: compiled so far."""
+    """The trace of one kind of region in the steps of one phase. `graphs`: number of graphs so far."""
 
     graphs: int = 0
     first_call_graphs: int = 0
@@ -73,7 +74,8 @@ class PhaseTrace:
     def end_call(self, module: nn.Module, recompilations: int) -> None:
         """`recompilations`: their number before the call.
 
-        A module that is called twice in a step, such as rotary factors of two kinds of layers, may need two programs.
+        A module that is called twice in a step, such as rotary factors of two kinds of layers, may need two programs,
+        so the recompilations of its second call in the first step are dropped.
         """
         if self.is_first_call:
             self.is_first_call = False
@@ -142,7 +144,7 @@ def trace_phase(
     """Run the steps with the regions traced. If there are graph breaks, run only the first, and drop recompilations.
 
     torch compiles the code around a break for one size, and the functions around it on their own. This adds
-    recompilations that end with the break.
+    recompilations that disappear when the break is cured.
     """
     phase = PhaseTrace()
     torch.compiler.reset()
@@ -151,7 +153,7 @@ def trace_phase(
     def call_of(module: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             step = step_holder.step
-            if step is not None and step.bucket.is_prefill:  # decode programs are for one number of rows
+            if step is not None and step.bucket.is_prefill:  # a decode program is for one number of rows
                 for tensor, dim in token_dims(step, args, kwargs):
                     suggest_dynamic(tensor, dim)
             recompilations = len(phase.trace.recompilations)
@@ -203,7 +205,7 @@ def _raised_limits() -> Iterator[None]:
 
 
 def findings_of(trace: PhaseTrace, region: Region, path: str, phase: str, is_dynamic: bool) -> list[Finding]:
-    """`is_dynamic`: whether the plan has programs with a symbolic number of tokens, which allow no guard on it."""
+    """`is_dynamic`: whether the plan has programs with a symbolic number of tokens, which fail if it is guarded on."""
     found: list[Finding] = []
     for text in trace.trace.graph_breaks:
         frames, reason = parse_stack(text.partition("User code traceback:")[2]), break_reason(text)

@@ -50,7 +50,7 @@ class ChatTemplate(NamedTuple):
 
 
 def read_chat_template(path: Path) -> ChatTemplate:
-    """Raises UsageError if the file cannot be read, and ModelError with the line of a syntax error."""
+    """Read and parse a template. Raises UsageError if the file cannot be read, ModelError for a syntax error."""
     from jinja2 import TemplateSyntaxError
 
     from tcdeploy.models.chat_template_process import make_environment
@@ -69,15 +69,15 @@ def read_chat_template(path: Path) -> ChatTemplate:
             f"the chat template {path} has an error in line {error.lineno}: {error.message}", TEMPLATE_HINT
         ) from error
     except RecursionError as error:
-        raise ModelError(f"the chat template {path} is nested too deep", TEMPLATE_HINT) from error
+        raise ModelError(f"the chat template {path} is nested too deeply", TEMPLATE_HINT) from error
     return ChatTemplate(path, text)
 
 
 def replace_chat_template(tokenizer: Any, template: ChatTemplate) -> None:
-    """Raises ModelError if the tokenizer uses no template, or if the template fails for a user message."""
+    """Set the tokenizer's template. Raises ModelError if it uses none, or if rendering a user message fails."""
     if _renders_in_python(tokenizer):
         raise ModelError(
-            f"{type(tokenizer).__name__} renders chats in Python, so no chat template can replace that",
+            f"{type(tokenizer).__name__} renders chats in Python, so it cannot use another chat template",
             "remove --chat-template",
         )
     tokenizer.chat_template = template.text

@@ -1,7 +1,7 @@
-"""The response template of a model: how its output marks reasoning and tool calls.
+"""The response template of a model: how its output delimits reasoning and tool calls.
 
-It is an attribute of the tokenizer. For families that tool_formats.py does not know, it comes from transformers' table
-of model families.
+It is an attribute of the tokenizer. For families that are not in tool_formats.py, it comes from transformers' table of
+model families.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tcdeploy.models.tool_formats import template_text, tool_format
 def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
     """The template of `tokenizer`, else of its family, or None. Imports transformers if it is needed.
 
-    None also if the chat template shows a format of tool_formats.py, which needs no response template.
+    Also None if a format of tool_formats.py is detected from the chat template: it needs no response template.
     """
     if isinstance(tokenizer, StoredTokenizer):  # its template was looked up when the tokenizer was stored
         return tokenizer.response_template

@@ -1,8 +1,8 @@
-"""How model families write tool calls and reasoning, as data, and which format a chat template shows.
+"""Formats of tool calls and reasoning by model family, and detection of the format from the chat template.
 
-The table is for models whose tokenizer has no `response_template`. server/tag_parser.py reads outputs by these formats.
-transformers' ResponseParser is not used for them: it ends a call at the first closing delimiter, also inside a JSON
-string, and has no content type for several JSON objects in a row and for Python's syntax.
+The table is for models whose tokenizer has no `response_template`. server/tag_parser.py parses outputs in these
+formats. transformers' ResponseParser is not used for them: it ends a call at the first closing delimiter, also inside a
+JSON string, and supports neither several JSON objects in a row nor Python's syntax.
 
 The names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`. Does not import torch or transformers.
 """
@@ -17,9 +17,9 @@ CallSyntax = Literal["json", "python", "xml", "harmony"]
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """The text of calls that a grammar enforces: start, then calls with `separator` between them, then end.
+    """Fixed texts of the calls that a grammar enforces: `start`, calls with `separator` between them, `end`.
 
-    A call is before_name, the name, after_name, the arguments as JSON, and after_arguments.
+    A call is `before_name`, the name, `after_name`, the arguments as JSON, and `after_arguments`.
     """
 
     before_name: str
@@ -35,24 +35,24 @@ class ForcedCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One family's format.
+    """Format of tool calls.
 
     openings: texts that begin a call, or a list of calls.
     header: regex for the text between an opening and the JSON object. If it captures `name`, the object contains only
         the arguments.
     separator: between two objects after one opening; "" if each call has an opening.
     closings: dropped after a call.
-    header_marks: the delimiters in `header`, which is a regex.
+    header_delimiters: delimiters that `header` matches, as texts.
     dropped: texts that are dropped between calls, such as the delimiters of a list of calls.
     starts_output: whether a call may begin the output without an opening.
-    id_length: of the ids of calls, for templates that require one; 0: any.
+    id_length: characters of a call's id, for templates that require a length; 0: any.
     """
 
     name: str
     syntax: CallSyntax
     openings: tuple[str, ...] = ()
     header: str = r"\s*"
-    header_marks: tuple[str, ...] = ()
+    header_delimiters: tuple[str, ...] = ()
     separator: str = ""
     closings: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class ToolFormat:
 
     @property
     def delimiters(self) -> tuple[str, ...]:
-        return (*self.openings, *self.header_marks, *self.closings, *self.dropped)
+        return (*self.openings, *self.header_delimiters, *self.closings, *self.dropped)
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ TOOL_FORMATS = {
         ToolFormat(
             "mistral", "json", ("[TOOL_CALLS]",),
             header=r"\s*(?:\[\s*|(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?)?",
-            header_marks=("[CALL_ID]", "[ARGS]"), separator=",", closings=("]",), id_length=9,
+            header_delimiters=("[CALL_ID]", "[ARGS]"), separator=",", closings=("]",), id_length=9,
             forced=ForcedCall('{"name": "', '", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
         ),
         # DeepSeek V3 and R1 (with a code fence), V3.1
         ToolFormat(
             "deepseek_v3", "json", ("<｜tool▁call▁begin｜>",),
             header=r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*",
-            header_marks=("<｜tool▁sep｜>",),
+            header_delimiters=("<｜tool▁sep｜>",),
             closings=("```", "<｜tool▁call▁end｜>"), dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         ),
         # Qwen3-Coder
@@ -128,7 +128,7 @@ TOOL_ALIASES = {
 REASONING_ALIASES = {"qwen3": "deepseek_r1", "deepseek_v3": "deepseek_r1", "gpt-oss": "openai_gptoss"}
 TOOL_PARSERS = ("auto", *TOOL_FORMATS, *TOOL_ALIASES)
 REASONING_PARSERS = ("auto", "none", *REASONING_FORMATS, *REASONING_ALIASES)
-# Texts in chat templates that show a format. The first whose texts all occur is used.
+# Texts in chat templates that identify a format. The first format whose texts all occur is used.
 TOOL_MARKS = (
     (("<|channel|>", "<|message|>"), "openai"),
     (("[TOOL_CALLS]",), "mistral"),
@@ -139,7 +139,8 @@ TOOL_MARKS = (
     (('{"name": function name, "parameters":',), "llama3_json"),
     (("<|python_tag|>", '"parameters"'), "llama3_json"),
 )
-OTHER_FORMAT_MARKS = ("<arg_key>", "<|tool_call>")  # of families that are not in the table, but have marks of one
+# Texts of families that are not in the table, but whose templates also contain the texts of a format in it.
+OTHER_FORMAT_MARKS = ("<arg_key>", "<|tool_call>")
 REASONING_MARKS = (
     (("<|channel|>", "<|message|>"), "openai_gptoss"), (("[THINK]",), "mistral"), (("</think>",), "deepseek_r1"),
     (("<think>",), "deepseek_r1"),
@@ -147,12 +148,12 @@ REASONING_MARKS = (
 
 
 def template_text(chat_template: Any) -> str:
-    """The text of a tokenizer's `chat_template`, which may be several templates by name, or None."""
+    """The text of a tokenizer's `chat_template`, which may be a dict of templates by name, or None."""
     return "\n".join(chat_template.values()) if isinstance(chat_template, dict) else chat_template or ""
 
 
 def tool_format(parser: str, chat_template: str) -> ToolFormat | None:
-    """The format of this name; with "auto", the one that the template shows, if any."""
+    """The format of this name; with "auto", the one that is detected from the chat template, if any."""
     if parser != "auto":
         return TOOL_FORMATS[TOOL_ALIASES.get(parser, parser)]
     if any(mark in chat_template for mark in OTHER_FORMAT_MARKS):
@@ -161,7 +162,7 @@ def tool_format(parser: str, chat_template: str) -> ToolFormat | None:
 
 
 def reasoning_format(parser: str, chat_template: str) -> ReasoningFormat | None:
-    """The format of this name, None for "none"; with "auto", the one that the template shows, if any."""
+    """The format of this name, None for "none"; with "auto", the one detected from the chat template, if any."""
     if parser == "auto":
         names = (name for marks, name in REASONING_MARKS if all(mark in chat_template for mark in marks))
         return next((REASONING_FORMATS[name] for name in names), None)

@@ -23,21 +23,24 @@ from tcdeploy.server.response_builder import (
 from tcdeploy.server.service import Service
 from tcdeploy.server.stop_strings import StopStringDetokenizer
 from tcdeploy.server.tokenization import Prompt
-from tcdeploy.server.tools import ParserPlan
+from tcdeploy.server.tools import SelectedParser
 from tcdeploy.server.validation import check_prompt_logprobs, params_of_choices, to_sampling_params
 from tcdeploy.server.worker import PendingRequest
 
 # Prompts or choices that are set up between two yields to the event loop. All ready requests run in one turn of the
 # loop, so slices are short: a prompt with 512 logit biases takes 0.8 ms, and a choice with tools parses their template.
 PROMPTS_PER_SLICE = CHOICES_PER_SLICE = 2
-GRAMMAR_ERROR_MESSAGE = "the output cannot follow its schema or grammar: it exceeded its size limit during generation"
+GRAMMAR_ERROR_MESSAGE = (
+    "the output cannot follow its schema or grammar, which exceeded a limit of work or memory; use a simpler one"
+)
 
 
 class ActiveRequest:
     """The engine requests and choices of one API request.
 
     Choice i * n + j is the j-th choice of prompt i, with n = `request.num_choices`. `builder` exists after `submit`,
-    which fills `choices`. `close` must be called once. `observe_output` is called with each token's choice and text.
+    which fills `choices`. `close` must be called once. `observe_output` is called after each token with its choice and
+    content.
     """
 
     builder: ResponseBuilder
@@ -114,20 +117,20 @@ class ActiveRequest:
         # A chat's response contains the log-probabilities of its prompt once, and not in each choice.
         num_prompt_logprobs = None if isinstance(request, ChatRequest) and index else request.prompt_logprobs
         needs_prompt_token_ids = returns_token_ids or echo is not None or num_prompt_logprobs is not None
-        plan = ParserPlan(None)
+        selected = SelectedParser(None)
         if isinstance(request, ChatRequest):
-            plan = self.service.tools.output_parser(request, prompt.text or "")
+            selected = self.service.tools.output_parser(request, prompt.text or "")
         skips_special_tokens = request.skip_special_tokens is not False
         hidden_ids: frozenset[int] = frozenset()
-        if plan.parser is not None and skips_special_tokens and plan.shown_marks is not None:
-            hidden_ids = self.service.tools.hidden_token_ids(plan.shown_marks)
+        if selected.parser is not None and skips_special_tokens and selected.shown_delimiters is not None:
+            hidden_ids = self.service.tools.hidden_token_ids(selected.shown_delimiters)
         detokenizer = StopStringDetokenizer(
-            tokenizer, request.stop_strings, skips_special_tokens and plan.parser is None, hidden_ids
+            tokenizer, request.stop_strings, skips_special_tokens and selected.parser is None, hidden_ids
         )
         return Choice(
             index=index,
             detokenizer=detokenizer,
-            output_parser=plan.parser,
+            output_parser=selected.parser,
             num_prompt_tokens=len(prompt.token_ids),
             num_top_logprobs=request.num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,

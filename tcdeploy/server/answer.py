@@ -1,4 +1,4 @@
-"""The answer to one generation request, in the format of an API: a whole body, or the events of a stream.
+"""Formats the response to a generation request: the body, or the events of a stream. One subclass per API.
 
 sse.py sends the events, generation.py the body. The methods for events return the bytes of zero or more events.
 """
@@ -16,6 +16,8 @@ to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Answer:
+    """Interface. `active` has been submitted."""
+
     keep_alive = KEEP_ALIVE  # sent while no token arrives
     end = b""  # sent after the last event, also after an error
 
@@ -23,7 +25,7 @@ class Answer:
         self.active = active
 
     async def body(self) -> bytes:
-        """The JSON of the response, after the last token."""
+        """Wait for the last token. The JSON of the response."""
         raise NotImplementedError
 
     def first_events(self) -> bytes:
@@ -39,14 +41,14 @@ class Answer:
         raise NotImplementedError
 
     def error_events(self, error: ApiError) -> bytes:
-        """In place of everything that would follow."""
+        """After an error, instead of all further events."""
         raise NotImplementedError
 
 
 class ChunkAnswer(Answer):
     """Completions and chat completions: response_builder.py makes the chunks."""
 
-    end = DONE  # always, because clients take a cut stream for complete
+    end = DONE  # also after an error
 
     def __init__(self, active: ActiveRequest) -> None:
         super().__init__(active)
@@ -88,5 +90,5 @@ def _data_event(content: dict[str, Any]) -> bytes:
 
 
 def named_event(name: str, content: str) -> bytes:
-    """An event with its type as `event:`. `content` is JSON."""
+    """An event with the field `event`. `content` is JSON."""
     return f"event: {name}\ndata: {content}\n\n".encode()

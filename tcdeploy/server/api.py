@@ -1,6 +1,6 @@
 """The HTTP API: OpenAI's completions, chat completions and models, vLLM's tokenizer routes, and operations.
 
-The routes of OpenAI's Responses are in responses_api.py, those of Anthropic's Messages in messages_api.py, and
+The routes of OpenAI's Responses API are in responses_api.py, those of Anthropic's Messages API in messages_api.py, and
 generation.py runs the requests that generate text. Starlette routes the requests; FastAPI is not used, because bodies
 are read and validated here and openapi.py is short.
 """
@@ -58,11 +58,11 @@ DIRECT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1
 
 def make_app(state: ServerState) -> ASGIApp:
     async def completions(request: Request) -> Response:
-        """OpenAI's completions."""
+        """Create a completion (OpenAI's API)."""
         return await generate(state, request, COMPLETIONS)
 
     async def chat_completions(request: Request) -> Response:
-        """OpenAI's chat completions."""
+        """Create a chat completion (OpenAI's API)."""
         return await generate(state, request, CHAT_COMPLETIONS)
 
     routes = [
@@ -155,7 +155,7 @@ def _operations_routes(state: ServerState) -> list[Route]:
         document = status.status_json(state.figures(), state.metrics.recent)
         if (history := request.query_params.get("history")) is not None:
             if not history.isdecimal() or len(history) > 9:
-                raise bad_request("history must be a number of samples", "history")
+                raise bad_request("history must be a number of samples: 1 to 9 digits", "history")
             document["history"] = state.history.json(int(history))
         return JSONResponse(document)
 

@@ -1,4 +1,4 @@
-"""API keys: which requests need one, and which key a request has."""
+"""Checks the API keys of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNAUTHENTICATED_PATHS = ("/health", "/ready", "/", "/docs")
 
 
 class AuthMiddleware:
-    """Checks the API key, and dispatches POSTs of `direct_routes`.
+    """Checks the API key, and calls the apps of `direct_routes` for POST requests to their paths.
 
     Plain ASGI: Starlette's BaseHTTPMiddleware would switch tasks for each event of a stream.
     """
@@ -44,9 +44,9 @@ class AuthMiddleware:
 
 
 def find_key(request: Request, keys: tuple[str, ...]) -> str | None:
-    """The key that the request has, or None. The comparison time does not depend on which key matches.
+    """The one of `keys` that the request contains, or None. The time does not depend on which key matches.
 
-    Anthropic's clients send it as `x-api-key`.
+    Anthropic's clients send the key as `x-api-key`.
     """
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
     bearer = credentials.strip() if scheme.lower() == "bearer" else ""

@@ -11,12 +11,12 @@ from starlette.responses import JSONResponse, Response
 from tcdeploy.server.messages_protocol import messages_error_body
 from tcdeploy.server.protocol import ApiError
 
-MESSAGES_PATH = "/v1/messages"  # and below it
+MESSAGES_PATH = "/v1/messages"  # a prefix of the paths of Anthropic's API
 log = logging.getLogger("tcdeploy.server")
 
 
 def error_response(error: Exception, path: str) -> Response:
-    """The response of the route of `path` to an exception."""
+    """The response to an exception, in the format of the API that `path` belongs to."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
@@ -28,7 +28,7 @@ def error_response(error: Exception, path: str) -> Response:
 
 
 def logged_error_response(error: Exception, path: str) -> Response:
-    """As `error_response`, and logs unexpected errors: uvicorn logs only those of Starlette's routes."""
+    """Like `error_response`, but logs unexpected errors. For direct routes, whose errors uvicorn does not log."""
     if not isinstance(error, (ApiError, ClientDisconnect)):
         log.error("a request failed", exc_info=error)
     return error_response(error, path)

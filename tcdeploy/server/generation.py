@@ -1,9 +1,9 @@
-"""Runs a generation request of any HTTP API, from its body to its answer.
+"""Runs a generation request of any HTTP API, from its body to its response.
 
 A request passes the body limit, schema validation, admission, the tokenizer, the model's limits, and then the engine.
-Each stage rejects with an ApiError that names the field. The APIs differ in their schema, and in how they write the
-answer (answer.py). An API other than OpenAI's completions and chat completions translates its body to a ChatRequest,
-whose fields may have other names there.
+Each stage rejects with an ApiError that names the field. The APIs differ in the schema of the body and in the format of
+the response (answer.py). An API other than OpenAI's completions and chat completions translates its body to a
+ChatRequest; errors then name the fields as that API does.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tcdeploy.server.validation import check
 from tcdeploy.server.worker import EngineDeadError
 
 
-class Exchange(NamedTuple):
-    """A request as the engine's side sees it, and the constructor of its answer."""
+class TranslatedRequest(NamedTuple):
+    """A request of any API as one that the engine runs, and the constructor of its `Answer`."""
 
     request: CompletionRequest | ChatRequest
     new_answer: Callable[[ActiveRequest], Answer]
 
 
-async def _without_translation(_: ServerState, __: Request, body: Any) -> Exchange:
-    return Exchange(body, ChunkAnswer)
+async def _without_translation(_: ServerState, __: Request, body: Any) -> TranslatedRequest:
+    return TranslatedRequest(body, ChunkAnswer)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GenerationApi:
     """What distinguishes one HTTP API. `translate` may raise ApiError."""
 
     body_type: type[SamplingRequest]
-    translate: Callable[[ServerState, Request, Any], Awaitable[Exchange]] = _without_translation
+    translate: Callable[[ServerState, Request, Any], Awaitable[TranslatedRequest]] = _without_translation
     inert_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: INERT_VALUES)  # of unsupported fields
     field_names: Mapping[str, str] = field(default_factory=dict)  # names of ChatRequest's fields in this API
 
@@ -59,20 +59,22 @@ async def generate(state: ServerState, raw_request: Request, api: GenerationApi)
     """The response to a request of `api`. Raises ApiError."""
     with BodyReservation(state.admission) as reservation:
         body = await parse_body(state, raw_request, api.body_type, reservation)
-        exchange = await api.translate(state, raw_request, body)
+        translated = await api.translate(state, raw_request, body)
         try:
-            check(exchange.request)
+            check(translated.request)
             state.admission.check_open()
             service = state.require_service()
             service.count_unknown_fields((body.model_extra or {}).keys() - api.inert_values.keys())
-            service.check_model(exchange.request.model)
-            return await _run(service, raw_request, exchange, reservation)
+            service.check_model(translated.request.model)
+            return await _run(service, raw_request, translated, reservation)
         except ApiError as error:
             raise rename_error(error, api.field_names) from None
 
 
-async def _run(service: Service, raw_request: Request, exchange: Exchange, reservation: BodyReservation) -> Response:
-    request, new_answer = exchange
+async def _run(
+    service: Service, raw_request: Request, translated: TranslatedRequest, reservation: BodyReservation
+) -> Response:
+    request, new_answer = translated
     num_choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
     if not num_choices:
         raise bad_request("prompt is an empty list", "prompt")

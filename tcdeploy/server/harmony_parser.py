@@ -1,4 +1,4 @@
-"""Parses outputs of gpt-oss, which are messages with a channel: `<|channel|>NAME<|message|>TEXT<|end|>`.
+"""Parses outputs in gpt-oss's Harmony format: messages with a channel, `<|channel|>NAME<|message|>TEXT<|end|>`.
 
 `analysis` is reasoning; `final`, and `commentary` without recipient, are content. A message to a recipient
 (`to=functions.NAME`, in the header before or after the channel) is a call whose text is the arguments. The prompt ends
@@ -63,7 +63,7 @@ class HarmonyParser:
         if end < 0:
             is_text = len(self._buffer) >= MAX_HEADER_CHARS or (is_last and not _HEADER_START.match(self._buffer))
             if is_text:
-                self._builder.add_content(self._buffer[:1])  # it may begin a mark, which would end the text again
+                self._builder.add_content(self._buffer[:1])  # it may begin a delimiter, which would end the text again
                 self._buffer = self._buffer[1:]
                 self._emit, self._step = self._builder.add_content, self._read_text
             return is_text
@@ -112,7 +112,7 @@ class HarmonyParser:
         return True
 
     def _fail(self, reason: object, *, is_malformed: bool) -> None:
-        """The text of the message is content."""
+        """Treat the text of the message as content."""
         if is_malformed:
             self.num_malformed += 1
             log_malformed(reason)

@@ -1,4 +1,4 @@
-"""JSON in the output of a model: where an object ends, and the raw texts of its members, also if it is cut."""
+"""Parses JSON in the output of a model: the end of an object, and the raw values of its members, even if truncated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 _STRING_STOP = re.compile(r'["\\]')
-# A quote or bracket, or a character that JSON does not have outside of strings.
+# A quote or bracket, or a character that is not valid in JSON outside of strings.
 _STRUCTURE = re.compile(r'["{}\[\]]|[^\s\w:,+.\-]')
 _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strings
@@ -22,7 +22,7 @@ class ObjectScanner:
         self._is_in_string = False
 
     def find_end(self, text: str) -> int | None:
-        """The index after the closing brace; None if it has not come. Raises ValueError for what cannot be JSON."""
+        """The index after the closing brace; None if `text` does not contain it yet. Raises ValueError if not JSON."""
         while True:
             pattern = _STRING_STOP if self._is_in_string else _STRUCTURE
             match = pattern.search(text, self.position)
@@ -37,7 +37,7 @@ class ObjectScanner:
                 continue
             if match[0] not in '"{[}]':  # not consumed: it may begin a delimiter
                 self.position = match.start()
-                raise ValueError(f"{match[0]!r} is not JSON")
+                raise ValueError(f"{match[0]!r} is not valid in JSON outside of strings")
             self.position = match.end()
             if match[0] == '"':
                 self._is_in_string = not self._is_in_string
@@ -48,9 +48,9 @@ class ObjectScanner:
 
 
 def object_members(text: str) -> dict[str, str]:
-    """The raw text of each value of a JSON object. If the object is cut, of the last value as far as it came.
+    """The raw text of each value of a JSON object. If the object is truncated, the last value may be too.
 
-    Raises ValueError for what is not the beginning of an object.
+    Raises ValueError if the text does not begin with an object.
     """
     members: dict[str, str] = {}
     position = _skip_space(text, 0)
@@ -60,7 +60,7 @@ def object_members(text: str) -> dict[str, str]:
     while text.startswith('"', position):
         try:
             key, position = _DECODER.raw_decode(text, position)
-        except ValueError:  # the key is cut
+        except ValueError:  # the key is truncated
             return members
         position = _skip_space(text, position)
         if not text.startswith(":", position):
@@ -79,7 +79,7 @@ def object_members(text: str) -> dict[str, str]:
 
 
 def valid_object(raw: str) -> str:
-    """`raw` if it is a JSON object; with control characters in strings, which JSON does not allow, written anew.
+    """`raw` if it is a JSON object. If strings contain control characters, which JSON does not allow, they are escaped.
 
     Raises ValueError and RecursionError for anything else.
     """
@@ -94,9 +94,9 @@ def valid_object(raw: str) -> str:
 
 
 def dump(value: Any) -> str:
-    """JSON with characters instead of escapes, unless there is a lone surrogate, which has no UTF-8.
+    """JSON with unescaped Unicode, unless there is a lone surrogate, which cannot be encoded as UTF-8.
 
-    Raises ValueError for numbers that JSON does not have.
+    Raises ValueError for NaN and infinities.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if _has_utf8(text) else json.dumps(value)
@@ -111,7 +111,7 @@ def _has_utf8(text: str) -> bool:
 
 
 def string_value(raw: str) -> str | None:
-    """The value of a JSON string; None if it is another value, cut, or has no UTF-8."""
+    """The value of a JSON string; None if `raw` is another value, is truncated, or cannot be encoded as UTF-8."""
     try:
         value: Any = json.loads(raw)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The answer in Anthropic's Messages API: a message of content blocks, or the events that build it."""
+"""Responses of Anthropic's Messages API: a message of content blocks, or the events that build it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MessagesAnswer(Answer):
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._id = f"msg_{uuid.uuid4().hex}"
         self._parts = OutputParts()
-        self._open_kind = ""  # of the last block, while text or reasoning may continue it
+        self._open_kind = ""  # kind of the block that is not closed yet, or ""
         self._num_blocks = 0
         active.observe_output = self._parts.receive
 
@@ -111,9 +111,9 @@ class MessagesAnswer(Answer):
 
 
 def _input(call: ParsedToolCall) -> Any:
-    """The arguments as an object; of a call that `max_tokens` cut, the part that came.
+    """The arguments as an object; of a truncated call, those that were generated.
 
-    Clients require an object, so anything else that a model wrote is put into one.
+    Clients require an object, so arguments of another type are wrapped in one.
     """
     try:
         value = from_json(call.arguments, allow_partial=True)

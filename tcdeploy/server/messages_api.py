@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tcdeploy.server.generation import Exchange, GenerationApi, admitted_body, generate
+from tcdeploy.server.generation import GenerationApi, TranslatedRequest, admitted_body, generate
 from tcdeploy.server.messages_answer import MessagesAnswer
 from tcdeploy.server.messages_protocol import (
     MESSAGES_FIELD_NAMES,
@@ -22,9 +22,9 @@ from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.unsupported_fields import check_unsupported_fields
 
 
-async def _translate(_: ServerState, __: Request, body: MessagesRequest) -> Exchange:
+async def _translate(_: ServerState, __: Request, body: MessagesRequest) -> TranslatedRequest:
     check_unsupported_fields(body, MESSAGES_INERT_VALUES, MESSAGES_FIELD_NAMES)
-    return Exchange(await to_chat_request(body), partial(MessagesAnswer, body=body))
+    return TranslatedRequest(await to_chat_request(body), partial(MessagesAnswer, body=body))
 
 
 MESSAGES = GenerationApi(MessagesRequest, _translate, MESSAGES_INERT_VALUES, MESSAGES_FIELD_NAMES)
@@ -32,11 +32,11 @@ MESSAGES = GenerationApi(MessagesRequest, _translate, MESSAGES_INERT_VALUES, MES
 
 def messages_routes(state: ServerState) -> list[Route]:
     async def messages(request: Request) -> Response:
-        """Anthropic's Messages."""
+        """Create a message (Anthropic's Messages API)."""
         return await generate(state, request, MESSAGES)
 
     async def count_tokens(request: Request) -> Response:
-        """The number of input tokens of a request to /v1/messages."""
+        """Count the input tokens of a request to /v1/messages."""
         async with admitted_body(state, request, CountTokensRequest) as (tokenizer, body):
             state.require_service().check_model(body.model)
             fields = await prompt_fields(body)

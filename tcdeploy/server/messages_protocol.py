@@ -1,9 +1,9 @@
 """Request schemas of Anthropic's Messages API, and its error format.
 
-Source: Anthropic's API reference. The sampling parameters of the other routes are accepted here too. Fields that would
-change the answer and are not supported are refused by name, in MESSAGES_INERT_VALUES or here; those that change
-nothing, such as `cache_control`, are accepted. messages_translation.py makes a ChatRequest of a body. Does not import
-torch.
+Source: Anthropic's API reference. The sampling parameters of the other routes are accepted here too. Unsupported fields
+that would change the response are rejected by name, through MESSAGES_INERT_VALUES or the validators below; fields
+without effect, such as `cache_control`, are accepted. messages_translation.py converts a body to a ChatRequest. Does
+not import torch.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ UNSUPPORTED_BLOCKS = {
 }  # fmt: skip
 # Coding agents send it. Thinking of earlier turns is always passed to the chat template here.
 KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-# Field -> values that change nothing, for the fields that this API does not have or that are not supported.
+# Unsupported fields, and fields of the other APIs -> values that have no effect and are accepted.
 MESSAGES_INERT_VALUES: dict[str, tuple[Any, ...]] = {
     **INERT_VALUES,
     "container": (), "context_management": ({}, {"edits": []}, KEEP_THINKING), "diagnostics": (), "mcp_servers": ([],),
     "output_format": (), "speed": ("standard",), "betas": ([],), "fallbacks": ([],), "compaction": (),
-    # names of the other APIs
+    # fields of the other APIs
     "add_generation_prompt": (), "continue_final_message": (False,), "n": (1,), "stop": ([],), "logprobs": (False,),
     "top_logprobs": (0,), "prompt_logprobs": (), "return_token_ids": (False,), "truncate_prompt_tokens": (),
     "add_special_tokens": (), "parallel_tool_calls": (True,), "response_format": ({"type": "text"},),
     "max_completion_tokens": (), "reasoning_effort": (), "stream_options": (),
 }  # fmt: skip
-MESSAGES_FIELD_NAMES = {  # of fields of ChatRequest
+MESSAGES_FIELD_NAMES = {  # field of ChatRequest -> its name in this API
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
@@ -52,7 +52,10 @@ MESSAGES_FIELD_NAMES = {  # of fields of ChatRequest
 
 
 def check_kind(kind: Any, supported: tuple[str, ...], names: dict[str, str], noun: str, path: str) -> None:
-    """Raise an error for an item whose `type` is a text other than the supported ones. `path`: its place."""
+    """Raise an error for an item whose `type` is a string that is not in `supported`.
+
+    names: plural nouns for known types. noun: for all others. path: location of the item in its list.
+    """
     if not isinstance(kind, str) or kind in supported:
         return
     name = names.get(kind, f"{noun} of the type {kind[:40]!r}".replace("{", "").replace("}", ""))
@@ -60,7 +63,7 @@ def check_kind(kind: Any, supported: tuple[str, ...], names: dict[str, str], nou
 
 
 def _as_blocks(content: Any) -> Any:
-    """The content as a list. Raises an error that names the kind of a block that is not supported."""
+    """The content as a list. Raises an error that names the kind of an unsupported block."""
     if isinstance(content, str):
         return [TextBlock(type="text", text=content)]
     for index, block in enumerate(content[:MAX_PARTS] if isinstance(content, list) else ()):
@@ -160,7 +163,7 @@ class OutputConfig(BaseModel):
 
 
 class MessagesPrompt(BaseModel):
-    """Fields that the prompt depends on."""
+    """The fields that determine the prompt."""
 
     messages: Annotated[list[MessageParam], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     system: TextBlocks | None = None
@@ -179,7 +182,7 @@ class MessagesPrompt(BaseModel):
 class MessagesRequest(SamplingRequest, MessagesPrompt):
     max_tokens: StrictInt
     stop_sequences: StringList | None = None
-    # These change nothing.
+    # These have no effect.
     metadata: dict[str, Any] | None = None
     service_tier: StrictStr | None = None
     cache_control: Any = None
@@ -199,9 +202,9 @@ class CountTokensRequest(MessagesPrompt):
 
 
 def messages_error_body(error: ApiError) -> dict[str, Any]:
-    """Anthropic's error body, which has no field for `param`.
+    """Anthropic's error body. It has no `param`, so the message contains it.
 
-    Clients search the message for Anthropic's words for a prompt that is too long.
+    Clients recognise a prompt that is too long by the words "prompt is too long".
     """
     types = {
         401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"

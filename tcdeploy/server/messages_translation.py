@@ -1,8 +1,8 @@
 """Translates requests of Anthropic's Messages API to a ChatRequest.
 
-Differences between the two: results of tools are blocks of a user message there, and messages of their own here.
-Consecutive messages of one role are one turn, because chat templates may require that roles alternate. A conversation
-that ends with an assistant message is continued. A limit of new tokens that exceeds the context is lowered.
+In the Messages API, tool results are blocks of a user message; in a ChatRequest, each is a message. Consecutive
+messages of one role are merged, because chat templates may require that roles alternate. A final assistant message is
+continued. A `max_tokens` that exceeds the context is lowered.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ from tcdeploy.server.turn import BLOCKS_PER_SLICE, Turn, last_turn, to_messages,
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class FittedChatRequest(ChatRequest):
+class MessagesChatRequest(ChatRequest):
+    """A chat request with the Messages API's rule for `max_tokens`."""
+
     @property
-    def fits_completion(self) -> bool:
+    def lowers_max_tokens(self) -> bool:
         return True
 
 
 class ObjectToolCall(ToolCall):
-    """A call whose arguments were sent as an object, not as JSON."""
+    """A call whose arguments are an object instead of JSON text."""
 
     arguments: dict[str, Any]
 
@@ -61,7 +63,7 @@ async def to_chat_request(body: MessagesRequest) -> ChatRequest:
     """The chat request of a validated body. Raises ApiError 400."""
     sampling = {name: getattr(body, name) for name in SamplingRequest.model_fields}
     one_call = body.tool_choice.disable_parallel_tool_use if body.tool_choice else None
-    return FittedChatRequest.model_construct(
+    return MessagesChatRequest.model_construct(
         **sampling,
         **await prompt_fields(body),
         max_tokens=body.max_tokens,
@@ -89,7 +91,7 @@ async def prompt_fields(body: MessagesPrompt) -> dict[str, Any]:
 
 
 async def _add_messages(turns: list[Turn], messages: list[MessageParam]) -> None:
-    names: dict[str, str] = {}  # of the called tools, by id
+    names: dict[str, str] = {}  # the called tools, by call id
     num_blocks = 0
     for number, message in enumerate(messages):
         for index, block in enumerate(message.content):
@@ -121,7 +123,7 @@ def _add_block(turns: list[Turn], role: str, block: Block, names: dict[str, str]
 
 
 def _result_texts(block: ToolResultBlock) -> list[str]:
-    """Chat templates have no field for a failure, so the text says it."""
+    """The texts; of a failed call with the prefix "Error", since chat templates have no field for a failure."""
     texts = [part.text for part in block.content or []]
     if not block.is_error:
         return texts
@@ -129,7 +131,7 @@ def _result_texts(block: ToolResultBlock) -> list[str]:
 
 
 def _tool(tool: MessagesTool) -> Tool:
-    """Without validation: names may be longer than in OpenAI's API."""
+    """Not validated, because names may be longer than OpenAI's chats allow."""
     fields: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         fields["description"] = tool.description

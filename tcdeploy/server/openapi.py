@@ -18,7 +18,7 @@ SCHEME = "apiKey"  # name of the security scheme
 PARAMETERS: dict[str, list[dict[str, Any]]] = {  # of the query, by path
     "/ready": [{
         "name": "level", "in": "query", "schema": {"enum": ["warm"]},
-        "description": "warm: 503 until every bucket runs its programs",
+        "description": "warm: 503 until every bucket is compiled",
     }],
     "/status": [{
         "name": "history", "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
@@ -32,7 +32,7 @@ class Content(NamedTuple):
 
     schema: str = ""  # name of a component; "": text, or no body
     chunk_schema: str = ""  # of the events of a stream; "": responses are not streamed
-    text_type: str = ""  # media type of a text
+    text_type: str = ""  # media type of a text body
     error_schema: str = "Error"
 
 
@@ -73,9 +73,10 @@ def openapi_document(
     public_paths: Sequence[str] | None,
     vocab_size: int | None,
 ) -> dict[str, Any]:
-    """OpenAPI 3.1. `request_models` maps a path to the model of its JSON body.
+    """The OpenAPI 3.1 document.
 
-    `public_paths`: those that need no API key; None: no path needs one. `vocab_size`: None while the model is loading.
+    request_models: path -> model of its JSON body. public_paths: paths that need no API key; None: no path needs one.
+    vocab_size: None while the model is loading.
     """
     models = [(model, "validation") for model in request_models.values()]
     _, schemas = models_json_schema(models, ref_template=REF_TEMPLATE)  # type: ignore[arg-type]
@@ -164,7 +165,7 @@ def _responses(path: str, content: Content, has_body: bool, needs_key: bool) -> 
 
 
 def _event_schema(content: Content) -> dict[str, Any]:
-    """Schema of each event of a stream, as OpenAPI 3.1 has it: an object with the event's fields."""
+    """Schema of each event of a stream: an object with the fields of the event."""
     chunk = {"anyOf": [_reference(content.chunk_schema), _reference(content.error_schema)]}
     json_text = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
     return {

@@ -1,7 +1,8 @@
 """JSON schemas of responses, and the limits of request fields, for /openapi.json.
 
-The limits repeat what validation.py and the engine check, because pydantic's models hold only types: their errors would
-not be OpenAI's. tests/server/test_openapi.py compares the two. Combinations of fields are not described.
+The limits repeat what validation.py and the engine check. pydantic's models contain only types, because pydantic's
+errors would not have OpenAI's format. tests/server/test_openapi.py compares the two. Combinations of fields are not
+described.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 
 
 def field_limits(vocab_size: int | None) -> dict[str, Schema]:
-    """Limits by field name: keywords that are added to each type of the field that they apply to.
+    """Limits by field name, as JSON schema keywords. `add_limits` adds each keyword to the types that it applies to.
 
     `vocab_size`: None while the model is loading.
     """
@@ -93,7 +94,7 @@ def array(items: Schema) -> Schema:
 
 
 def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
-    """An object with these fields. Clients must accept further ones."""
+    """An object with these fields. It may have other fields too."""
     return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
 
 

@@ -1,7 +1,7 @@
 """Request fields that constrain the output: OpenAI's `response_format`, and vLLM's `structured_outputs` and guided_*.
 
 All of them become an `OutputConstraint`: a kind, its value, and the field for error messages. structured_output.py
-compiles it. A request may contain one constraint; validation.py refuses more. Does not import torch.
+compiles it. A request may contain one constraint; validation.py rejects more. Does not import torch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
-MAX_CHOICES = 1024  # alternatives of one constraint
-Choices: TypeAlias = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MAX_CHOICES)]
-# Keys of `structured_outputs` that this server does not support -> the value that changes nothing, besides null.
+MAX_ALTERNATIVES = 1024  # alternatives of one constraint
+Choices: TypeAlias = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MAX_ALTERNATIVES)]
+# Unsupported keys of `structured_outputs` -> the value that has no effect and is accepted, as is null.
 UNSUPPORTED_KEYS = {
     "structural_tag": None, "disable_any_whitespace": False, "disable_additional_properties": False,
     "whitespace_pattern": None,
@@ -21,11 +21,11 @@ UNSUPPORTED_KEYS = {
 
 
 class OutputConstraint(NamedTuple):
-    """`value`: of json, a schema, as a dict or as JSON text; of choice, a list of strings; of the others, a string."""
+    """`value`: for json, a schema as a dict or as JSON text; for choice, a list of strings; otherwise a string."""
 
     kind: ConstraintKind
     value: Any
-    field: str  # of the request
+    field: str  # name of the request field
 
 
 class TextFormat(BaseModel):
@@ -54,7 +54,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's field. Other keys are kept, so that they can be refused by name."""
+    """vLLM's field. Other keys are kept, so that they can be rejected by name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -80,7 +80,7 @@ class StructuredOutputs(BaseModel):
 
 
 class ConstraintFields(BaseModel):
-    """The fields of a request. vLLM's older guided_* fields have no effect if they are empty."""
+    """Request fields that constrain the output. vLLM's older guided_* fields have no effect if they are empty."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

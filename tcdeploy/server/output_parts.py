@@ -1,7 +1,7 @@
-"""The output of one choice as a list of parts in the order in which the model wrote them: reasoning, text and calls.
+"""The output of one choice as parts in the order in which the model generated them: reasoning, text and calls.
 
-The deltas of ActiveRequest may cover several tokens, with their text, reasoning and calls apart. APIs whose answers are
-lists of blocks or items must not depend on how many tokens a delta covers, so the order is recorded with each token.
+A delta of ActiveRequest may cover several tokens, and has their text, reasoning and calls separately. The blocks or
+items of a response must not depend on how many tokens a delta covers, so the order is recorded with each token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class OutputPart(NamedTuple):
 
 
 class OutputParts:
-    """Collects the parts of a choice. Consecutive pieces of reasoning or of text are one part until it is taken."""
+    """Collects the parts of a choice. Consecutive reasoning or text is one part until it is taken."""
 
     def __init__(self) -> None:
         self._parts: list[OutputPart] = []
@@ -27,7 +27,7 @@ class OutputParts:
         self.num_reasoning_tokens = 0
 
     def receive(self, choice: Choice, text: str) -> None:
-        """Take what one token added to the choice; `text` is its content."""
+        """Record the output that one token added to the choice. `text` is its content."""
         reasoning, calls = choice.unsent_reasoning, choice.take_calls()
         choice.unsent_reasoning = ""
         self._append("reasoning", reasoning)

@@ -1,8 +1,8 @@
-"""What parsers of outputs return: content, reasoning and tool calls, and what these parsers share.
+"""Types that parsers of outputs share: deltas of content, reasoning and tool calls, and their builder.
 
-A call is sent once it is complete. A call that `max_tokens` cuts is sent as far as it came: its arguments are not
-complete JSON then, and the finish reason `length` says so. The text of a malformed call, and of one that a stop string
-cuts, is content.
+A call is sent when it is complete. A call that `max_tokens` truncates is sent with the arguments generated so far,
+which are not complete JSON; the finish reason `length` indicates this. The text of a malformed call, and of one that a
+stop string truncates, is content.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import uuid
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why no more text comes
+OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the output ended
 log = logging.getLogger("tcdeploy.server")
 
 
@@ -34,7 +34,7 @@ class ParsedDelta(NamedTuple):
 
 
 class OutputParser(Protocol):
-    """Splits the output of one choice while it arrives."""
+    """Splits the output of one choice incrementally."""
 
     num_malformed: int  # calls whose text was returned as content
 
@@ -44,12 +44,12 @@ class OutputParser(Protocol):
     def push(self, text: str) -> ParsedDelta: ...
 
     def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
-        """The rest, after the last text."""
+        """The rest of the output, after the last `push`."""
         ...
 
 
 class WhitespaceTrimmer:
-    """Strips the white space around a text that arrives in pieces. Models put it around delimiters."""
+    """Strips leading and trailing white space of a text that arrives in pieces. Models put it around delimiters."""
 
     def __init__(self) -> None:
         self._trailing_space: str | None = None  # None before the first text
@@ -63,10 +63,10 @@ class WhitespaceTrimmer:
 
 
 class DeltaBuilder:
-    """Collects the parts of one delta after another, and numbers the calls of the choice.
+    """Builds successive deltas, and numbers the calls of the choice.
 
-    White space of the content is dropped next to delimiters; with `trims_content`, also at its start and end. A line
-    break separates two texts with a delimiter between them.
+    White space of the content is dropped next to delimiters; with `trims_content`, also at the start and end of the
+    output. If delimiters divide the content, its parts are separated by a line break.
     """
 
     def __init__(self, max_calls: int | None, id_length: int = 0, *, trims_content: bool = False) -> None:
@@ -92,7 +92,7 @@ class DeltaBuilder:
             self._separator, self._has_content = "", True
 
     def end_content(self) -> None:
-        """A delimiter begins or ends here."""
+        """Called at each delimiter."""
         self._trailing_space, self._skips_space = "", True
         self._separator = "\n" if self._has_content else ""
 

@@ -39,8 +39,8 @@ MEDIA = {  # content parts of OpenAI's and vLLM's APIs, by type
     "input_audio": "audio inputs", "audio_url": "audio inputs", "audio": "audio inputs",
     "video_url": "videos", "input_video": "videos", "video": "videos", "file": "files", "input_file": "files",
 }  # fmt: skip
-# Type of the validation error for a part or item of a kind that is not supported. `path` in its context continues the
-# location of the error.
+# Type of the validation error for an unsupported part or item. `path` in its context is appended to the location of the
+# error.
 UNSUPPORTED_PART = "unsupported_part"
 MAX_LOGIT_BIASES = 512  # the engine's limit, which includes stop token ids
 
@@ -105,7 +105,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingRequest(BaseModel):
-    """Fields that all generating routes share: the model, its sampling parameters, and whether tokens are streamed."""
+    """Fields that all APIs share: the model, its sampling parameters, and whether tokens are streamed."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -128,7 +128,7 @@ class SamplingRequest(BaseModel):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The most tokens of a choice; None if the request sets no limit."""
+        """The maximum number of tokens of a choice; None if the request sets no limit."""
         raise NotImplementedError
 
 
@@ -168,8 +168,8 @@ class GenerationRequest(SamplingRequest, ConstraintFields):
         return self.max_tokens
 
     @property
-    def fits_completion(self) -> bool:
-        """Whether a limit of new tokens that exceeds the context is lowered. Otherwise the request is refused."""
+    def lowers_max_tokens(self) -> bool:
+        """Whether a limit of new tokens that exceeds the context is lowered; otherwise the request is rejected."""
         return False
 
     @property
@@ -267,7 +267,7 @@ class AllowedTools(BaseModel):
 
 
 class AllowedToolsChoice(BaseModel):
-    """OpenAI's choice among a part of the tools."""
+    """OpenAI's `tool_choice` that restricts a request to some of its tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -279,7 +279,7 @@ ToolChoice: TypeAlias = (
 
 
 def _check_parts(content: Any) -> Any:
-    """Raise an error for a part other than text, with its kind, and its place in the list in the error's context.
+    """Raise an error for a part other than text. The message names its kind, the context its place in the list.
 
     pydantic's own first error would be that the content is not a string.
     """
@@ -367,7 +367,7 @@ class ChatRequest(GenerationRequest, TemplateRequest):
 
     @property
     def tool_mode(self) -> str | None:
-        """`tool_choice`, or its mode if it allows a part of the tools. None if it is omitted or names a function."""
+        """`tool_choice`, or its mode if it restricts the tools. None if it is omitted or names a function."""
         if isinstance(self.tool_choice, AllowedToolsChoice):
             return self.tool_choice.allowed_tools.mode
         return self.tool_choice if isinstance(self.tool_choice, str) else None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tcdeploy.server.json_text import dump
 
 _STRUCTURE = re.compile(r"[\"'()\[\]{},]")
-_CONSTANTS = {"true": True, "false": False, "null": None}  # as JSON writes them
+_CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names, which models use too
 _CALL_HEAD = re.compile(r"[\s,]*([\w.]+)\(")
 
 
@@ -31,7 +31,7 @@ class PythonListScanner:
         self._last_comma = 0  # between two arguments of a call
 
     def find_end(self, text: str) -> int | None:
-        """The index after the closing bracket; None if it has not come."""
+        """The index after the closing bracket; None if `text` does not contain it yet."""
         while True:
             if self._quote:
                 match = re.compile(rf"[\\{self._quote}]").search(text, self._position)
@@ -60,7 +60,7 @@ class PythonListScanner:
                     return match.end()
 
     def cut_calls(self, text: str) -> list[PythonCall]:
-        """The calls of a list that is cut: the last one has its complete arguments, as the beginning of JSON.
+        """The calls of a truncated list. The last one has only its complete arguments, as the beginning of JSON.
 
         Raises the exceptions of `parse_calls`.
         """

@@ -34,8 +34,8 @@ SLICE_WEIGHT = 256  # messages and parts that are validated in one call, which t
 MAX_FIELDS = 256  # top-level fields of a body
 MAX_PATH_CHARS, MAX_MESSAGE_CHARS = 200, 400  # of the field's path and of the reason in an error
 PROMPT_LISTS = ("messages", "input")  # fields that are lists of messages, and are validated in slices
-# Keys below a part whose value may be too long for any text: the types of parts, which vLLM's API repeats as keys, and
-# those of Anthropic's and OpenAI's other APIs.
+# Keys of a part that contain media, whose value may exceed the limit of texts: the types of parts, which are also keys
+# in vLLM's API, and the keys of Anthropic's Messages and OpenAI's Responses API.
 MEDIA_KEYS = {**MEDIA, "source": "images and documents", "file_data": "files"}
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
@@ -109,17 +109,17 @@ def _too_long(request_type: type[BaseModel], error: TooLongError, limits: JsonLi
 
 
 def _unsupported_part(location: Sequence[str | int], path: str, reason: str) -> ApiError:
-    """The error for a part of a message, or another item, of a kind that is not supported: at `location` + `path`."""
+    """The error for an unsupported part of a message, or another unsupported item, at `location` + `path`."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
     place = ".".join(map(str, location))
     return bad_request(f"{place}: {reason}", f"{''.join(steps).removeprefix('.')}{path}"[:MAX_PATH_CHARS])
 
 
 async def _validate_list(request_type: type[BaseModel], fields: dict[str, Any], name: str) -> None:
-    """Replace the messages of a body by validated ones, which pydantic does not validate again."""
+    """Validate a list of messages or items in slices, in place. pydantic does not validate the results again."""
     messages = fields.get(name)
     if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
-        return  # `_validate` rejects it, or it is a text
+        return  # a string, or `_validate` rejects it
     adapter = _list_adapter(request_type, name)
     validated: list[Any] = []
     for piece in _slices(messages):

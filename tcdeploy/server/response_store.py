@@ -1,7 +1,7 @@
 """Responses of the Responses API that clients may retrieve or continue, in bounded memory.
 
-The least recently used one is dropped first. A client can only reach the responses that were made with its API key.
-They are kept by this process only: replicas do not share them, and a restart loses them.
+The least recently used one is evicted first. A client can only access responses that were created with its API key.
+They are stored in this process only: replicas do not share them, and a restart loses them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tcdeploy.server.protocol import Message
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
-OBJECT_BYTES = 2048  # of one message or call without its texts; measured: 1.5 KB
+OBJECT_BYTES = 2048  # upper bound for one message or call without its texts; measured: 1.5 KB
 
 
 class StoredResponse(NamedTuple):
     body: bytes  # the JSON of the response
     messages: list[Message]  # of the conversation, the response included, without its instructions
-    num_bytes: int  # of memory, at most
+    num_bytes: int  # upper bound of its memory
     api_key: str  # "" if the server has none
 
 
@@ -35,7 +35,7 @@ class ResponseStore:
         return len(self._responses)
 
     def put(self, response_id: str, response: StoredResponse) -> None:
-        """Keep a response, and drop others if there are too many. One that is too large alone is not kept."""
+        """Store a response, and evict others if the limits are exceeded. One that exceeds them alone is not stored."""
         if response.num_bytes > self._max_bytes:
             return
         self._responses[response_id] = response
@@ -44,7 +44,7 @@ class ResponseStore:
             self._drop(next(iter(self._responses)))
 
     def get(self, response_id: str, api_key: str) -> StoredResponse | None:
-        """None if there is no such response, or if another key has made it."""
+        """None if there is no such response, or if it was created with another key."""
         response = self._responses.get(response_id)
         if response is None or response.api_key != api_key:
             return None
@@ -52,7 +52,7 @@ class ResponseStore:
         return response
 
     def delete(self, response_id: str, api_key: str) -> bool:
-        """Whether there was such a response."""
+        """Delete a response. False if there is none, or if it was created with another key."""
         if self.get(response_id, api_key) is None:
             return False
         self._drop(response_id)
@@ -63,7 +63,7 @@ class ResponseStore:
 
 
 def memory_of(messages: Iterable[Message]) -> int:
-    """The bytes of memory that messages use, at most. Two responses of a conversation share most of them."""
+    """Upper bound of the bytes that messages use. Responses of one conversation share most of their messages."""
     total = 0
     for message in messages:
         texts = [message.content, message.tool_call_id, *(message.model_extra or {}).values()]

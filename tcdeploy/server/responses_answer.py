@@ -1,4 +1,4 @@
-"""The answer in OpenAI's Responses API: a response with output items, or the typed events that build it."""
+"""Responses of OpenAI's Responses API: a response with output items, or the typed events that build it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponsesAnswer(Answer):
-    """`store` is called with the JSON and the parts of a response that is complete."""
+    """`store` is called with the JSON and the parts of the finished response."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class ResponsesAnswer(Answer):
         self._store = store
         self._sequence_number = 0
         self._new_parts = OutputParts()
-        self._parts: list[OutputPart] = []  # that are complete
+        self._parts: list[OutputPart] = []  # the complete ones
         self._items: list[dict[str, Any]] = []
-        self._open_texts: list[str] | None = None  # of the last item, if it is a message or reasoning that may go on
+        self._open_texts: list[str] | None = None  # pieces of the open item's text; None: no item is open
         # The JSON of the fields that do not change is made once, because tools and instructions may be long.
         self._fixed_json = to_json(_fixed_fields(active, body, response_id))
         active.observe_output = self._new_parts.receive
@@ -90,7 +90,7 @@ class ResponsesAnswer(Answer):
         events += self._event(f"{name}.done", **self._place(), name=part.call.name, arguments=arguments)
         is_cut = self._was_cut and not _is_json(arguments)
         item |= {"arguments": arguments, "status": "incomplete" if is_cut else "completed"}
-        if not is_cut:  # a cut call cannot be part of the next request's prompt
+        if not is_cut:  # a truncated call cannot be part of the next request's prompt
             self._parts.append(part)
         return events + self._item_event("response.output_item.done")
 
@@ -116,7 +116,7 @@ class ResponsesAnswer(Answer):
         return events + self._item_event("response.output_item.done")
 
     def _end_output(self) -> bytes:
-        """End the last item. An answer without any text is an empty message, as in OpenAI's API."""
+        """End the last item. If there is no item, add an empty message, as OpenAI's API does."""
         events = b"" if self._items else self._open("message")
         return events + self._close(self._status)
 
@@ -167,7 +167,7 @@ class ResponsesAnswer(Answer):
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _text_event(self, event_type: str, **fields: Any) -> bytes:
-        """An event of the text of the last item."""
+        """An event about the text of the last item."""
         content_type = self._items[-1]["content"][0]["type"]
         extra: dict[str, Any] = {"logprobs": []} if content_type == "output_text" else {}
         return self._content_event(f"response.{content_type}.{event_type}", **fields, **extra)
@@ -198,7 +198,7 @@ def _is_json(text: str) -> bool:
 
 
 def _fixed_fields(active: ActiveRequest, body: ResponsesRequest, response_id: str) -> dict[str, Any]:
-    """The fields of a response that are known before the first token. Defaults have the values that were used."""
+    """The fields that do not change during generation. Omitted parameters have the values that are used."""
     params = active.group.pending_requests[0].params
     text_format = body.text.format if body.text else None
     tool_choice = body.tool_choice or "auto"

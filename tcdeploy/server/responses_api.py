@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from tcdeploy.server.active_request import ActiveRequest
 from tcdeploy.server.authentication import find_key
-from tcdeploy.server.generation import Exchange, GenerationApi, generate
+from tcdeploy.server.generation import GenerationApi, TranslatedRequest, generate
 from tcdeploy.server.output_parts import OutputPart
 from tcdeploy.server.protocol import ApiError, bad_request
 from tcdeploy.server.response_store import StoredResponse, memory_of
@@ -20,11 +20,11 @@ from tcdeploy.server.responses_translation import answer_messages, new_messages,
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.unsupported_fields import check_unsupported_fields
 
-# Parameters of the query of a GET that would change the response.
+# Unsupported query parameters of a GET, which would change the response.
 RETRIEVE_OPTIONS = ("include", "include[]", "include_obfuscation", "starting_after", "stream")
 
 
-async def _translate(state: ServerState, raw_request: Request, body: ResponsesRequest) -> Exchange:
+async def _translate(state: ServerState, raw_request: Request, body: ResponsesRequest) -> TranslatedRequest:
     check_unsupported_fields(body, RESPONSES_INERT_VALUES, RESPONSES_FIELD_NAMES)
     api_key = find_key(raw_request, state.settings.api_keys) or ""
     previous = None
@@ -49,7 +49,7 @@ async def _translate(state: ServerState, raw_request: Request, body: ResponsesRe
     def new_answer(active: ActiveRequest) -> ResponsesAnswer:
         return ResponsesAnswer(active, body, response_id, store)
 
-    return Exchange(request, new_answer)
+    return TranslatedRequest(request, new_answer)
 
 
 RESPONSES = GenerationApi(ResponsesRequest, _translate, RESPONSES_INERT_VALUES, RESPONSES_FIELD_NAMES)
@@ -57,11 +57,11 @@ RESPONSES = GenerationApi(ResponsesRequest, _translate, RESPONSES_INERT_VALUES, 
 
 def responses_routes(state: ServerState) -> list[Route]:
     async def responses(request: Request) -> Response:
-        """OpenAI's Responses."""
+        """Create a response (OpenAI's Responses API)."""
         return await generate(state, request, RESPONSES)
 
     async def retrieve(request: Request) -> Response:
-        """A stored response."""
+        """Retrieve a stored response."""
         for name in RETRIEVE_OPTIONS:
             if request.query_params.get(name) not in (None, "false"):
                 raise bad_request(f"{name} is not supported", name, "unsupported_parameter")

@@ -1,9 +1,9 @@
 """Request schemas of OpenAI's Responses API.
 
-Source: OpenAI's API reference. The sampling parameters of the other routes are accepted here too. Fields that would
-change the answer and are not supported are refused by name, in RESPONSES_INERT_VALUES or here; those that change
-nothing, such as `prompt_cache_key`, are accepted. responses_translation.py makes a ChatRequest of a body. Does not
-import torch.
+Source: OpenAI's API reference. The sampling parameters of the other routes are accepted here too. Unsupported fields
+that would change the response are rejected by name, through RESPONSES_INERT_VALUES, the validators below or
+responses_translation.py; fields without effect, such as `prompt_cache_key`, are accepted. responses_translation.py
+converts a body to a ChatRequest. Does not import torch.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 PART_TYPES = ("input_text", "output_text", "refusal", "text", "reasoning_text", "summary_text")
 UNSUPPORTED_ITEMS = {"item_reference": "references to items"}
 MAX_METADATA = 16  # OpenAI's limit
-# Field -> values that change nothing, for the fields that this API does not have or that are not supported.
+# Unsupported fields, and fields of the other APIs -> values that have no effect and are accepted.
 RESPONSES_INERT_VALUES: dict[str, tuple[Any, ...]] = {
     **INERT_VALUES,
     "access_programs": (), "background": (False,), "background_options": (), "context_management": ([],),
     "conversation": (), "image": (), "max_tool_calls": (), "moderation": (), "prompt": (), "top_logprobs": (0,),
     "truncation": ("disabled",),
-    # names of the other APIs
+    # fields of the other APIs
     "add_generation_prompt": (), "add_special_tokens": (), "continue_final_message": (False,), "logprobs": (False,),
     "max_completion_tokens": (), "max_tokens": (), "messages": ([],), "n": (1,), "prompt_logprobs": (),
     "reasoning_effort": (), "response_format": ({"type": "text"},), "return_token_ids": (False,),
     "stop_sequences": ([],), "system": (), "thinking": (), "truncate_prompt_tokens": (),
 }  # fmt: skip
-RESPONSES_FIELD_NAMES = {  # of fields of ChatRequest
+RESPONSES_FIELD_NAMES = {  # field of ChatRequest -> its name in this API
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -96,7 +96,7 @@ class FunctionCallOutputItem(BaseModel):
 
 
 class ReasoningItem(BaseModel):
-    """An earlier reasoning item. `content` has the whole text, and `summary` what other servers return of it."""
+    """An earlier reasoning item. `content` is the whole text; other servers may return a `summary` instead."""
 
     type: Literal["reasoning"]
     summary: Content | None = None
@@ -117,7 +117,7 @@ Item: TypeAlias = Annotated[
 
 
 def _check_item(item: Any) -> Any:
-    """Raise an error that names the kind of an item, or of one of its parts, that is not supported."""
+    """Raise an error that names the kind of an unsupported item or part."""
     if not isinstance(item, dict):
         return item
     check_kind(item.get("type"), ITEM_TYPES, UNSUPPORTED_ITEMS, "items", "")
@@ -213,7 +213,7 @@ class ResponsesRequest(SamplingRequest):
     stream_options: ResponseStreamOptions | None = None
     stop: StrictStr | StringList | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # These change nothing.
+    # These have no effect.
     prompt_cache_key: StrictStr | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: StrictStr | None = None

@@ -1,8 +1,8 @@
-"""Translates requests of OpenAI's Responses API to a ChatRequest, and answers to messages that can be continued.
+"""Translates requests of OpenAI's Responses API to a ChatRequest, and outputs to messages of the next request.
 
-Reasoning, text and calls of the model are items of their own there, and one assistant message here. `developer` is a
-system message, because few chat templates know that role. Adjacent system messages are one, because most templates
-read only the first message.
+In the Responses API, reasoning, text and calls of the model are separate items; in a ChatRequest, they are one
+assistant message. The role `developer` becomes `system`, because few chat templates support it. Adjacent system
+messages are merged, because most templates read a system message only if it is the first message.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tcdeploy.server.responses_protocol import (
 )
 from tcdeploy.server.turn import BLOCKS_PER_SLICE, SEPARATOR, Turn, to_messages, tool_turn
 
-# What is returned is the whole reasoning, which clients can send back, so nothing needs to be encrypted.
+# Reasoning is returned as text, which clients can send back, so it need not be encrypted.
 INERT_INCLUDES = ("reasoning.encrypted_content",)
 INERT_OPTIONS = {"summary": ("auto",), "generate_summary": ("auto",), "mode": ("standard",), "context": ("auto",)}
 
@@ -80,7 +80,7 @@ def to_chat_request(body: ResponsesRequest, conversation: list[Message]) -> Chat
 
 
 def answer_messages(parts: Iterable[OutputPart]) -> list[Message]:
-    """The messages of an answer, for the next request of the conversation."""
+    """The messages of an output, for the next request of the conversation."""
     turns: list[Turn] = []
     for part in parts:
         if part.call is not None:
@@ -113,7 +113,7 @@ def _add_item(turns: list[Turn], item: Item, names: dict[str, str]) -> None:
 
 
 def _assistant_turn(turns: list[Turn]) -> Turn:
-    """The assistant's last turn, unless it has calls: text that follows a call is a message of its own."""
+    """The last turn if it is the assistant's and has no calls, else a new one: text after a call is a new message."""
     if not turns or turns[-1].role != "assistant" or turns[-1].calls:
         turns.append(Turn("assistant"))
     return turns[-1]
@@ -140,7 +140,7 @@ def _with_instructions(instructions: str | None, conversation: list[Message]) ->
 
 
 def _tool(tool: FunctionTool) -> Tool:
-    """Without validation: names may be longer than in chats."""
+    """Not validated, because names may be longer than OpenAI's chats allow."""
     fields = tool.model_dump(exclude_unset=True, exclude={"type"})
     return Tool.model_construct(type="function", function=Function.model_construct(**fields))
 
@@ -160,7 +160,7 @@ def _response_format(body: ResponsesRequest) -> Any:
 
 
 def _check_options(body: ResponsesRequest) -> None:
-    """Raises ApiError 400 for a nested option that would change the answer."""
+    """Raises ApiError 400 for an unsupported nested option that would change the response."""
     for value in body.include or ():
         if value not in INERT_INCLUDES:
             raise _unsupported(f"include {value[:80]!r}", "include")

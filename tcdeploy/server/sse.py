@@ -22,7 +22,7 @@ log = logging.getLogger("tcdeploy.server")
 
 
 async def sse_events(answer: Answer) -> AsyncGenerator[bytes, None]:
-    """All events of a stream. Errors are events: clients take a cut stream for complete."""
+    """All events of a stream. Errors are sent as events, because clients treat a truncated stream as complete."""
     try:
         async with contextlib.aclosing(_answer_events(answer)) as events:
             async for event in events:
@@ -41,7 +41,7 @@ async def sse_events(answer: Answer) -> AsyncGenerator[bytes, None]:
 
 
 async def _answer_events(answer: Answer) -> AsyncGenerator[bytes, None]:
-    """The events without errors. An event covers several tokens if the client or the loop is slow."""
+    """The events up to an error. An event covers several tokens if the client or the event loop is slow."""
     if first_events := answer.first_events():
         yield first_events
     async with contextlib.aclosing(answer.active.deltas(KEEP_ALIVE_SECONDS)) as batches:

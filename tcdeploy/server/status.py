@@ -1,7 +1,7 @@
 """The /status document, which the page at / shows: the figures of /metrics, with percentiles and rates.
 
-Percentiles cover the last 2,000 samples; the token rate covers the last 5 seconds. The page itself contains nothing of
-the model, so it is served without the API key; it asks for the key, and sends it with its requests.
+Percentiles cover the last 2,000 samples; the token rate covers the last 5 seconds. The page itself contains no data
+of the model, so it is served without the API key; it asks for the key, and sends it with its requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def page() -> str:
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Headers that keep the page from running any script but its own, and from sending data to another server."""
+    """Headers that forbid the page to run other scripts and to connect to other servers."""
     [script] = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (

@@ -22,7 +22,7 @@ class StatusHistory:
         self._tokens = self._first_tokens = 0  # at the last sample
 
     def sample(self, figures: ServerFigures, recent: RecentStats) -> None:
-        """Append a sample of the time since the last one. `first_token_p50` is None if no request began to answer."""
+        """Append a sample of the time since the last one. `first_token_p50` is None if there was no first token."""
         num_first = min(recent.first_tokens - self._first_tokens, len(recent.time_to_first_token))
         newest = islice(reversed(recent.time_to_first_token), num_first)
         self._samples.append({

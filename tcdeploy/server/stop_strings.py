@@ -13,9 +13,9 @@ from tcdeploy.engine.detokenizer import IncrementalDetokenizer
 
 
 class StopStringDetokenizer:
-    """The text of one choice. `push` returns the text that a token adds; after a stop string, `stopped` is True.
+    """The text of one choice. `push` returns the text that a token adds.
 
-    `matched` is then the stop string that ended the text.
+    After a stop string, `stopped` is True, and `matched` is the stop string.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class StopStringDetokenizer:
         skip_special_tokens: bool = True,
         hidden_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`hidden_ids`: further tokens that have no text, such as special tokens that are no delimiters."""
+        """`hidden_ids`: tokens to omit from the text even without `skip_special_tokens`."""
         self._hidden_ids = hidden_ids
         self._stream = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._stop_strings = stop_strings

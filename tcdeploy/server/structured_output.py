@@ -1,15 +1,15 @@
-"""Structured output: JSON that follows a schema, regexes, choices, grammars and forced tool calls, by llguidance.
+"""Structured output through llguidance: JSON schemas, regexes, choices, grammars and forced tool calls.
 
-Schemas are compiled in threads and without the GIL, so neither the event loop nor the engine waits. The exception is
+Grammars are compiled in threads and without the GIL, so neither the event loop nor the engine waits. The exception is
 the first request with a grammar, if the tables do not exist yet: building them holds the GIL. Each request compiles its
 own grammar: a shared one would save at most 0.1 s, but would add up the lexer states of all its users until the limit
 of one request ends them all.
 
-The cost of a client's schema is bounded: its size here, the rest by llguidance's limits (PARSER_LIMITS). A regex or a
-grammar may be far more ambiguous than a schema of the same size, so its limits are lower (GRAMMAR_LIMITS). The masks of
-a step are computed in one call outside the GIL; the choices of one request share a lock inside llguidance and are
-computed one after another. White space inside the JSON is limited to MAX_WHITESPACE characters in a row, because a
-model in a loop would fill its context with it. Timings: docs/performance.md.
+The cost of a client's schema is bounded: its size by this module, and the work and memory per token by llguidance's
+limits (PARSER_LIMITS). A regex or a grammar may be far more ambiguous than a schema of the same size, so its limits are
+lower (GRAMMAR_LIMITS). The masks of a step are computed in one call outside the GIL; the choices of one request share a
+lock inside llguidance and are computed one after another. White space inside the JSON is limited to MAX_WHITESPACE
+characters in a row, because a model in a loop would fill its context with it. Timings: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PARSER_LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# Of a client's regex or grammar. With PARSER_LIMITS, three nested repetitions of an optional letter take 0.3 s for each
+# For a client's regex or grammar. With PARSER_LIMITS, three nested repetitions of an optional letter take 0.3 s for each
 # token, and `(.*)` 5,000 times in a row takes 4 s and 370 MB to compile; with these limits and the lengths above, a
 # step takes 0.02 s at most, and compilation about 1 s and 70 MB.
 GRAMMAR_LIMITS = {
@@ -125,7 +125,9 @@ class StructuredOutputBackend:
             message = f"the {constraint.kind} in {constraint.field} has {num_chars} characters; the limit is {limit}"
             raise bad_request(message, constraint.field)
         if not constraint.value or not all(constraint.value):
-            message = f"the {constraint.kind} in {constraint.field} is empty{' or has an empty text' * is_choice}"
+            message = (
+                f"the {constraint.kind} in {constraint.field} is empty{' or contains an empty string' * is_choice}"
+            )
             raise bad_request(message, constraint.field)
         return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile_constraint, constraint)
 
@@ -194,7 +196,7 @@ def _parse_schema(constraint: OutputConstraint) -> dict[str, Any]:
 
 
 def _grammar(constraint: OutputConstraint) -> str:
-    """llguidance's grammar of a regex, a choice, or a grammar in Lark or GBNF. Raises ValueError and RecursionError."""
+    """The constraint in llguidance's own format. Raises ValueError or RecursionError if it is invalid."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -222,7 +224,10 @@ def _is_lark(grammar: str) -> bool:
 
 
 def _without_anchors(regex: str) -> str:
-    """llguidance's regexes match whole texts and have no anchors. Many clients write both around the regex."""
+    """The regex without `^` at its start and `$` at its end, which many clients write.
+
+    llguidance's regexes always match the whole text, and have no anchors.
+    """
     stripped = regex.removeprefix("^")
     num_backslashes = len(stripped) - 1 - len(stripped.removesuffix("$").rstrip("\\"))
     if stripped.endswith("$") and num_backslashes % 2 == 0:

@@ -1,8 +1,8 @@
-"""Parses outputs by the formats of models/tool_formats.py: reasoning, content, and calls between delimiters.
+"""Parses outputs in the formats of models/tool_formats.py into reasoning, content and calls.
 
-The parser is a state machine over the text that is not yet assigned: a step looks for the next delimiter, or for the
-end of a call. The end of a JSON object is found by its structure, so delimiters inside strings are text. A call whose
-text turns out to be malformed is content.
+The parser is a state machine with a buffer of the text that is not parsed yet: a step searches the next delimiter, or
+the end of a call. The end of a JSON object is found by its structure, so delimiters inside strings are text. The text
+of a malformed call becomes content.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class TagParser:
         self._format, self._reasoning = tool_format, reasoning
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self._builder = DeltaBuilder(max_calls, tool_format.id_length if tool_format else 0)
-        self._buffer = ""  # in a call, from its opening on
+        self._buffer = ""  # text that is not parsed yet; in a call, it begins with the call's opening
         self._end: OutputEnd | None = None
-        self._may_reason = True  # until the end of the reasoning
+        self._may_reason = True  # False after the reasoning
         self._opening = ""  # of the open call
         self._is_listed = False  # whether the open call is not the first one after its opening
         self._name: str | None = None  # of the open call, if its header contains it
@@ -76,7 +76,7 @@ class TagParser:
     # Text outside of calls
 
     def _read_start(self, is_last: bool) -> bool:
-        """At the start of the output, where reasoning may begin, or after the reasoning. Some calls have no opening."""
+        """At the start of the output, or after the reasoning: look for reasoning, and for a call without opening."""
         text = self._buffer.lstrip()
         if self._reasoning is not None and self._may_reason:
             if text.startswith(self._reasoning.opening):
@@ -97,7 +97,7 @@ class TagParser:
         return True
 
     def _begins_call(self, text: str) -> bool | None:
-        """Whether a text without opening is a call; None if that is not known yet."""
+        """Whether a text without an opening begins a call; None if more text is needed to decide."""
         assert self._format is not None
         if self._format.syntax == "python":
             match, start = re.match(r"\[\s*([\w.]+)\(", text), r"(\[\s*[\w.]*)?"
@@ -138,9 +138,9 @@ class TagParser:
         return False
 
     def _find(self, literals: tuple[str, ...], is_last: bool, emit: Callable[[str], None]) -> str | None:
-        """Emit the text before the first of `literals`, which then begins the buffer. None if there is none.
+        """The first of `literals` in the buffer, or None. Emits the text before it, so that the buffer begins with it.
 
-        Text that may be the beginning of one is kept in the buffer, unless it is the last text.
+        Text that may be the beginning of a literal is kept in the buffer, unless it is the last text.
         """
         matches = [(index, literal) for literal in literals if (index := self._buffer.find(literal)) >= 0]
         if matches:
@@ -171,11 +171,11 @@ class TagParser:
         index = self._buffer.find(bracket, self._body, self._body + MAX_HEADER_CHARS)
         if index < 0:
             if is_last or len(self._buffer) > self._body + MAX_HEADER_CHARS:
-                return self._fail("it has no arguments")
+                return self._fail("no arguments follow its opening delimiter")
             return False
         header = re.fullmatch(self._format.header, self._buffer[self._body : index])
         if header is None:
-            return self._fail("its header is not known")
+            return self._fail("the text between its opening delimiter and its arguments is not valid")
         self._name, self._body = header.groupdict().get("name"), index
         if self._format.syntax == "python":
             self._list_scanner, self._step = PythonListScanner(index), self._read_python
@@ -201,13 +201,13 @@ class TagParser:
         members = object_members(valid_object(text))
         name = string_value(members.get("name", ""))
         raw = next((members[key] for key in ARGUMENT_KEYS if key in members), "null")
-        if name is None or (self._is_without_mark and name not in self._schemas):
+        if name is None or (self._has_no_opening and name not in self._schemas):
             raise ValueError("it has no function name")
         return name, "{}" if raw == "null" else valid_object(string_value(raw) or raw)
 
     @property
-    def _is_without_mark(self) -> bool:
-        """Whether the open call has no opening, so that it may be content as well."""
+    def _has_no_opening(self) -> bool:
+        """Whether the open call has no opening delimiter, so that it may be content."""
         return not self._opening and not self._is_listed
 
     def _read_python(self, is_last: bool) -> bool:
@@ -232,7 +232,7 @@ class TagParser:
         text = self._buffer.removeprefix("<tool_call>").lstrip()
         may_follow = "<function=".startswith(text[:10]) or text.startswith("<function=")
         if is_last or not may_follow or len(text) > MAX_HEADER_CHARS:
-            return self._fail("its header is not known")
+            return self._fail("no <function=NAME> follows its opening delimiter")
         return False
 
     def _read_xml(self, is_last: bool) -> bool:
@@ -264,7 +264,7 @@ class TagParser:
         elif ending:
             self._buffer = text[len(ending) :]
         elif any(ending.startswith(text) for ending in endings) and not (is_last and self._end == "complete"):
-            self._buffer = "" if is_last else self._buffer  # the delimiter is cut
+            self._buffer = "" if is_last else self._buffer  # drop a truncated delimiter
             return False
         else:
             self._step = self._read_content
@@ -282,11 +282,11 @@ class TagParser:
         return True
 
     def _fail(self, reason: object, end: int | None = None) -> bool:
-        """The text up to `end`, by default the opening, is content. A call is not searched inside of another one.
+        """The text up to `end`, by default the end of the opening, is content, and is not searched for other calls.
 
-        A text that was no call, or that is cut, is not counted.
+        Text that has no opening, and may not be a call, is not counted as malformed; nor is a truncated call.
         """
-        if self._end in (None, "complete") and not self._is_without_mark:
+        if self._end in (None, "complete") and not self._has_no_opening:
             if not self.num_malformed:
                 log_malformed(reason)
             self.num_malformed += 1
@@ -300,7 +300,7 @@ class TagParser:
         return self._fail("the output ends inside the call", len(self._buffer))
 
     def _add_cut_call(self) -> None:
-        """Add the open call as far as it came, if its name is known."""
+        """Add the open call with the arguments generated so far, if its name is complete."""
         try:
             calls = self._cut_calls()
         except PARSE_ERRORS:
@@ -325,6 +325,6 @@ class TagParser:
             return [(self._name, text)]
         members = object_members(text)
         name = string_value(members.get("name", ""))
-        if name is None or (self._is_without_mark and name not in self._schemas):
+        if name is None or (self._has_no_opening and name not in self._schemas):
             return []
         return [(name, next((members[key] for key in ARGUMENT_KEYS if key in members), ""))]

@@ -1,8 +1,8 @@
 """Parses outputs with transformers' ResponseParser, for tokenizers that have a `response_template`.
 
 ResponseParser raises an exception for a malformed call and cannot continue. Its events contain neither the text of
-delimiters nor what their patterns captured, so the text since the last call is kept here, and searched with the same
-patterns when a call is malformed or cut.
+delimiters nor the groups that their patterns captured, so this module keeps the text since the last call, and searches
+it with the same patterns when a call is malformed or truncated.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates
 # Raised by ResponseParser for malformed calls.
 PARSER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-# Ends of delimiters. Pieces that end there make ResponseParser report a call before it fails at the next one.
+# Splits text after characters that may end a delimiter, so that ResponseParser reports a call before the next one
+# fails.
 _PIECE = re.compile(r"[^>\]}\n]*[>\]}\n]?")
 
 
 class Markup(NamedTuple):
-    """A family's format of a call: `opening`, a JSON object with the two keys, `closing`."""
+    """Format of a call as JSON: `opening`, an object with the two keys, `closing`."""
 
     opening: str
     closing: str
@@ -46,7 +47,7 @@ class TemplateParser:
         self._markup = find_markup(template)
         self._builder = DeltaBuilder(max_calls, trims_content=True)
         self._text = ""  # since the last call, or the last reasoning
-        self._body: str | None = None  # of the open call, as far as it has been reported
+        self._body: str | None = None  # the reported text of the open call; None: no call is open
         self._is_broken = False
 
     @property
@@ -113,7 +114,7 @@ class TemplateParser:
             self._builder.add_call(name, text)
 
     def _break(self, error: Exception) -> None:
-        """From here on, all text is content, beginning with the opening of the malformed call."""
+        """Return all text from the opening of the malformed call on as content."""
         self.num_malformed, self._is_broken = 1, True
         log_malformed(error)
         self._builder.add_content(self._text_of_call())
@@ -124,7 +125,7 @@ class TemplateParser:
         return self._text[match.start() :].lstrip() if match else self._text
 
     def _cut_call(self) -> tuple[str, str] | None:
-        """Name and arguments of the open call, as far as they came; None if the name has not come."""
+        """Name of the open call, and its arguments so far; None if the name is incomplete."""
         assert self._body is not None
         if self._markup is not None:
             try:
@@ -152,7 +153,7 @@ def _new_response_parser(template: dict[str, Any], prompt: str, tools: list[dict
 
 
 def _find_opening(field: dict[str, Any], text: str) -> Any:
-    """The first match of a field's opening. Its pattern is for the package `regex`, which transformers needs."""
+    """The first match of a field's opening. Patterns use the syntax of `regex`, a dependency of transformers."""
     import regex  # type: ignore[import-untyped]
 
     literals = field.get("open")

@@ -1,17 +1,17 @@
-"""Tool calls and reasoning of one model: which parser reads its outputs, and which grammar forces a call.
+"""Tool calls and reasoning of one model: selects the parser of its outputs, and builds the grammar that forces a call.
 
 Tools enter the prompt through the chat template. Model families delimit calls differently. If the tokenizer has a
-`response_template`, transformers' ResponseParser reads the outputs (template_parser.py); after a start without
+`response_template`, transformers' ResponseParser parses the outputs (template_parser.py); after a start without
 transformers, the first request with tools imports it. Otherwise the format comes from the table in
-models/tool_formats.py, by what the chat template contains, or by --tool-parser. Families in neither are looked up in
-transformers' table of response templates.
+models/tool_formats.py; it is detected from the chat template, or selected by --tool-parser. Families in neither are
+looked up in transformers' table of response templates.
 
-Parsers are fed while tokens arrive. Content is streamed as it comes, except text that may start a call; a call is sent
-once it is complete. What happens to cut and malformed calls: parsed_output.py.
+Outputs are parsed while tokens arrive. Content is streamed as it arrives, except text that may start a call; a call is
+sent when it is complete. parsed_output.py describes the handling of truncated and malformed calls.
 
 Arguments are guaranteed to follow their schema only if `tool_choice` forces a call: then a grammar enforces the
-family's delimiters and the schema. Such a grammar is available for families that write plain JSON between fixed texts,
-and only if the parser reads an example of it after the same prompt.
+format's delimiters and the schema. Such a grammar is available for formats with plain JSON between fixed texts, and
+only if the parser parses an example call after the same prompt.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from tcdeploy.server.template_parser import REASONING_FIELDS, Markup, TemplatePa
 PROBE_TOOL_NAME = "probe_tool_name"
 
 
-class ParserPlan(NamedTuple):
-    """How the output of one request is read. `shown_marks`: special tokens that the parser needs as text."""
+class SelectedParser(NamedTuple):
+    """The parser of one choice. `shown_delimiters`: special tokens that must reach the parser as text."""
 
     parser: OutputParser | None  # None: the text is content
-    shown_marks: tuple[str, ...] | None = None  # None: all special tokens
+    shown_delimiters: tuple[str, ...] | None = None  # None: all special tokens
 
 
 class ToolSupport:
-    """Tool calls and reasoning of one model. `unsupported_reason` is "" if the model supports tools."""
+    """Tool calls and reasoning of one model. `unsupported_reason`: why tools cannot be used, or ""."""
 
     def __init__(
         self, tokenizer: Any, model_type: str, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> None:
-        """The parsers are names of models/tool_formats.py."""
+        """`tool_parser` and `reasoning_parser` are names in models/tool_formats.py, or "auto"."""
         self._tokenizer = tokenizer
-        self._hidden_ids: dict[tuple[str, ...], frozenset[int]] = {}  # by the marks that are shown
+        self._hidden_ids: dict[tuple[str, ...], frozenset[int]] = {}  # by `shown_delimiters`
         chat_template = template_text(tokenizer.chat_template)
         self._template = response_template(tokenizer, model_type) if tool_parser == "auto" else None
         self._format = tool_format(tool_parser, chat_template) if self._template is None else None
@@ -70,8 +70,8 @@ class ToolSupport:
             self.unsupported_reason = "the model's chat template does not render tools"
         elif self._format is None and "tool_calls" not in (self._template or {}).get("fields", {}):
             self.unsupported_reason = (
-                "the model's tokenizer has no response template that describes tool calls, and its chat template shows "
-                "no known format; serve --tool-parser selects one"
+                "the model's tokenizer has no response template that describes tool calls, and no known format was "
+                "detected in its chat template; serve --tool-parser selects one"
             )
         else:
             self.unsupported_reason = ""
@@ -84,35 +84,37 @@ class ToolSupport:
         if tools and (reason := self.unsupported_reason or self._parser_problem):
             raise bad_request(f"tools are not supported: {reason}", "tools", "unsupported_parameter")
 
-    def output_parser(self, request: ChatRequest, prompt: str) -> ParserPlan:
-        """Parser for one choice. `prompt` is the rendered chat, which may contain the start of the output.
+    def output_parser(self, request: ChatRequest, prompt: str) -> SelectedParser:
+        """The parser for one choice. `prompt`: the rendered chat, which may end inside the reasoning.
 
-        An output that follows a grammar of the client is content: the grammar leaves no room for reasoning.
+        Output that follows a constraint of the request is content: its grammar does not allow reasoning.
         """
         if request.output_constraint is not None:
-            return ParserPlan(None)
+            return SelectedParser(None)
         max_calls = 1 if request.parallel_tool_calls is False else None
         tools, reasoning = request.usable_tools, self._reasoning
         if tools and self._template is not None:
-            return ParserPlan(TemplateParser(self._template, prompt, tools, max_calls))
+            return SelectedParser(TemplateParser(self._template, prompt, tools, max_calls))
         used_format = self._format if tools else None
         if (used_format is not None and used_format.syntax == "harmony") or _is_harmony(reasoning):
-            return ParserPlan(HarmonyParser(max_calls=max_calls), HARMONY_TOKENS)
+            return SelectedParser(HarmonyParser(max_calls=max_calls), HARMONY_TOKENS)
         if used_format is None and reasoning is None:
-            return ParserPlan(None)
+            return SelectedParser(None)
         starts_in_reasoning = reasoning is not None and _opens_reasoning(prompt, reasoning, request)
         parser = TagParser(used_format, reasoning, tools, starts_in_reasoning=starts_in_reasoning, max_calls=max_calls)
-        marks = (reasoning.opening, reasoning.closing) if reasoning else ()
-        return ParserPlan(parser, (*marks, *(used_format.delimiters if used_format else ())))
+        delimiters = (reasoning.opening, reasoning.closing) if reasoning else ()
+        return SelectedParser(parser, (*delimiters, *(used_format.delimiters if used_format else ())))
 
-    def hidden_token_ids(self, shown_marks: tuple[str, ...]) -> frozenset[int]:
-        """The special tokens that are not part of any of `shown_marks`."""
-        if shown_marks not in self._hidden_ids:
-            marks = "\n".join(shown_marks)
+    def hidden_token_ids(self, shown_delimiters: tuple[str, ...]) -> frozenset[int]:
+        """The ids of special tokens that occur in none of `shown_delimiters`."""
+        if shown_delimiters not in self._hidden_ids:
+            shown_text = "\n".join(shown_delimiters)
             added = self._tokenizer.added_tokens_decoder.items()
-            hidden = frozenset(token_id for token_id, token in added if token.special and token.content not in marks)
-            self._hidden_ids[shown_marks] = hidden
-        return self._hidden_ids[shown_marks]
+            hidden = frozenset(
+                token_id for token_id, token in added if token.special and token.content not in shown_text
+            )
+            self._hidden_ids[shown_delimiters] = hidden
+        return self._hidden_ids[shown_delimiters]
 
     def grammar(self, request: ChatRequest, prompt: str) -> str:
         """Grammar for calls of `request.forced_tools`, in llguidance's Lark syntax. Raises ApiError 400."""
@@ -135,7 +137,7 @@ class ToolSupport:
         return call_grammar(functions, markup, delimiters, request.allows_multiple_calls)
 
     def _parses_example(self, example: str, request: ChatRequest, prompt: str) -> bool:
-        """Whether the parser reads `example` as one call and nothing else."""
+        """Whether the parser parses `example` as one call without content."""
         parser = self.output_parser(request, prompt).parser
         assert parser is not None
         first, last = parser.push(example), parser.finish()
@@ -192,7 +194,7 @@ def forced_call_grammar(
     text: Callable[[str], str],
     allow_multiple: bool,
 ) -> str:
-    """Grammar of one call, or of several. `text` writes a fixed text as terminals."""
+    """Grammar of one call, or of several. `text` returns the terminals of a fixed text."""
     bodies, rules = [], []
     for number, function in enumerate(functions):
         head = text(f"{forced.before_name}{function['name']}{forced.after_name}")
@@ -207,7 +209,7 @@ def forced_call_grammar(
 
 
 def _opens_reasoning(prompt: str, reasoning: ReasoningFormat, request: ChatRequest) -> bool:
-    """Whether the output begins inside the reasoning: the prompt ends with its opening, or continues such a message."""
+    """Whether the output begins inside the reasoning: the prompt ends with its opening, or continues a reasoning."""
     if request.continue_final_message:
         return prompt.rfind(reasoning.opening) > prompt.rfind(reasoning.closing)
     return prompt.rstrip().endswith(reasoning.opening)

@@ -1,4 +1,4 @@
-"""A message for the chat template, while it is collected from the blocks or items of another API."""
+"""Builds messages for the chat template from the blocks or items of another API."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ BLOCKS_PER_SLICE = 256  # blocks or items that are translated between two yields
 
 @dataclass
 class Turn:
+    """A message under construction."""
+
     role: str
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -46,7 +48,7 @@ def last_turn(turns: list[Turn], role: str) -> Turn:
 
 
 def tool_turn(call_id: str, texts: list[str], names: dict[str, str]) -> Turn:
-    """The result of a call. `names`: of the called tools, by id: some chat templates need the name beside a result."""
+    """The result of a call. `names`: the called tools by call id. Some chat templates need the name with the result."""
     extra = {"tool_call_id": call_id}
     if call_id in names:
         extra["name"] = names[call_id]

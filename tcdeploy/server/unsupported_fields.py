@@ -85,9 +85,9 @@ def check_unsupported_fields(
     inert_values: Mapping[str, tuple[Any, ...]] = INERT_VALUES,
     field_names: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises ApiError 400 that names the first field that would change the answer and is not supported.
+    """Raises ApiError 400 that names the first unsupported field that would change the response.
 
-    `field_names`: if the API is not OpenAI's completions or chats, its names of their fields.
+    `field_names`: for other APIs than completions and chats: field of ChatRequest -> its name in that API.
     """
     fields, field_names = request.model_extra or {}, field_names or {}
     for name, value in fields.items():
@@ -101,14 +101,14 @@ def check_unsupported_fields(
 
 
 def rename(text: str, field_names: Mapping[str, str]) -> str:
-    """The text with the names that an API gives to fields."""
+    """The text with the names of ChatRequest's fields replaced by those of another API."""
     if not field_names:
         return text
     return re.sub(rf"\b({'|'.join(field_names)})\b", lambda match: field_names[match[0]], text)
 
 
 def rename_error(error: ApiError, field_names: Mapping[str, str]) -> ApiError:
-    """The error of a translated request, with the names that an API gives to fields."""
+    """The error with the names of ChatRequest's fields replaced by those of the client's API."""
     param = field_names.get(error.param or "", error.param)
     message = rename(error.message, field_names)
     return ApiError(error.status, message, param, error.code, headers=error.headers)

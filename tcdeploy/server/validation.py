@@ -99,14 +99,15 @@ def _check_bad_words(request: GenerationRequest) -> None:
 
 
 def _check_constraint(request: GenerationRequest) -> None:
-    """Raises ApiError 400 for more than one constraint of the output, and for unsupported ones."""
+    """Raises ApiError 400 for an unsupported constraint of the output, and for more than one."""
     outputs = request.structured_outputs
     if outputs is not None and (key := outputs.unsupported_key()):
         message = f"structured_outputs.{key:.80} is not supported"
         raise bad_request(message, "structured_outputs", "unsupported_parameter")
     constraints = request.output_constraints
     if outputs is not None and all(constraint.field != "structured_outputs" for constraint in constraints):
-        raise bad_request("structured_outputs needs one of json, regex, choice and grammar", "structured_outputs")
+        message = "structured_outputs must contain one of json, json_object, regex, choice and grammar"
+        raise bad_request(message, "structured_outputs")
     if len(constraints) > 1:
         first, second = (f"{constraint.field} ({constraint.kind})" for constraint in constraints[:2])
         raise bad_request(f"{second} cannot be combined with {first}", constraints[1].field)
@@ -119,8 +120,10 @@ def _check_tools(request: ChatRequest) -> None:
     if len(set(names)) < len(names):
         raise bad_request("tools contains two functions of the same name", "tools")
     missing = request.chosen_names - set(names)
-    if missing or (request.tool_mode == "required" and not request.usable_tools):
-        raise bad_request("tool_choice requires a function that is not in tools", "tool_choice")
+    if missing:
+        raise bad_request("tool_choice names a function that is not in tools", "tool_choice")
+    if request.tool_mode == "required" and not request.usable_tools:
+        raise bad_request("tool_choice requires a call, but tools is empty or missing", "tool_choice")
     if request.usable_tools and request.output_constraint is not None:
         field = request.output_constraint.field
         raise bad_request(f"{field} cannot be combined with tools, unless tool_choice is none", field)
@@ -282,7 +285,7 @@ def _max_new_tokens(request: GenerationRequest, default: int | None, limit: int)
     if isinstance(request, CompletionRequest) and request.max_tokens is None:
         return min(DEFAULT_COMPLETION_TOKENS, default or DEFAULT_COMPLETION_TOKENS)
     if request.max_new_tokens is not None:
-        return min(request.max_new_tokens, limit) if request.fits_completion else request.max_new_tokens
+        return min(request.max_new_tokens, limit) if request.lowers_max_tokens else request.max_new_tokens
     return min(default or limit, limit)
 
 

@@ -30,13 +30,13 @@ class XmlCall:
         properties = schema.get("properties")
         self._properties = properties if isinstance(properties, dict) else {}
         self.position = start  # after the last complete argument and white space
-        self._search = start  # where a `</parameter>` is searched
+        self._search = start  # where the search for `</parameter>` continues
 
     def arguments_json(self) -> str:
         return dump(self.arguments)
 
     def find_end(self, text: str) -> int | None:
-        """The index after `</function>`; None if it has not come. Raises ValueError if something else follows."""
+        """The index after `</function>`; None if `text` does not contain it yet. Raises ValueError if malformed."""
         while True:
             start = self.position = _skip_space(text, self.position)
             if text.startswith(END, start):
@@ -47,7 +47,7 @@ class XmlCall:
                 may_be_name = PARAMETER.startswith(rest[: len(PARAMETER)]) and "\n" not in rest and len(rest) < MAX_NAME
                 if END.startswith(rest) or may_be_name:
                     return None
-                raise ValueError(f"it contains {rest[:20]!r} between its parameters")
+                raise ValueError(f"it contains {rest[:20]!r} outside of its parameters")
             value_end = self._find_value_end(text, max(self._search, head.end()))
             if value_end is None:
                 return None
@@ -73,7 +73,7 @@ class XmlCall:
 
 
 def convert(value: str, schema: Any) -> Any:
-    """`value` as the first type of its schema that it fits; a string if there is none."""
+    """`value` parsed as JSON if the result has a type of its schema, else the string."""
     types = _types(schema)
     if not types or value == "null" and "null" not in types and "string" in types:
         return value
@@ -99,7 +99,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _type_name(value: Any) -> set[str]:
-    """The names of a parsed value's type in JSON schemas, without string."""
+    """The JSON schema types of a parsed value; none for a string."""
     if isinstance(value, bool):
         return {"boolean"}
     names = {dict: {"object"}, list: {"array"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}}

@@ -15,7 +15,7 @@ from tcdeploy.torch_compat.internal import Internal, find, has_parameters
 PRIVATE_MODULES = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx.experimental")
 UNSUPPORTED = "Unsupported"  # Dynamo's: a graph break under fullgraph=True
 RECOMPILE_LIMIT = "FailOnRecompileLimitHit"  # Dynamo's: derives from Exception, not from TorchDynamoException
-CONSTRAINT_VIOLATION = "ConstraintViolationError"  # a program with a symbolic size that holds for some sizes only
+CONSTRAINT_VIOLATION = "ConstraintViolationError"  # a program with a symbolic size is valid for some sizes only
 CPP_COMPILE_ERROR = "CppCompileError"  # Inductor's: a call of the C++ compiler that failed
 SOURCE_SUFFIXES = (".cpp", ".h", ".hpp", ".o")
 

@@ -1,8 +1,8 @@
-"""Read torch's structured trace of compilations: graph breaks and recompilations. Write it to a file for `tlparse`.
+"""Reads graph breaks and recompilations from torch's structured trace, and writes the trace to a file for `tlparse`.
 
 torch logs one record per event to the logger of TORCH_TRACE, with metadata and a text. torch has no public API that
 lists the graph breaks of a call with their stacks, or the guards that failed: `torch._dynamo.explain` misses breaks
-before the first operation, and knows one call only. Without the logger, `tcdeploy explain` cannot look for breaks and
+before the first operation, and covers a single call. Without the logger, `tcdeploy explain` cannot look for breaks and
 recompilations; all other commands are unaffected.
 """
 
@@ -37,10 +37,10 @@ INTERNAL = Internal(
 
 @dataclass
 class CompileTrace:
-    """Texts of torch, in the order in which they were logged.
+    """torch's messages, in the order in which they were logged.
 
     graph_breaks: the reason of each break, followed by the stack of the user's code.
-    recompilations: of each recompilation, the guard of the latest program that failed.
+    recompilations: for each recompilation, the guard that failed in the latest program.
     guard_counts: the number of guards of each program.
     """
 
@@ -66,7 +66,7 @@ class _Collector(logging.Handler):
 
 
 def _latest_reason(payload: Any) -> str:
-    """torch writes the reason, or a JSON list of the reasons of all earlier programs, the latest first."""
+    """The payload is a reason, or a JSON list of the reasons of all earlier programs, the latest first."""
     reasons = payload
     if isinstance(payload, str):
         try:

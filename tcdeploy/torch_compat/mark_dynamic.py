@@ -47,7 +47,7 @@ def mark_dynamic(tensor: Tensor, dim: int, min: int | None = None, max: int | No
 
 
 def suggest_dynamic(tensor: Tensor, dim: int) -> None:
-    """Like `mark_dynamic`, but code that depends on the size gets a program per condition instead of an error."""
+    """Like `mark_dynamic`, but code that depends on the size causes a recompilation instead of an error."""
     mark = find(MAYBE_MARK_DYNAMIC)
     if mark is not None:  # otherwise each size has a program of its own
         mark(tensor, dim)

@@ -1,12 +1,12 @@
 """uvicorn's HTTP/1.1 protocol with limits, and with the server's error format.
 
 uvicorn's own class reads a head of any size, and waits without a time limit for the rest of a request and for clients
-that do not read a response, whose unsent part it keeps in memory. It sends chunks to clients that speak HTTP/1.0, which
-do not know them. It parses up to 256 KiB in one call, which can contain thousands of pipelined requests, headers or
-chunks, and it answers bytes that are not HTTP with plain text. The subclass relies on the parser callbacks
-`on_message_begin`, `on_url`, `on_header`, `on_headers_complete`, `on_body` and `on_message_complete`, on httptools'
-`on_chunk_header`, on `send_400_response`, on asyncio's `pause_writing` and `resume_writing`, and on the attributes
-`scope`, `flow`, `cycle`, `pipeline`, `transport` and `loop`; of the cycle on `send`, `chunked_encoding` and
+that do not read a response, whose unsent part it keeps in memory. It uses chunked transfer encoding also for HTTP/1.0
+clients, which do not support it. It parses up to 256 KiB in one call, which can contain thousands of pipelined
+requests, headers or chunks, and it answers bytes that are not HTTP with plain text. The subclass relies on the parser
+callbacks `on_message_begin`, `on_url`, `on_header`, `on_headers_complete`, `on_body` and `on_message_complete`, on
+httptools' `on_chunk_header`, on `send_400_response`, on asyncio's `pause_writing` and `resume_writing`, and on the
+attributes `scope`, `flow`, `cycle`, `pipeline`, `transport` and `loop`; of the cycle on `send`, `chunked_encoding` and
 `expected_content_length`. It stops the parser with an exception in a callback. The subclass also puts three functions
 into the ASGI scope's extensions.
 

@@ -128,5 +128,5 @@ def test_code_that_depends_on_a_symbolic_size_is_an_error_with_a_hint(plan: Any,
     )
     error = translate(ConstraintViolationError(text), with_model(plan, "some/model"), tmp_path)
     assert type(error) is CompileError
-    assert error.message.endswith("no program serves all lengths: (L['args'][0].size()[1] % 2) != 0")
+    assert error.message.endswith("no program is valid for all lengths: (L['args'][0].size()[1] % 2) != 0")
     assert error.hint.startswith("tcdeploy explain MODEL")

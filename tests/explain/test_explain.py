@@ -21,7 +21,7 @@ def arguments(model: str, tmp_path: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_planted_defect_is_found_with_its_line_cost_and_cure(name: str, run_cli: Any, tmp_path: Path) -> None:
-    """`print` is also compiled, in vain; the others are only traced, which is faster."""
+    """The model with `print` is also compiled, which fails; the others are only traced, which is faster."""
     defect = DEFECTS[name]
     model = save_planted(tmp_path / "planted", defect)
     flags = ("--trust-remote-code", "--json", *(() if name == "print" else ("--no-measure",)))

@@ -250,7 +250,7 @@ def test_a_response_template_of_a_family_is_stored() -> None:
     assert "tool_calls" in record.response_template["fields"]
 
 
-def test_a_format_that_the_chat_template_shows_needs_no_response_template() -> None:
+def test_a_format_detected_from_the_chat_template_needs_no_response_template() -> None:
     """So the server parses its calls without transformers."""
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODELS[TINY])
     tokenizer.chat_template = '{{ tools | tojson }}<tool_call>{"name": ..., "arguments": ...}</tool_call>'

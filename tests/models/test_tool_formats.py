@@ -1,4 +1,4 @@
-"""Which format of tool calls and reasoning a chat template shows."""
+"""Detection of the format of tool calls and reasoning from a chat template."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ REASONING = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_template_shows_the_format_of_calls(name: str) -> None:
+def test_the_format_of_calls_is_detected_from_the_chat_template(name: str) -> None:
     assert tool_format("auto", TEMPLATES[name]) is TOOL_FORMATS[name]
     assert tool_format("auto", template_text({"default": "{{ messages }}", "tool_use": TEMPLATES[name]})) is not None
 
 
 @pytest.mark.parametrize("name", REASONING)
-def test_a_chat_template_shows_the_format_of_reasoning(name: str) -> None:
+def test_the_format_of_reasoning_is_detected_from_the_chat_template(name: str) -> None:
     assert reasoning_format("auto", REASONING[name]) is REASONING_FORMATS[name]
     assert reasoning_format("none", REASONING[name]) is None
 
 
-def test_other_templates_show_no_format() -> None:
+def test_no_format_is_detected_from_other_templates() -> None:
     glm = "<tool_call>{{ tc.name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value> arguments"
     for template in ("", "{{ messages[0].content }}<|im_end|>", glm, "<|tool_call>call:{{ name }}<tool_call|>"):
         assert tool_format("auto", template) is None
@@ -61,7 +61,7 @@ def test_other_templates_show_no_format() -> None:
     assert template_text(None) == "" and reasoning_format("auto", "{{ messages }}") is None
 
 
-def test_the_names_select_formats_whatever_the_template_shows() -> None:
+def test_a_name_selects_its_format_whatever_the_template_contains() -> None:
     for parser, name in {**TOOL_ALIASES, **{name: name for name in TOOL_FORMATS}}.items():
         assert tool_format(parser, TEMPLATES["mistral"]) is TOOL_FORMATS[name]
     for parser, name in {**REASONING_ALIASES, **{name: name for name in REASONING_FORMATS}}.items():
@@ -70,7 +70,7 @@ def test_the_names_select_formats_whatever_the_template_shows() -> None:
     assert {name for _, name in REASONING_MARKS} == REASONING_FORMATS.keys()
 
 
-def test_headers_are_valid_and_their_marks_occur_in_them() -> None:
+def test_headers_are_valid_and_contain_their_delimiters() -> None:
     for item in TOOL_FORMATS.values():
         re.compile(item.header)
-        assert all(mark in item.header or re.escape(mark) in item.header for mark in item.header_marks)
+        assert all(mark in item.header or re.escape(mark) in item.header for mark in item.header_delimiters)

@@ -213,7 +213,7 @@ def test_a_malformed_call_is_content_and_the_next_call_is_read(
         assert read(new_parser(name), [text, good[name]]) == (text, "", [("clock", {})])
 
 
-def test_a_text_without_mark_is_a_call_only_at_the_start_and_of_a_known_function() -> None:
+def test_a_text_without_delimiter_is_a_call_only_at_the_start_and_of_a_known_function() -> None:
     for name, text in (
         ("llama3_json", '{"answer": 5, "name": "clock"} ok'), ("llama3_json", '{"name": "Bob", "parameters": {}}'),
         ("llama3_json", 'Use {"name": "clock", "parameters": {}}'), ("llama3_json", "{"),
@@ -395,20 +395,20 @@ def test_the_parser_follows_from_the_request_the_prompt_and_the_options(tokenize
 def test_only_special_tokens_that_are_delimiters_have_text(tokenizer: Any) -> None:
     tools = ToolSupport(tokenizer, "llama")
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    shown = tools.hidden_token_ids(("<|user|>", "a<|end|>b"))
-    assert {tokenizer.convert_ids_to_tokens(token_id) for token_id in shown} == names - {"<|user|>", "<|end|>"}
+    hidden = tools.hidden_token_ids(("<|user|>", "a<|end|>b"))
+    assert {tokenizer.convert_ids_to_tokens(token_id) for token_id in hidden} == names - {"<|user|>", "<|end|>"}
 
 
 def test_delimiters_that_are_special_tokens_reach_the_parser_and_others_not_the_content(tmp_path: Path) -> None:
     tokenizer = load(make_model(tmp_path / "model"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
     tools = ToolSupport(tokenizer, "llama", "mistral")
-    plan = tools.output_parser(chat_request(), "<|assistant|>")
-    assert plan.parser is not None and plan.shown_marks is not None
-    detokenizer = StopStringDetokenizer(tokenizer, (), False, tools.hidden_token_ids(plan.shown_marks))
+    selected = tools.output_parser(chat_request(), "<|assistant|>")
+    assert selected.parser is not None and selected.shown_delimiters is not None
+    detokenizer = StopStringDetokenizer(tokenizer, (), False, tools.hidden_token_ids(selected.shown_delimiters))
     ids = tokenizer('<|user|>Done.[TOOL_CALLS]clock[ARGS]{"utc": true}<|end|>', add_special_tokens=False).input_ids
     pieces = [*map(detokenizer.push, ids), detokenizer.finish()]
-    assert read(plan.parser, pieces) == ("Done.", "", [("clock", {"utc": True})])
+    assert read(selected.parser, pieces) == ("Done.", "", [("clock", {"utc": True})])
 
 
 @pytest.mark.parametrize("name", [name for name, item in TOOL_FORMATS.items() if item.forced])
