@@ -21,7 +21,7 @@ from tcdeploy.server.protocol import (
     SamplingRequest,
     StringList,
 )
-from tcdeploy.server.unsupported_fields import INERT_VALUES
+from tcdeploy.server.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
 from tcdeploy.server.validation import CONTEXT_LENGTH_EXCEEDED, MAX_TOOLS
 
 TOOL_NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
@@ -35,6 +35,7 @@ KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 # Unsupported fields, and fields of the other APIs -> values that have no effect and are accepted.
 MESSAGES_INERT_VALUES: dict[str, tuple[Any, ...]] = {
     **INERT_VALUES,
+    **CONSTRAINT_INERT_VALUES,
     "container": (), "context_management": ({}, {"edits": []}, KEEP_THINKING), "diagnostics": (), "mcp_servers": ([],),
     "output_format": (), "speed": ("standard",), "betas": ([],), "fallbacks": ([],), "compaction": (),
     # fields of the other APIs

@@ -24,7 +24,7 @@ from tcdeploy.server.protocol import (
     SamplingRequest,
     StringList,
 )
-from tcdeploy.server.unsupported_fields import INERT_VALUES
+from tcdeploy.server.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
 from tcdeploy.server.validation import MAX_TOOLS
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
@@ -34,6 +34,7 @@ MAX_METADATA = 16  # OpenAI's limit
 # Unsupported fields, and fields of the other APIs -> values that have no effect and are accepted.
 RESPONSES_INERT_VALUES: dict[str, tuple[Any, ...]] = {
     **INERT_VALUES,
+    **CONSTRAINT_INERT_VALUES,
     "access_programs": (), "background": (False,), "background_options": (), "context_management": ([],),
     "conversation": (), "image": (), "max_tool_calls": (), "moderation": (), "prompt": (), "top_logprobs": (0,),
     "truncation": ("disabled",),

@@ -48,9 +48,9 @@ PARSER_LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# For a client's regex or grammar. With PARSER_LIMITS, three nested repetitions of an optional letter take 0.3 s for each
-# token, and `(.*)` 5,000 times in a row takes 4 s and 370 MB to compile; with these limits and the lengths above, a
-# step takes 0.02 s at most, and compilation about 1 s and 70 MB.
+# For a client's regex or grammar. With PARSER_LIMITS, three nested repetitions of an optional letter take 0.3 s for
+# each token, and `(.*)` 5,000 times in a row takes 4 s and 370 MB to compile. With these limits and the lengths above,
+# a step takes 0.02 s at most, and compilation about 1 s and 70 MB.
 GRAMMAR_LIMITS = {
     **PARSER_LIMITS, "max_items_in_row": 1_000, "step_max_items": 5_000, "initial_lexer_fuel": 16_000,
 }  # fmt: skip

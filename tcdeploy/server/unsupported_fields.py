@@ -55,6 +55,11 @@ INERT_VALUES: dict[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0,), "eta_cutoff": (0,), "penalty_alpha": (0,), "guidance_scale": (1,),
     "enable_thinking": (),
 }  # fmt: skip
+# Fields of completions and chats that other APIs do not have -> values that have no effect.
+CONSTRAINT_INERT_VALUES: dict[str, tuple[Any, ...]] = {
+    "structured_outputs": (), "guided_json": ({}, ""), "guided_regex": ("",), "guided_choice": ([],),
+    "guided_grammar": ("",),
+}  # fmt: skip
 # Field -> the field that turns it on. With an inert value of that one in the request, any value is accepted.
 SWITCHES = {
     "dry_base": "dry_multiplier", "dry_allowed_length": "dry_multiplier", "dry_penalty_last_n": "dry_multiplier",
@@ -73,6 +78,8 @@ ALTERNATIVES = {
     **dict.fromkeys(
         ("grammar", "json_schema", "regex", "ebnf", "guided_json_object"), "use response_format or structured_outputs"
     ),
+    **dict.fromkeys(CONSTRAINT_INERT_VALUES, "send the request to /v1/chat/completions"),
+    "guided_json": "use response_format", "output_format": "use response_format",
     **dict.fromkeys(("functions", "function_call"), "use tools and tool_choice"),
     **dict.fromkeys(("n_probs", "top_n_tokens"), "use logprobs"),
     "do_sample": "use a temperature of 0", "enable_thinking": "send it in chat_template_kwargs",
@@ -96,6 +103,8 @@ def check_unsupported_fields(
         if not _has_no_effect(name, value, fields, request):
             alternative = f"use {OUR_NAMES[name]}" if name in OUR_NAMES else ALTERNATIVES.get(name, "")
             alternative = f"use {name}" if name in field_names else alternative
+            if "structured_outputs" in inert_values:  # of an API that does not have this field
+                alternative = alternative.removesuffix(" or structured_outputs")
             message = f"{name} is not supported" + (f"; {rename(alternative, field_names)}" if alternative else "")
             raise bad_request(message, name, "unsupported_parameter")
 

@@ -155,6 +155,8 @@ def test_a_limit_beyond_the_context_is_lowered_as_in_anthropics_api() -> None:
         ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0].defer_loading", "defer_loading is not supported"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools", "tools.0.name"),
         ({"tools": TOOLS * 65}, "tools", "at most 128"),
+        ({"guided_json": {"type": "object"}}, "guided_json", "not supported; use output_config.format"),
+        ({"output_format": {"type": "json_schema"}}, "output_format", "not supported; use output_config.format"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice", "tool_choice.name is required"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice", "that is not in tools"),
     ],

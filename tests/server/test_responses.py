@@ -150,6 +150,7 @@ def test_parameters_are_translated() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "tools of the type 'web_search' are not supported"),
         ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0].defer_loading", "defer_loading is not supported"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "that is not in tools"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "send the request to /v1/chat/completions"),
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice"),
         (
             {"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format",

@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
+from tcdeploy.server.messages_protocol import MESSAGES_INERT_VALUES
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from tcdeploy.server.request_parsing import parse
-from tcdeploy.server.unsupported_fields import ALTERNATIVES, INERT_VALUES, OUR_NAMES, SWITCHES
+from tcdeploy.server.responses_protocol import RESPONSES_INERT_VALUES
+from tcdeploy.server.unsupported_fields import (
+    ALTERNATIVES,
+    CONSTRAINT_INERT_VALUES,
+    INERT_VALUES,
+    OUR_NAMES,
+    SWITCHES,
+)
 from tcdeploy.server.validation import check
 
 
@@ -85,6 +93,12 @@ def test_a_client_may_send_all_sliders_turned_off() -> None:
 
 
 def test_the_tables_agree_with_each_other_and_with_the_schemas() -> None:
-    assert {*SWITCHES, *SWITCHES.values(), *OUR_NAMES, *ALTERNATIVES} <= INERT_VALUES.keys()
+    assert {*SWITCHES, *SWITCHES.values(), *OUR_NAMES} <= INERT_VALUES.keys()
+    other_apis = {*CONSTRAINT_INERT_VALUES, "output_format"}
+    assert ALTERNATIVES.keys() - other_apis <= INERT_VALUES.keys()
+    assert (
+        other_apis <= MESSAGES_INERT_VALUES.keys() and CONSTRAINT_INERT_VALUES.keys() <= RESPONSES_INERT_VALUES.keys()
+    )
+    assert CONSTRAINT_INERT_VALUES.keys() <= ChatRequest.model_fields.keys()
     supported = ChatRequest.model_fields.keys() & CompletionRequest.model_fields.keys()
     assert not supported & INERT_VALUES.keys(), "a supported field is listed as unsupported"
