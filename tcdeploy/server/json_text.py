@@ -10,7 +10,14 @@ _STRING_STOP = re.compile(r'["\\]')
 # A quote or bracket, or a character that is not valid in JSON outside of strings.
 _STRUCTURE = re.compile(r'["{}\[\]]|[^\s\w:,+.\-]')
 _SPACE = re.compile(r"\s*")
-_DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strings
+
+
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Not strict, because models write line breaks into strings. Python's decoder accepts NaN and infinities by default.
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_reject_constant)
 
 
 class ObjectScanner:

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 
 from tcdeploy.server.active_request import ActiveRequest
 from tcdeploy.server.answer import Answer, named_event, to_json
+from tcdeploy.server.json_text import dump
 from tcdeploy.server.messages_protocol import MESSAGES_FIELD_NAMES, MessagesRequest, messages_error_body
 from tcdeploy.server.output_parts import OutputPart, OutputParts
 from tcdeploy.server.parsed_output import ParsedToolCall
@@ -117,6 +118,7 @@ def _input(call: ParsedToolCall) -> Any:
     """
     try:
         value = from_json(call.arguments, allow_partial=True)
+        dump(value)  # refuses numbers beyond a float's range, which would be written as Infinity
     except ValueError:
         value = call.arguments
     return value if isinstance(value, dict) else {"arguments": value}

@@ -80,10 +80,11 @@ def convert(value: str, schema: Any) -> Any:
     text = value.strip()
     try:
         parsed = json.loads(_PYTHON_CONSTANTS.get(text, text))
+        if isinstance(parsed, float) and parsed.is_integer() and "number" not in types:
+            parsed = int(parsed)
+        dump(parsed)  # refuses NaN and numbers beyond a float's range, which json.loads accepts
     except (ValueError, RecursionError):
         return value
-    if isinstance(parsed, float) and parsed.is_integer() and "number" not in types:
-        parsed = int(parsed)
     return parsed if _type_name(parsed) & types else value
 
 

@@ -329,11 +329,11 @@ def test_a_limit_of_the_context_and_hidden_thinking(tokenizer: Any) -> None:
 
 
 def test_arguments_that_are_not_an_object_are_put_into_one(tokenizer: Any) -> None:
-    text = '<call>{"name": "clock", "arguments": [1]}</call><|end|>'
-    [block] = json.loads(
-        asyncio.run(MessagesAnswer(fake_active(tokenizer, text, "stop", 1), messages_request()).body())
-    )["content"]
-    assert block["input"] == {"arguments": [1]}
+    for arguments, value in (("[1]", [1]), ('"{\\"a\\": 1e999}"', '{"a": 1e999}')):
+        text = f'<call>{{"name": "clock", "arguments": {arguments}}}</call><|end|>'
+        active = fake_active(tokenizer, text, "stop", 1)
+        [block] = json.loads(asyncio.run(MessagesAnswer(active, messages_request()).body()))["content"]
+        assert block["input"] == {"arguments": value}
 
 
 # Errors

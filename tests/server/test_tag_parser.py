@@ -175,6 +175,7 @@ MALFORMED = {
         '<tool_call>{"name": "clock", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "clock", "arguments": {"utc": true}</tool_call>', "<tool_call>" + '{"a":' * 5000 + "}",
         '<tool_call>{"name": "clock", "arguments": "{"}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"utc": NaN}}</tool_call>',
     ],
     "mistral": [
         "[TOOL_CALLS] [1]", "[TOOL_CALLS]two words{}", '[TOOL_CALLS]clock[ARGS]{"a"}', "[TOOL_CALLS] " + "a" * 300,
@@ -303,6 +304,7 @@ def test_ids_of_mistral_have_the_length_that_its_templates_require() -> None:
         ("count", "5", 5), ("count", "5.0", 5), ("count", "five", "five"), ("text", "5", "5"), ("text", "null", "null"),
         ("share", "0.5", 0.5), ("share", "None", None), ("open", "False", False), ("open", "null", None),
         ("tree", '{"a": 1}', {"a": 1}), ("tree", "[1]", "[1]"), ("unknown", "5", "5"), ("text", "\n a \n", "\n a \n"),
+        ("share", "NaN", "NaN"), ("share", "-1e999", "-1e999"), ("tree", '{"a": NaN}', '{"a": NaN}'),
     ],
 )  # fmt: skip
 def test_xml_values_have_the_type_of_their_property(key: str, text: str, value: Any) -> None:
