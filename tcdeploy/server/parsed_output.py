@@ -52,14 +52,36 @@ class WhitespaceTrimmer:
     """Strips leading and trailing white space of a text that arrives in pieces. Models put it around delimiters."""
 
     def __init__(self) -> None:
-        self._trailing_space: str | None = None  # None before the first text
+        self._has_text = False
+        self._trailing_space = TrailingSpace()
 
     def push(self, text: str) -> str:
-        unsent = text.lstrip() if self._trailing_space is None else self._trailing_space + text
-        stripped = unsent.rstrip()
-        if stripped or self._trailing_space is not None:
-            self._trailing_space = unsent[len(stripped) :]
-        return stripped
+        if not self._has_text:
+            text = text.lstrip()
+            self._has_text = bool(text)
+        return self._trailing_space.push(text)
+
+
+class TrailingSpace:
+    """The white space at the end of a text that arrives in pieces.
+
+    The pieces are joined once: a model in a loop may write nothing else until its context is full.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+
+    def push(self, text: str) -> str:
+        """The text with the space before it, and without the space at its end."""
+        stripped = text.rstrip()
+        space = self.take() if stripped else ""
+        if len(stripped) < len(text):
+            self._pieces.append(text[len(stripped) :])
+        return space + stripped
+
+    def take(self) -> str:
+        pieces, self._pieces = self._pieces, []
+        return "".join(pieces)
 
 
 class DeltaBuilder:
@@ -72,7 +94,7 @@ class DeltaBuilder:
     def __init__(self, max_calls: int | None, id_length: int = 0, *, trims_content: bool = False) -> None:
         self._max_calls, self._id_length = max_calls, id_length
         self._trims_content = self._skips_space = trims_content
-        self._trailing_space = ""  # of the content; dropped if a delimiter follows
+        self._trailing_space = TrailingSpace()  # of the content; dropped if a delimiter follows
         self._separator = ""  # before the next content
         self._has_content = False
         self._reasoning_trimmer = WhitespaceTrimmer()
@@ -84,16 +106,14 @@ class DeltaBuilder:
         if self._skips_space:
             text = text.lstrip()
             self._skips_space = not text
-        text = self._trailing_space + text
-        stripped = text.rstrip()
-        self._trailing_space = text[len(stripped) :]
-        if stripped:
-            self._content += self._separator + stripped
+        if text := self._trailing_space.push(text):
+            self._content += self._separator + text
             self._separator, self._has_content = "", True
 
     def end_content(self) -> None:
         """Called at each delimiter."""
-        self._trailing_space, self._skips_space = "", True
+        self._trailing_space.take()
+        self._skips_space = True
         self._separator = "\n" if self._has_content else ""
 
     def add_reasoning(self, text: str) -> None:
@@ -109,7 +129,7 @@ class DeltaBuilder:
 
     def finish(self) -> ParsedDelta:
         if not self._trims_content:
-            self._content += self._trailing_space
+            self._content += self._trailing_space.take()
         return self.take()
 
     def take(self) -> ParsedDelta:

@@ -19,8 +19,11 @@ from tcdeploy.server.stop_strings import partial_match_length
 from tcdeploy.server.xml_calls import XmlCall
 
 MAX_HEADER_CHARS = 256  # between an opening and the arguments
+MAX_SPACE = 256  # before a delimiter at the start of the output, and in the header of a call in XML
 ARGUMENT_KEYS = ("arguments", "parameters")
 CALL_KEYS = {"name", "type", "id", "function", *ARGUMENT_KEYS}
+# At most as long as MAX_SPACE and MAX_HEADER_CHARS: a header that does not end would be searched with each token.
+_XML_HEADER = re.compile(r"(?:<tool_call>\s{0,256})?<function=([^>\n]{1,245})>")
 PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python
 
 
@@ -78,6 +81,9 @@ class TagParser:
     def _read_start(self, is_last: bool) -> bool:
         """At the start of the output, or after the reasoning: look for reasoning, and for a call without opening."""
         text = self._buffer.lstrip()
+        if len(self._buffer) - len(text) > MAX_SPACE:
+            self._step = self._read_content
+            return True
         if self._reasoning is not None and self._may_reason:
             if text.startswith(self._reasoning.opening):
                 self._buffer = text[len(self._reasoning.opening) :]
@@ -223,15 +229,17 @@ class TagParser:
         return self._close_call(end)
 
     def _read_xml_header(self, is_last: bool) -> bool:
-        header = re.match(r"(?:<tool_call>\s*)?<function=([^>\n]+)>", self._buffer)
+        header = _XML_HEADER.match(self._buffer)
         if header is not None:
             self._name = header[1].strip()
             self._xml = XmlCall(self._name, self._schemas.get(self._name, {}), header.end())
             self._step = self._read_xml
             return True
-        text = self._buffer.removeprefix("<tool_call>").lstrip()
+        start = self._buffer.removeprefix("<tool_call>")
+        text = start.lstrip()
+        is_long = len(text) > MAX_HEADER_CHARS or len(start) - len(text) > MAX_SPACE
         may_follow = "<function=".startswith(text[:10]) or text.startswith("<function=")
-        if is_last or not may_follow or len(text) > MAX_HEADER_CHARS:
+        if is_last or not may_follow or is_long:
             return self._fail("no <function=NAME> follows its opening delimiter")
         return False
 
@@ -254,7 +262,7 @@ class TagParser:
     def _read_after_call(self, is_last: bool) -> bool:
         """Drop closing delimiters, and open the next call of a list."""
         assert self._format is not None
-        text = self._buffer.lstrip()
+        text = self._buffer = self._buffer.lstrip()
         separator = self._format.separator if self._name is None else ""
         endings = tuple(filter(None, (*self._format.closings, separator)))
         ending = next((ending for ending in endings if text.startswith(ending)), "")
@@ -271,9 +279,8 @@ class TagParser:
         return True
 
     def _read_next_object(self, is_last: bool) -> bool:
-        text = self._buffer.lstrip()
+        text = self._buffer = self._buffer.lstrip()
         if text.startswith("{"):
-            self._buffer = text
             self._open_call("", is_listed=True)
         elif text or is_last:
             self._step = self._read_content

@@ -13,9 +13,9 @@ from typing import Any
 from tcdeploy.server.json_text import dump
 
 END, PARAMETER, PARAMETER_END = "</function>", "<parameter=", "</parameter>"
-MAX_NAME = 200  # characters of `<parameter=KEY>`
 MAX_SPACE = 1000  # between two parameters
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
+MAX_PARAMETER_CHARS = 200  # of `<parameter=KEY>`
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,188})>")
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _SPACE = re.compile(r"\s*")
 
@@ -43,9 +43,9 @@ class XmlCall:
                 return start + len(END)
             head = _PARAMETER.match(text, start)
             if head is None:
-                rest = text[start : start + MAX_NAME]
-                may_be_name = PARAMETER.startswith(rest[: len(PARAMETER)]) and "\n" not in rest and len(rest) < MAX_NAME
-                if END.startswith(rest) or may_be_name:
+                rest = text[start : start + MAX_PARAMETER_CHARS]
+                may_follow = PARAMETER.startswith(rest[: len(PARAMETER)]) and "\n" not in rest
+                if END.startswith(rest) or may_follow and len(rest) < MAX_PARAMETER_CHARS:
                     return None
                 raise ValueError(f"it contains {rest[:20]!r} outside of its parameters")
             value_end = self._find_value_end(text, max(self._search, head.end()))

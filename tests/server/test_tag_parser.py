@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,30 @@ def test_a_text_without_delimiter_is_a_call_only_at_the_start_and_of_a_known_fun
 def test_json_that_is_no_call_is_streamed() -> None:
     parser = new_parser("llama3_json")
     assert parser.push('{"answer": ').content + parser.push("5, ").content == '{"answer": 5,'
+
+
+def test_a_delimiter_is_not_searched_in_a_text_without_end() -> None:
+    """Otherwise each token would search the whole text again."""
+    for start in ("<tool_call>" + " " * 257, "<function=note><parameter=" + "a" * 200):
+        assert new_parser("qwen3_coder").push(start).content.startswith("<")
+        for text in (f"{start}b", f"{start}<function=clock></function>", f"{start}=a></parameter></function>"):
+            assert read(new_parser("qwen3_coder"), [text]) == read(new_parser("qwen3_coder"), characters(text))
+    text = " " * 257 + "<think>Hm.</think>"
+    for pieces in ([text], characters(text)):
+        assert read(new_parser("hermes"), pieces) == (text, "", [])
+
+
+@pytest.mark.parametrize("start", ["a", "<think>a", '<tool_call>{"name": "clock"}'])
+def test_white_space_is_not_copied_with_each_token(start: str) -> None:
+    parser = TagParser(TOOL_FORMATS["hermes"], REASONING_FORMATS["deepseek_r1"], TOOLS)
+    parser.push(start)
+    for _ in range(100):
+        parser.push(" " * 1000)
+    tracemalloc.start()
+    parser.push(" ")
+    copied = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert copied < 10_000
 
 
 def test_a_call_inside_of_a_malformed_one_is_text() -> None:
