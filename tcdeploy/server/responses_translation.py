@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tcdeploy.server.json_text import dump
 from tcdeploy.server.output_constraint import JsonObjectFormat, JsonSchema, JsonSchemaFormat
 from tcdeploy.server.output_parts import OutputPart
 from tcdeploy.server.protocol import (
@@ -38,9 +39,13 @@ from tcdeploy.server.responses_protocol import (
     ResponsesRequest,
 )
 from tcdeploy.server.turn import BLOCKS_PER_SLICE, SEPARATOR, Turn, to_messages, tool_turn
+from tcdeploy.server.validation import count_chars
 
 # Reasoning is returned as text, which clients can send back, so it need not be encrypted.
 INERT_INCLUDES = ("reasoning.encrypted_content",)
+# Fields that the response repeats, and that need not be part of the prompt, whose length is limited.
+REPEATED_FIELDS = {"metadata", "prompt_cache_key", "safety_identifier", "text", "tools", "user"}
+MAX_REPEATED_CHARS = 512 << 10  # in one field; writing them as JSON blocks the event loop for some 5 ms
 INERT_OPTIONS = {"summary": ("auto",), "generate_summary": ("auto",), "mode": ("standard",), "context": ("auto",)}
 
 
@@ -169,8 +174,19 @@ def _check_options(body: ResponsesRequest) -> None:
             raise _unsupported(f"this value of reasoning.{name}", f"reasoning.{name}")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         raise _unsupported("this value of text.verbosity", "text.verbosity")
+    for name, value in body.model_dump(include=REPEATED_FIELDS, by_alias=True, exclude_none=True).items():
+        _check_repeated_field(name, value)
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise _unsupported("stream_options.include_obfuscation", "stream_options.include_obfuscation")
+
+
+def _check_repeated_field(name: str, value: Any) -> None:
+    if (num_chars := count_chars(value)) > MAX_REPEATED_CHARS:
+        raise bad_request(f"{name} has {num_chars} characters; the limit is {MAX_REPEATED_CHARS}", name)
+    try:
+        dump(value)
+    except ValueError:  # NaN, which the parser of requests accepts, and numbers beyond a float's range
+        raise bad_request(f"{name} contains a number that JSON does not have", name) from None
 
 
 def _unsupported(what: str, param: str) -> Exception:

@@ -29,6 +29,7 @@ from tcdeploy.engine.constraint import MatchStatus
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.output_constraint import OutputConstraint
 from tcdeploy.server.protocol import ApiError, bad_request
+from tcdeploy.server.validation import count_chars
 
 if TYPE_CHECKING:  # importing numpy takes 0.1 s; the socket answers before
     import numpy
@@ -103,7 +104,13 @@ class StructuredOutputBackend:
             raise bad_request(f"{field} {self._unavailable_reason}", field, "unsupported_parameter")
 
     def check_size(self, schemas: list[Any], field: str) -> None:
-        """Raises ApiError 400 that names `field` if the schemas have too many properties or too long regexes."""
+        """Raises ApiError 400 that names `field` if the schemas are too large, or their regexes too long.
+
+        Writing a schema of megabytes as JSON would block the event loop.
+        """
+        num_chars = sum(map(count_chars, schemas))
+        if num_chars > MAX_SCHEMA_CHARS:
+            raise bad_request(f"the schema has {num_chars} characters; the limit is {MAX_SCHEMA_CHARS}", field)
         num_properties = sum(map(count_properties, schemas))
         if num_properties > MAX_PROPERTIES:
             raise bad_request(f"the schema has {num_properties} properties; the limit is {MAX_PROPERTIES}", field)

@@ -139,6 +139,12 @@ def test_parameters_are_translated() -> None:
         ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "is not supported"),
         ({"metadata": {str(number): "a" for number in range(17)}}, "metadata", "at most 16"),
+        ({"metadata": {"a": "a" * (1 << 19)}}, "metadata", "metadata has 524289 characters"),
+        (
+            {"tools": [{**TOOLS[0], "parameters": {"type": "a" * (1 << 20)}}], "tool_choice": "none"},
+            "tools", "characters; the limit is",
+        ),
+        ({"tools": [{**TOOLS[0], "parameters": {"minimum": float("nan")}}]}, "tools", "a number that JSON does not"),
         ({"max_output_tokens": "5"}, "max_output_tokens", "valid integer"), ({"input": 5}, "input", "valid list"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "references to items are not supported"),
         ({"input": [{"type": "web_search_call", "id": "a"}]}, "input[0]", "items of the type 'web_search_call' are"),

@@ -186,6 +186,14 @@ def test_the_output_follows_the_constraint_of_vllms_fields(
     assert all(re.fullmatch(pattern, text) for text in texts), texts
 
 
+def test_the_characters_of_schemas_are_counted_before_they_are_written_as_json() -> None:
+    backend, half = StructuredOutputBackend(None, ()), {"enum": ["x" * (MAX_SCHEMA_CHARS // 2)]}
+    backend.check_size([half], "tools")
+    with pytest.raises(ApiError, match="the schema has 131080 characters") as rejection:
+        backend.check_size([half, half], "tools")
+    assert rejection.value.param == "tools"
+
+
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(150):
     NESTED = {"type": "array", "items": NESTED}
