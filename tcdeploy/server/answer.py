@@ -18,7 +18,7 @@ to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 class Answer:
     """Interface. `active` has been submitted."""
 
-    keep_alive = KEEP_ALIVE  # sent while no token arrives
+    keep_alive = KEEP_ALIVE  # sent if there was no event for some time
     end = b""  # sent after the last event, also after an error
 
     def __init__(self, active: ActiveRequest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator
 
 from starlette.responses import StreamingResponse
@@ -41,14 +42,19 @@ async def sse_events(answer: Answer) -> AsyncGenerator[bytes, None]:
 
 
 async def _answer_events(answer: Answer) -> AsyncGenerator[bytes, None]:
-    """The events up to an error. An event covers several tokens if the client or the event loop is slow."""
+    """The events up to an error. An event covers several tokens if the client or the event loop is slow.
+
+    Tokens of a tool call have no events until it is complete, which may take minutes.
+    """
     if first_events := answer.first_events():
         yield first_events
+    last_sent = time.monotonic()
     async with contextlib.aclosing(answer.active.deltas(KEEP_ALIVE_SECONDS)) as batches:
         async for texts in batches:
             events = answer.events(texts)
-            if events or not texts:
+            if events or not texts or time.monotonic() - last_sent >= KEEP_ALIVE_SECONDS:
                 yield events or answer.keep_alive
+                last_sent = time.monotonic()
     if last_events := answer.last_events():
         yield last_events
 

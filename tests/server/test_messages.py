@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tcdeploy.engine.sequence import NewToken
+from tcdeploy.server import sse
 from tcdeploy.server.answer import Answer
 from tcdeploy.server.api import make_app
 from tcdeploy.server.choice import Choice, total_usage
@@ -356,6 +357,16 @@ def test_an_error_inside_a_stream_is_an_event_with_anthropics_format(tokenizer: 
     content = json.loads(data)
     assert (name, content["type"], content["error"]["type"]) == ("event: error", "error", "overloaded_error")
     assert "out of memory" in content["error"]["message"]
+
+
+def test_a_call_that_is_not_complete_has_keep_alives(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> bytes:
+        answer = MessagesAnswer(fake_active(tokenizer, WEATHER_TEXT, "stop", 1), messages_request())
+        return b"".join([event async for event in sse_events(answer)])
+
+    assert asyncio.run(run()).count(b"event: ping") == 1
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.0)
+    assert asyncio.run(run()).count(b"event: ping") > 10
 
 
 def test_errors_have_anthropics_format_on_its_routes_only() -> None:
