@@ -106,10 +106,10 @@ def dump(value: Any) -> str:
     Raises ValueError for NaN and infinities.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if _has_utf8(text) else json.dumps(value)
+    return text if has_utf8(text) else json.dumps(value)
 
 
-def _has_utf8(text: str) -> bool:
+def has_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -123,7 +123,7 @@ def string_value(raw: str) -> str | None:
         value: Any = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, str) and _has_utf8(value) else None
+    return value if isinstance(value, str) and has_utf8(value) else None
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from tcdeploy.server.json_text import dump, object_members, string_value
+from tcdeploy.server.json_text import dump, has_utf8, object_members, string_value
 from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, log_malformed
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates
@@ -108,6 +108,8 @@ class TemplateParser:
             if not isinstance(name, str) or string_value(json.dumps(name)) is None:
                 raise TypeError(f"the function name is {name!r}, not a text")
             text = arguments if isinstance(arguments, str) else dump(arguments or {})
+            if not has_utf8(text):
+                raise ValueError("its arguments contain a lone surrogate")
             calls.append((name, text))
         self._builder.end_content()
         for name, text in calls:

@@ -213,6 +213,8 @@ def test_outputs_are_parsed_whole_and_streamed(
         (f'A {CLOCK_TEXT}\n<call>["a"]</call>', 'A\n<call>["a"]</call>'),
         (f'A {CLOCK_TEXT}<call>{{"name": 5, "arguments": {{}}}}</call>',
          'A\n<call>{"name": 5, "arguments": {}}</call>'),
+        (f'A {CLOCK_TEXT}<call>{{"name": "clock", "arguments": "\\ud800"}}</call>',
+         'A\n<call>{"name": "clock", "arguments": "\\ud800"}</call>'),
         (f"A {CLOCK_TEXT}<call>5</call>rest", "A\n<call>5</call>rest"),
         (f"A {CLOCK_TEXT}{WEATHER_TEXT[:-20]}", f"A\n{WEATHER_TEXT[:-20]}"),
     ],
