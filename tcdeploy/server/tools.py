@@ -209,9 +209,17 @@ def forced_call_grammar(
 
 
 def _opens_reasoning(prompt: str, reasoning: ReasoningFormat, request: ChatRequest) -> bool:
-    """Whether the output begins inside the reasoning: the prompt ends with its opening, or continues a reasoning."""
-    if request.continue_final_message:
-        return prompt.rfind(reasoning.opening) > prompt.rfind(reasoning.closing)
+    """Whether the output begins inside the reasoning: the prompt ends with its opening, or continues a reasoning.
+
+    Earlier messages may mention the delimiters, so they are searched in the final message, or in the whole prompt if
+    the template has changed that message.
+    """
+    if request.continue_final_message and (content := request.messages[-1].for_template()["content"].strip()):
+        start = max(0, prompt.rfind(content))
+        opening, closing = (prompt.rfind(mark, start) for mark in (reasoning.opening, reasoning.closing))
+        if opening != closing:  # at least one is there
+            return opening > closing
+        prompt = prompt[:start]
     return prompt.rstrip().endswith(reasoning.opening)
 
 

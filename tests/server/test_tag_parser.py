@@ -412,6 +412,15 @@ def test_the_parser_follows_from_the_request_the_prompt_and_the_options(tokenize
     assert read(parser_of(tools, plain, "<|assistant|>"), [hermes]) == (hermes, "", [])
     continued = chat_request(tools=None, continue_final_message=True)
     assert read(parser_of(tools, continued, "<think>Let me"), [" see</think> Yes"]) == ("Yes", "see", [])
+    for final, prompt, starts in (
+        ("So", "<|user|>What is <think>?<|assistant|>So", False), ("So", "<think>Hm.</think><|assistant|>So", False),
+        ("So", "<|assistant|><think>\nSo", True), ("<think>So", "</think><|assistant|><think>So", True),
+        ("<think>a</think>So", "<|assistant|><think>a</think>So", False), ("", "<|assistant|><think>\n", True),
+    ):  # fmt: skip
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": final}]
+        continued = chat_request(tools=None, continue_final_message=True, messages=messages)
+        content, _, _ = read(parser_of(tools, continued, prompt), [" text"])
+        assert content == ("" if starts else " text"), prompt
     guided = chat_request(tools=None, guided_regex="a")
     assert parser_of(tools, guided, "<think>\n") is None, "the grammar leaves no room for </think>"
     assert parser_of(ToolSupport(tokenizer, "llama", "auto", "none"), plain, "<think>\n") is None
