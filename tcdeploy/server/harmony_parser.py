@@ -19,6 +19,8 @@ MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 MAX_HEADER_CHARS = 512
 _TEXT_ENDS = re.compile(r"^(<\|(end|call|return)\|>)+")
 _HEADER_START = re.compile(r"\s*(<\|(start|channel|constrain)\|>|to=|$)")
+_FIRST_MARK = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
+_ROLE = re.compile(r"\s*(assistant\b|to=|$)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
@@ -68,6 +70,9 @@ class HarmonyParser:
                 self._emit, self._step = self._builder.add_content, self._read_text
             return is_text
         header, self._buffer = self._buffer[:end], self._buffer[end + len(MESSAGE) :]
+        text = _FIRST_MARK.split(header, maxsplit=1)[0]
+        if text != header and not _ROLE.match(text):  # of a message without header, or one that is continued
+            self._builder.add_content(text)
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None:
             self._recipient, self._scanner = recipient[1], ObjectScanner()

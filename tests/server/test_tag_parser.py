@@ -375,6 +375,14 @@ def test_calls_follow_the_reasoning() -> None:
             assert read(HarmonyParser(), pieces)[0].endswith(text[-10:]), "text that is no message is content"
 
 
+def test_text_before_the_first_header_is_content() -> None:
+    """Such as the rest of a final message that the prompt began."""
+    for first, content in ((" there.", " there.\nYes."), ("assistant", "Yes."), (" ", "Yes.")):
+        text = f"{first}<|end|><|start|>assistant{harmony('final', 'Yes.', '<|return|>')}"
+        for pieces in ([text], characters(text)):
+            assert read(HarmonyParser(), pieces) == (content, "", [])
+
+
 # Which parser a request gets
 
 
