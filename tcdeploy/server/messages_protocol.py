@@ -168,12 +168,7 @@ class MessagesPrompt(BaseModel):
 
     messages: Annotated[list[MessageParam], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     system: TextBlocks | None = None
-    tools: (
-        Annotated[
-            list[Annotated[MessagesTool, BeforeValidator(_check_tool)]], Field(fail_fast=True, max_length=MAX_TOOLS)
-        ]
-        | None
-    ) = None
+    tools: Annotated[list[CheckedTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

@@ -200,12 +200,7 @@ class ResponsesRequest(SamplingRequest):
     previous_response_id: StrictStr | None = None
     store: StrictBool | None = None  # default: true
     metadata: Annotated[dict[str, StrictStr], Field(max_length=MAX_METADATA)] | None = None
-    tools: (
-        Annotated[
-            list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(fail_fast=True, max_length=MAX_TOOLS)
-        ]
-        | None
-    ) = None
+    tools: Annotated[list[CheckedTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
     text: TextConfig | None = None
