@@ -42,7 +42,8 @@ async def _translate(state: ServerState, raw_request: Request, body: ResponsesRe
     def store(response: bytes, parts: list[OutputPart]) -> None:
         if body.is_stored:
             messages = [*added, *answer_messages(parts)]
-            num_bytes = len(response) + memory_of(messages) + (previous.num_bytes if previous else 0)
+            old_bytes = previous.num_bytes - len(previous.body) if previous else 0  # of its messages, which are kept
+            num_bytes = len(response) + memory_of(messages) + old_bytes
             conversation = [*old_messages, *messages]
             state.stored_responses.put(response_id, StoredResponse(response, conversation, num_bytes, api_key))
 

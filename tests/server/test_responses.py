@@ -380,6 +380,22 @@ def test_a_conversation_continues_without_the_earlier_instructions() -> None:
     assert response.status_code == 503
 
 
+def test_a_continued_response_does_not_count_the_json_of_earlier_ones(tokenizer: Any) -> None:
+    """The JSON repeats the tools, so a conversation with many turns would fill the store alone."""
+    state, request = ready_state(), SimpleNamespace(headers={})
+    state.stored_responses.put("resp_1", StoredResponse(b"x" * 50_000, [], 50_100, ""))
+
+    async def answer() -> None:
+        body = responses_request(previous_response_id="resp_1")
+        exchange = await RESPONSES.translate(state, request, body)  # type: ignore[arg-type]
+        active = fake_active(tokenizer, "It is.<|end|>", "stop", 1)
+        active.group = SimpleNamespace(pending_requests=[SimpleNamespace(params=SamplingParams())])
+        await exchange.new_answer(active).body()
+
+    asyncio.run(answer())
+    assert len(state.stored_responses) == 2 and 50_100 < state.stored_responses.num_bytes < 60_000
+
+
 def test_the_memory_of_messages_is_not_underestimated() -> None:
     import tracemalloc
 
