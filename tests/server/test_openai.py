@@ -13,6 +13,7 @@ import jinja2
 import openai
 import pytest
 
+from tests.conftest import TINY
 from tests.server.conftest import ServerProcess
 
 MODEL = "builtin:tiny"
@@ -363,3 +364,36 @@ def test_an_invalid_field_is_rejected_by_name_without_engine_work(
         )
     assert rejection.value.param == param
     assert server.steps == before, "the engine ran a step"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key"),
+    [
+        (
+            "/v1/completions",
+            {"prompt": "Hello there", "repetition_penalty": 1.0, "max_tokens": 5, "logprobs": None, "ignore_eos": True},
+            "text",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello there"}]}],
+                "max_completion_tokens": 5,
+                "ignore_eos": True,
+            },
+            "delta",
+        ),
+    ],
+)
+def test_the_requests_of_vllm_bench_serve_are_answered(
+    server: ServerProcess, path: str, body: dict[str, Any], key: str
+) -> None:
+    """Its backends `openai` and `openai-chat`: it counts the tokens of the usage, and times each chunk with choices."""
+    body = {"model": TINY, "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}, **body}
+    headers = {"authorization": "Bearer none", "x-request-id": "bench-0"}
+    response = httpx.post(server.address + path, json=body, headers=headers, timeout=60)
+    assert (response.status_code, response.headers["x-request-id"]) == (200, "bench-0")
+    *chunks, end = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    first, *_, usage = map(json.loads, chunks)
+    assert end == "[DONE]" and first["choices"][0][key] is not None
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 5

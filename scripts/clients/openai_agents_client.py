@@ -1,0 +1,46 @@
+"""openai-agents: an agent with a tool, by chat completions and by responses."""
+
+from __future__ import annotations
+
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from checks import MODEL, QUESTION, URL, check, run_checks
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+
+@function_tool
+def clock(utc: bool) -> str:
+    """The time."""
+    return "noon"
+
+
+def run(model_type: type[OpenAIChatCompletionsModel] | type[OpenAIResponsesModel]) -> None:
+    """The first turn must call the tool; its result is the output."""
+    client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+    agent = Agent(
+        name="clock", tools=[clock], model=model_type(MODEL, client), tool_use_behavior="stop_on_first_tool",
+        model_settings=ModelSettings(max_tokens=200, temperature=0, tool_choice="required", parallel_tool_calls=False),
+    )  # fmt: skip
+    assert Runner.run_sync(agent, QUESTION).final_output == "noon"
+
+
+@check("chat, tools")
+def chat() -> None:
+    run(OpenAIChatCompletionsModel)
+
+
+@check("responses, tools")
+def responses() -> None:
+    run(OpenAIResponsesModel)
+
+
+run_checks()
