@@ -27,6 +27,8 @@ from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
 
+MAX_STEADY_RUNS = 4  # of a bucket, until no request ends early
+
 
 @dataclass(frozen=True)
 class DecodeRow(Row):
@@ -111,11 +113,22 @@ def effective_context(plan: Plan, batch: int, settings: DecodeSettings) -> int:
 
 
 def _run_steady(deployment: Deployment, prompts: Prompts, batch: int, context: int, steps: int) -> SteadyRun | None:
-    shape = steady_shape(deployment.plan, batch, context, steps)
-    if shape is None:
-        return None
-    batch_prompts = [prompts.draw(shape.prompt_length) for _ in range(batch)]
-    return run_steady(deployment.engine, batch_prompts, shape.new_tokens, shape.steps)
+    """Steps in which all requests decode, or None if the KV cache has no room for them.
+
+    The limit of a step's time may split prompts into more chunks than expected. If the first request has ended before
+    the last step, the run is repeated with shorter prompts, which leave room for as many early steps.
+    """
+    early_steps = None
+    for _ in range(MAX_STEADY_RUNS):
+        shape = steady_shape(deployment.plan, batch, context, steps, early_steps)
+        if shape is None:
+            return None
+        batch_prompts = [prompts.draw(shape.prompt_length) for _ in range(batch)]
+        run = run_steady(deployment.engine, batch_prompts, shape.new_tokens, shape.steps)
+        if run.tokens == shape.steps * batch:
+            return run
+        early_steps = run.early_steps + run.early_steps // 10 + 3
+    return None
 
 
 def measure_baseline(baseline: BaselineModel, session: Session, settings: DecodeSettings) -> Iterator[DecodeRow]:

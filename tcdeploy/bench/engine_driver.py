@@ -7,6 +7,7 @@ a step costs what it costs at that context and can be repeated from the same sta
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.errors import UsageError
 from tcdeploy.planning.plan import Plan
 
 TTFT_NEW_TOKENS = 2  # output tokens of a request whose time to first token is measured
@@ -40,12 +42,17 @@ class SteadyShape(NamedTuple):
 
 
 class SteadyRun(NamedTuple):
-    """Consecutive engine steps with a full bucket. `host_seconds` is None on a CPU, which is host and device."""
+    """Consecutive engine steps with a full bucket. `host_seconds` is None on a CPU, which is host and device.
+
+    `tokens` is less than steps * requests if a request ended before the last step. `early_steps`: those before all
+    requests decoded, in which the first one already did.
+    """
 
     steps: int
     tokens: int
     wall_seconds: float
     host_seconds: float | None
+    early_steps: int
 
 
 @contextmanager
@@ -120,16 +127,19 @@ def measure_ttft(engine: Engine, prompt: list[int], cools_down: bool = True) -> 
     return seconds
 
 
-def steady_shape(plan: Plan, batch: int, context: int, steps: int) -> SteadyShape | None:
+def steady_shape(
+    plan: Plan, batch: int, context: int, steps: int, early_steps: int | None = None
+) -> SteadyShape | None:
     """The shape of `batch` requests that all decode together for `steps` steps, at about `context` tokens.
 
     Fewer steps if the KV cache is too small, and None if it has no room for one. The first requests already decode
-    while the last prompts are prefilled, at most one step per prefill step. One block per sequence stays free, because
-    the scheduler requires it for admission.
+    while the last prompts are prefilled, for `early_steps` steps. None: one step per full prefill step; mixed steps may
+    need more. One block per sequence stays free, because the scheduler requires it for admission.
     """
     limit = min(plan.context, ((plan.kv_blocks - 1) // batch - 1) * plan.block_size)
-    prefill_steps = -(-batch * context // plan.prefill_buckets[-1].size) + -(-batch // plan.max_prefill_sequences)
-    early_steps = prefill_steps + 3
+    if early_steps is None:
+        prefill_steps = -(-batch * context // plan.prefill_buckets[-1].size) + -(-batch // plan.max_prefill_sequences)
+        early_steps = prefill_steps + 3
     steps = min(steps, limit - early_steps - 1)
     if steps < 1:
         return None
@@ -142,8 +152,10 @@ def run_steady(engine: Engine, prompts: list[list[int]], new_tokens: int, steps:
     engine.allocator.reset_prefix_cache()
     requests = [submit(engine, prompt, new_tokens).request_id for prompt in prompts]
     decoding: set[int] = set()
+    early_steps = 0
     while len(decoding) < len(requests):
         decoding.update(token.request_id for token in engine.step())
+        early_steps += bool(decoding)
     engine.step()  # reads the step that was launched before the last request started decoding
     tokens, wait_before, start = 0, engine.device_wait_seconds, time.perf_counter()
     for _ in range(steps):
@@ -151,9 +163,10 @@ def run_steady(engine: Engine, prompts: list[list[int]], new_tokens: int, steps:
     wall_seconds = time.perf_counter() - start
     host_seconds = wall_seconds - (engine.device_wait_seconds - wait_before)
     for request_id in requests:
-        engine.abort(request_id)
+        with contextlib.suppress(UsageError):  # it has ended
+            engine.abort(request_id)
     drain(engine)
-    return SteadyRun(steps, tokens, wall_seconds, host_seconds if can_time_host(engine) else None)
+    return SteadyRun(steps, tokens, wall_seconds, host_seconds if can_time_host(engine) else None, early_steps)
 
 
 def drain(engine: Engine) -> None:

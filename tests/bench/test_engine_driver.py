@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tcdeploy.bench import decode
 from tcdeploy.bench.engine_driver import (
     Prompts,
+    SteadyRun,
     decode_step,
     drain,
     measure_ttft,
@@ -105,6 +108,29 @@ def test_in_a_steady_run_every_step_generates_a_token_of_every_request(
     assert (steady.steps, steady.tokens) == (12, 12 * count)
     assert steady.wall_seconds > 0
     assert steady.host_seconds is None, "on a CPU, host time cannot be measured separately"
+
+
+def test_a_run_whose_first_request_ends_early_is_repeated_with_shorter_prompts(
+    tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the limit of a step's time splits the prompts: the estimate expects that none decodes early."""
+    plan, runs = replace(tiny_deployment.plan, context=256), []
+
+    def estimate(*arguments: Any) -> Any:
+        *shape, early_steps = arguments
+        return steady_shape(*shape, 0 if early_steps is None else early_steps)
+
+    def record(*arguments: Any) -> SteadyRun:
+        runs.append(run_steady(*arguments))
+        return runs[-1]
+
+    monkeypatch.setattr(decode, "steady_shape", estimate)
+    monkeypatch.setattr(decode, "run_steady", record)
+    deployment = SimpleNamespace(plan=plan, engine=tiny_deployment.engine)
+    prompts = Prompts(tiny_deployment.architecture.vocab_size, 0)
+    run = decode._run_steady(deployment, prompts, 4, 256, 12)  # type: ignore[arg-type]
+    assert run is runs[1] and run.tokens == 12 * 4
+    assert runs[0].tokens < 12 * 4 and not tiny_deployment.engine.has_work
 
 
 def test_a_steady_run_is_shortened_to_a_small_kv_cache(tiny_deployment: Any) -> None:
