@@ -22,6 +22,7 @@ OPERATIONS = {
     "/v1/messages": "chat",
 }
 PROVIDER = "tcdeploy"
+MAX_OTLP_INTEGER = 2**63 - 1
 CLOSE_TIMEOUT_S = 3.0  # for the last export
 # Limits of the histograms' buckets in seconds, those of the semantic conventions.
 DURATIONS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -29,7 +30,7 @@ FIRST_TOKEN_TIMES = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
 TOKEN_TIMES = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-# Request field -> attribute.
+# Field of SamplingParams -> attribute.
 PARAMETERS = {
     "max_new_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
@@ -150,4 +151,8 @@ def _span_attributes(request: LoggedRequest) -> dict[str, Any]:
 
 
 def _parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {attribute: values[name] for name, attribute in PARAMETERS.items() if values.get(name) is not None}
+    """The parameters that are set. A seed from 2^63 on is left out: OTLP has 64-bit integers with a sign."""
+    attributes = {attribute: values[name] for name, attribute in PARAMETERS.items() if values.get(name) is not None}
+    if attributes.get("gen_ai.request.seed", 0) > MAX_OTLP_INTEGER:
+        del attributes["gen_ai.request.seed"]
+    return attributes

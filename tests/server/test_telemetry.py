@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,19 @@ def test_a_request_is_a_span_of_the_clients_trace_and_a_sample_of_each_histogram
     assert list(collector.histograms["gen_ai.server.time_to_first_token"][0].explicit_bounds) == list(
         telemetry.FIRST_TOKEN_TIMES
     )
+
+
+@pytest.mark.parametrize(("seed", "exported_seed"), [(-(2**63), -(2**63)), (2**63 - 1, 2**63 - 1), (2**64 - 1, None)])
+def test_a_seed_that_otlp_cannot_hold_is_left_out_without_an_error_in_the_log(
+    collector: Collector, seed: int, exported_seed: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    exported = Telemetry(collector.endpoint, "tiny")
+    exported.record(logged(usage=replace(USAGE, parameters={"seed": seed})))
+    exported.record(logged())
+    exported.close()
+    first, _ = collector.spans
+    assert values_of(first.attributes).get("gen_ai.request.seed") == exported_seed
+    assert not [record for record in caplog.records if record.exc_info], "clients choose the seed"
 
 
 def test_errors_have_a_span_and_a_duration_and_other_routes_have_none(collector: Collector) -> None:
