@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from tcdeploy.server.json_text import ObjectScanner, valid_object
-from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, log_malformed
+from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, SteppingParser, log_malformed
 from tcdeploy.server.stop_strings import partial_match_length
 
 MESSAGE = "<|message|>"
@@ -25,38 +25,24 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
-class HarmonyParser:
+class HarmonyParser(SteppingParser):
     """The output of one choice. Implements `OutputParser`."""
 
     def __init__(self, *, max_calls: int | None = None) -> None:
-        self.num_malformed = 0
-        self._builder = DeltaBuilder(max_calls)
-        self._buffer = ""
+        super().__init__(DeltaBuilder(max_calls))
         self._recipient = ""
         self._scanner = ObjectScanner()
         self._emit: Callable[[str], None] = self._builder.add_content
-        self._step: Callable[[bool], bool] = self._read_header
-
-    @property
-    def has_calls(self) -> bool:
-        return self._builder.num_calls > 0
-
-    def push(self, text: str) -> ParsedDelta:
-        self._buffer += text
-        while self._step(False):
-            pass
-        return self._builder.take()
+        self._step = self._read_header
 
     def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
-        while self._step(False):
-            pass
+        self._run_steps(is_last=False)
         if self._step == self._read_arguments and end == "length":
             self._builder.add_call(self._recipient, self._buffer.strip())
             return self._builder.finish()
         if self._step == self._read_arguments:
             self._fail("the output ends inside the call", is_malformed=end == "complete")
-        while self._step(True):
-            pass
+        self._run_steps(is_last=True)
         return self._builder.finish()
 
     def _read_header(self, is_last: bool) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the output ended
@@ -141,3 +142,30 @@ class DeltaBuilder:
 
 def log_malformed(reason: object) -> None:
     log.warning("cannot parse a tool call: %.200s", reason)
+
+
+class SteppingParser:
+    """An `OutputParser` that is a state machine: `_step` parses some of the buffer, and selects the next step.
+
+    Each step gets whether no more text comes, and returns whether another step may follow without more text.
+    """
+
+    _step: Callable[[bool], bool]
+
+    def __init__(self, builder: DeltaBuilder) -> None:
+        self.num_malformed = 0
+        self._builder = builder
+        self._buffer = ""  # text that is not parsed yet
+
+    @property
+    def has_calls(self) -> bool:
+        return self._builder.num_calls > 0
+
+    def push(self, text: str) -> ParsedDelta:
+        self._buffer += text
+        self._run_steps(is_last=False)
+        return self._builder.take()
+
+    def _run_steps(self, *, is_last: bool) -> None:
+        while self._step(is_last):
+            pass

@@ -52,7 +52,7 @@ class ResponseStore:
         return response
 
     def delete(self, response_id: str, api_key: str) -> bool:
-        """Delete a response. False if there is none, or if it was created with another key."""
+        """Delete a response. Returns whether there was one that was created with this key."""
         if self.get(response_id, api_key) is None:
             return False
         self._drop(response_id)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tcdeploy.models.tool_formats import ReasoningFormat, ToolFormat
 from tcdeploy.server.json_text import ObjectScanner, object_members, string_value, valid_object
-from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, log_malformed
+from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, SteppingParser, log_malformed
 from tcdeploy.server.python_calls import PythonListScanner, parse_calls
 from tcdeploy.server.stop_strings import partial_match_length
 from tcdeploy.server.xml_calls import XmlCall
@@ -27,8 +27,8 @@ _XML_HEADER = re.compile(r"(?:<tool_call>\s{0,256})?<function=([^>\n]{1,245})>")
 PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python
 
 
-class TagParser:
-    """The output of one choice. Implements `OutputParser`."""
+class TagParser(SteppingParser):
+    """The output of one choice. Implements `OutputParser`. In a call, the buffer begins with the call's opening."""
 
     def __init__(
         self,
@@ -39,11 +39,9 @@ class TagParser:
         starts_in_reasoning: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        self.num_malformed = 0
+        super().__init__(DeltaBuilder(max_calls, tool_format.id_length if tool_format else 0))
         self._format, self._reasoning = tool_format, reasoning
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        self._builder = DeltaBuilder(max_calls, tool_format.id_length if tool_format else 0)
-        self._buffer = ""  # text that is not parsed yet; in a call, it begins with the call's opening
         self._end: OutputEnd | None = None
         self._may_reason = True  # False after the reasoning
         self._opening = ""  # of the open call
@@ -53,27 +51,14 @@ class TagParser:
         self._scanner = ObjectScanner()
         self._list_scanner = PythonListScanner()
         self._xml = XmlCall("", {}, 0)
-        # Each step returns whether another one may follow without more text.
-        self._step: Callable[[bool], bool] = self._read_reasoning if starts_in_reasoning else self._read_start
-
-    @property
-    def has_calls(self) -> bool:
-        return self._builder.num_calls > 0
-
-    def push(self, text: str) -> ParsedDelta:
-        self._buffer += text
-        while self._step(False):
-            pass
-        return self._builder.take()
+        self._step = self._read_reasoning if starts_in_reasoning else self._read_start
 
     def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
-        while self._step(False):
-            pass
+        self._run_steps(is_last=False)
         self._end = end
         if end == "length":
             self._add_cut_call()
-        while self._step(True):
-            pass
+        self._run_steps(is_last=True)
         return self._builder.finish()
 
     # Text outside of calls

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -401,16 +400,6 @@ def test_delimiters_that_are_one_token_are_forced_as_that_token(tmp_path: Path) 
 # With a real server
 
 
-@pytest.fixture(scope="module")
-def tool_server(
-    tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, fork_server: ForkServer
-) -> Iterator[ServerProcess]:
-    folder = make_model(tmp_path_factory.mktemp("tools") / "model")
-    home = tmp_path_factory.mktemp("home")
-    with serving(home, warm_cache, "--served-model-name", TINY, model=str(folder), fork_server=fork_server) as started:
-        yield started
-
-
 def chat(server: ServerProcess, **fields: Any) -> Any:
     return server.client.chat.completions.create(
         **{
@@ -433,33 +422,33 @@ def calls_of(choice: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("temperature", [0, 1.2])
-def test_tool_choice_required_forces_one_call(tool_server: ServerProcess, temperature: float) -> None:
+def test_tool_choice_required_forces_one_call(tool_api_server: ServerProcess, temperature: float) -> None:
     for seed in range(1 if temperature == 0 else 3):
         fields = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": temperature, "seed": seed}
-        [choice] = chat(tool_server, **fields).choices
+        [choice] = chat(tool_api_server, **fields).choices
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         assert len(calls_of(choice)) == 1
         assert choice.message.tool_calls[0].id.startswith("call_")
-    assert tool_server.metric("recompiles_total") == 0
+    assert tool_api_server.metric("recompiles_total") == 0
 
 
-def test_a_named_tool_choice_forces_that_function(tool_server: ServerProcess) -> None:
+def test_a_named_tool_choice_forces_that_function(tool_api_server: ServerProcess) -> None:
     for name in SCHEMAS:
         chosen = {"type": "function", "function": {"name": name}}
-        choices = chat(tool_server, tool_choice=chosen, temperature=1, seed=4, n=3).choices
+        choices = chat(tool_api_server, tool_choice=chosen, temperature=1, seed=4, n=3).choices
         assert [called for choice in choices for called, _ in calls_of(choice)] == [name] * 3
 
 
-def test_required_allowed_tools_force_one_of_them(tool_server: ServerProcess) -> None:
+def test_required_allowed_tools_force_one_of_them(tool_api_server: ServerProcess) -> None:
     chosen = allowed_tools("required", "clock")
-    choices = chat(tool_server, tool_choice=chosen, parallel_tool_calls=False, temperature=1, seed=4, n=3).choices
+    choices = chat(tool_api_server, tool_choice=chosen, parallel_tool_calls=False, temperature=1, seed=4, n=3).choices
     assert [called for choice in choices for called, _ in calls_of(choice)] == ["clock"] * 3
 
 
-def test_a_streamed_call_equals_the_whole_call(tool_server: ServerProcess) -> None:
+def test_a_streamed_call_equals_the_whole_call(tool_api_server: ServerProcess) -> None:
     fields = {"tool_choice": "required", "temperature": 1.1, "seed": 2}
-    [whole] = chat(tool_server, **fields).choices
-    chunks = [chunk.choices[0] for chunk in chat(tool_server, **fields, stream=True)]
+    [whole] = chat(tool_api_server, **fields).choices
+    chunks = [chunk.choices[0] for chunk in chat(tool_api_server, **fields, stream=True)]
     assert chunks[0].delta.role == "assistant"
     assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
     streamed_calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
@@ -470,62 +459,63 @@ def test_a_streamed_call_equals_the_whole_call(tool_server: ServerProcess) -> No
     assert chunks[-1].finish_reason == whole.finish_reason
 
 
-def test_a_truncated_call_is_returned_as_far_as_it_came(tool_server: ServerProcess) -> None:
+def test_a_truncated_call_is_returned_as_far_as_it_came(tool_api_server: ServerProcess) -> None:
+    num_broken = tool_api_server.metric("broken_tool_calls_total")
     fields = {"tool_choice": {"type": "function", "function": {"name": "clock"}}, "max_tokens": 22}
-    [choice] = chat(tool_server, **fields).choices
+    [choice] = chat(tool_api_server, **fields).choices
     [call] = choice.message.tool_calls
     assert (choice.finish_reason, call.function.name, choice.message.content) == ("length", "clock", None)
-    chunks = [chunk.choices[0] for chunk in chat(tool_server, **fields, stream=True)]
+    chunks = [chunk.choices[0] for chunk in chat(tool_api_server, **fields, stream=True)]
     [streamed] = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
     assert streamed.function.model_dump() == call.function.model_dump()
     assert chunks[-1].finish_reason == "length"
-    assert tool_server.metric("broken_tool_calls_total") == 0
+    assert tool_api_server.metric("broken_tool_calls_total") == num_broken
 
 
-def test_content_without_a_call_is_returned_unchanged(tool_server: ServerProcess) -> None:
-    [choice] = chat(tool_server, max_tokens=30).choices
-    chunks = list(chat(tool_server, max_tokens=30, stream=True))
+def test_content_without_a_call_is_returned_unchanged(tool_api_server: ServerProcess) -> None:
+    [choice] = chat(tool_api_server, max_tokens=30).choices
+    chunks = list(chat(tool_api_server, max_tokens=30, stream=True))
     assert choice.message.content and choice.message.tool_calls is None
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
     assert "<|end|>" not in choice.message.content
 
 
-def test_tools_are_in_the_prompt_unless_tool_choice_is_none(tool_server: ServerProcess) -> None:
+def test_tools_are_in_the_prompt_unless_tool_choice_is_none(tool_api_server: ServerProcess) -> None:
     lengths = {
-        choice: chat(tool_server, tool_choice=choice, max_tokens=1).usage.prompt_tokens
+        choice: chat(tool_api_server, tool_choice=choice, max_tokens=1).usage.prompt_tokens
         for choice in ("auto", "required", "none")
     }
-    plain = chat(tool_server, tools=openai.NOT_GIVEN, max_tokens=1).usage.prompt_tokens
+    plain = chat(tool_api_server, tools=openai.NOT_GIVEN, max_tokens=1).usage.prompt_tokens
     assert lengths["auto"] == lengths["required"] > lengths["none"] == plain
     body = {"messages": [QUESTION], "tools": [WEATHER, CLOCK]}
-    assert httpx.post(f"{tool_server.address}/tokenize", json=body).json()["count"] == lengths["auto"]
+    assert httpx.post(f"{tool_api_server.address}/tokenize", json=body).json()["count"] == lengths["auto"]
 
 
-def test_a_chat_continues_with_the_result_of_a_call(tool_server: ServerProcess) -> None:
+def test_a_chat_continues_with_the_result_of_a_call(tool_api_server: ServerProcess) -> None:
     """The client sends back the call and its result. The template gets the arguments as an object."""
-    [choice] = chat(tool_server, tool_choice={"type": "function", "function": {"name": "clock"}}).choices
+    [choice] = chat(tool_api_server, tool_choice={"type": "function", "function": {"name": "clock"}}).choices
     [call] = choice.message.tool_calls
     history = [QUESTION, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "It is noon."}]
-    [last] = chat(tool_server, messages=history, max_tokens=10).choices
+    [last] = chat(tool_api_server, messages=history, max_tokens=10).choices
     assert last.message.content
     with pytest.raises(openai.BadRequestError) as rejection:
         chat(
-            tool_server,
+            tool_api_server,
             messages=[QUESTION, {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "x"}}]}],
         )
     assert rejection.value.param == "messages"
 
 
-def test_invalid_parameter_schemas_are_rejected_only_if_a_call_is_forced(tool_server: ServerProcess) -> None:
+def test_invalid_parameter_schemas_are_rejected_only_if_a_call_is_forced(tool_api_server: ServerProcess) -> None:
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"type": "strange"}}}
     with pytest.raises(openai.BadRequestError) as rejection:
-        chat(tool_server, tools=[bad], tool_choice="required")
+        chat(tool_api_server, tools=[bad], tool_choice="required")
     assert rejection.value.param == "tools"
-    assert chat(tool_server, tools=[bad], max_tokens=2).choices
+    assert chat(tool_api_server, tools=[bad], max_tokens=2).choices
 
 
-def test_openapi_json_describes_tools_and_formats(tool_server: ServerProcess) -> None:
-    schemas = httpx.get(f"{tool_server.address}/openapi.json").json()["components"]["schemas"]
+def test_openapi_json_describes_tools_and_formats(tool_api_server: ServerProcess) -> None:
+    schemas = httpx.get(f"{tool_api_server.address}/openapi.json").json()["components"]["schemas"]
     assert {"tools", "tool_choice", "parallel_tool_calls", "response_format"} <= set(
         schemas["ChatRequest"]["properties"]
     )
