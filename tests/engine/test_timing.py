@@ -136,3 +136,24 @@ def test_a_dynamic_bucket_is_timed_at_each_captured_size(monkeypatch: pytest.Mon
 def test_a_dynamic_bucket_without_graphs_is_timed_at_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(buckets=(40,), shapes="dynamic")
     assert measured_costs(monkeypatch, runner).prefill_ms == ((40, 4.5),)
+
+
+@pytest.mark.parametrize("min_size", [0, 2])
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_uncompiled_steps_do_not_replay_the_graph(
+    monkeypatch: pytest.MonkeyPatch, min_size: int, is_captured: bool
+) -> None:
+    """The first run of the batch, which fills the buffers, may replay it; the others may not."""
+    bucket, runs = Bucket("prefill", 64, min_size), []
+    batch = SimpleNamespace(run=lambda: runs.append("replay" if is_captured else "programs"), sequences=[])
+    monkeypatch.setattr(timing, "make_timing_batch", lambda *_: batch)
+    runner: Any = SimpleNamespace(
+        graphs=SimpleNamespace(is_captured=lambda _: is_captured),
+        rerun=lambda _: runs.append("replay" if is_captured else "programs"),
+        rerun_uncaptured=lambda _: runs.append("programs"),
+    )
+    timing.measure_step_ms(runner, bucket, captured=False, limits=TimingLimits(1, 2, 2, 1.0))
+    assert runs[1:] == ["programs"] * 3
+    runs.clear()
+    timing.measure_step_ms(runner, bucket, limits=TimingLimits(1, 2, 2, 1.0))
+    assert runs[1:] == ["replay" if is_captured else "programs"] * 3
