@@ -149,21 +149,19 @@ class ActiveRequest:
             async with contextlib.aclosing(self.group.tokens(timeout_s)) as batches:
                 async for tokens in batches:
                     texts: dict[int, str] = {}
-                    timings: list[tuple[Stopwatch, bool, float | None]] = []
+                    received: list[tuple[PendingRequest, NewToken, bool]] = []
                     now = time.perf_counter()
                     try:
                         for pending, token in tokens:
                             if pending.is_open:
                                 texts[pending.index] = texts.get(pending.index, "") + self._append_token(pending, token)
-                                timings.append(
-                                    (self.stopwatches[pending.index], not pending.is_open, token.queue_seconds)
-                                )
+                                received.append((pending, token, not pending.is_open))
                         yield texts
-                        if any(queue_seconds is not None for _, _, queue_seconds in timings):
+                        if any(token.queue_seconds is not None for _, token, _ in received):
                             await asyncio.sleep(0)  # the loop flushes the socket before it resumes this task
                     finally:
-                        for stopwatch, is_last, queue_seconds in timings:
-                            stopwatch.observe_token(now, is_last, queue_seconds)
+                        for pending, token, is_last in received:
+                            self._count_token(pending, token, is_last, now)
         except Exception:
             self._has_failed = True
             raise
@@ -173,8 +171,6 @@ class ActiveRequest:
         choice, metrics = self.choices[pending.index], self.service.metrics
         if token.finish_reason == "error":
             raise bad_request(GRAMMAR_ERROR_MESSAGE, self.request.constraint_field)
-        if not choice.has_started and pending.params.prompt_logprobs is None:  # else the cache was not looked up
-            metrics.observe_prefix_cache(choice.num_prompt_tokens, token.cached_tokens)
         text = choice.receive(token, self.service.vocabulary)
         if self.observe_output is not None:
             self.observe_output(choice, text)
@@ -185,6 +181,13 @@ class ActiveRequest:
                 self.group.cancel(pending)
             pending.is_open = False
         return text
+
+    def _count_token(self, pending: PendingRequest, token: NewToken, is_last: bool, now: float) -> None:
+        """Count a token in the metrics. `now`: when it arrived, in seconds of time.perf_counter."""
+        is_first = token.queue_seconds is not None
+        if is_first and pending.params.prompt_logprobs is None:  # else the cache was not looked up
+            self.service.metrics.observe_prefix_cache(len(pending.prompt), token.cached_tokens)
+        self.stopwatches[pending.index].observe_token(now, is_last, token.queue_seconds)
 
     def close(self) -> None:
         """Cancel what is still open, and release the admitted choices."""

@@ -6,6 +6,7 @@ compiles it. A request may contain one constraint; validation.py rejects more. D
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
@@ -89,7 +90,7 @@ class ConstraintFields(BaseModel):
     guided_choice: Choices | None = None
     guided_grammar: StrictStr | None = None
 
-    @property
+    @cached_property
     def output_constraints(self) -> list[OutputConstraint]:
         """All constraints, of which a valid request has at most one."""
         constraints = []

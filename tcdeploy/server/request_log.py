@@ -95,21 +95,20 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         start, path = time.perf_counter(), scope["path"]  # RootPath changes the path
-        request_id = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
-        request_id = request_id or uuid.uuid4().hex.encode()
-        status = CLIENT_CLOSED_REQUEST
+        status, request_id = CLIENT_CLOSED_REQUEST, b""
 
         async def send_with_request_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, request_id
             if message["type"] == "http.response.start":
-                status = message["status"]
+                # Only now: a generation request has been submitted to the engine by then.
+                status, request_id = message["status"], _request_id(scope)
                 message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_request_id)
         finally:
-            self._observe(scope, path, status, time.perf_counter() - start, request_id)
+            self._observe(scope, path, status, time.perf_counter() - start, request_id or _request_id(scope))
 
     def _observe(self, scope: Scope, path: str, status: int, seconds: float, request_id: bytes) -> None:
         method = scope["method"] if scope["method"] in METHODS else OTHER_METHOD
@@ -157,6 +156,12 @@ class RequestLog:
         if self._log_format == "json":
             return json.dumps({"time": round(request.end_time, 3), **fields})
         return _text_line(fields)
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's X-Request-Id, or a new id."""
+    sent = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+    return sent or uuid.uuid4().hex.encode()
 
 
 def _text_line(fields: dict[str, Any]) -> str:

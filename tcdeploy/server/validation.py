@@ -71,12 +71,12 @@ def check(request: GenerationRequest) -> None:
         _check_tools(request)
         if request.top_logprobs and not request.logprobs:
             raise bad_request(f"top_logprobs is {request.top_logprobs}, but logprobs is not true", "top_logprobs")
-    for name in ("ignore_eos", "min_tokens"):
-        if request.constraint_field and getattr(request, name):
-            raise bad_request(
-                f"{name} cannot be combined with {request.constraint_field}: the output ends where its grammar ends",
-                name,
-            )
+    if constraint_field := request.constraint_field:
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(request, name):
+                raise bad_request(
+                    f"{name} cannot be combined with {constraint_field}: the output ends where its grammar ends", name
+                )
     if request.prompt_logprobs is not None:
         if request.stream:
             raise bad_request("prompt_logprobs requires stream to be false", "prompt_logprobs")
