@@ -1,10 +1,12 @@
 """Counts each HTTP request in the metrics, and writes the access log (--log-requests).
 
-A line of the log names the request by X-Request-Id. Of prompts, it has as many characters as --log-prompts says.
+A line of the log names the request by X-Request-Id. Of prompts, it has as many characters as --log-prompts says. It is
+written LOG_DELAY_S after the response: a client that sends its next request at once would otherwise wait for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -27,6 +29,7 @@ MAX_LOGGED_CHARS = 200  # of a path and of a request id, which clients choose
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 REQUEST_ID = b"x-request-id"
 SCOPE_KEY = "tcdeploy.usage"
+LOG_DELAY_S = 0.02
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that has disconnected before the response
 log = logging.getLogger("tcdeploy.access")  # cli/process.py sends it to stderr
 
@@ -120,12 +123,15 @@ class RequestLog:
             series = self._series[key] = requests, self._durations.labels(handler, method)
         series[0].inc()
         series[1].observe(seconds)
-        if self._log_format == "off" and self._record is None:
-            return
+        if self._log_format != "off" or self._record is not None:
+            loop, ended = asyncio.get_running_loop(), time.time()
+            loop.call_later(LOG_DELAY_S, self._log, scope, path, status, ended, seconds, request_id)
+
+    def _log(self, scope: Scope, path: str, status: int, ended: float, seconds: float, request_id: bytes) -> None:
         get_usage = scope.get(SCOPE_KEY)
         request = LoggedRequest(
-            scope["method"], scope["path"], status, time.time(), seconds,
-            request_id.decode("latin-1")[:MAX_LOGGED_CHARS], scope["headers"], get_usage() if get_usage else None,
+            scope["method"], scope["path"], status, ended, seconds, request_id.decode("latin-1")[:MAX_LOGGED_CHARS],
+            scope["headers"], get_usage() if get_usage else None,
         )  # fmt: skip
         if self._log_format != "off":
             log.info(self._line(scope.get("client"), path, request))

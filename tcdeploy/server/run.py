@@ -35,6 +35,7 @@ from tcdeploy.server.canary import CanarySchedule
 from tcdeploy.server.hot_path import shorten_switch_interval
 from tcdeploy.server.http import http_protocol
 from tcdeploy.server.metrics import Metrics
+from tcdeploy.server.request_log import LOG_DELAY_S
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service, build_service
 from tcdeploy.server.settings import ServerSettings
@@ -135,6 +136,7 @@ class _Server:
         )
         http_server.should_exit = True
         await listening
+        await asyncio.sleep(LOG_DELAY_S)  # until the last requests are logged
         sampling.cancel()
         self.worker.stop()
         if self.worker.swaps is not None:

@@ -18,6 +18,7 @@ class FakeStopwatch:
     def __init__(self) -> None:
         self.entries: list[tuple[bool, float | None]] = []
         self.times: list[float] = []
+        self.prefix_cache: list[tuple[int, int]] = []  # tokens of the prompt, and those that were cached
 
     def observe_token(self, now: float, is_last: bool, queue_seconds: float | None = None) -> None:
         self.times.append(now)
@@ -26,7 +27,10 @@ class FakeStopwatch:
 
 def active_request(monkeypatch: pytest.MonkeyPatch, *batches: list[NewToken]) -> tuple[ActiveRequest, FakeStopwatch]:
     """A request whose engine delivers `batches`. It ends at a token with a finish reason."""
-    pending, stopwatch = SimpleNamespace(index=0, is_open=True), FakeStopwatch()
+    stopwatch = FakeStopwatch()
+    pending = SimpleNamespace(
+        index=0, is_open=True, prompt=[7] * NUM_PROMPT_TOKENS, params=SimpleNamespace(prompt_logprobs=None)
+    )
 
     async def tokens(timeout_s: float | None) -> AsyncIterator[list[tuple[Any, NewToken]]]:
         for batch in batches:
@@ -40,10 +44,15 @@ def active_request(monkeypatch: pytest.MonkeyPatch, *batches: list[NewToken]) ->
     active = object.__new__(ActiveRequest)
     active.group = SimpleNamespace(tokens=tokens)  # type: ignore[assignment]
     active.stopwatches = [stopwatch]  # type: ignore[list-item]
+    active.service = SimpleNamespace(  # type: ignore[assignment]
+        metrics=SimpleNamespace(observe_prefix_cache=lambda *counts: stopwatch.prefix_cache.append(counts))
+    )
     return active, stopwatch
 
 
-FIRST, MIDDLE, LAST = NewToken(0, 1, "", queue_seconds=0.5), NewToken(0, 2, ""), NewToken(0, 3, "length")
+NUM_PROMPT_TOKENS, NUM_CACHED_TOKENS = 20, 16
+FIRST = NewToken(0, 1, "", queue_seconds=0.5, cached_tokens=NUM_CACHED_TOKENS)
+MIDDLE, LAST = NewToken(0, 2, ""), NewToken(0, 3, "length")
 
 
 def test_text_is_sent_before_its_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +68,7 @@ def test_text_is_sent_before_its_tokens_are_counted(monkeypatch: pytest.MonkeyPa
     asyncio.run(run())
     assert events == [({0: "1"}, 0), ({}, 0), ({0: "2"}, 1), ({0: "3"}, 2)]
     assert stopwatch.entries == [(False, 0.5), (False, None), (True, None)]
+    assert stopwatch.prefix_cache == [(NUM_PROMPT_TOKENS, NUM_CACHED_TOKENS)]
 
 
 def test_token_times_are_arrival_times_even_if_the_client_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from starlette.routing import Route
 
 from tcdeploy.server.metrics import Metrics
-from tcdeploy.server.request_log import LoggedUsage, RequestLog, set_usage
+from tcdeploy.server.request_log import LOG_DELAY_S, LoggedUsage, RequestLog, set_usage
 
 ROUTES = [Route("/health", None, methods=["GET"]), Route("/v1/models/{name:path}", None, methods=["GET"])]  # type: ignore[arg-type]
 
@@ -45,7 +45,16 @@ class Logged:
 
         headers = [(b"x-request-id", request_id.encode())] if request_id else []
         scope = {"type": "http", "method": method, "path": path, "client": ("10.0.0.1", 99), "headers": headers}
-        asyncio.run(self._log(scope, receive, send))
+
+        async def run() -> None:
+            num_lines = len(self.lines)
+            try:
+                await self._log(scope, receive, send)
+            finally:
+                assert len(self.lines) == num_lines, "the next request of the client would wait for the line"
+                await asyncio.sleep(LOG_DELAY_S)
+
+        asyncio.run(run())
         return str(dict(sent[0]["headers"])[b"x-request-id"].decode())
 
     def count(self, handler: str, method: str, status: str) -> float | None:
