@@ -93,6 +93,11 @@ class ConstraintFields(BaseModel):
     @cached_property
     def output_constraints(self) -> list[OutputConstraint]:
         """All constraints, of which a valid request has at most one."""
+        if not (
+            self.response_format or self.structured_outputs or self.guided_json or self.guided_regex
+            or self.guided_choice or self.guided_grammar
+        ):  # fmt: skip
+            return []  # most requests, in a tenth of the time
         constraints = []
         if isinstance(self.response_format, JsonSchemaFormat):
             constraints.append(
@@ -111,4 +116,4 @@ class ConstraintFields(BaseModel):
 
     @property
     def output_constraint(self) -> OutputConstraint | None:
-        return next(iter(self.output_constraints), None)
+        return self.output_constraints[0] if self.output_constraints else None

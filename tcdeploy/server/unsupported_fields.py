@@ -96,7 +96,9 @@ def check_unsupported_fields(
 
     `field_names`: for other APIs than completions and chats: field of ChatRequest -> its name in that API.
     """
-    fields, field_names = request.model_extra or {}, field_names or {}
+    fields, field_names = request.model_extra, field_names or {}
+    if not fields:
+        return
     for name, value in fields.items():
         if value is None or name not in inert_values or value in inert_values[name]:
             continue

@@ -300,8 +300,11 @@ def _min_new_tokens(request: GenerationRequest, default: int | None, max_new_tok
 
 
 def _first_given(*values: Any) -> Any:
-    """The first value that is not None."""
-    return next(value for value in values if value is not None)
+    """The first value that is not None; the last one is given."""
+    for value in values:
+        if value is not None:
+            return value
+    raise ValueError("no value is given")
 
 
 def params_of_choices(first: SamplingParams, num_choices: int, scores_once: bool = False) -> list[SamplingParams]:
