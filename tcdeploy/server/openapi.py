@@ -56,6 +56,11 @@ CONTENTS = {  # by path, or by method and path
     "/v1/messages": Content("MessagesResponse", "MessagesEvent", error_schema="MessagesError"),
     "/v1/messages/count_tokens": Content("MessagesTokens", error_schema="MessagesError"),
 }
+# Operations that take a value of the successful response: path -> parameter, location of its value, operation ids.
+LINKS = {
+    "/v1/models": ("name", "$response.body#/data/0/id", ("model",)),
+    "/v1/responses": ("response_id", "$response.body#/id", ("retrieve_response", "delete_response")),
+}
 ERRORS_OF_BODIES = {
     400: "A field is not valid; `param` names it",
     408: "The body did not arrive in time",
@@ -139,6 +144,9 @@ def _responses(path: str, content: Content, has_body: bool, needs_key: bool) -> 
     if content.chunk_schema:
         success["description"] = "Success; with `stream`, events"
         success["content"]["text/event-stream"] = {"schema": _event_schema(content)}
+    if path in LINKS:
+        parameter, location, operations = LINKS[path]
+        success["links"] = {name: {"operationId": name, "parameters": {parameter: location}} for name in operations}
     errors: dict[int, dict[str, Any]] = {}
     if path == "/ready":
         text = {"text/plain": {"schema": {"type": "string"}}}

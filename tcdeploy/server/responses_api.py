@@ -61,7 +61,7 @@ def responses_routes(state: ServerState) -> list[Route]:
         """Create a response (OpenAI's Responses API)."""
         return await generate(state, request, RESPONSES)
 
-    async def retrieve(request: Request) -> Response:
+    async def retrieve_response(request: Request) -> Response:
         """Retrieve a stored response."""
         for name in RETRIEVE_OPTIONS:
             if request.query_params.get(name) not in (None, "false"):
@@ -71,7 +71,7 @@ def responses_routes(state: ServerState) -> list[Route]:
             raise _not_found(request)
         return Response(stored.body, media_type="application/json")
 
-    async def delete(request: Request) -> Response:
+    async def delete_response(request: Request) -> Response:
         """Delete a stored response."""
         if not state.stored_responses.delete(*_id_and_key(request)):
             raise _not_found(request)
@@ -83,8 +83,8 @@ def responses_routes(state: ServerState) -> list[Route]:
 
     return [
         Route("/v1/responses", responses, methods=["POST"]),
-        Route("/v1/responses/{response_id}", retrieve, methods=["GET"]),
-        Route("/v1/responses/{response_id}", delete, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}", retrieve_response, methods=["GET"]),
+        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
     ]
 
 

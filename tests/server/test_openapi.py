@@ -156,6 +156,23 @@ def test_each_route_documents_its_successful_response() -> None:
                     jsonschema.Draft202012Validator.check_schema(content["schema"])
 
 
+def test_links_name_operations_and_their_parameters() -> None:
+    document = asyncio.run(_get_document())
+    operations = {
+        operation["operationId"]: operation for path in document["paths"].values() for operation in path.values()
+    }
+    links = {
+        (name, link["operationId"]): set(link["parameters"])
+        for name, operation in operations.items()
+        for link in operation["responses"]["200"].get("links", {}).values()
+    }
+    assert links.keys() == {
+        ("models", "model"), ("responses", "retrieve_response"), ("responses", "delete_response"),
+    }  # fmt: skip
+    for (_, target), parameters in links.items():
+        assert parameters == {parameter["name"] for parameter in operations[target]["parameters"]}
+
+
 def test_the_document_names_the_paths_that_need_a_key() -> None:
     with_keys = asyncio.run(_get_document(api_keys=("secret",)))
     public = {
