@@ -56,7 +56,7 @@ COMPLETIONS, CHAT_COMPLETIONS = GenerationApi(CompletionRequest), GenerationApi(
 DIRECT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
-def make_app(state: ServerState) -> ASGIApp:
+def make_app(state: ServerState) -> RequestLog:
     async def completions(request: Request) -> Response:
         """Create a completion (OpenAI's API)."""
         return await generate(state, request, COMPLETIONS)

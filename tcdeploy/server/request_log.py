@@ -1,7 +1,8 @@
 """Counts each HTTP request in the metrics, and writes the access log (--log-requests).
 
-A line of the log names the request by X-Request-Id. Of prompts, it has as many characters as --log-prompts says. It is
-written LOG_DELAY_S after the response: a client that sends its next request at once would otherwise wait for it.
+A line of the log names the request by X-Request-Id. Of prompts, it has as many characters as --log-prompts says. Each
+line is written LOG_DELAY_S after the response: a client that sends its next request at once would otherwise wait for
+it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,8 @@ class RequestLog:
         record: Callable[[LoggedRequest], None] | None = None,
     ) -> None:
         self._app, self._log_format, self._record = app, log_format, record
+        self._ended: deque[tuple[Scope, str, int, float, float, bytes]] = deque()  # arguments of `_log`
+        self._is_closed = False
         self._paths = frozenset(route.path for route in routes)
         self._parameterized = {route.path.partition("{")[0]: route.path_format for route in routes if "{" in route.path}
         self._requests, self._durations = metrics.http_requests, metrics.http_durations
@@ -103,7 +106,7 @@ class RequestLog:
         async def send_with_request_id(message: Message) -> None:
             nonlocal status, request_id
             if message["type"] == "http.response.start":
-                # Only now: a generation request has been submitted to the engine by then.
+                # Made only now, to keep it out of the time to first token: the engine has the request already.
                 status, request_id = message["status"], _request_id(scope)
                 message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
             await send(message)
@@ -123,9 +126,23 @@ class RequestLog:
             series = self._series[key] = requests, self._durations.labels(handler, method)
         series[0].inc()
         series[1].observe(seconds)
-        if self._log_format != "off" or self._record is not None:
-            loop, ended = asyncio.get_running_loop(), time.time()
-            loop.call_later(LOG_DELAY_S, self._log, scope, path, status, ended, seconds, request_id)
+        if self._log_format == "off" and self._record is None:
+            return
+        self._ended.append((scope, path, status, time.time(), seconds, request_id))
+        if self._is_closed:
+            self._log_next()
+        else:
+            asyncio.get_running_loop().call_later(LOG_DELAY_S, self._log_next)
+
+    def close(self) -> None:
+        """Log the requests that have ended, and from now on each request at its end: the event loop is about to end."""
+        self._is_closed = True
+        while self._ended:
+            self._log_next()
+
+    def _log_next(self) -> None:
+        if self._ended:  # else `close` has logged it
+            self._log(*self._ended.popleft())
 
     def _log(self, scope: Scope, path: str, status: int, ended: float, seconds: float, request_id: bytes) -> None:
         get_usage = scope.get(SCOPE_KEY)

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import uvicorn
+from starlette.types import ASGIApp
 
 try:
     import uvloop
@@ -35,7 +36,6 @@ from tcdeploy.server.canary import CanarySchedule
 from tcdeploy.server.hot_path import shorten_switch_interval
 from tcdeploy.server.http import http_protocol
 from tcdeploy.server.metrics import Metrics
-from tcdeploy.server.request_log import LOG_DELAY_S
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service, build_service
 from tcdeploy.server.settings import ServerSettings
@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
 DRAIN_POLL_S = 0.05
 ERROR_DELIVERY_S = 1.0  # time for the last error events to reach the clients
 GRACEFUL_SHUTDOWN_S = 3  # uvicorn's time for open connections
+CANCEL_S = 0.05  # time for requests that uvicorn has cancelled to end
 OnReady: TypeAlias = "Callable[[Deployment, str], None]"  # (deployment, address)
 
 
@@ -122,7 +123,8 @@ class _Server:
         self._error: BaseException | None = None
 
     async def run(self) -> int:
-        http_server = uvicorn.Server(_uvicorn_config(self.state))
+        app = make_app(self.state)
+        http_server = uvicorn.Server(_uvicorn_config(app, self.settings))
         # Signals are handled below. If uvicorn renames this method, drain is skipped and test_faults.py fails.
         http_server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         loop = asyncio.get_running_loop()
@@ -136,7 +138,8 @@ class _Server:
         )
         http_server.should_exit = True
         await listening
-        await asyncio.sleep(LOG_DELAY_S)  # until the last requests are logged
+        await asyncio.sleep(CANCEL_S)  # uvicorn does not wait for them
+        app.close()
         sampling.cancel()
         self.worker.stop()
         if self.worker.swaps is not None:
@@ -230,10 +233,10 @@ def _record_canary(deployment: Deployment, settings: ServerSettings) -> CanarySc
     return schedule
 
 
-def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
-        make_app(state), interface="asgi3", http=http_protocol(state.settings.stall_timeout), ws="none", lifespan="off",
+        app, interface="asgi3", http=http_protocol(settings.stall_timeout), ws="none", lifespan="off",
         log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
-        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, ssl_certfile=state.settings.ssl_certfile,
-        ssl_keyfile=state.settings.ssl_keyfile,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
     )  # fmt: skip

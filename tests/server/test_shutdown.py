@@ -57,7 +57,8 @@ def test_a_request_sent_while_the_engine_dies_gets_an_error(serve: Callable[...,
 
 
 def test_a_client_that_does_not_read_does_not_delay_shutdown(serve: Callable[..., Any]) -> None:
-    flags = ("--stall-timeout", "60", "--drain-timeout", "0.5")
+    """Its request is logged although it is cancelled last."""
+    flags = ("--stall-timeout", "60", "--drain-timeout", "0.5", "--log-requests", "text")
     with serve(*flags, script=SMALL_SEND_BUFFERS) as server, socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.address.removeprefix("http://").split(":")
@@ -68,6 +69,7 @@ def test_a_client_that_does_not_read_does_not_delay_shutdown(serve: Callable[...
         time.sleep(1)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=15) == 0
+        assert [line for line in server.stderr if f"POST {CHAT} 200 " in line]
 
 
 def test_a_client_that_does_not_read_loses_its_connection(serve: Callable[..., Any]) -> None:
