@@ -60,7 +60,7 @@ def measure_step_ms(
 ) -> float:
     """Median milliseconds of the bucket's step on its timing batch.
 
-    captured: replay the CUDA graph; False: run the programs without it, in prefill with the bucket's size only.
+    captured: replay the CUDA graph; False: run the programs without it, for prefill only with the default length.
     length: tokens of the prompt, or of each decode row's context (make_timing_batch has the defaults).
     """
     batch = make_timing_batch(runner, bucket, length)
@@ -68,6 +68,7 @@ def measure_step_ms(
     if limits.min_runs == 1 and first_seconds > limits.seconds:  # a slow step runs once, an interrupted one again
         return min(first_seconds, _seconds(batch.run) if first_seconds < SLOW_STEP_SECONDS else math.inf) * 1e3
     # Each size of a dynamic bucket has buffers of its own, and `rerun` uses those of the largest.
+    assert captured or length is None or not bucket.is_prefill
     if bucket.min_size and (captured or not runner.graphs.is_captured(bucket)):
         return _median_ms(batch.run, limits)
     rerun = runner.rerun if captured else runner.rerun_uncaptured

@@ -56,7 +56,7 @@ CONTENTS = {  # by path, or by method and path
     "/v1/messages": Content("MessagesResponse", "MessagesEvent", error_schema="MessagesError"),
     "/v1/messages/count_tokens": Content("MessagesTokens", error_schema="MessagesError"),
 }
-# Operations that take a value of the successful response: path -> parameter, location of its value, operation ids.
+# OpenAPI links: path -> path parameter of the linked operations, where its value is in the response, operation ids.
 LINKS = {
     "/v1/models": ("name", "$response.body#/data/0/id", ("model",)),
     "/v1/responses": ("response_id", "$response.body#/id", ("retrieve_response", "delete_response")),

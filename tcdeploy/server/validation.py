@@ -300,7 +300,7 @@ def _min_new_tokens(request: GenerationRequest, default: int | None, max_new_tok
 
 
 def _first_given(*values: Any) -> Any:
-    """The first value that is not None; the last one is given."""
+    """The first value that is not None. Callers pass a default last."""
     for value in values:
         if value is not None:
             return value

@@ -63,6 +63,7 @@ def test_text_is_sent_before_its_tokens_are_counted(monkeypatch: pytest.MonkeyPa
         async for texts in active.deltas():
             if not events:  # the loop's pending callbacks, such as a socket write, also run before the count
                 asyncio.get_running_loop().call_soon(lambda: events.append(({}, len(stopwatch.entries))))
+                assert not stopwatch.prefix_cache
             events.append((texts, len(stopwatch.entries)))
 
     asyncio.run(run())
