@@ -65,9 +65,10 @@ class RequestGroup:
             self._worker.cancel(pending)
 
     def close(self) -> None:
-        """Abort all open requests."""
+        """Abort all open requests. No more tokens are received."""
         for pending in self.pending_requests:
             self.cancel(pending)
+            pending.close()
 
     def _receive(self, pending: PendingRequest, item: NewToken | Exception | None) -> None:
         if isinstance(item, Exception):

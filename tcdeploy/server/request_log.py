@@ -84,7 +84,7 @@ class RequestLog:
         record: Callable[[LoggedRequest], None] | None = None,
     ) -> None:
         self._app, self._log_format, self._record = app, log_format, record
-        self._ended: deque[tuple[Scope, str, int, float, float, bytes]] = deque()  # arguments of `_log`
+        self._ended: deque[tuple[Any, ...]] = deque()  # arguments of `_log`
         self._is_closed = False
         self._paths = frozenset(route.path for route in routes)
         self._parameterized = {route.path.partition("{")[0]: route.path_format for route in routes if "{" in route.path}
@@ -126,9 +126,11 @@ class RequestLog:
             series = self._series[key] = requests, self._durations.labels(handler, method)
         series[0].inc()
         series[1].observe(seconds)
+        # Taken out, because uvicorn's objects of a connection form a cycle, which keeps the scope until a collection.
+        get_usage = scope.pop(SCOPE_KEY, None)
         if self._log_format == "off" and self._record is None:
             return
-        self._ended.append((scope, path, status, time.time(), seconds, request_id))
+        self._ended.append((scope, get_usage, path, status, time.time(), seconds, request_id))
         if self._is_closed:
             self._log_next()
         else:
@@ -144,8 +146,16 @@ class RequestLog:
         if self._ended:  # else `close` has logged it
             self._log(*self._ended.popleft())
 
-    def _log(self, scope: Scope, path: str, status: int, ended: float, seconds: float, request_id: bytes) -> None:
-        get_usage = scope.get(SCOPE_KEY)
+    def _log(
+        self,
+        scope: Scope,
+        get_usage: Callable[[], LoggedUsage] | None,
+        path: str,
+        status: int,
+        ended: float,
+        seconds: float,
+        request_id: bytes,
+    ) -> None:
         request = LoggedRequest(
             scope["method"], scope["path"], status, ended, seconds, request_id.decode("latin-1")[:MAX_LOGGED_CHARS],
             scope["headers"], get_usage() if get_usage else None,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
 DRAIN_POLL_S = 0.05
 ERROR_DELIVERY_S = 1.0  # time for the last error events to reach the clients
 GRACEFUL_SHUTDOWN_S = 3  # uvicorn's time for open connections
-CANCEL_S = 0.05  # time for requests that uvicorn has cancelled to end
+CANCEL_S = 0.05  # time for cancelled requests to end, for which uvicorn does not wait
 OnReady: TypeAlias = "Callable[[Deployment, str], None]"  # (deployment, address)
 
 
@@ -138,7 +138,7 @@ class _Server:
         )
         http_server.should_exit = True
         await listening
-        await asyncio.sleep(CANCEL_S)  # uvicorn does not wait for them
+        await asyncio.sleep(CANCEL_S)
         app.close()
         sampling.cancel()
         self.worker.stop()

@@ -67,6 +67,14 @@ class PendingRequest:
     def deliver(self, item: NewToken | Exception | None) -> None:
         self._receive(self, item)
 
+    def close(self) -> None:
+        """Ignore all further items. Also breaks the reference cycle with the owner of `receive`."""
+        self._receive = _ignore
+
+
+def _ignore(pending: PendingRequest, item: NewToken | Exception | None) -> None:
+    pass
+
 
 class EngineOwner(Protocol):
     @property

@@ -23,10 +23,11 @@ class Logged:
         metrics, self._caplog = Metrics(), caplog
         self.registry = metrics.registry
         self.log = RequestLog(self._answer, ROUTES, metrics, log_format)
-        self.status, self.usage, self.error = 200, None, None
+        self.status, self.usage, self.error, self.scope = 200, None, None, None
         caplog.set_level(logging.INFO, "tcdeploy.access")
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        self.scope = scope
         if self.usage is not None:
             usage = self.usage
             set_usage(scope, lambda: usage)
@@ -144,6 +145,14 @@ def test_a_closed_log_has_all_requests_once(caplog: pytest.LogCaptureFixture) ->
         assert len(logged.lines) == 2 * is_closed
         logged.log.close()
     assert len(logged.lines) == 2
+
+
+@pytest.mark.parametrize("log_format", ["off", "text"])
+def test_a_scope_does_not_keep_the_request_that_has_ended(log_format: Any, caplog: pytest.LogCaptureFixture) -> None:
+    logged = Logged(caplog, log_format)
+    logged.usage = LoggedUsage(12, 34, ("stop",))
+    logged.request("POST", "/v1/completions")
+    assert logged.scope is not None and not [key for key in logged.scope if key.startswith("tcdeploy")]
 
 
 def test_a_client_that_disconnects_before_the_response_is_counted(caplog: pytest.LogCaptureFixture) -> None:

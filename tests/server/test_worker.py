@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +148,27 @@ def test_a_stop_does_not_wait_for_the_next_launch() -> None:
     start = time.perf_counter()
     asyncio.run(run())
     assert time.perf_counter() - start < 10 and not engine.started_at
+
+
+def test_a_closed_group_is_freed_without_a_garbage_collection() -> None:
+    """Its requests hold prompts, and a collection that frees many of them at once blocks the event loop."""
+
+    async def run() -> None:
+        async with request_group(FakeEngine()) as group:
+            other = RequestGroup(group._worker, [([7], SamplingParams(max_new_tokens=3))])
+            await other.start()
+            assert await collect_tokens(other)
+            other.close()
+            is_alive = weakref.ref(other)
+            del other
+            await asyncio.sleep(0.05)  # the engine thread handles the cancellation
+            assert is_alive() is None
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
 
 
 def test_start_waits_until_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
