@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def open_streams(server: ServerProcess, count: int, **fields: Any) -> list[Any]:
 
 
 def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(serve: Callable[..., Any]) -> None:
-    """Uses the median of 99 rejections and the best of three pairs of rates, so that it passes on a busy machine."""
+    """Uses the median of the rejections and the best of up to six pairs of rates: other tests use the CPU too."""
     with serve("--max-queued", "1") as server:
         streams = open_streams(server, 5)  # four run, one waits
         time.sleep(0.3)
@@ -60,14 +61,15 @@ def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(ser
                 time.sleep(0.3)
             return (server.metric("generation_tokens_total") - before) / (time.perf_counter() - begin)
 
+        rates: list[tuple[float, float]] = []
         with httpx.Client() as client:
-            rates = [
-                (tokens_per_second(client, rejections=0), tokens_per_second(client, rejections=33)) for _ in range(3)
-            ]
+            while len(rates) < 6 and not any(busy > quiet / 2 for quiet, busy in rates):
+                quiet = tokens_per_second(client, rejections=0)
+                rates.append((quiet, tokens_per_second(client, rejections=33)))
         assert server.metric("num_requests_running") == 4, "the streams still run"
-        assert sorted(seconds)[49] < 0.05
+        assert statistics.median(seconds) < 0.05
         assert any(busy > quiet / 2 for quiet, busy in rates), rates
-        assert server.metric("admission_rejections_total", reason="queue_full") == 99
+        assert server.metric("admission_rejections_total", reason="queue_full") == 33 * len(rates)
         for response in streams:
             response.close()
         time.sleep(0.5)
