@@ -47,7 +47,7 @@ import asyncio, json, os, threading, time
 from tcdeploy.server import hot_path, run
 from tcdeploy.torch_compat import uvicorn_protocol
 uvicorn_protocol.REQUEST_TIMEOUT_S = hot_path.BODY_TIMEOUT_S = 5.0  # so that incomplete requests do not wait 60 s
-run_server = run._Server.run
+run_server = run._Process.run
 async def measure(path):
     with open(f"/proc/self/task/{threading.get_native_id()}/schedstat") as schedstat:
         def run_delay():
@@ -74,7 +74,7 @@ async def run_measured(self):
         return await run_server(self)
     finally:
         task.cancel()
-run._Server.run = run_measured
+run._Process.run = run_measured
 """
 
 CANARY = """

@@ -123,10 +123,10 @@ def test_a_failing_start_reports_its_reason(run_cli: RunCLI, tmp_path: Path, war
 
 
 BUILD_FAILS = """
-from tcdeploy.server import run
+from tcdeploy.server import model_server
 def build_service(*_):
     raise RuntimeError("a tokenizer of another kind")
-run.build_service = build_service
+model_server.build_service = build_service
 """
 
 
