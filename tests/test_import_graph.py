@@ -37,7 +37,7 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
     {"packaged_start", "pipeline"},
     {"start"},
     {"bundle", "server", "bench", "doctor", "compile_worker"},
-    {"explain"},
+    {"explain", "scale"},
     {"cli"},
     {"__main__"},
 )

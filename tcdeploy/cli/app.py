@@ -31,6 +31,7 @@ class _Commands(LazyGroup):
         "warm": "tcdeploy.cli.warm:warm",
         "generate": "tcdeploy.cli.generate:generate",
         "serve": "tcdeploy.cli.serve:serve",
+        "deploy": "tcdeploy.cli.deploy:deploy",
         "explain": "tcdeploy.cli.explain:explain",
         "doctor": "tcdeploy.cli.doctor:doctor",
         "recipes": "tcdeploy.cli.recipes:recipes",

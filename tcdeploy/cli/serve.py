@@ -6,12 +6,14 @@ import dataclasses
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
+from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.process import enable_access_log, set_log_level
@@ -211,8 +213,45 @@ def serve(
 
     With --start eager it returns 200 earlier, and /ready?level=warm once every bucket is warm.
     """
-    from tcdeploy.cli import display
+    options = {name: value for name, value in locals().items() if name not in ("recipe", "dry_run", "json")}
+    run(read_arguments(recipe, **options), dry_run, json)
 
+
+@dataclass(frozen=True)
+class ServeArguments:
+    """The arguments of `tcdeploy serve`, checked."""
+
+    recipe: Recipe
+    settings: ServerSettings
+    cache: CacheSource | None  # where the cache is fetched from
+    trusted_keys: Path | None
+    budget_seconds: float | None
+    log_level: str
+
+
+def read_arguments(
+    recipe: Recipe,
+    *,
+    api_key: list[str],
+    served_model_name: list[str],
+    served_name: str | None,
+    allowed_origins: list[str],
+    root_path: str,
+    chat_template: Path | None,
+    tool_parser: str,
+    reasoning_parser: str,
+    start: str,
+    log_requests: str,
+    log_level: str,
+    otlp_endpoint: str,
+    cache_from: str | None,
+    allow_unsigned: bool,
+    allow_rollback: bool,
+    trusted_keys: Path | None,
+    budget: str | None,
+    **same_named: Any,
+) -> ServeArguments:
+    """Check the values of the options. `same_named` are settings as they are. Raises UsageError and ModelError."""
     require_cache_from(cache_from, allow_unsigned, allow_rollback)
     budget_seconds = parse_budget(budget)
     if served_name is not None:
@@ -222,20 +261,27 @@ def serve(
     names = [*served_model_name, served_name or ""]
     model_names = list(dict.fromkeys(name for name in names if name)) or [recipe.model]
     settings = ServerSettings(
-        host=host, port=port, api_keys=tuple(api_key), model=model_names[0], model_aliases=tuple(model_names[1:]),
-        allowed_origins=tuple(allowed_origins), root_path=root_path.rstrip("/"), ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile, max_queued=max_queued, drain_timeout=drain_timeout, stall_timeout=stall_timeout,
-        canary_interval=canary_interval, canary_strict=canary_strict,
+        **same_named, api_keys=tuple(api_key), model=model_names[0], model_aliases=tuple(model_names[1:]),
+        allowed_origins=tuple(allowed_origins), root_path=root_path.rstrip("/"),
         start=_parse_choice("--start", start, get_args(StartTier)),
         log_requests=_parse_choice("--log-requests", log_requests, get_args(RequestLogFormat)),
-        log_prompts=log_prompts, metrics_prefix=metrics_prefix, otlp_endpoint=otlp_endpoint.rstrip("/"),
-        tool_parser=_parse_choice("--tool-parser", tool_parser, TOOL_PARSERS),
+        otlp_endpoint=otlp_endpoint.rstrip("/"), tool_parser=_parse_choice("--tool-parser", tool_parser, TOOL_PARSERS),
         reasoning_parser=_parse_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
         chat_template=None if chat_template is None else read_chat_template(chat_template),
     )  # fmt: skip
     check_settings(settings)
-    set_log_level(_parse_choice("--log-level", log_level, LOG_LEVELS))
-    if dry_run and (budget or cache_from):
+    _parse_choice("--log-level", log_level, LOG_LEVELS)
+    cache = None if cache_from is None else CacheSource(cache_from, allow_unsigned, allow_rollback)
+    return ServeArguments(recipe, settings, cache, trusted_keys, budget_seconds, log_level)
+
+
+def run(arguments: ServeArguments, dry_run: bool, json: bool) -> None:
+    """Serve until a signal, and exit the process; or print the plan."""
+    from tcdeploy.cli import display
+
+    recipe, settings, cache = arguments.recipe, arguments.settings, arguments.cache
+    set_log_level(arguments.log_level)
+    if dry_run and (arguments.budget_seconds or cache):
         raise UsageError("--dry-run excludes --budget and --cache-from", "remove --dry-run")
     if dry_run:
         with display.show_progress():
@@ -257,14 +303,17 @@ def serve(
 
         def deploy() -> Deployment:
             fetch_seconds = 0.0
-            if cache_from is not None:
-                fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
+            if cache is not None:
+                fetch_seconds = fetch_cache(
+                    recipe, cache.source, arguments.trusted_keys, cache.allow_unsigned, cache.allow_rollback
+                )
             from tcdeploy.start import prepare
 
             deployment = prepare(
-                recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True, eager=settings.start == "eager"
-            )
-            enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
+                recipe, progress, trusted_keys=arguments.trusted_keys, needs_tokenizer=True,
+                eager=settings.start == "eager",
+            )  # fmt: skip
+            enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, arguments.budget_seconds)
             return deployment
 
         def on_ready(deployment: Deployment, address: str) -> None:

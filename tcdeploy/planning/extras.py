@@ -14,6 +14,7 @@ from tcdeploy.errors import UsageError
 EXTRA_MODULES = {
     "compile": ("transformers",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+    "ray": ("ray",),
     "serve": ("pydantic", "starlette", "uvicorn", "httptools", "prometheus_client"),
 }
 COMPILE_HINT = (

@@ -1,0 +1,170 @@
+"""`tcdeploy deploy`: replicas of one or more models on Ray Serve."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tcdeploy.cli.report_options import Json
+from tcdeploy.errors import Interrupted, UsageError
+from tcdeploy.planning.extras import require_extra
+
+if TYPE_CHECKING:
+    from tcdeploy.scale.ray_config import ModelEntry
+
+ENTRY_HINT = "an entry is, for example: {serve: 'builtin:tiny --device cpu', num_replicas: 2}"
+PARSE_ERROR: Any = typer.BadParameter.__base__  # the UsageError of click, which typer does not export
+REFUSED = ("--host", "--port", "--root-path", "--ssl-certfile", "--ssl-keyfile", "--budget", "--dry-run", "--json")
+
+
+def deploy(
+    config: Annotated[Path, typer.Argument(help="YAML file with the models", metavar="FILE", show_default=False)],
+    ray: Annotated[bool, typer.Option("--ray", help="Deploy on Ray Serve")] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the Ray cluster; auto: the one on this machine; default: Ray is started on this machine",
+            metavar="HOST:PORT",
+            envvar="RAY_ADDRESS",
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds until every model must have a replica")] = 600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config for `serve deploy`, and exit")] = False,
+    json: Json = False,
+) -> None:
+    """Run the models of FILE as replicas behind one address, until Ctrl-C or SIGTERM.
+
+    FILE is a config of Ray Serve with `models` in place of `applications`. An entry has `serve`, the arguments of
+    `tcdeploy serve`, and fields of Ray Serve's deployments, such as num_replicas and autoscaling_config.
+    """
+    if not ray:
+        raise UsageError("no engine is given", "tcdeploy deploy FILE --ray")
+    require_extra("serve", "serve a model")
+    require_extra("ray", "deploy on Ray Serve")
+    from tcdeploy.scale.ray_config import serve_config
+
+    content = read_file(config)
+    other = {key: value for key, value in content.items() if key != "models"}
+    serve_file = serve_config(read_entries(config, content), other)
+    from tcdeploy.scale import ray_cluster
+
+    ray_cluster.check_config(serve_file)
+    if dry_run:
+        import yaml
+
+        print(yaml.safe_dump(serve_file, sort_keys=False, width=120), end="")
+        return
+    _run(serve_file, address, timeout, json)
+
+
+def _run(serve_file: dict[str, Any], address: str | None, timeout: float, json: bool) -> None:
+    from tcdeploy.cli import display
+    from tcdeploy.cli.tables import Column, Table
+    from tcdeploy.scale import ray_cluster
+
+    ray_cluster.connect(address)
+    signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set a handler of its own
+    try:
+        if lacking := ray_cluster.lacking_resources(serve_file):
+            if not address:
+                raise UsageError(lacking, "use a larger machine or a cluster, or set ray_actor_options of the models")
+            print(f"warning: {lacking}; waiting until nodes join", file=sys.stderr)
+        deployed = ray_cluster.deploy_applications(serve_file, timeout)
+        if json:
+            print(display.json_document("deploy", models=[item._asdict() for item in deployed]))
+        else:
+            columns = (Column("model", "name"), Column("URL", "name"), Column("seconds", "number"))
+            rows = [(item.name, f"{item.url}/v1", f"{item.seconds:.1f}") for item in deployed]
+            display.show_table(Table(columns, rows))
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        ray_cluster.remove_applications([item.name for item in deployed])
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted", "the models that were being deployed are removed") from None
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The content of the YAML file, with at least one model. Raises UsageError."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UsageError(f"{path} cannot be read: {reason}", "FILE is a YAML file with the models to deploy") from error
+    models = content.get("models") if isinstance(content, dict) else None
+    if not isinstance(models, list) or not models:
+        raise UsageError(f"{path} has no list `models`", ENTRY_HINT)
+    if "applications" in content:
+        raise UsageError(f"{path} has `applications`", "deploy such a config with Ray's own `serve deploy`")
+    return content
+
+
+def read_entries(path: Path, content: dict[str, Any]) -> list[ModelEntry]:
+    """The models, with their names in the API. Raises UsageError."""
+    from tcdeploy.scale.ray_config import ModelEntry
+
+    replicas = []
+    for number, entry in enumerate(content["models"], 1):
+        if not isinstance(entry, dict) or not isinstance(entry.get("serve"), str):
+            raise UsageError(f"{path}: model {number} has no text `serve`", ENTRY_HINT)
+        replicas.append(_read_replica(f"{path}: model {number}", entry["serve"]))
+    names = [_application_name(replica.server.model) for replica in replicas]
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"{path}: two models have the name {name}", "add --served-model-name NAME to one of them")
+    prefixes = ["/"] if len(names) == 1 else [f"/{name}" for name in names]
+    return [
+        ModelEntry(name, prefix, replica, {key: value for key, value in entry.items() if key != "serve"})
+        for name, prefix, replica, entry in zip(names, prefixes, replicas, content["models"], strict=True)
+    ]
+
+
+def _application_name(model: str) -> str:
+    """A name for a path: the part of a Hub id or of a path after the last slash, without characters such as `:`."""
+    last = model.rstrip("/").rsplit("/", 1)[-1]
+    return "".join(character if character.isalnum() or character in "-_." else "-" for character in last)
+
+
+def _read_replica(place: str, arguments: str) -> Any:
+    """Raises UsageError, whose message begins with `place`."""
+    from typer.main import get_command
+
+    from tcdeploy.cli.options import RecipeOptions
+    from tcdeploy.cli.serve import read_arguments, serve
+    from tcdeploy.planning.recipe import Recipe
+    from tcdeploy.scale.replica import ReplicaSettings
+
+    try:
+        words = shlex.split(arguments)
+    except ValueError as error:
+        raise UsageError(f"{place}: serve cannot be split into words: {error}", ENTRY_HINT) from error
+    for word in words:
+        if word.split("=")[0] in REFUSED:
+            raise UsageError(f"{place}: {word} has no effect on Ray Serve", f"omit {word}")
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(serve)
+    command = get_command(app)
+    try:
+        values = command.make_context("serve", words).params
+    except PARSE_ERROR as error:
+        raise UsageError(f"{place}: {error.format_message()}", "tcdeploy serve --help lists the options") from error
+    flags = {item.name: values.pop(item.name) for item in dataclasses.fields(Recipe)}
+    recipe = RecipeOptions(flags, values.pop("recipe")).build()
+    del values["dry_run"], values["json"]
+    parsed = read_arguments(recipe, **values)
+    trusted_keys = None if parsed.trusted_keys is None else str(parsed.trusted_keys)
+    return ReplicaSettings(parsed.recipe, parsed.settings, parsed.cache, trusted_keys)

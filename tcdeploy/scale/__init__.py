@@ -1,0 +1,1 @@
+"""More than one process: replicas of a model on Ray Serve."""

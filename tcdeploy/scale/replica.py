@@ -1,0 +1,112 @@
+"""One replica: a ModelServer in a process of another engine. Does not import Ray.
+
+The engine calls the ASGI app, checks the health, and closes the replica once its requests have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tcdeploy.bundle.cache_source import CacheSource
+from tcdeploy.errors import TcdeployError
+from tcdeploy.gc_policy import relax_gc_for_startup
+from tcdeploy.models.chat_template import start_renderer
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.server.hot_path import shorten_switch_interval
+from tcdeploy.server.model_server import ModelServer
+from tcdeploy.server.request_log import RequestLog
+from tcdeploy.server.settings import ServerSettings
+
+if TYPE_CHECKING:  # importing torch takes seconds
+    from tcdeploy.deployment import Deployment
+
+log = logging.getLogger("tcdeploy.scale")
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """What a replica needs: all of it is sent to the machine that runs it."""
+
+    recipe: Recipe
+    server: ServerSettings
+    cache: CacheSource | None = None
+    trusted_keys: str | None = None  # folder on the replica's machine; None: the default folder of its user
+
+
+class ReplicaStartError(RuntimeError):
+    """The model cannot be served. The message is that of a TcdeployError with its hint."""
+
+
+class ReplicaUnhealthyError(RuntimeError):
+    """The engine has stopped, or a canary has differed with `canary_strict`."""
+
+
+class Replica:
+    """A loaded model. Create it with `await Replica.start(settings)` in the event loop that calls `app`."""
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
+        self._started: asyncio.Future[Deployment] = asyncio.get_running_loop().create_future()
+        self._server = ModelServer(settings.server, self._deploy, self._started.set_result, self._fail)
+
+    @classmethod
+    async def start(cls, settings: ReplicaSettings) -> Replica:
+        """Load the model; returns once every bucket is warm and checked. Raises ReplicaStartError."""
+        relax_gc_for_startup()
+        if settings.server.hot_path.short_switch_interval:
+            shorten_switch_interval()
+        start_renderer()
+        replica = cls(settings)
+        replica._server.start()
+        try:
+            deployment = await replica._started
+        except BaseException as error:
+            replica.close()
+            if isinstance(error, TcdeployError):
+                raise ReplicaStartError(f"{error.message} ({error.hint})" if error.hint else error.message) from error
+            raise
+        log.info("%s is ready: %s", settings.server.model, deployment.stage_seconds)
+        return replica
+
+    @property
+    def app(self) -> RequestLog:
+        """The ASGI app, with the routes of `tcdeploy serve`."""
+        return self._server.app
+
+    def check_health(self) -> None:
+        """Raises ReplicaUnhealthyError."""
+        if not self._server.state.is_healthy:
+            raise ReplicaUnhealthyError(self._server.state.unready_reason)
+
+    def close(self) -> None:
+        """Stop the engine. The engine of the replicas has waited for its requests before."""
+        self._server.close()
+        from tcdeploy.cache.staging import remove_own_staging_folders
+
+        remove_own_staging_folders()
+
+    def _deploy(self) -> Deployment:
+        """Runs in the engine thread."""
+        settings = self._settings
+        trusted_keys = Path(settings.trusted_keys) if settings.trusted_keys else None
+        if settings.cache is not None:
+            from tcdeploy.bundle.fetch import fetch
+            from tcdeploy.cache.signing import default_trusted_keys_folder
+
+            cache = settings.cache
+            fetch(
+                settings.recipe, cache.source, trusted_keys or default_trusted_keys_folder(), cache.allow_unsigned,
+                cache.allow_rollback,
+            )  # fmt: skip
+        from tcdeploy.start import prepare
+
+        eager = settings.server.start == "eager"
+        return prepare(settings.recipe, trusted_keys=trusted_keys, needs_tokenizer=True, eager=eager)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._started.done():
+            self._started.set_exception(error)

@@ -1,0 +1,154 @@
+"""Runs `tcdeploy deploy --ray` in a process, and observes its replicas from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import yaml
+
+from tests.conftest import TINY, cli_command, cli_environment
+
+PACKAGE_FLAGS = ("--device", "cpu", "--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
+START_TIMEOUT_S = 300
+MESSAGES = [{"role": "user", "content": "What is a list?"}]
+
+
+def model_entry(cache: Path, name: str, **options: Any) -> dict[str, Any]:
+    flags = " ".join((TINY, *PACKAGE_FLAGS, "--cache-dir", str(cache), "--served-model-name", name))
+    return {"serve": flags, "ray_actor_options": {"num_cpus": 0.1}, **options}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@dataclass
+class RayDeployment:
+    process: subprocess.Popen[str]
+    models: list[dict[str, Any]]  # as `--json` reports them
+
+    def client(self, number: int = 0) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.models[number]['url']}/v1", api_key="none", max_retries=0, timeout=60)
+
+    @property
+    def replica_pids(self) -> list[int]:
+        """Processes of replicas whose constructor has begun. Other tests' clusters have other sessions."""
+        return sorted(pid for pid, title in descendants(self.process.pid) if title.startswith("ray::ServeReplica"))
+
+
+def descendants(pid: int) -> list[tuple[int, str]]:
+    """All processes below `pid`, with their titles."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            parents.setdefault(parent, []).append(int(folder.name))
+    found, waiting = [], [pid]
+    while waiting:
+        for child in parents.get(waiting.pop(), []):
+            waiting.append(child)
+            with contextlib.suppress(OSError):
+                found.append((child, Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()))
+    return found
+
+
+@contextlib.contextmanager
+def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDeployment]:
+    """Deploy, wait until all models are running, and stop with SIGTERM, which must remove everything."""
+    file = folder / "models.yaml"
+    file.write_text(yaml.safe_dump({"http_options": {"port": free_port()}, "models": models}))
+    command = cli_command("deploy", str(file), "--ray", "--json")
+    environ = cli_environment(folder, RAY_USAGE_STATS_ENABLED="0")
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    stderr: list[str] = []
+    threading.Thread(target=lambda: stderr.extend(process.stderr or ()), daemon=True).start()
+    timer = threading.Timer(START_TIMEOUT_S, process.kill)
+    timer.start()
+    try:
+        document = ""
+        while not document.endswith("\n}\n"):
+            line = process.stdout.readline()
+            assert line, "".join(stderr)
+            document += line
+        timer.cancel()
+        yield RayDeployment(process, json.loads(document)["models"])
+        below = [pid for pid, _ in descendants(process.pid)]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0, "".join(stderr)
+        assert wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in below), 30), "processes are left"
+    finally:
+        timer.cancel()
+        for pid in [pid for pid, _ in descendants(process.pid)] + [process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(condition: Any, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@dataclass
+class Load:
+    """Clients that stream one chat after another. `outcomes`: (start, seconds, error or "") of each request."""
+
+    deployment: RayDeployment
+    max_tokens: int = 40
+    outcomes: list[tuple[float, float, str]] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def start(self, clients: int) -> None:
+        self._stop.clear()
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    @property
+    def errors(self) -> list[str]:
+        return [error for _, _, error in self.outcomes if error]
+
+    def _run(self) -> None:
+        with self.deployment.client() as client:
+            while not self._stop.is_set():
+                start = time.monotonic()
+                error = self._send(client)
+                self.outcomes.append((start, time.monotonic() - start, error))
+
+    def _send(self, client: openai.OpenAI) -> str:
+        """Returns "", or what the client saw. A stream must have all its tokens."""
+        try:
+            stream = client.chat.completions.create(
+                model="tiny", messages=MESSAGES, max_tokens=self.max_tokens, stream=True, temperature=0,
+                stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            usage = [chunk.usage.completion_tokens for chunk in stream if chunk.usage]
+            return "" if usage == [self.max_tokens] else f"the stream ended early: usage {usage}"
+        except Exception as error:  # noqa: BLE001 - any error is an outcome
+            return f"{type(error).__name__}: {error}"

@@ -1,0 +1,143 @@
+"""Replicas of the embedded model on Ray Serve: clients, scaling under load, a killed replica, and invalid input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import TINY, RunCLI
+from tests.scale.ray_deployment import (
+    MESSAGES,
+    PACKAGE_FLAGS,
+    Load,
+    RayDeployment,
+    model_entry,
+    ray_deployment,
+    wait_for,
+)
+
+AUTOSCALING = {
+    "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 1, "downscale_delay_s": 4,
+    "look_back_period_s": 2, "metrics_interval_s": 0.5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Path:
+    """A cache folder with the ahead-of-time packages of the embedded model."""
+    folder = tmp_path_factory.mktemp("packages")
+    warmed = run_cli_in(folder, "warm", TINY, *PACKAGE_FLAGS, "--cache-dir", str(folder / "cache"))
+    assert warmed.returncode == 0, warmed.stderr
+    return folder / "cache"
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory, packages: Path) -> Iterator[RayDeployment]:
+    """Two models: `tiny` has one or two replicas, `other` has one."""
+    models = [
+        model_entry(packages, "tiny", autoscaling_config=AUTOSCALING, health_check_period_s=1),
+        model_entry(packages, "other"),
+    ]
+    with ray_deployment(tmp_path_factory.mktemp("ray"), models) as deployed:
+        yield deployed
+
+
+def test_the_openai_client_reaches_each_model_below_its_own_path(deployment: RayDeployment) -> None:
+    for number, name in enumerate(("tiny", "other")):
+        with deployment.client(number) as client:
+            assert [model.id for model in client.models.list()] == [name]
+            chat = client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=8, temperature=0)
+            stream = client.chat.completions.create(
+                model=name, messages=MESSAGES, max_tokens=8, temperature=0, stream=True
+            )
+            chunks = [chunk.choices[0].delta.content or "" for chunk in stream]
+            assert "".join(chunks) == chat.choices[0].message.content and len(chunks) > 3
+
+
+def test_errors_have_the_form_of_the_server_s_own(deployment: RayDeployment) -> None:
+    url = deployment.models[0]["url"]
+    response = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": -1})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "max_tokens"
+    assert httpx.get(f"{url}/ready").status_code == 200
+
+
+def test_no_request_is_lost_while_replicas_are_added_and_removed(deployment: RayDeployment) -> None:
+    load = Load(deployment)
+    assert wait_for(lambda: len(deployment.replica_pids) == 2, 60), "one replica of each model"
+    load.start(8)
+    assert wait_for(lambda: len(deployment.replica_pids) == 3, 60), "a second replica of tiny"
+    time.sleep(10)
+    load.stop()
+    load.start(1)
+    assert wait_for(lambda: len(deployment.replica_pids) == 2, 60), "the second replica was not removed"
+    load.stop()
+    assert not load.errors and len(load.outcomes) > 20
+
+
+def test_a_killed_replica_loses_only_its_own_requests_and_is_replaced(deployment: RayDeployment) -> None:
+    load = Load(deployment)
+    before = deployment.replica_pids
+    load.start(8)
+    assert wait_for(lambda: len(deployment.replica_pids) == 3, 60)
+    [added] = set(deployment.replica_pids) - set(before)
+    time.sleep(10)  # until it has requests
+    os.kill(added, signal.SIGKILL)
+    time.sleep(3)
+    num_errors = len(load.errors)
+    assert wait_for(lambda: len(deployment.replica_pids) == 3, 60), "it was not replaced"
+    time.sleep(3)
+    load.stop()
+    assert 1 <= num_errors <= 8, "at most the running requests of one replica"
+    assert len(load.errors) == num_errors, load.errors
+
+
+@pytest.mark.parametrize(
+    ("serve", "code", "message"),
+    [
+        (f"{TINY} --device cpu --cache-from /nowhere/x.tcb", 1, "/nowhere/x.tcb"),
+        ("/nowhere/model --device cpu", 1, "/nowhere/model"),
+    ],
+)
+def test_a_model_that_cannot_start_is_removed_and_its_error_is_shown(
+    run_cli_in: RunCLI, tmp_path: Path, serve: str, code: int, message: str
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models:\n- serve: {serve}\n")
+    done = run_cli_in(tmp_path, "deploy", str(file), "--ray", timeout=300)
+    assert done.returncode == code and message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def config(text: str, tmp_path: Path) -> str:
+    (tmp_path / "models.yaml").write_text(text)
+    return str(tmp_path / "models.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models: []\n", "has no list `models`"),
+        ("models:\n- {num_replicas: 2}\n", "model 1 has no text `serve`"),
+        ("models: [{serve: builtin:tiny}]\napplications: []\n", "has `applications`"),
+        ("models: [{serve: builtin:tiny --port 80}]\n", "--port has no effect on Ray Serve"),
+        ("models: [{serve: builtin:tiny --max-queued x}]\n", "model 1: Invalid value for '--max-queued'"),
+        ("models: [{serve: builtin:tiny --unknown}]\n", "model 1: No such option: --unknown"),
+        ("models: [{serve: builtin:tiny --budget 3s}]\n", "--budget has no effect"),
+        ("models: [{serve: builtin:tiny, replicas: 2}]\n", "no field replicas in DeploymentSchema"),
+        ("http_option: {port: 1}\nmodels: [{serve: builtin:tiny}]\n", "no field http_option"),
+        ("models: [{serve: builtin:tiny, num_replicas: two}]\n", "Ray Serve rejects the config"),
+        ("models: [{serve: builtin:tiny}, {serve: builtin:tiny}]\n", "two models have the name builtin-tiny"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_an_invalid_config_is_refused_before_ray_starts(run_cli: Any, tmp_path: Path, text: str, message: str) -> None:
+    done = run_cli("deploy", config(text, tmp_path), "--ray", "--dry-run")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
