@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from filelock import FileLock
 
@@ -30,6 +31,9 @@ os.environ.setdefault(VEC_ISA_VARIABLE, "1")
 COMPILER_CACHE_VARIABLE = "TEST_COMPILER_CACHE"
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 SPEEDUP_VARIABLES = (VEC_ISA_VARIABLE, COMPILER_CACHE_VARIABLE)
+hypothesis.settings.register_profile("without deadlines", deadline=None)  # tests do not measure time
+hypothesis.settings.load_profile("without deadlines")
+
 RunCLI = Callable[..., subprocess.CompletedProcess[str]]
 _active_speedups = list(SPEEDUP_VARIABLES)  # passed to CLI runs, except in modules that use one of two fixtures below
 

@@ -61,7 +61,7 @@ class Allocation(RuleBasedStateMachine):
 
 
 TestAllocation = Allocation.TestCase
-TestAllocation.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAllocation.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_all_blocks_but_the_padding_block_can_be_allocated_once() -> None:
@@ -386,4 +386,4 @@ class Prefixes(RuleBasedStateMachine):
 
 
 TestPrefixes = Prefixes.TestCase
-TestPrefixes.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefixes.settings = settings(max_examples=60, stateful_step_count=40)

@@ -890,7 +890,7 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
     return arrivals
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     arrivals=traffic(),
     block_size=st.integers(1, 4),

@@ -434,7 +434,7 @@ def test_random_traces_meet_the_target_in_order_and_start_in_bounded_time() -> N
     assert 50 < campaign(300) < 250
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(1_000_000))
 def test_traces_of_new_seeds_in_each_run(seed: int) -> None:
     run_trace(seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tcdeploy.engine.batch import PrefillBuffers, make_decode_rows
@@ -246,7 +246,6 @@ def test_a_memory_fraction_outside_0_to_1_is_a_usage_error(fraction: float, devi
     assert caught.value.exit_code == 2
 
 
-@settings(deadline=None)
 @given(
     memory_gib=st.floats(18.0, 200.0),
     fraction=st.floats(0.3, 1.0),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tcdeploy.errors import SpaceError, UsageError
@@ -621,7 +621,6 @@ def test_requested_batch_sizes_do_not_depend_on_the_memory() -> None:
         plan_for(A10G, batch_sizes=(1, 5000))
 
 
-@settings(deadline=None)
 @given(memory_gib=st.floats(17.0, 200.0), context=st.integers(64, 131072), block_size=st.sampled_from([16, 64, 256]))
 def test_default_batch_sizes_fit_or_are_the_smallest(memory_gib: float, context: int, block_size: int) -> None:
     environment = changed_environment(H100, gpu_memory_bytes=int(memory_gib * GIB))
@@ -883,7 +882,6 @@ def ascending(largest: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.sets(st.integers(1, largest), min_size=1, max_size=8).map(lambda sizes: tuple(sorted(sizes)))
 
 
-@settings(deadline=None)
 @given(
     lengths=st.integers(2, LLAMA_8B.context).flatmap(lambda context: st.tuples(st.just(context), ascending(context))),
     batch_sizes=ascending(512),

@@ -420,7 +420,7 @@ JSON_VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from([*ResponsesRequest.model_fields, "x"]), JSON_VALUES), JSON_VALUES)
 def test_no_body_causes_another_error_than_400_or_404(fields: dict[str, Any], item: Any) -> None:
     try:

@@ -51,7 +51,7 @@ def test_an_incomplete_last_character_is_emitted_at_the_end(tokenizer: PreTraine
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), text=st.sampled_from(TEXTS))
 def test_the_text_ends_before_any_stop_string(
     tokenizer: PreTrainedTokenizerBase, data: st.DataObject, text: str
