@@ -143,6 +143,7 @@ def _read_replica(place: str, arguments: str) -> Any:
     """Raises UsageError, whose message begins with `place`."""
     from typer.main import get_command
 
+    from tcdeploy.cli.option_values import Command
     from tcdeploy.cli.options import RecipeOptions
     from tcdeploy.cli.serve import read_arguments, serve
     from tcdeploy.planning.recipe import Recipe
@@ -156,7 +157,7 @@ def _read_replica(place: str, arguments: str) -> Any:
         if word.split("=")[0] in REFUSED:
             raise UsageError(f"{place}: {word} has no effect on Ray Serve", f"omit {word}")
     app = typer.Typer(rich_markup_mode=None)
-    app.command()(serve)
+    app.command(cls=Command)(serve)
     command = get_command(app)
     try:
         values = command.make_context("serve", words).params

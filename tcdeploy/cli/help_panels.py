@@ -29,6 +29,7 @@ PANELS = {
         "otlp_endpoint", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile", "max_queued", "stall_timeout",
         "drain_timeout", "canary_interval", "canary_strict",
     ),
+    "Ray": ("ray", "address", "timeout"),
     "Measurement": (
         "source", "bundle", "context_length", "repeats", "steps", "warm_runs", "prompt_length", "breakdown", "baseline",
         "requests", "duration", "request_rate", "burstiness", "concurrency", "input_length", "output_length",
