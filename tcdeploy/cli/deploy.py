@@ -49,9 +49,10 @@ def deploy(
         raise UsageError("no engine is given", "tcdeploy deploy FILE --ray")
     require_extra("serve", "serve a model")
     require_extra("ray", "deploy on Ray Serve")
-    from tcdeploy.scale.ray_config import serve_config
+    from tcdeploy.scale.ray_config import serve_config, use_haproxy
 
     content = read_file(config)
+    use_haproxy(content.get("http_options") or {})
     other = {key: value for key, value in content.items() if key != "models"}
     serve_file = serve_config(read_entries(config, content), other)
     from tcdeploy.scale import ray_cluster

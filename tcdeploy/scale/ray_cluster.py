@@ -127,6 +127,12 @@ def deploy_applications(
     return [Deployed(name, f"http://{host}:{http.port}{path}", seconds[name]) for name, path in paths.items()]
 
 
+def running_replicas(name: str) -> int:
+    """Replicas of an application to which Ray routes requests."""
+    deployments = serve.status().applications[name].deployments.values()
+    return sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
+
+
 def remove_applications(names: Sequence[str]) -> None:
     """Remove applications once their requests have ended, at most their drain time-outs later."""
     for name in names:

