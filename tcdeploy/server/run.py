@@ -124,7 +124,7 @@ class _Server:
 
     async def run(self) -> int:
         app = make_app(self.state)
-        http_server = uvicorn.Server(_uvicorn_config(app, self.settings))
+        self._http_server = http_server = uvicorn.Server(_uvicorn_config(app, self.settings))
         # Signals are handled below. If uvicorn renames this method, drain is skipped and test_faults.py fails.
         http_server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         loop = asyncio.get_running_loop()
@@ -205,6 +205,10 @@ class _Server:
             os._exit(1)
         self._is_draining = True
         self.admission.close("draining")
+        # Idle connections are closed now, the others after their response. A client with a connection pool sends
+        # its next request on a new connection, which a load balancer routes to another replica.
+        for connection in list(self._http_server.server_state.connections):
+            connection.shutdown()
         asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
