@@ -60,7 +60,8 @@ COMPILING_PATHS = (
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
-    "test_packaged_families.py", "test_packaged_start.py", "server/test_eager_start.py", "test_parallel_compile.py",
+    "test_packaged_families.py", "test_packaged_start.py", "deploy/test_docker_image.py", "server/test_eager_start.py",
+    "test_parallel_compile.py",
     "bundle/test_why.py", "compiler/test_programs.py", "cache/test_folder.py", "compiler/test_aot.py",
     "torch_compat/test_missing_internals.py", "bundle/test_relocation.py", "test_prewarm.py",
     "cache/test_source_keys.py", "engine/test_tuning.py", "cache/test_toolchain.py", "hostile/test_kills.py",

@@ -61,8 +61,12 @@ def test_every_line_of_a_lock_is_an_exact_version_with_hashes(lock: Path) -> Non
 
 @pytest.mark.parametrize(
     ("lock", "extras"),
-    [("runtime", ("compile", "serve", "s3", "oci", "structured")), ("dev", ("dev",))],
-    ids=["runtime", "dev"],
+    [
+        ("runtime", ("compile", "serve", "s3", "oci", "structured")),
+        ("serve", ("serve", "s3", "oci", "structured")),
+        ("dev", ("dev",)),
+    ],
+    ids=["runtime", "serve", "dev"],
 )
 def test_the_locks_satisfy_the_lower_bounds_of_the_package(lock: str, extras: tuple[str, ...]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -72,6 +76,12 @@ def test_the_locks_satisfy_the_lower_bounds_of_the_package(lock: str, extras: tu
     for item in wanted:
         if (lock, item.name) != ("dev", "torch"):
             assert all(item.specifier.contains(version) for version in locked[normalized(item.name)]), item.name
+
+
+def test_the_lock_of_the_image_that_only_serves_leaves_transformers_out() -> None:
+    runtime, serving = pins(ROOT / "scripts/locks/runtime.txt"), pins(ROOT / "scripts/locks/serve.txt")
+    assert "transformers" in runtime and "transformers" not in serving
+    assert serving.keys() < runtime.keys(), "docs/licenses.md lists the packages of runtime.txt"
 
 
 def test_the_lock_of_ci_leaves_torch_out_so_that_a_build_for_the_cpu_can_be_selected() -> None:

@@ -72,7 +72,9 @@ class Admission:
 
     def _reject(self, reason: str, message: str) -> None:
         self.rejections[reason] += 1
-        raise ApiError(503, message, code=reason, retry_after=RETRY_AFTER_S)
+        # The next request on this connection would be rejected too. Behind a load balancer, a new one may not.
+        headers = {"connection": "close"} if reason in ("draining", "dead") else None
+        raise ApiError(503, message, code=reason, retry_after=RETRY_AFTER_S, headers=headers)
 
 
 class BodyReservation:

@@ -104,7 +104,7 @@ class _Process:
         self._error: BaseException | None = None
 
     async def run(self) -> int:
-        http_server = uvicorn.Server(_uvicorn_config(self._server.app, self.settings))
+        self._http_server = http_server = uvicorn.Server(_uvicorn_config(self._server.app, self.settings))
         # Signals are handled below. If uvicorn renames this method, drain is skipped and test_faults.py fails.
         http_server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         loop = asyncio.get_running_loop()
@@ -139,6 +139,11 @@ class _Process:
         if self._is_draining:
             os._exit(1)
         self._is_draining = True
+        self._server.admission.close("draining")
+        # Idle connections are closed now, the others after their response. A client with a connection pool sends
+        # its next request on a new connection, which a load balancer routes to another replica.
+        for connection in list(self._http_server.server_state.connections):
+            connection.shutdown()
         asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:

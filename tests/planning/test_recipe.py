@@ -324,7 +324,16 @@ def test_the_model_may_come_from_any_source(recipe_file: Callable[..., str]) -> 
 
 
 def test_recipes_are_listed_in_alphabetical_order() -> None:
-    assert recipe_names() == sorted(path.stem for path in RECIPES.iterdir())
+    assert recipe_names() == sorted(path.stem for path in RECIPES.iterdir() if path.is_file())
+
+
+def test_the_files_of_deployments_are_not_recipes_of_models() -> None:
+    """They are in a folder beside the recipes, and in the wheel with them."""
+    deployments = {path.stem for path in (RECIPES / "deploy").rglob("*.y*ml")}
+    assert {"compose", "deployment"} <= deployments
+    for name in deployments:
+        with pytest.raises(RecipeError, match="no recipe is called"):
+            find_recipe(name)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))

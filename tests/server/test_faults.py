@@ -89,6 +89,21 @@ def test_sigterm_lets_running_requests_finish_and_rejects_new_ones(serve: Callab
         assert server.process.wait(timeout=10) == 0
 
 
+def test_sigterm_closes_idle_connections_and_others_after_their_response(serve: Callable[..., Any]) -> None:
+    """A client behind a load balancer then opens a connection, to another replica."""
+    with serve("--drain-timeout", "60") as server, server.connect() as idle, httpx.Client(timeout=60) as client:
+        idle.settimeout(10)
+        idle.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+        [running] = open_streams(server, 1, max_tokens=300)
+        server.process.send_signal(signal.SIGTERM)
+        assert idle.recv(4096) == b"", "closed while the stream runs"
+        rejected = client.post(server.address + CHAT, json={"messages": QUESTION})
+        assert (rejected.status_code, rejected.headers["connection"]) == (503, "close")
+        assert events(running)[-1] == "[DONE]"
+        assert server.process.wait(timeout=10) == 0
+
+
 def test_a_request_over_the_drain_timeout_gets_an_error_event(serve: Callable[..., Any]) -> None:
     with serve("--drain-timeout", "0.2") as server:
         [running] = open_streams(server, 1)

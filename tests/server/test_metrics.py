@@ -30,6 +30,7 @@ VLLM_NAMES = (
     "prefix_cache_queries_total", "prefix_cache_hits_total", "request_params_n_bucket",
     "request_time_per_output_token_seconds_bucket",
 )  # fmt: skip
+DASHBOARD = ROOT / "recipes/deploy/compose/grafana/dashboard.json"
 WITHOUT_MODEL = ("http_", "process_", "python_")  # prefixes of names that have no label of the model
 
 
@@ -107,7 +108,7 @@ def test_a_client_that_disconnects_is_an_abort_and_its_log_line_has_its_tokens(v
 
 
 def test_each_metric_and_label_of_the_grafana_dashboard_exists(vllm_server: ServerProcess) -> None:
-    dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
+    dashboard = json.loads((DASHBOARD).read_text())
     labels = {sample.name.replace("vllm:", "tcdeploy:"): set(sample.labels) for sample in scrape(vllm_server)}
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     used = {name for expression in expressions for name in re.findall(r"([a-z0-9_:]+)\{", expression)}
@@ -122,7 +123,7 @@ def test_each_metric_and_label_of_the_grafana_dashboard_exists(vllm_server: Serv
 
 
 def test_panels_of_the_dashboard_do_not_overlap() -> None:
-    dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
+    dashboard = json.loads((DASHBOARD).read_text())
     cells = [
         (panel["gridPos"]["x"] + column, panel["gridPos"]["y"] + row)
         for panel in dashboard["panels"]

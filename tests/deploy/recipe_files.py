@@ -1,0 +1,66 @@
+"""Reads recipes/deploy: YAML documents, manifests that kustomize renders, and settings of `tcdeploy serve`."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.conftest import ROOT, TINY
+
+DEPLOY = ROOT / "recipes/deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+Document = dict[str, Any]
+
+
+def read_documents(path: Path) -> list[Document]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+@functools.cache
+def render(folder: Path) -> tuple[Document, ...]:
+    """The documents of a kustomization. Skips the test without kubectl."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl, which renders the manifests, is not installed")
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(documents: tuple[Document, ...], kind: str) -> Document:
+    [document] = [document for document in documents if document["kind"] == kind]
+    return document
+
+
+def read_variables(lines: str) -> dict[str, str]:
+    """NAME=VALUE per line, as systemd and Compose read such a file."""
+    pairs = (line.partition("=") for line in lines.splitlines() if line and not line.startswith("#"))
+    return {name: value for name, _, value in pairs}
+
+
+def check_settings(arguments: list[str], variables: dict[str, Any]) -> None:
+    """Start `serve` with these flags and variables, and the embedded model, as far as its plan.
+
+    It refuses unknown flags, unknown variables and invalid values.
+    """
+    from tcdeploy.cli.app import app
+
+    own = {name: str(value) for name, value in variables.items() if name.startswith("TCDEPLOY_")}
+    arguments = [TINY if argument.startswith("/") else argument for argument in arguments]  # the model's folder
+    own = {name: TINY if name == "TCDEPLOY_MODEL" else value for name, value in own.items()}
+    result = CliRunner().invoke(app, ["serve", *arguments, "--dry-run", "--json"], env=own)
+    assert result.exit_code == 0, result.exception or result.output
+
+
+def query_metrics(text: str) -> Iterator[str]:
+    """Names of tcdeploy's metrics in PromQL."""
+    for word in text.replace("{", " ").replace("(", " ").split():
+        if word.startswith("tcdeploy:"):
+            yield word.removeprefix("tcdeploy:")
