@@ -52,7 +52,8 @@ COMPILING_FIXTURES = frozenset(
 )
 COMPILING_PATHS = (
     "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "cache/test_folder.py",
-    "cache/test_source_keys.py", "compiler/", "coverage/test_types.py", "doctor/test_machine_faults.py",
+    "cache/test_source_keys.py", "compiler/", "coverage/test_types.py", "deploy/test_docker_image.py",
+    "doctor/test_machine_faults.py", "scale/test_ray.py",
     "engine/test_tuning.py", "explain/test_explain.py", "gpu/", "linear/",
     "models/test_packed_linears.py", "parity/", "passes/", "test_packaged_families.py", "test_prewarm.py",
     "test_story.py", "torch_compat/",
@@ -60,8 +61,8 @@ COMPILING_PATHS = (
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
-    "test_packaged_families.py", "test_packaged_start.py", "deploy/test_docker_image.py", "server/test_eager_start.py",
-    "test_parallel_compile.py",
+    "test_packaged_families.py", "test_packaged_start.py", "deploy/test_docker_image.py", "scale/test_ray.py",
+    "server/test_eager_start.py", "test_parallel_compile.py",
     "bundle/test_why.py", "compiler/test_programs.py", "cache/test_folder.py", "compiler/test_aot.py",
     "torch_compat/test_missing_internals.py", "bundle/test_relocation.py", "test_prewarm.py",
     "cache/test_source_keys.py", "engine/test_tuning.py", "cache/test_toolchain.py", "hostile/test_kills.py",

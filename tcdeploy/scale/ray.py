@@ -32,19 +32,23 @@ class Model:
 
     async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         """Returns once the model is ready. Raises ReplicaStartError."""
+        self._replica: Replica | None = None  # Ray calls __del__ also if the start fails
         self._replica = await Replica.start(read_arguments(arguments))
 
     def __serve_build_asgi_app__(self) -> RequestLog:
         """Ray calls it after the constructor."""
+        assert self._replica is not None
         return self._replica.app
 
     def check_health(self) -> None:
         """Ray replaces the replica if this raises."""
-        self._replica.check_health()
+        if self._replica is not None:
+            self._replica.check_health()
 
     def __del__(self) -> None:
         """Ray calls it once the replica's requests have ended."""
-        self._replica.close()
+        if self._replica is not None:
+            self._replica.close()
 
 
 _deployment: Any = serve.deployment(name=DEPLOYMENT, max_constructor_retry_count=MAX_STARTS)(serve.ingress()(Model))

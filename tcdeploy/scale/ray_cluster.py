@@ -6,7 +6,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -62,7 +62,7 @@ def lacking_resources(config: Mapping[str, Any]) -> str:
             needed["GPU"] += replicas * actor.get("num_gpus", 0)
     total = ray.cluster_resources()
     lacking = [
-        f"the replicas need {needed[name]:g} {name}s, and the cluster has {total.get(name, 0):g}"
+        f"the replicas need {needed[name]:g} of the resource {name}, and the cluster has {total.get(name, 0):g}"
         for name in needed
         if needed[name] > total.get(name, 0)
     ]
@@ -88,9 +88,7 @@ def _check_fields(config: Mapping[str, Any], schema: type[BaseModel]) -> None:
         raise UsageError(f"Ray Serve has no field {unknown[0]} in {schema.__name__}", FIELDS)
 
 
-def deploy_applications(
-    config: Mapping[str, Any], timeout: float, on_status: Callable[[str], None] = lambda text: None
-) -> list[Deployed]:
+def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deployed]:
     """Deploy the applications, and wait at most `timeout` seconds until each is running.
 
     If one fails, those that did not exist before are removed. Raises ModelError with the replica's error, and
@@ -117,8 +115,8 @@ def deploy_applications(
                     f"{waiting[0]} is not running after {timeout:g} s: {reason or 'no replica has started'}",
                     "the logs of its replicas are in /tmp/ray/session_latest/logs/serve; --timeout allows more time",
                 )
-            on_status(f"waiting for {', '.join(waiting)}")
-            time.sleep(POLL_S if waiting else 0)
+            if waiting:
+                time.sleep(POLL_S)
     except BaseException:
         remove_applications([schema.name for schema in schemas if schema.name not in existing])
         raise
@@ -127,10 +125,10 @@ def deploy_applications(
     return [Deployed(name, f"http://{host}:{http.port}{path}", seconds[name]) for name, path in paths.items()]
 
 
-def running_replicas(name: str) -> int:
-    """Replicas of an application to which Ray routes requests."""
-    deployments = serve.status().applications[name].deployments.values()
-    return sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
+def replica_states(name: str) -> dict[str, int]:
+    """Number of replicas of an application by state, such as {"RUNNING": 2, "STARTING": 1}."""
+    [deployment] = serve.status().applications[name].deployments.values()
+    return {state.value: count for state, count in deployment.replica_states.items() if count}
 
 
 def remove_applications(names: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ The engine calls the ASGI app, checks the health, and closes the replica once it
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +22,6 @@ from tcdeploy.server.settings import ServerSettings
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from tcdeploy.deployment import Deployment
-
-log = logging.getLogger("tcdeploy.scale")
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,12 @@ class Replica:
         replica = cls(settings)
         replica._server.start()
         try:
-            deployment = await replica._started
+            await replica._started
         except BaseException as error:
             replica.close()
             if isinstance(error, TcdeployError):
                 raise ReplicaStartError(f"{error.message} ({error.hint})" if error.hint else error.message) from error
             raise
-        log.info("%s is ready: %s", settings.server.model, deployment.stage_seconds)
         return replica
 
     @property

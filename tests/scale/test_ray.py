@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -99,45 +98,18 @@ def test_a_killed_replica_loses_only_its_own_requests_and_is_replaced(deployment
 
 
 @pytest.mark.parametrize(
-    ("serve", "code", "message"),
+    ("entry", "code", "message"),
     [
-        (f"{TINY} --device cpu --cache-from /nowhere/x.tcb", 1, "/nowhere/x.tcb"),
-        ("/nowhere/model --device cpu", 1, "/nowhere/model"),
+        (f"serve: {TINY} --device cpu --cache-from /nowhere/x.tcb", 1, "/nowhere/x.tcb"),
+        ("serve: /nowhere/model --device cpu", 1, "folder /nowhere/model does not exist"),
+        (f"{{serve: {TINY} --device cpu, ray_actor_options: {{num_cpus: 999}}}}", 2, "need 999 of the resource CPU"),
     ],
 )
 def test_a_model_that_cannot_start_is_removed_and_its_error_is_shown(
-    run_cli_in: RunCLI, tmp_path: Path, serve: str, code: int, message: str
+    run_cli_in: RunCLI, tmp_path: Path, entry: str, code: int, message: str
 ) -> None:
     file = tmp_path / "models.yaml"
-    file.write_text(f"models:\n- serve: {serve}\n")
+    file.write_text(f"models:\n- {entry}\n")
     done = run_cli_in(tmp_path, "deploy", str(file), "--ray", timeout=300)
     assert done.returncode == code and message in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def config(text: str, tmp_path: Path) -> str:
-    (tmp_path / "models.yaml").write_text(text)
-    return str(tmp_path / "models.yaml")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("models: []\n", "has no list `models`"),
-        ("models:\n- {num_replicas: 2}\n", "model 1 has no text `serve`"),
-        ("models: [{serve: builtin:tiny}]\napplications: []\n", "has `applications`"),
-        ("models: [{serve: builtin:tiny --port 80}]\n", "--port has no effect on Ray Serve"),
-        ("models: [{serve: builtin:tiny --max-queued x}]\n", "model 1: Invalid value for '--max-queued'"),
-        ("models: [{serve: builtin:tiny --unknown}]\n", "model 1: No such option: --unknown"),
-        ("models: [{serve: builtin:tiny --budget 3s}]\n", "--budget has no effect"),
-        ("models: [{serve: builtin:tiny, replicas: 2}]\n", "no field replicas in DeploymentSchema"),
-        ("http_option: {port: 1}\nmodels: [{serve: builtin:tiny}]\n", "no field http_option"),
-        ("models: [{serve: builtin:tiny, num_replicas: two}]\n", "Ray Serve rejects the config"),
-        ("models: [{serve: builtin:tiny}, {serve: builtin:tiny}]\n", "two models have the name builtin-tiny"),
-        ("{", "cannot be read"),
-    ],
-)
-def test_an_invalid_config_is_refused_before_ray_starts(run_cli: Any, tmp_path: Path, text: str, message: str) -> None:
-    done = run_cli("deploy", config(text, tmp_path), "--ray", "--dry-run")
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
