@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shlex
 import signal
@@ -22,7 +21,10 @@ if TYPE_CHECKING:
 
 ENTRY_HINT = "an entry is, for example: {serve: 'builtin:tiny --device cpu', num_replicas: 2}"
 PARSE_ERROR: Any = typer.BadParameter.__base__  # the UsageError of click, which typer does not export
-REFUSED = ("--host", "--port", "--root-path", "--ssl-certfile", "--ssl-keyfile", "--budget", "--dry-run", "--json")
+REFUSED = {  # options of `serve` for connections and logs, which are Ray's, and for the command's own output
+    "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "stall_timeout", "log_requests", "log_prompts",
+    "log_level", "budget", "dry_run", "json",
+}  # fmt: skip
 
 
 def deploy(
@@ -46,15 +48,14 @@ def deploy(
     `tcdeploy serve`, and fields of Ray Serve's deployments, such as num_replicas and autoscaling_config.
     """
     if not ray:
-        raise UsageError("no engine is given", "tcdeploy deploy FILE --ray")
+        raise UsageError("deploy needs --ray", "tcdeploy deploy FILE --ray")
     require_extra("serve", "serve a model")
     require_extra("ray", "deploy on Ray Serve")
     from tcdeploy.scale.ray_config import serve_config, use_haproxy
 
     content = read_file(config)
     use_haproxy(content.get("http_options") or {})
-    other = {key: value for key, value in content.items() if key != "models"}
-    serve_file = serve_config(read_entries(config, content), other)
+    serve_file = serve_config(read_entries(config, content), content)
     from tcdeploy.scale import ray_cluster
 
     ray_cluster.check_config(serve_file)
@@ -79,6 +80,9 @@ def _run(serve_file: dict[str, Any], address: str | None, timeout: float, json: 
                 raise UsageError(lacking, "use a larger machine or a cluster, or set ray_actor_options of the models")
             print(f"warning: {lacking}; waiting until nodes join", file=sys.stderr)
         deployed = ray_cluster.deploy_applications(serve_file, timeout)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted", "models of this file may be left on the cluster: see `serve status`") from None
+    try:
         if json:
             print(display.json_document("deploy", models=[item._asdict() for item in deployed]))
         else:
@@ -86,11 +90,13 @@ def _run(serve_file: dict[str, Any], address: str | None, timeout: float, json: 
             rows = [(item.name, f"{item.url}/v1", f"{item.seconds:.1f}") for item in deployed]
             display.show_table(Table(columns, rows))
         sys.stdout.flush()
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
-        ray_cluster.remove_applications([item.name for item in deployed])
+        threading.Event().wait()
     except KeyboardInterrupt:
-        raise Interrupted("interrupted", "the models that were being deployed are removed") from None
+        pass
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # until the models are removed
+            signal.signal(number, signal.SIG_IGN)
+        ray_cluster.remove_applications([item.name for item in deployed])
 
 
 def _interrupt(*_: object) -> None:
@@ -109,8 +115,13 @@ def read_file(path: Path) -> dict[str, Any]:
     models = content.get("models") if isinstance(content, dict) else None
     if not isinstance(models, list) or not models:
         raise UsageError(f"{path} has no list `models`", ENTRY_HINT)
-    if "applications" in content:
-        raise UsageError(f"{path} has `applications`", "deploy such a config with Ray's own `serve deploy`")
+    if unknown := sorted(set(content) - {"models", "http_options", "proxy_location"}):
+        raise UsageError(
+            f"{path} has the field {unknown[0]}, and not only models, http_options and proxy_location",
+            "for other fields, print the config with --dry-run, add them, and deploy it with Ray's own `serve deploy`",
+        )
+    if not isinstance(content.get("http_options", {}), dict):
+        raise UsageError(f"{path}: http_options has no fields", "http_options: {host: 0.0.0.0, port: 8000}")
     return content
 
 
@@ -122,6 +133,11 @@ def read_entries(path: Path, content: dict[str, Any]) -> list[ModelEntry]:
     for number, entry in enumerate(content["models"], 1):
         if not isinstance(entry, dict) or not isinstance(entry.get("serve"), str):
             raise UsageError(f"{path}: model {number} has no text `serve`", ENTRY_HINT)
+        if "name" in entry:
+            raise UsageError(f"{path}: model {number} has a name", "name it with --served-model-name in `serve`")
+        for key in ("ray_actor_options", "autoscaling_config"):
+            if not isinstance(entry.get(key, {}), dict):
+                raise UsageError(f"{path}: model {number}: {key} has no fields", f"{key}: {{FIELD: VALUE}}")
         replicas.append(_read_replica(f"{path}: model {number}", entry["serve"]))
     names = [_application_name(replica.server.model) for replica in replicas]
     if len(set(names)) < len(names):
@@ -154,19 +170,24 @@ def _read_replica(place: str, arguments: str) -> Any:
         words = shlex.split(arguments)
     except ValueError as error:
         raise UsageError(f"{place}: serve cannot be split into words: {error}", ENTRY_HINT) from error
-    for word in words:
-        if word.split("=")[0] in REFUSED:
-            raise UsageError(f"{place}: {word} has no effect on Ray Serve", f"omit {word}")
     app = typer.Typer(rich_markup_mode=None)
     app.command(cls=Command)(serve)
     command = get_command(app)
     try:
-        values = command.make_context("serve", words).params
+        context = command.make_context("serve", words)
     except PARSE_ERROR as error:
         raise UsageError(f"{place}: {error.format_message()}", "tcdeploy serve --help lists the options") from error
+    values = context.params
+    for name in values:
+        source = context.get_parameter_source(name)
+        if name in REFUSED and source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"):
+            option = f"--{name.replace('_', '-')}" if source.name == "COMMANDLINE" else f"TCDEPLOY_{name.upper()}"
+            raise UsageError(f"{place}: {option} has no effect on Ray Serve", f"omit {option}")
     flags = {item.name: values.pop(item.name) for item in dataclasses.fields(Recipe)}
     recipe = RecipeOptions(flags, values.pop("recipe")).build()
     del values["dry_run"], values["json"]
     parsed = read_arguments(recipe, **values)
+    if parsed.settings.otlp_endpoint:
+        require_extra("otel", "export traces (--otlp-endpoint)")
     trusted_keys = None if parsed.trusted_keys is None else str(parsed.trusted_keys)
     return ReplicaSettings(parsed.recipe, parsed.settings, parsed.cache, trusted_keys)

@@ -12,17 +12,34 @@ from typing import Any, NamedTuple
 import ray
 from pydantic import BaseModel
 from ray import serve
-from ray.serve.config import HTTPOptions
-from ray.serve.schema import ApplicationStatus, DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, HTTPOptions
+from ray.serve.schema import (
+    ApplicationStatus,
+    DeploymentSchema,
+    HTTPOptionsSchema,
+    RayActorOptionsSchema,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+)
 
 from tcdeploy.errors import ModelError, ThresholdError, UsageError
 from tcdeploy.scale.ray import build
-from tcdeploy.scale.replica import ReplicaStartError
+from tcdeploy.scale.replica import start_error
 
 POLL_S = 0.2
+REMOVAL_TIMEOUT_S = 300
 CONNECT_TIMEOUT_S = 5
 LAST_LINES = 3  # of a replica's error that are shown
-FIELDS = "Ray's documentation has the fields: Serve Config Files"
+LOGS_HINT = "the logs of its replicas are in /tmp/ray/session_latest/logs/serve on their machines"
+PROXY_HINT = (
+    "http_options.port, and with HAProxy the ports of RAY_SERVE_HAPROXY_METRICS_PORT (9101) and "
+    "RAY_SERVE_HAPROXY_STATS_PORT (8404), must be free"
+)
+FIELDS_HINT = "the fields are described at https://docs.ray.io/en/latest/serve/api/#serve-rest-api"
+
+
+log = logging.getLogger("tcdeploy.scale")
 
 
 class Deployed(NamedTuple):
@@ -58,8 +75,9 @@ def lacking_resources(config: Mapping[str, Any]) -> str:
         for options in application["deployments"]:
             replicas = options.get("autoscaling_config", {}).get("min_replicas", options.get("num_replicas", 1))
             actor = options["ray_actor_options"]
-            needed["CPU"] += replicas * actor.get("num_cpus", 1)
-            needed["GPU"] += replicas * actor.get("num_gpus", 0)
+            count = replicas if isinstance(replicas, int) else 1  # "auto" starts with one
+            needed["CPU"] += count * actor["num_cpus"]
+            needed["GPU"] += count * actor["num_gpus"]
     total = ray.cluster_resources()
     lacking = [
         f"the replicas need {needed[name]:g} of the resource {name}, and the cluster has {total.get(name, 0):g}"
@@ -71,31 +89,36 @@ def lacking_resources(config: Mapping[str, Any]) -> str:
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Raises UsageError for a config that Ray Serve rejects, and for unknown fields, which it would ignore."""
-    _check_fields(config, ServeDeploySchema)
+    _check_fields(config["http_options"], HTTPOptionsSchema)
     for application in config["applications"]:
         for options in application["deployments"]:
             _check_fields(options, DeploymentSchema)
+            _check_fields(options["ray_actor_options"], RayActorOptionsSchema)
+            _check_fields(options.get("autoscaling_config", {}), AutoscalingConfig)
     try:
         ServeDeploySchema.model_validate(config)
     except ValueError as error:
-        raise UsageError(
-            f"Ray Serve rejects the config: {' '.join(line.strip() for line in str(error).splitlines()[1:3])}", FIELDS
-        ) from error
+        reason = " ".join(line.strip() for line in str(error).splitlines()[1:3])
+        raise UsageError(f"Ray Serve rejects the config: {reason}", FIELDS_HINT) from error
 
 
 def _check_fields(config: Mapping[str, Any], schema: type[BaseModel]) -> None:
     if unknown := sorted(set(config) - set(schema.model_fields)):
-        raise UsageError(f"Ray Serve has no field {unknown[0]} in {schema.__name__}", FIELDS)
+        raise UsageError(f"Ray Serve has no field {unknown[0]} in {schema.__name__}", FIELDS_HINT)
 
 
 def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deployed]:
     """Deploy the applications, and wait at most `timeout` seconds until each is running.
 
-    If one fails, those that did not exist before are removed. Raises ModelError with the replica's error, and
-    ThresholdError after the time.
+    If one fails, those that did not exist before are removed. Raises the error of the replica, ThresholdError
+    after the time, and UsageError if the proxy cannot start.
     """
-    http = HTTPOptions(**config.get("http_options", {}))
-    serve.start(proxy_location=config.get("proxy_location", "EveryNode"), http_options=http)
+    http = HTTPOptions(**config["http_options"])
+    try:
+        serve.start(proxy_location=config["proxy_location"], http_options=http)
+    except (RayError, RuntimeError) as error:  # of the proxy
+        reason = " ".join(line.strip() for line in str(error).splitlines()[-LAST_LINES:])
+        raise UsageError(f"the proxy of Ray Serve cannot start: {reason}", PROXY_HINT) from error
     schemas = [ServeApplicationSchema.model_validate(application) for application in config["applications"]]
     existing = set(serve.status().applications)
     start = time.monotonic()
@@ -110,31 +133,43 @@ def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deplo
                     seconds[schema.name] = time.monotonic() - start
             waiting = [schema.name for schema in schemas if schema.name not in seconds]
             if waiting and time.monotonic() - start > timeout:
-                reason = _deployment_message(statuses[waiting[0]])
+                reason = _deployment_message(statuses[waiting[0]]) or "no replica has started"
                 raise ThresholdError(
-                    f"{waiting[0]} is not running after {timeout:g} s: {reason or 'no replica has started'}",
-                    "the logs of its replicas are in /tmp/ray/session_latest/logs/serve; --timeout allows more time",
+                    f"{waiting[0]} is not running after {timeout:g} s: {reason}", f"--timeout; {LOGS_HINT}"
                 )
             if waiting:
                 time.sleep(POLL_S)
     except BaseException:
         remove_applications([schema.name for schema in schemas if schema.name not in existing])
         raise
-    host = "127.0.0.1" if http.host in ("0.0.0.0", None) else http.host
+    scheme = "https" if http.ssl_certfile else "http"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host or "", http.host or "127.0.0.1")
+    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{http.port}"
     paths = {schema.name: (schema.route_prefix or "/").rstrip("/") for schema in schemas}
-    return [Deployed(name, f"http://{host}:{http.port}{path}", seconds[name]) for name, path in paths.items()]
+    return [Deployed(name, f"{address}{path}", seconds[name]) for name, path in paths.items()]
 
 
 def replica_states(name: str) -> dict[str, int]:
     """Number of replicas of an application by state, such as {"RUNNING": 2, "STARTING": 1}."""
     [deployment] = serve.status().applications[name].deployments.values()
-    return {state.value: count for state, count in deployment.replica_states.items() if count}
+    return {str(state): count for state, count in deployment.replica_states.items() if count}
 
 
 def remove_applications(names: Sequence[str]) -> None:
-    """Remove applications once their requests have ended, at most their drain time-outs later."""
+    """Remove applications once their requests have ended, at most their drain time-outs later.
+
+    Warns if some are left after REMOVAL_TIMEOUT_S.
+    """
     for name in names:
-        serve.delete(name)
+        serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + REMOVAL_TIMEOUT_S
+    while left := sorted(set(names) & set(serve.status().applications)):
+        if time.monotonic() > deadline:
+            log.warning(
+                "%s: not removed after %d s; `serve status` shows the state", ", ".join(left), REMOVAL_TIMEOUT_S
+            )
+            return
+        time.sleep(POLL_S)
 
 
 def _target(schema: ServeApplicationSchema) -> serve.RunTarget:
@@ -144,16 +179,16 @@ def _target(schema: ServeApplicationSchema) -> serve.RunTarget:
 
 
 def _raise_if_failed(name: str, status: Any) -> None:
-    if status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-        raise ModelError(
-            f"{name} cannot be served: {_deployment_message(status) or status.message}",
-            "the logs of its replicas are in /tmp/ray/session_latest/logs/serve",
-        )
+    """Raise the error of a replica's start, or ModelError with what Ray says."""
+    if status.status not in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+        return
+    message = _deployment_message(status) or status.message
+    cause = start_error(message)
+    if cause is not None:
+        raise type(cause)(f"{name} cannot be served: {cause.message}", cause.hint)
+    last_lines = " ".join(line.strip() for line in message.splitlines()[-LAST_LINES:])
+    raise ModelError(f"{name} cannot be served: {last_lines}", LOGS_HINT)
 
 
 def _deployment_message(status: Any) -> str:
-    """The error of a replica's constructor; otherwise the last lines of the deployment's message."""
-    messages = [deployment.message for deployment in status.deployments.values() if deployment.message]
-    text = "\n".join(messages).strip()
-    _, _, start_error = text.rpartition(f"{ReplicaStartError.__name__}: ")
-    return start_error.strip() if start_error != text else " ".join(text.splitlines()[-LAST_LINES:])
+    return "\n".join(deployment.message for deployment in status.deployments.values()).strip()

@@ -7,28 +7,32 @@ arguments of `tcdeploy serve` and, optionally, fields of Ray Serve's deployments
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.errors import UsageError
-from tcdeploy.models.chat_template import ChatTemplate
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.recipe import Recipe, build_recipe
 from tcdeploy.scale.replica import ReplicaSettings
 from tcdeploy.server.hot_path import hot_path_from_environment
-from tcdeploy.server.settings import ServerSettings
+from tcdeploy.server.settings import ServerSettings, check_settings
 
 DEPLOYMENT = "Model"  # name of the deployment class in ray.py
 IMPORT_PATH = "tcdeploy.scale.ray:build"
 HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
-DEFAULT_ROWS = 256  # largest decode bucket of a GPU's default sizes
+DEFAULT_ROWS = 256  # of decode buckets, if the recipe does not say
 ARGUMENTS = ("recipe", "settings", "cache", "trusted_keys")
-# Settings of the listening socket, which is Ray's, and of this machine's environment.
-NOT_SENT = ("host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "hot_path", "chat_template")
+# Settings of connections and logs, which are Ray's, and of the machine's environment.
+NOT_SENT = {
+    "host", "port", "ssl_certfile", "ssl_keyfile", "stall_timeout", "log_requests", "log_prompts", "hot_path"
+}  # fmt: skip
+KindT = TypeVar("KindT")
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class ModelEntry:
 
 
 def serve_config(entries: Sequence[ModelEntry], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A config for `serve deploy`. `other`: its fields besides `applications`, such as `http_options`."""
+    """A config for `serve deploy`. `other`: its fields `http_options` and `proxy_location`, if given."""
     applications = [
         {
             "name": entry.name,
@@ -57,26 +61,27 @@ def serve_config(entries: Sequence[ModelEntry], other: Mapping[str, Any]) -> dic
         }
         for entry in entries
     ]
-    return {"proxy_location": "EveryNode", **other, "applications": applications}
+    return {
+        "proxy_location": other.get("proxy_location", "EveryNode"),
+        "http_options": {"host": "127.0.0.1", **(other.get("http_options") or {})},
+        "applications": applications,
+    }
 
 
 def deployment_options(entry: ModelEntry) -> dict[str, Any]:
-    """Fields of Ray Serve's deployment: the entry's, and defaults for the others.
-
-    A replica gets as many requests as it has decode rows; more wait in Ray's proxy, from where another replica may take
-    them, and the proxy rejects those above `max_queued` with 503.
-    """
-    recipe, server = entry.replica.recipe, entry.replica.server
-    rows = max(recipe.batch_sizes or (DEFAULT_ROWS,))
+    """Fields of Ray Serve's deployment: the entry's, and defaults for the others."""
+    recipe, server, given = entry.replica.recipe, entry.replica.server, dict(entry.options)
+    actor = {"num_cpus": 1, "num_gpus": 0 if recipe.device == "cpu" else 1, **given.pop("ray_actor_options", {})}
     options: dict[str, Any] = {
-        "max_ongoing_requests": rows,
+        "max_ongoing_requests": max(recipe.batch_sizes or (DEFAULT_ROWS,)),
         "max_queued_requests": server.max_queued,
         "graceful_shutdown_timeout_s": server.drain_timeout,
-        "ray_actor_options": {"num_cpus": 1, "num_gpus": 0 if recipe.device == "cpu" else 1},
-        **entry.options,
+        "ray_actor_options": actor,
+        **given,
     }
     if "autoscaling_config" in options:
-        defaults = {"target_ongoing_requests": max(1, rows // 2), "upscale_delay_s": 3.0, "downscale_delay_s": 60.0}
+        target = max(1, options["max_ongoing_requests"] // 2)
+        defaults = {"target_ongoing_requests": target, "upscale_delay_s": 3.0, "downscale_delay_s": 60.0}
         options["autoscaling_config"] = {**defaults, **options["autoscaling_config"]}
     return options
 
@@ -96,7 +101,7 @@ def use_haproxy(http_options: Mapping[str, Any]) -> None:
 def write_arguments(replica: ReplicaSettings, route_prefix: str = "/") -> dict[str, Any]:
     """`replica` as plain values for YAML, without fields that have their defaults."""
     server = dataclasses.replace(replica.server, root_path=route_prefix.rstrip("/"))
-    settings = _changed_fields(server, ServerSettings(), skipped=set(NOT_SENT) - {"root_path"})
+    settings = _changed_fields(server, ServerSettings(), skipped=NOT_SENT | {"chat_template"})
     if server.chat_template is not None:
         settings["chat_template"] = {"path": str(server.chat_template.path), "text": server.chat_template.text}
     arguments: dict[str, Any] = {
@@ -125,27 +130,39 @@ def read_arguments(arguments: Mapping[str, Any]) -> ReplicaSettings:
     recipe: fields of `Recipe`; `model` is required. settings: fields of `ServerSettings`, the options of
     `tcdeploy serve`. cache: fields of `CacheSource`, if the cache is fetched. trusted_keys: a folder.
 
-    Raises UsageError for other keys and values of other types.
+    Raises UsageError for unknown keys and invalid values.
     """
     if unknown := sorted(set(arguments) - set(ARGUMENTS)):
         raise UsageError(f"unknown argument {unknown[0]}", f"the arguments are {', '.join(ARGUMENTS)}")
-    recipe = build_recipe(arguments.get("recipe") or {})
-    settings = dict(arguments.get("settings") or {})
-    template = settings.pop("chat_template", None)
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
-    }
-    values = {"model": recipe.model, **values, "hot_path": hot_path_from_environment(os.environ)}
-    if template is not None:
-        values["chat_template"] = ChatTemplate(Path(template["path"]), template["text"])
+    recipe = build_recipe(_mapping("recipe", arguments.get("recipe") or {}))
+    settings = _mapping("settings", arguments.get("settings") or {})
+    if local := sorted(set(settings) & NOT_SENT):
+        raise UsageError(f"settings.{local[0]} has no effect on Ray Serve", f"omit {local[0]}")
+    server = _validate(ServerSettings, "settings", {"model": recipe.model, **settings})
+    server = dataclasses.replace(server, hot_path=hot_path_from_environment(os.environ))
+    check_settings(server)
     cache = arguments.get("cache")
+    trusted_keys = arguments.get("trusted_keys")
+    return ReplicaSettings(
+        recipe, server, None if cache is None else _validate(CacheSource, "cache", cache),
+        None if trusted_keys is None else str(trusted_keys),
+    )  # fmt: skip
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{name} is {value!r}, and must have fields", f"{name}: {{FIELD: VALUE}}")
+    return value
+
+
+def _validate(kind: type[KindT], name: str, values: Any) -> KindT:
+    """An instance of a dataclass, from values as JSON has them."""
+    fields = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(_mapping(name, values)) - fields):
+        raise UsageError(f"unknown field {name}.{unknown[0]}", f"the fields are {', '.join(sorted(fields))}")
     try:
-        return ReplicaSettings(
-            recipe, ServerSettings(**values), None if cache is None else CacheSource(**cache),
-            arguments.get("trusted_keys"),
-        )  # fmt: skip
-    except TypeError as error:  # an unknown field
-        name = str(error).split("'")[1]
-        raise UsageError(
-            f"unknown setting {name}", "settings are the options of `tcdeploy serve`, with _ for -"
-        ) from error
+        return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, (name, *first["loc"])))
+        raise UsageError(f"{place} is invalid: {first['msg']}", f"correct {place}") from error

@@ -1,27 +1,32 @@
-"""One replica: a ModelServer in a process of another engine. Does not import Ray.
-
-The engine calls the ASGI app, checks the health, and closes the replica once its requests have ended.
-"""
+"""One replica: a ModelServer in a process of Ray. Does not import Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tcdeploy import errors
 from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.errors import TcdeployError
 from tcdeploy.gc_policy import relax_gc_for_startup
 from tcdeploy.models.chat_template import start_renderer
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.hot_path import shorten_switch_interval
-from tcdeploy.server.model_server import ModelServer
+from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.request_log import RequestLog
 from tcdeploy.server.settings import ServerSettings
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from tcdeploy.deployment import Deployment
+
+
+HINT = " Hint: "
+log = logging.getLogger("tcdeploy.scale")
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,21 @@ class ReplicaSettings:
 
 
 class ReplicaStartError(RuntimeError):
-    """The model cannot be served. The message is that of a TcdeployError with its hint."""
+    """The model cannot be served. Ray passes on only the text, from which `start_error` reads the cause."""
+
+    def __init__(self, error: TcdeployError) -> None:
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        super().__init__(f"{kind.__name__}: {error.message}{HINT}{error.hint}")
+
+
+def start_error(text: str) -> TcdeployError | None:
+    """The cause of a ReplicaStartError, from a text that ends with one, such as a traceback. None for other texts."""
+    match = re.search(rf"{ReplicaStartError.__name__}: (\w+): (.*){HINT}(.*)", text, re.DOTALL)
+    if match is None:
+        return None
+    name, message, hint = match.groups()
+    kind: type[TcdeployError] = getattr(errors, name)
+    return kind(message, hint.strip())
 
 
 class ReplicaUnhealthyError(RuntimeError):
@@ -64,7 +83,7 @@ class Replica:
         except BaseException as error:
             replica.close()
             if isinstance(error, TcdeployError):
-                raise ReplicaStartError(f"{error.message} ({error.hint})" if error.hint else error.message) from error
+                raise ReplicaStartError(error) from error
             raise
         return replica
 
@@ -79,7 +98,7 @@ class Replica:
             raise ReplicaUnhealthyError(self._server.state.unready_reason)
 
     def close(self) -> None:
-        """Stop the engine. The engine of the replicas has waited for its requests before."""
+        """Stop the engine thread. Ray has already waited for the replica's requests."""
         self._server.close()
         from tcdeploy.cache.staging import remove_own_staging_folders
 
@@ -104,5 +123,9 @@ class Replica:
         return prepare(settings.recipe, trusted_keys=trusted_keys, needs_tokenizer=True, eager=eager)
 
     def _fail(self, error: BaseException) -> None:
+        """A replica that cannot run further ends its process, so that it is replaced at once."""
         if not self._started.done():
             self._started.set_exception(error)
+        else:
+            log.error("the engine has stopped: %s", error)
+            asyncio.get_running_loop().call_later(ERROR_DELIVERY_S, os._exit, 1)

@@ -94,6 +94,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Process:
+    """The process of `tcdeploy serve`: the socket, uvicorn, signals and the exit code of one ModelServer."""
+
     def __init__(
         self, settings: ServerSettings, listener: socket.socket, deploy: Callable[[], Deployment], on_ready: OnReady
     ) -> None:
@@ -140,8 +142,8 @@ class _Process:
             os._exit(1)
         self._is_draining = True
         self._server.admission.close("draining")
-        # Idle connections are closed now, the others after their response. A client with a connection pool sends
-        # its next request on a new connection, which a load balancer routes to another replica.
+        # Connections without a complete request are closed now, the others after their response. A client with a
+        # connection pool sends its next request on a new connection, which a load balancer routes to another replica.
         for connection in list(self._http_server.server_state.connections):
             connection.shutdown()
         asyncio.ensure_future(self._drain())

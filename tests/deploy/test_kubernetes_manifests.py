@@ -176,7 +176,8 @@ def test_containers_run_without_privileges_and_cannot_write_to_the_image(folder:
     documents = render(KUBERNETES / folder)
     if folder == "kserve":
         pod = of_kind(documents, "ServingRuntime")["spec"]
-        assert pod["containers"][0]["securityContext"]["runAsNonRoot"]
+        context = pod["containers"][0]["securityContext"]
+        assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
     else:
         pod = of_kind(documents, "Deployment")["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]

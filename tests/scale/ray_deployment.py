@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import yaml
 
@@ -48,6 +49,12 @@ class RayDeployment:
         """Processes of replicas whose constructor has begun. Other tests' clusters have other sessions."""
         return sorted(pid for pid, title in descendants(self.process.pid) if title.startswith("ray::ServeReplica"))
 
+    def serving_replicas(self, number: int) -> set[str]:
+        """Start times of the replicas that answer 32 requests for metrics, which are routed as others are."""
+        url = f"{self.models[number]['url']}/metrics"
+        texts = [httpx.get(url, timeout=60).text for _ in range(32)]
+        return {line for text in texts for line in text.splitlines() if line.startswith("process_start_time_seconds ")}
+
 
 def descendants(pid: int) -> list[tuple[int, str]]:
     """All processes below `pid`, with their titles."""
@@ -56,13 +63,13 @@ def descendants(pid: int) -> list[tuple[int, str]]:
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
             parents.setdefault(parent, []).append(int(folder.name))
-    found, waiting = [], [pid]
+    processes, waiting = [], [pid]
     while waiting:
         for child in parents.get(waiting.pop(), []):
             waiting.append(child)
             with contextlib.suppress(OSError):
-                found.append((child, Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()))
-    return found
+                processes.append((child, Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()))
+    return processes
 
 
 @contextlib.contextmanager
@@ -71,7 +78,8 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
     file = folder / "models.yaml"
     file.write_text(yaml.safe_dump({"http_options": {"host": "0.0.0.0", "port": free_port()}, "models": models}))
     command = cli_command("deploy", str(file), "--ray", "--json")
-    environ = cli_environment(folder, RAY_USAGE_STATS_ENABLED="0")
+    ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
+    environ = cli_environment(folder, RAY_USAGE_STATS_ENABLED="0", **ports)
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -80,6 +88,7 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
     threading.Thread(target=lambda: stderr.extend(process.stderr or ()), daemon=True).start()
     timer = threading.Timer(START_TIMEOUT_S, process.kill)
     timer.start()
+    below: list[int] = []
     try:
         document = ""
         while not document.endswith("\n}\n"):
@@ -90,11 +99,11 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
         yield RayDeployment(process, json.loads(document)["models"])
         below = [pid for pid, _ in descendants(process.pid)]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0, "".join(stderr)
+        assert process.wait(180) == 0, "".join(stderr)
         assert wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in below), 30), "processes are left"
     finally:
         timer.cancel()
-        for pid in [pid for pid, _ in descendants(process.pid)] + [process.pid]:
+        for pid in [*below, *[pid for pid, _ in descendants(process.pid)], process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -117,18 +126,19 @@ class Load:
     max_tokens: int = 40
     outcomes: list[tuple[float, float, str]] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _threads: list[threading.Thread] = field(default_factory=list)
 
-    def start(self, clients: int) -> None:
+    @contextlib.contextmanager
+    def running(self, clients: int) -> Iterator[None]:
         self._stop.clear()
-        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
-        for thread in self._threads:
+        threads = [threading.Thread(target=self._run) for _ in range(clients)]
+        for thread in threads:
             thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join(60)
 
     @property
     def errors(self) -> list[str]:

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tcdeploy.bundle.fetch import EnvironmentMismatchError
 from tcdeploy.cli.deploy import read_entries
-from tcdeploy.scale.ray_config import HAPROXY_VARIABLE, read_arguments, use_haproxy, write_arguments
+from tcdeploy.errors import MismatchError, UsageError
+from tcdeploy.scale.ray_config import HAPROXY_VARIABLE, read_arguments, serve_config, use_haproxy, write_arguments
+from tcdeploy.scale.replica import ReplicaStartError, start_error
 from tests.conftest import ROOT, TINY
 
 
@@ -40,7 +43,54 @@ def test_the_arguments_of_an_application_are_read_back_as_they_were(tmp_path: Pa
     assert entry.replica.server.api_keys == ("a", "b") and entry.replica.server.max_queued == 7
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"settings": {"api_keys": [""]}}, "the API key is empty"),
+        ({"settings": {"api_keys": "secret"}}, "settings.api_keys is invalid"),
+        ({"settings": {"max_queued": "x"}}, "settings.max_queued is invalid"),
+        ({"settings": {"start": "foo"}}, "settings.start is invalid"),
+        ({"settings": {"port": 1}}, "settings.port has no effect"),
+        ({"settings": {"ports": 1}}, "unknown field settings.ports"),
+        ({"settings": "x"}, "settings is 'x'"),
+        ({"cache": "s3://x"}, "cache is 's3://x'"),
+        ({"cache": {"allow_unsigned": True}}, "cache.source is invalid"),
+        ({"recipe": {"model": TINY, "batch_size": [1]}}, "batch_size"),
+        ({"models": []}, "unknown argument models"),
+    ],
+)
+def test_invalid_arguments_of_an_application_are_refused(arguments: dict[str, Any], message: str) -> None:
+    """A config for Ray Serve may have been edited."""
+    with pytest.raises(UsageError) as error:
+        read_arguments({"recipe": {"model": TINY}, **arguments})
+    assert message in error.value.message
+
+
+def test_variables_without_effect_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCDEPLOY_SSL_CERTFILE", "cert.pem")
+    with pytest.raises(UsageError) as error:
+        read_entries(Path("models.yaml"), {"models": [{"serve": TINY}]})
+    assert error.value.message == "models.yaml: model 1: TCDEPLOY_SSL_CERTFILE has no effect on Ray Serve"
+
+
+def test_the_proxy_listens_on_this_machine_only_and_a_replica_has_a_gpu_by_default() -> None:
+    entries = read_entries(Path("models.yaml"), {"models": [{"serve": TINY, "ray_actor_options": {"num_cpus": 4}}]})
+    config = serve_config(entries, {})
+    assert config["http_options"] == {"host": "127.0.0.1"}
+    assert config["applications"][0]["deployments"][0]["ray_actor_options"] == {"num_cpus": 4, "num_gpus": 1}
+
+
+def test_the_cause_of_a_failed_start_is_read_from_its_traceback() -> None:
+    differences = EnvironmentMismatchError("the bundle was made for another GPU", "rebuild it", ())
+    for error, kind in ((differences, MismatchError), (UsageError("no: model\nhere", ""), UsageError)):
+        text = f"Traceback (most recent call last):\n  File\nReplicaStartError: {ReplicaStartError(error)}\n"
+        cause = start_error(text)
+        assert type(cause) is kind and (cause.message, cause.hint) == (error.message, error.hint)
+    assert start_error("Traceback: RuntimeError: no") is None
+
+
 def test_the_proxy_is_haproxy_unless_its_address_is_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HAPROXY_VARIABLE, "")  # so that the variable is restored
     for host, expected in (("127.0.0.1", None), ("localhost", None), ("0.0.0.0", "1"), ("10.0.0.1", "1")):
         monkeypatch.delenv(HAPROXY_VARIABLE, raising=False)
         use_haproxy({"host": host})
@@ -60,13 +110,19 @@ def config(text: str, tmp_path: Path) -> str:
     [
         ("models: []\n", "has no list `models`"),
         ("models:\n- {num_replicas: 2}\n", "model 1 has no text `serve`"),
-        ("models: [{serve: builtin:tiny}]\napplications: []\n", "has `applications`"),
+        ("models: [{serve: builtin:tiny}]\napplications: []\n", "has the field applications"),
+        ("models: [{serve: builtin:tiny, name: llama}]\n", "name it with --served-model-name"),
+        ("models: [{serve: builtin:tiny, ray_actor_options: {num_gpu: 1}}]\n", "no field num_gpu"),
+        ("models: [{serve: builtin:tiny, autoscaling_config: {max_replica: 8}}]\n", "no field max_replica"),
+        ("models: [{serve: builtin:tiny, autoscaling_config: auto}]\n", "autoscaling_config has no fields"),
+        ("models: [{serve: builtin:tiny}]\nhttp_options: {prt: 1}\n", "no field prt"),
+        ("models: [{serve: builtin:tiny}]\nhttp_options: 8000\n", "http_options has no fields"),
         ("models: [{serve: builtin:tiny --port 80}]\n", "--port has no effect on Ray Serve"),
         ("models: [{serve: builtin:tiny --max-queued x}]\n", "model 1: Invalid value for '--max-queued'"),
         ("models: [{serve: builtin:tiny --unknown}]\n", "model 1: No such option: --unknown"),
         ("models: [{serve: builtin:tiny --budget 3s}]\n", "--budget has no effect"),
         ("models: [{serve: builtin:tiny, replicas: 2}]\n", "no field replicas in DeploymentSchema"),
-        ("http_option: {port: 1}\nmodels: [{serve: builtin:tiny}]\n", "no field http_option"),
+        ("http_option: {port: 1}\nmodels: [{serve: builtin:tiny}]\n", "has the field http_option,"),
         ("models: [{serve: builtin:tiny, num_replicas: two}]\n", "Ray Serve rejects the config"),
         ("models: [{serve: builtin:tiny}, {serve: builtin:tiny}]\n", "two models have the name builtin-tiny"),
         ("{", "cannot be read"),
