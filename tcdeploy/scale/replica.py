@@ -42,9 +42,10 @@ class ReplicaSettings:
 class ReplicaStartError(RuntimeError):
     """The model cannot be served. Ray passes on only the text, from which `start_error` reads the cause."""
 
-    def __init__(self, error: TcdeployError) -> None:
+    @classmethod
+    def from_cause(cls, error: TcdeployError) -> ReplicaStartError:
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        super().__init__(f"{kind.__name__}: {error.message}{HINT}{error.hint}")
+        return cls(f"{kind.__name__}: {error.message}{HINT}{error.hint}")
 
 
 def start_error(text: str) -> TcdeployError | None:
@@ -83,7 +84,7 @@ class Replica:
         except BaseException as error:
             replica.close()
             if isinstance(error, TcdeployError):
-                raise ReplicaStartError(error) from error
+                raise ReplicaStartError.from_cause(error) from error
             raise
         return replica
 

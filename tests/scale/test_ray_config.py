@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_the_proxy_listens_on_this_machine_only_and_a_replica_has_a_gpu_by_defau
 def test_the_cause_of_a_failed_start_is_read_from_its_traceback() -> None:
     differences = EnvironmentMismatchError("the bundle was made for another GPU", "rebuild it", ())
     for error, kind in ((differences, MismatchError), (UsageError("no: model\nhere", ""), UsageError)):
-        text = f"Traceback (most recent call last):\n  File\nReplicaStartError: {ReplicaStartError(error)}\n"
+        raised = pickle.loads(pickle.dumps(ReplicaStartError.from_cause(error)))  # Ray sends it to the controller
+        text = f"Traceback (most recent call last):\n  File\nReplicaStartError: {raised}\n"
         cause = start_error(text)
         assert type(cause) is kind and (cause.message, cause.hint) == (error.message, error.hint)
     assert start_error("Traceback: RuntimeError: no") is None
