@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tcdeploy.cli.process import LOGGER_NAME
 from tests.conftest import ROOT, TINY
 
 DEPLOY = ROOT / "recipes/deploy"
@@ -55,7 +57,12 @@ def check_settings(arguments: list[str], variables: dict[str, Any]) -> None:
     own = {name: str(value) for name, value in variables.items() if name.startswith("TCDEPLOY_")}
     arguments = [TINY if argument.startswith("/") else argument for argument in arguments]  # the model's folder
     own = {name: TINY if name == "TCDEPLOY_MODEL" else value for name, value in own.items()}
-    result = CliRunner().invoke(app, ["serve", *arguments, "--dry-run", "--json"], env=own)
+    logger = logging.getLogger(LOGGER_NAME)
+    level = logger.level
+    try:
+        result = CliRunner().invoke(app, ["serve", *arguments, "--dry-run", "--json"], env=own)
+    finally:
+        logger.setLevel(level)  # `serve` has set it, and later tests capture messages of lower levels
     assert result.exit_code == 0, result.exception or result.output
 
 
