@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tcdeploy import parallel_compile
+from tcdeploy.errors import Interrupted
 from tcdeploy.parallel_compile import (
     CORES_PER_PROCESS,
     MAX_WORKERS,
@@ -168,7 +169,8 @@ def test_workers_end_with_the_first_process(number: signal.Signals, fork_server:
         time.sleep(0.05)
     time.sleep(0.5)  # they register for the end of their parent
     os.kill(process.pid, number)
-    process.wait(timeout=120)  # on a busy machine; it has taken more than 20 s
+    code = process.wait(timeout=120)  # on a busy machine; it has taken more than 20 s
+    assert code == {signal.SIGINT: Interrupted.exit_code}.get(number, -number), "it ended because of the signal"
     for worker in workers:
         wait_until_ended(worker)
 

@@ -37,8 +37,6 @@ PROXY_HINT = (
     "RAY_SERVE_HAPROXY_STATS_PORT (8404), must be free"
 )
 FIELDS_HINT = "the fields are described at https://docs.ray.io/en/latest/serve/api/#serve-rest-api"
-
-
 log = logging.getLogger("tcdeploy.scale")
 
 
@@ -134,9 +132,8 @@ def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deplo
             waiting = [schema.name for schema in schemas if schema.name not in seconds]
             if waiting and time.monotonic() - start > timeout:
                 reason = _deployment_message(statuses[waiting[0]]) or "no replica has started"
-                raise ThresholdError(
-                    f"{waiting[0]} is not running after {timeout:g} s: {reason}", f"--timeout; {LOGS_HINT}"
-                )
+                message = f"{waiting[0]} is not running after {timeout:g} s: {reason}"
+                raise ThresholdError(message, f"--timeout allows more time; {LOGS_HINT}")
             if waiting:
                 time.sleep(POLL_S)
     except BaseException:

@@ -274,8 +274,10 @@ def test_twenty_texts_of_8_mib_are_refused_and_their_memory_is_given_back(serve:
         reasons = ("prompt: a text has more than", "This model's maximum context length is 1024 tokens. However, your ")
         assert refused and all(message.startswith(reasons) for message in refused)
         assert peak - before < GROWTH_BYTES and sorted(seconds)[len(seconds) // 2] < 0.1
-        # 160 MiB were sent, and growths of 8 to 68 MiB were seen
-        assert server.resident_bytes - before < GROWTH_BYTES * 3 // 4
+        deadline = time.monotonic() + 10  # the last bodies are freed after their responses
+        while server.resident_bytes - before >= GROWTH_BYTES // 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert server.resident_bytes - before < GROWTH_BYTES // 2
 
 
 def test_a_later_request_does_not_wait_for_two_requests_with_128_choices(serve: Callable[..., Any]) -> None:

@@ -42,7 +42,7 @@ def open_streams(server: ServerProcess, count: int, **fields: Any) -> list[Any]:
 
 
 def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(serve: Callable[..., Any]) -> None:
-    """Uses the median of the rejections and the best of up to six pairs of rates: other tests use the CPU too."""
+    """Uses the median of the rejections and the best of three pairs of rates, or six: other tests use the CPU too."""
     with serve("--max-queued", "1") as server:
         streams = open_streams(server, 5)  # four run, one waits
         time.sleep(0.3)
@@ -63,7 +63,7 @@ def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(ser
 
         rates: list[tuple[float, float]] = []
         with httpx.Client() as client:
-            while len(rates) < 6 and not any(busy > quiet / 2 for quiet, busy in rates):
+            while len(rates) < 3 or (len(rates) < 6 and not any(busy > quiet / 2 for quiet, busy in rates)):
                 quiet = tokens_per_second(client, rejections=0)
                 rates.append((quiet, tokens_per_second(client, rejections=33)))
         assert server.metric("num_requests_running") == 4, "the streams still run"
