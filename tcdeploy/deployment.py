@@ -6,6 +6,7 @@ pipeline.py starts a deployment from the model's code, packaged_start.py from ah
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.cache.contents import FileAccessTracker, FileRecord
 from tcdeploy.cache.manifest import BucketRecord, Compilation, Manifest, Origin, make_manifest
 from tcdeploy.cache.provenance import require_bundled
 from tcdeploy.cache.recording import compilation_date, hash_used_files, publish, record_finished_bucket
@@ -209,10 +210,18 @@ def _cost_sources() -> str:
 
 
 def record_start(
-    start: Start, runner: ModelRunner, warmed: Warmed, more_paths: Iterable[str], stages: StageTimer
+    start: Start,
+    runner: ModelRunner,
+    warmed: Warmed,
+    more_paths: Iterable[str],
+    stages: StageTimer,
+    keeps_manifest: bool = False,
 ) -> Deployment:
-    """Write the manifest, with all files that were used and `more_paths`, and return the deployment."""
-    workspace_bytes = publish_manifest(start, warmed, more_paths, stages)
+    """Write the manifest, with all files that were used and `more_paths`, and return the deployment.
+
+    keeps_manifest: as in `publish_manifest`.
+    """
+    workspace_bytes = publish_manifest(start, warmed, more_paths, stages, keeps_manifest)
     engine = Engine(runner, warmed.costs)
     return make_deployment(start, engine, stages, records=tuple(warmed.records), workspace_bytes=workspace_bytes)
 
@@ -232,35 +241,64 @@ def make_deployment(start: Start, engine: Engine, stages: StageTimer, **fields: 
     )
 
 
-def publish_manifest(start: Start, warmed: Warmed, more_paths: Iterable[str], stages: StageTimer) -> int | None:
+def publish_manifest(
+    start: Start, warmed: Warmed, more_paths: Iterable[str], stages: StageTimer, keeps_manifest: bool = False
+) -> int | None:
     """Write the manifest, with all files that were used and `more_paths`. Returns the workspace in bytes.
+
+    keeps_manifest: write nothing if the new manifest would differ only in what this start measured. For starts whose
+        programs cannot change the files that they load.
 
     Raises SpaceError, TrustError and TcdeployError.
     """
-    plan, staging, earlier = start.plan, start.staging, start.earlier
+    staging, earlier = start.staging, start.earlier
     with stages.stage("record"):
         used_paths = [*warmed.used_paths, *more_paths]
-        files = hash_used_files(staging, used_paths, earlier, is_first_start())
-        if start.recipe.require_signed and staging.bundle is not None:
-            require_bundled(plan.key, files, staging.bundle)
-    workspace_bytes = _workspace_bytes(plan)
+        workspace_bytes = _workspace_bytes(start.plan)
+        if earlier is None or not keeps_manifest or _would_change(start, warmed, used_paths, earlier):
+            files = hash_used_files(staging, used_paths, earlier, is_first_start())
+            if start.recipe.require_signed and staging.bundle is not None:
+                require_bundled(start.plan.key, files, staging.bundle)
+            publish(staging, _make_manifest(start, warmed, files, stages.seconds, workspace_bytes))
+    if is_first_start() and (warning := describe_uncompiled(import_timer.uncompiled)):
+        log.warning("%s", warning)
+    return workspace_bytes
+
+
+def _make_manifest(
+    start: Start,
+    warmed: Warmed,
+    files: tuple[FileRecord, ...],
+    stage_seconds: dict[str, float],
+    workspace_bytes: int | None,
+) -> Manifest:
+    plan = start.plan
     longest_tuning = max(plan.tune_seconds, start.previous.tune_seconds)  # of trials that an untuned start keeps
-    manifest = make_manifest(
+    return make_manifest(
         replace(plan, tune_seconds=longest_tuning),
         start.environment,
         start.origin,
-        stages.seconds,
+        stage_seconds,
         warmed.records,
         files,
         workspace_bytes,
         is_first_start(),
-        compilation_date(warmed.records, earlier),
+        compilation_date(warmed.records, start.earlier),
         {**asdict(warmed.costs), SOURCES: _cost_sources()},
     )
-    publish(staging, manifest)
-    if is_first_start() and (warning := describe_uncompiled(import_timer.uncompiled)):
-        log.warning("%s", warning)
-    return workspace_bytes
+
+
+def _would_change(start: Start, warmed: Warmed, used_paths: list[str], earlier: Manifest) -> bool:
+    """Whether a new manifest would differ from the earlier one, except in seconds, memory and check results."""
+    listed = {file.path for file in earlier.files}
+    variants = [(record.bucket, record.variant, record.outcome) for record in warmed.records]
+    if not listed.issuperset(used_paths) or variants != [
+        (record.bucket, record.variant, record.outcome) for record in earlier.buckets
+    ]:
+        return True
+    manifest = _make_manifest(start, warmed, earlier.files, earlier.stage_seconds, earlier.workspace_bytes)
+    manifest = replace(manifest, buckets=earlier.buckets)
+    return json.dumps(asdict(manifest)) != json.dumps(asdict(earlier))  # as JSON, because lists become tuples
 
 
 def _workspace_bytes(plan: Plan) -> int | None:

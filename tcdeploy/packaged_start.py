@@ -52,13 +52,13 @@ from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.stored_reference import read_reference
 from tcdeploy.engine.tuning import CompiledVariant
 from tcdeploy.engine.warmup import PreviousRun, prepare_buckets
-from tcdeploy.errors import CompileError, MismatchError, SpaceError, UsageError
+from tcdeploy.errors import CompileError, MismatchError, SpaceError, TcdeployError, UsageError
 from tcdeploy.linear import ops as linear_ops  # noqa: F401 - registers the ops that packages call
 from tcdeploy.models.checkpoint_reader import stored_tensors
 from tcdeploy.models.executed_sources import changed_sources
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.stored_tokenizer import load_stored_tokenizer
-from tcdeploy.models.weight_sources import DescribedWeights, WeightSource, loading_weights
+from tcdeploy.models.weight_sources import DescribedWeights, WeightSource, copy_stored, loading_weights
 from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.extras import is_installed, require_extra
 from tcdeploy.planning.plan import Bucket, Plan, decide_cache_dir, make_plan
@@ -222,7 +222,7 @@ def _start(
     needs_tokenizer: bool,
     gpu: contextlib.ExitStack,
 ) -> Deployment:
-    """`gpu`: is closed before steps run, so that no thread synchronises the GPU during a capture."""
+    """`gpu`: is closed before steps are captured, so that no thread synchronises the GPU during a capture."""
     count_start()
     record, plan = found.record, found.plan
     progress.planned(plan)
@@ -237,16 +237,23 @@ def _start(
 
                 patch_platform_key()
             acquire_lease(staging.target, plan.key)
+            with _checkpoint_errors(plan):
+                # Begins before the files of the plan are verified, which takes about 0.1 s.
+                sources, checkpoint = _weight_sources(record), stored_tensors(weight_files(found.folder))
+                weights = reading.enter_context(loading_weights(sources, checkpoint, plan.device))
             policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
-            earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
+            # Stored kernels replace Triton's files, of which a plan has hundreds.
+            earlier = restore_plan(
+                staging, plan.key, recipe.on_bad_cache == "rebuild", policy,
+                defers=lambda file: bool(record.kernels) and _is_of_triton(file.path),
+            )  # fmt: skip
             _check_files(found, staging, earlier)
             assert earlier is not None
             if record.kernels:
-                _use_kernels(record, Path(staging.path))
-            described = _described_weights(record, staging)
+                _use_kernels(record, staging)
             with _checkpoint_errors(plan):
-                checkpoint = stored_tensors(weight_files(found.folder))
-                weights = reading.enter_context(loading_weights(described, checkpoint, plan.device))
+                described = DescribedWeights(sources, load_file(Path(staging.path, record.buffers)))
+                copy_stored(described, weights.tensors)
             kv_cache = allocate_kv_cache(plan, record.architecture)
             runner = _make_runner(record, plan, staging, earlier, weights.tensors, kv_cache)
             tracker = FileAccessTracker(staging.path)
@@ -254,8 +261,7 @@ def _start(
         prepared: dict[Bucket, CompiledVariant] = {}
         if _prepares_early(plan):
             with stages.stage("programs"), tracker.track():
-                gpu.close()
-                prepared = prepare_buckets(runner, plan.cache_dir)
+                prepared = prepare_buckets(runner, plan.cache_dir, before_captures=gpu.close)
                 for cache in itertools.chain(*kv_cache):
                     cache.zero_()  # steps with half the weights may have written infinities
         with stages.stage("load"), _checkpoint_errors(plan):
@@ -287,8 +293,9 @@ def _start(
         warmed = warm(start, runner, checker, tracker, False, progress, prepared)
     # List the files of Triton's cache in the manifest, although this start may not have read them: a launch that no
     # stored kernel fits needs them.
-    triton_paths = [file.path for file in earlier.files if file.path.startswith(f"{TRITON_DIR}/")]
-    deployment = record_start(start, runner, warmed, [found.path, *record.files(), *triton_paths], stages)
+    triton_paths = [file.path for file in earlier.files if _is_of_triton(file.path)]
+    paths = [found.path, *record.files(), *triton_paths]
+    deployment = record_start(start, runner, warmed, paths, stages, keeps_manifest=True)
     return dataclasses.replace(deployment, weights_read=weights.total)
 
 
@@ -303,13 +310,32 @@ def _check_files(found: _Found, staging: StagingFolder, earlier: Manifest | None
         raise _DoesNotFit(f"{found.path} has changed while it was read")
 
 
-def _use_kernels(record: StartRecord, cache_dir: Path) -> None:
+def _is_of_triton(path: str) -> bool:
+    return path.startswith(f"{TRITON_DIR}/")
+
+
+def _use_kernels(record: StartRecord, staging: StagingFolder) -> None:
     """Launch our Triton kernels without Triton. Raises _DoesNotFit if their file cannot be read."""
     try:
-        use_stored_kernels(StoredKernels(Path(cache_dir, record.kernels).read_text()))
+        kernels = StoredKernels(Path(staging.path, record.kernels).read_text())
+        use_stored_kernels(kernels, prepare_triton=lambda: _restore_triton_files(staging))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _DoesNotFit(f"{record.kernels} cannot be read: {error}") from error
     pdl.use_recorded_support(pdl.INTERNAL.name not in dict(record.missing_internals))
+
+
+def _restore_triton_files(staging: StagingFolder) -> None:
+    """Copy the deferred files before Triton runs, for a launch that no stored kernel fits.
+
+    Triton compiles what is missing, so an error is only logged.
+    """
+    try:
+        damage = staging.fill_deferred()
+    except TcdeployError as error:
+        log.warning("Triton compiles its kernels again, because its files cannot be used: %s", error.message)
+    else:
+        if damage:
+            log.warning("Triton compiles kernels again: %s %s", damage[0].path, damage[0].reason)
 
 
 def _prepares_early(plan: Plan) -> bool:
@@ -317,16 +343,13 @@ def _prepares_early(plan: Plan) -> bool:
     return plan.device == "cuda"
 
 
-def _described_weights(record: StartRecord, staging: StagingFolder) -> DescribedWeights:
-    sources = {
-        name: WeightSource(dtype, tuple(shape), source) for name, (dtype, shape, source) in record.weights.items()
-    }
-    return DescribedWeights(sources, load_file(Path(staging.path, record.buffers)))
+def _weight_sources(record: StartRecord) -> dict[str, WeightSource]:
+    return {name: WeightSource(dtype, tuple(shape), source) for name, (dtype, shape, source) in record.weights.items()}
 
 
 @contextlib.contextmanager
 def _checkpoint_errors(plan: Plan) -> Iterator[None]:
-    """Translates the errors of `loading_weights`."""
+    """Translates the errors of `loading_weights` and `copy_stored`."""
     try:
         yield
     except (KeyError, ValueError, OSError) as error:

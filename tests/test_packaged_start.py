@@ -264,21 +264,22 @@ def test_steps_may_run_while_the_weights_are_read(cache: str, monkeypatch: pytes
 
     @contextlib.contextmanager
     def read_late(*arguments: Any) -> Iterator[LoadingWeights]:
-        described, _, device = arguments
+        sources, _, device = arguments
         weights = {
             name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-            for name, (dtype, shape, _) in described.sources.items()
+            for name, (dtype, shape, _) in sources.items()
         }
         yield LoadingWeights(weights, ReadTotal())
         events.append("read")
         with loading_weights(*arguments) as complete:
             pass
         for name, weight in weights.items():
-            weight.copy_(complete.tensors[name])
+            if sources[name].source[0] != "stored":
+                weight.copy_(complete.tensors[name])
 
-    def prepare_buckets(*arguments: Any) -> Any:
+    def prepare_buckets(*arguments: Any, **options: Any) -> Any:
         events.append("prepare")
-        return warmup.prepare_buckets(*arguments)
+        return warmup.prepare_buckets(*arguments, **options)
 
     expected = start(cache).engine.generate([PROMPT], SamplingParams(max_new_tokens=12))
     monkeypatch.setattr(packaged_start, "loading_weights", read_late)
@@ -345,6 +346,22 @@ def test_steps_are_not_timed_again(own_cache: str, monkeypatch: pytest.MonkeyPat
         write_manifest(path, dataclasses.replace(manifest, step_costs={**(manifest.step_costs or {}), **damage}))
         with pytest.raises(AssertionError, match="steps are timed"):
             start(own_cache)
+
+
+def test_a_start_writes_the_manifest_only_if_more_than_its_measurements_would_change(own_cache: str) -> None:
+    run_script(own_cache)  # before, the manifest may be that of the start that compiled
+    key = start(own_cache).plan.key
+    run_script(own_cache)  # again, because `start` was not the first of its process
+    manifest = read_manifests(own_cache)[key]
+    path = manifest_path(own_cache, key)
+    text = path.read_text()
+    run_script(own_cache)
+    assert path.read_text() == text
+    write_manifest(path, dataclasses.replace(manifest, environment={**manifest.environment, "driver": "of a GPU"}))
+    run_script(own_cache)
+    rewritten = read_manifests(own_cache)[key]
+    assert rewritten.environment == manifest.environment and rewritten.stage_seconds != manifest.stage_seconds
+    assert rewritten.files == manifest.files
 
 
 def test_log_probabilities_of_a_prompt_need_no_model(cache: str) -> None:

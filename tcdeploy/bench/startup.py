@@ -32,7 +32,8 @@ RunProcess = Callable[[list[str]], str]  # runs a command and returns its stdout
 class StartupRow(Row):
     """`stage_seconds` are in order and end with the first token; `other` is the time outside all stages.
 
-    `import_seconds` are those of imports in all stages, by package.
+    `import_seconds` are those of imports in all stages, by package. `weights_seconds`: how long threads read the
+    weights, beside other stages; None if transformers loaded them, or if they were not read.
     """
 
     start: str  # cold or warm
@@ -40,6 +41,7 @@ class StartupRow(Row):
     stage_seconds: dict[str, float]
     process_seconds: float  # until the end of the process
     import_seconds: dict[str, float]
+    weights_seconds: float | None
 
 
 def run(recipe: Recipe, settings: StartupSettings, progress: Progress, start: RunProcess | None = None) -> Report:
@@ -93,6 +95,7 @@ def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Pro
         "ended": ended,
         "stage_seconds": {**deployment.stage_seconds, "first token": seconds},
         "import_seconds": deployment.import_seconds,
+        "weights_seconds": deployment.weights_read.seconds if deployment.weights_read else None,
         "plan": describe_plan(deployment.plan),
         "environment": describe_environment(detect_environment()),
     }
@@ -109,8 +112,8 @@ def _row(kind: str, child_report: dict[str, Any], started: float, ended: float) 
     stages = {"interpreter": child_report["began"] - started, **child_report["stage_seconds"]}
     first_token_seconds = child_report["ended"] - started
     stages["other"] = max(0.0, first_token_seconds - sum(stages.values()))
-    imports = child_report["import_seconds"]
-    return StartupRow(TCDEPLOY, kind, first_token_seconds, stages, ended - started, imports)
+    imports, weights_seconds = child_report["import_seconds"], child_report["weights_seconds"]
+    return StartupRow(TCDEPLOY, kind, first_token_seconds, stages, ended - started, imports, weights_seconds)
 
 
 def run_process(command: list[str]) -> str:

@@ -261,7 +261,7 @@ def read_checked(folder: Path, file: FileRecord, write: Callable[[bytes], object
         digest, size = hashlib.sha256(), 0
         while True:
             try:
-                chunk = source.read(CHUNK_BYTES)
+                chunk = source.read(min(CHUNK_BYTES, file.bytes - size + 1))  # + 1: whether the file has grown
             except OSError as error:
                 return DamagedFile(file.path, f"cannot be read: {error.strerror}")
             if not chunk or size > file.bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from tcdeploy.cache.contents import (
@@ -45,13 +46,18 @@ log = logging.getLogger("tcdeploy.cache")
 
 
 def restore_plan(
-    staging: StagingFolder, plan_key: str, rebuild: bool, policy: SigningPolicy | None = None
+    staging: StagingFolder,
+    plan_key: str,
+    rebuild: bool,
+    policy: SigningPolicy | None = None,
+    defers: Callable[[FileRecord], bool] = lambda file: False,
 ) -> Manifest | None:
     """Fill the staging folder and return the plan's manifest; None if the plan must be compiled.
 
     If the plan is cached, its files are copied. Otherwise the undamaged files of all other plans are copied, because
     plans share programs, and the finished buckets of starts that did not finish. Plans from bundles are compared with
-    the signed headers (provenance.py). Sets `staging.bundle` to the bundle of this plan.
+    the signed headers (provenance.py). Sets `staging.bundle` to the bundle of this plan. Files of the plan for which
+    `defers` is true are copied by `staging.fill_deferred`.
 
     If a file of the plan is damaged, raises IntegrityError that names the first one; with `rebuild`, discards the plan
     and returns None instead. Raises TrustError for an invalid signature. With `policy.require_signed`, raises
@@ -59,7 +65,7 @@ def restore_plan(
     """
     policy = policy or SigningPolicy(default_trusted_keys_folder())
     rebuild = rebuild and not policy.require_signed
-    manifest = _fill_undamaged(staging, plan_key, rebuild, policy)
+    manifest = _fill_undamaged(staging, plan_key, rebuild, policy, defers)
     if manifest is None:
         taken_over = take_over_finished_buckets(staging, plan_key)
         if taken_over.num_entries:
@@ -74,14 +80,16 @@ def restore_plan(
     return manifest
 
 
-def _fill_undamaged(staging: StagingFolder, plan_key: str, rebuild: bool, policy: SigningPolicy) -> Manifest | None:
+def _fill_undamaged(
+    staging: StagingFolder, plan_key: str, rebuild: bool, policy: SigningPolicy, defers: Callable[[FileRecord], bool]
+) -> Manifest | None:
     """Fill the staging folder, again if another process replaces the plan at the same time."""
     folder, attempts = staging.source, READ_ATTEMPTS
     while True:
         attempts -= 1
         before = _content(manifest_path(folder, plan_key))
         try:
-            return _fill(staging, plan_key, policy)
+            return _fill(staging, plan_key, policy, defers)
         except IntegrityError:
             staging.clear()
             if rebuild and staging.is_private_copy:  # the folder cannot be written, and so the plan not discarded
@@ -93,7 +101,9 @@ def _fill_undamaged(staging: StagingFolder, plan_key: str, rebuild: bool, policy
                 discard_if_damaged(folder, plan_key, policy.trusted_keys)
 
 
-def _fill(staging: StagingFolder, plan_key: str, policy: SigningPolicy) -> Manifest | None:
+def _fill(
+    staging: StagingFolder, plan_key: str, policy: SigningPolicy, defers: Callable[[FileRecord], bool]
+) -> Manifest | None:
     """Fill the staging folder once. Raises IntegrityError and TrustError for this plan."""
     folder = staging.source
     # The lock keeps a concurrent unpack from replacing the manifest and the header between the two reads.
@@ -103,7 +113,8 @@ def _fill(staging: StagingFolder, plan_key: str, policy: SigningPolicy) -> Manif
         if manifest is None and not staging.is_private_copy:  # the manifest has another schema
             stored_header_path(folder, plan_key).unlink(missing_ok=True)
     files = manifest.files if manifest is not None else ()
-    if damage := staging.fill(files):
+    deferred = [file for file in files if defers(file)]
+    if damage := [*staging.fill(file for file in files if not defers(file)), *staging.defer(deferred)]:
         raise _damage_error(Path(folder), damage)
     # A start that was not the first of its process may have found programs in memory, whose files it does not list.
     if manifest is None or not (manifest.is_first_start or staging.bundle is not None):

@@ -63,6 +63,7 @@ def hash_used_files(
 
     A later `prepare` of a process may find programs in memory, so the files of the earlier manifest are included then,
     but not its reference: this start lists its own, if it has one.
+    Deferred files of the staging folder are included with their records.
     Timings of max-autotune's choices are always included, because only a start that compiles reads them. For a plan
     from a bundle, all files of the bundle are included, with the bundle's records.
     """
@@ -74,8 +75,9 @@ def hash_used_files(
     autotune_paths = [path for path in earlier_paths if path.startswith(f"{AUTOTUNE_DIR}/")]
     program_paths = [path for path in earlier_paths if not path.startswith(f"{REFERENCES_DIR}/")]
     reused_paths = autotune_paths if is_first_prepare else program_paths
-    used = hash_files(folder, {*used_paths, *reused_paths, *toolchain_paths[:1]})
-    by_path = {file.path: file for file in (*used, *bundled)}
+    deferred = {file.path for file in staging.deferred}
+    used = hash_files(folder, {*used_paths, *reused_paths, *toolchain_paths[:1]} - deferred)
+    by_path = {file.path: file for file in (*used, *staging.deferred, *bundled)}
     return tuple(by_path[path] for path in sorted(by_path))
 
 

@@ -87,6 +87,7 @@ class StagingFolder:
         self._copied: set[FileRecord] = set()  # files that the cache folder has too
         self._in_journal: dict[str, FileRecord] = {}  # by path
         self._hashed: dict[str, tuple[int, int]] = {}  # size and modification time of files when they were hashed
+        self.deferred: tuple[FileRecord, ...] = ()  # files that `fill_deferred` copies
         self.bundle: StoredBundle | None = None
 
     @property
@@ -124,6 +125,26 @@ class StagingFolder:
             damaged = {item.path for item in damage if item is not None}
             self._copied |= {file for file in files if file.path not in damaged}
         return [item for item in damage if item is not None]
+
+    def defer(self, files: Iterable[FileRecord]) -> list[DamagedFile]:
+        """Leave files in the cache folder until `fill_deferred`, because the start will probably not read them.
+
+        Returns those that are missing or have another size; their content is compared by `fill_deferred`.
+        """
+        files = list(files)
+        damage = [
+            DamagedFile(file.path, "is missing or has another size")
+            for file in files
+            if not _has_size(Path(self.source), file)
+        ]
+        self.deferred += tuple(files)
+        self._copied |= set(files)
+        return damage
+
+    def fill_deferred(self) -> list[DamagedFile]:
+        """Copy the deferred files, as `fill` does. Raises SpaceError, TrustError and TcdeployError."""
+        files, self.deferred = self.deferred, ()
+        return self.fill(files)
 
     def _copy_error(self, files: list[FileRecord], error: OSError) -> TcdeployError:
         size = sum(file.bytes for file in files)
@@ -229,6 +250,7 @@ class StagingFolder:
                     os.rmdir(parent)
         self._copied.clear()
         self._hashed.clear()
+        self.deferred = ()
         self.bundle = None
 
     def remove(self) -> None:

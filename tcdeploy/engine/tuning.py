@@ -163,12 +163,23 @@ def check_variant(
 
 def compile_variant(batch: WarmupBatch, variant: Variant) -> CompiledVariant:
     """Compile the bucket's step with `variant`, and capture it if the plan uses a CUDA graph for it."""
-    runner, bucket, plan = batch.runner, batch.bucket, batch.plan
-    runner.set_variant(bucket, variant)
+    runs = RUNS_BEFORE_CAPTURE if _uses_any_graph(batch, variant) else 1
+    return capture_variant(batch, variant, run_variant(batch, variant, runs))
+
+
+def run_variant(batch: WarmupBatch, variant: Variant, runs: int) -> CompileStats:
+    """Run the bucket with `variant` from now on: compile or load its programs by running the batch `runs` times."""
+    batch.runner.set_variant(batch.bucket, variant)
     with measure_compiles() as compilation:
-        for _ in range(RUNS_BEFORE_CAPTURE if _uses_any_graph(batch, variant) else 1):
+        for _ in range(runs):
             batch.run()
         synchronize()
+    return compilation
+
+
+def capture_variant(batch: WarmupBatch, variant: Variant, compilation: CompileStats) -> CompiledVariant:
+    """Capture the bucket's step, which has run with `variant`, if the plan uses a CUDA graph for it."""
+    runner, bucket, plan = batch.runner, batch.bucket, batch.plan
     free_before = _free_bytes()
     start = time.perf_counter()
     if plan.uses_cuda_graph(bucket, variant):

@@ -25,16 +25,18 @@ from tcdeploy.engine.timing import measure_step_times
 from tcdeploy.engine.tuning import (
     CompiledVariant,
     SelectedVariant,
+    capture_variant,
     check_variant,
-    compile_variant,
+    run_variant,
     select_variant,
     tune,
 )
-from tcdeploy.engine.warmup_inputs import make_small_batch, make_timing_batch, timed_context
+from tcdeploy.engine.warmup_inputs import WarmupBatch, make_small_batch, make_timing_batch, timed_context
 from tcdeploy.errors import SpaceError
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.progress import Progress
 
+SHORT_RUN_TOKENS = 64
 log = logging.getLogger("tcdeploy.engine")
 
 
@@ -64,18 +66,25 @@ class _WarmedBucket(NamedTuple):
     tuning_seconds: float
 
 
-def prepare_buckets(runner: ModelRunner, cache_dir: str) -> dict[Bucket, CompiledVariant]:
-    """Load, run and capture the step of each bucket, with the variant that the runner has set.
+def prepare_buckets(
+    runner: ModelRunner, cache_dir: str, before_captures: Callable[[], object] = lambda: None
+) -> dict[Bucket, CompiledVariant]:
+    """Load and run the step of each bucket, with the variant that the runner has set, and then capture all.
 
     For a start from packages, while the weights are read: the results of the steps are ignored, but the weights must be
     finite. `warm_buckets` then checks the buckets. The KV cache contains arbitrary values afterwards. Raises as
     `PackagedForward`, and CompileError.
     """
     prepared: dict[Bucket, CompiledVariant] = {}
-    for bucket in warmup_order(runner.plan):
-        batch = make_timing_batch(runner, bucket)
-        with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():
-            prepared[bucket] = compile_variant(batch, runner.variant(bucket))
+    with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():
+        runs: list[tuple[WarmupBatch, CompileStats]] = []
+        for bucket in warmup_order(runner.plan):
+            # One short run is enough to load the programs, and captures load the kernels of other sizes.
+            batch = make_timing_batch(runner, bucket, min(SHORT_RUN_TOKENS, bucket.size) if bucket.min_size else None)
+            runs.append((batch, run_variant(batch, runner.variant(bucket), runs=1)))
+        before_captures()
+        for batch, compilation in runs:
+            prepared[batch.bucket] = capture_variant(batch, runner.variant(batch.bucket), compilation)
     runner.row_assignment.clear()
     return prepared
 

@@ -61,12 +61,19 @@ class WarmupBatch(NamedTuple):
             self.runner.row_assignment.assign_prefilled(decoding)
         for other in decoding:
             other.num_computed_tokens = len(other.token_ids)
-        return self.runner.prefill([Chunk(sequence, start, length)], decoding, self.bucket, len(decoding))
+        return self.runner.prefill(
+            [Chunk(sequence, start, length)], decoding, self.bucket, len(decoding), self._early_size_from
+        )
 
     def _fill_kv_cache(self, lengths: list[int]) -> None:
         with force_eager():
             for chunks in _packed_chunks(self.sequences, lengths, self.plan):
-                self.runner.prefill(chunks)
+                self.runner.prefill(chunks, early_size_from=self._early_size_from)
+
+    @property
+    def _early_size_from(self) -> int | None:
+        """Without the model, steps have sizes that may be captured, since the programs have no uncompiled form."""
+        return None if self.runner.has_model else 0
 
 
 def make_check_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:

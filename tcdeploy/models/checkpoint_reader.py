@@ -137,7 +137,11 @@ def copying_tensors(copies: Iterable[Copy], stop: threading.Event | None = None)
     try:
         with ThreadPoolExecutor(THREADS) as pool:
             sys.setswitchinterval(SWITCH_SECONDS)
-            workers = [pool.submit(_run_tasks, tasks, device, stop) for _ in range(THREADS)]
+            all_started = threading.Event()
+            try:
+                workers = [pool.submit(_run_tasks, tasks, device, stop, all_started) for _ in range(THREADS)]
+            finally:
+                all_started.set()
             try:
                 yield total
                 wait(workers)
@@ -178,8 +182,12 @@ def _tasks(copy: Copy) -> Iterator[_Task]:
         yield _Task(source, source.begin + start, content[start : start + CHUNK_BYTES])
 
 
-def _run_tasks(tasks: queue.SimpleQueue[_Task], device: torch.device, stop: threading.Event) -> float:
+def _run_tasks(
+    tasks: queue.SimpleQueue[_Task], device: torch.device, stop: threading.Event, all_started: threading.Event
+) -> float:
     """Returns the time at which it has read its last chunk, by time.perf_counter."""
+    # While a thread allocates page-locked memory, no other thread can be created: that took 0.1 s.
+    all_started.wait()
     with contextlib.ExitStack() as stack:
         descriptors: dict[str, int] = {}
         staging = _CudaStaging(device) if device.type == "cuda" else None

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,6 +23,7 @@ from tcdeploy.torch_compat.stored_kernels import KernelRecorder, StoredKernels
 
 log = logging.getLogger("tcdeploy.compiler")
 _stored: StoredKernels | None = None  # what launches of this process use
+_prepare_triton: Callable[[], object] | None = None  # see `use_stored_kernels`
 _recorder: KernelRecorder | None = None  # records launches of this process
 # Specializations requested in `compiling_only`; None outside it, and in other threads.
 _compile_only_keys: ContextVar[set[object] | None] = ContextVar("compile_only_keys", default=None)
@@ -39,6 +40,8 @@ class Kernel:
     def function(self) -> Any:
         """Triton's JITFunction. Imports Triton."""
         if _stored is not None:  # such starts do not set up Triton's cache, which has to be done before Triton compiles
+            if _prepare_triton is not None:
+                _prepare_triton()
             from tcdeploy.torch_compat.triton_cache import use_relocatable_cache  # imports Triton
             from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
@@ -67,10 +70,13 @@ class Kernel:
             _recorder.add(self.name, self.function, args, options, compiled)
 
 
-def use_stored_kernels(kernels: StoredKernels | None) -> None:
-    """Launch these kernels from now on; with None, all go through Triton."""
-    global _stored
-    _stored = kernels
+def use_stored_kernels(kernels: StoredKernels | None, prepare_triton: Callable[[], object] | None = None) -> None:
+    """Launch these kernels from now on; with None, all go through Triton.
+
+    `prepare_triton` is called before Triton is imported for a launch that no stored kernel fits.
+    """
+    global _stored, _prepare_triton
+    _stored, _prepare_triton = kernels, prepare_triton
 
 
 def record_kernels() -> KernelRecorder:

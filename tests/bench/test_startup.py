@@ -35,7 +35,9 @@ def fake_child(commands: list[list[str]], stages: dict[str, float]) -> object:
         commands.append(command)
         now = time.time()
         child_report = {"began": now + 0.5, "ended": now + 4, "stage_seconds": stages, "plan": {"model": "m"}}
-        return json.dumps({**child_report, "import_seconds": {"torch": 0.8}, "environment": {"gpu": ""}})
+        return json.dumps(
+            {**child_report, "import_seconds": {"torch": 0.8}, "weights_seconds": 0.6, "environment": {"gpu": ""}}
+        )
 
     return start
 
@@ -67,6 +69,7 @@ def test_stages_add_up_to_the_first_token() -> None:
     row = report.rows[0]
     assert isinstance(row, StartupRow)
     assert list(row.stage_seconds) == ["interpreter", "import", "compile", "other"]
+    assert row.import_seconds == {"torch": 0.8} and row.weights_seconds == 0.6
     assert sum(row.stage_seconds.values()) == pytest.approx(row.first_token_seconds) == pytest.approx(4, abs=0.2)
 
 

@@ -23,7 +23,7 @@ from tcdeploy.cache.folder import make_private_folder
 from tcdeploy.cache.inventory import collect_garbage
 from tcdeploy.cache.journal import JOURNAL, LOCK, FinishedBucket, abandoned_folders, read_journal
 from tcdeploy.cache.leases import acquire_lease, is_leased
-from tcdeploy.cache.recording import record_finished_bucket
+from tcdeploy.cache.recording import hash_used_files, record_finished_bucket
 from tcdeploy.cache.staging import (
     StagingFolder,
     copy_finished_buckets,
@@ -322,6 +322,32 @@ def test_a_copied_file_that_was_deleted_meanwhile_is_published_again(root: Path)
     (root / FIRST).unlink()
     folder.publish(files, [])
     assert (root / FIRST).read_bytes() == b"program"
+
+
+def test_deferred_files_are_copied_later_and_listed_until_then(root: Path) -> None:
+    files = [record(write(root, path), b"program") for path in (FIRST, SECOND)]
+    folder = start(root)
+    assert not folder.fill(files[:1]) and not folder.defer(files[1:])
+    assert paths_in(folder.path) == {FIRST}
+    assert set(files) <= set(hash_used_files(folder, [FIRST, SECOND], None, is_first_prepare=True))
+    folder.publish(files, files)
+    assert not folder.fill_deferred()
+    assert paths_in(folder.path) >= {FIRST, SECOND} and not folder.deferred
+
+
+def test_a_deferred_file_that_is_missing_or_cut_is_reported_at_once_and_a_changed_one_later(root: Path) -> None:
+    third = "ac/third.so"
+    files = [record(write(root, path), b"program") for path in (FIRST, SECOND, third)]
+    Path(root, FIRST).unlink()
+    write(root, SECOND, b"prog")
+    write(root, third, b"pr0gram")
+    folder = start(root)
+    assert [damage.path for damage in folder.defer(files)] == [FIRST, SECOND]
+    folder.clear()
+    assert not folder.deferred and not folder.defer(files[2:])
+    [damage] = folder.fill_deferred()
+    assert (damage.path, damage.reason) == (third, "does not match its recorded sha256")
+    assert not paths_in(folder.path)
 
 
 def test_timings_of_max_autotune_are_cache_files() -> None:

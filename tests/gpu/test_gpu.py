@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy import pipeline
+from tcdeploy import packaged_start, pipeline
 from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.deployment import Deployment
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput, capture_graph
+from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.packaged_start import start_from_packages
 from tcdeploy.pipeline import prepare
@@ -244,8 +245,13 @@ def read_libraries(package: Path) -> list[bytes]:
         return [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
 
 
-def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(cache_dir: str) -> None:
-    """The packages are compiled by the first start; the second one captures them while it reads the weights."""
+def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(
+    cache_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packages are compiled by the first start; the second one captures them while it reads the weights.
+
+    Its checks replay only graphs, those of mixed steps too.
+    """
     flags: dict[str, Any] = {"programs": "aot", "buckets": (128,)}
     compiled = deploy("builtin:tiny", cache_dir, **flags)
     libraries = [library for path in Path(cache_dir, "aot").glob("*/*.pt2") for library in read_libraries(path)]
@@ -254,8 +260,14 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(cache_dir: 
     reset_programs()
     settings = {"model": "builtin:tiny", "batch_sizes": (1, 4), "context": 512, "kv_blocks": 256, **flags}
     recipe = build_recipe({**settings, "cache_dir": cache_dir}, environ={})
+    forward, warm, events = ModelRunner._forward, packaged_start.warm, list[str]()
+    monkeypatch.setattr(
+        ModelRunner, "_forward", lambda runner, buffers: (events.append("forward"), forward(runner, buffers))[1]
+    )
+    monkeypatch.setattr(packaged_start, "warm", lambda *arguments: (events.append("checks"), warm(*arguments))[1])
     started = start_from_packages(recipe, NullProgress())
     assert started is not None and "programs" in started.stage_seconds
+    assert events[-1] == "checks" and events.count("forward") >= 2 * len(started.records)
     assert [(record.outcome, record.compiles, record.captured) for record in started.records] == [("hit", 0, True)] * 3
     with measure_compiles() as serving, fail_on_recompile():
         answers = started.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))

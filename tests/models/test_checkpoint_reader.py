@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +115,22 @@ def test_after_an_exception_the_rest_is_not_read(
         if place == "in the block":
             interrupt()
     assert num_reads[0] <= checkpoint_reader.THREADS
+
+
+def test_threads_end_if_not_all_can_be_created(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads wait for each other before they read."""
+    stored, submit = stored_tensors(files)["matrix"], checkpoint_reader.ThreadPoolExecutor.submit
+    threads: list[threading.Thread] = []
+
+    def submit_two(pool: Any, *arguments: Any) -> Any:
+        if len(threads) == 2:
+            raise RuntimeError("can't start new thread")
+        future = submit(pool, *arguments)
+        threads[:] = pool._threads
+        return future
+
+    monkeypatch.setattr(checkpoint_reader.ThreadPoolExecutor, "submit", submit_two)
+    target = torch.zeros(stored.shape, dtype=stored.dtype)
+    with pytest.raises(RuntimeError, match="new thread"), copying_tensors([Copy(stored, target)] * 9):
+        pass
+    assert len(threads) == 2 and not any(thread.is_alive() for thread in threads)

@@ -14,6 +14,7 @@ from tcdeploy.models.checkpoint_reader import stored_tensors
 from tcdeploy.models.weight_sources import (
     DescribedWeights,
     WeightNotInCheckpointError,
+    copy_stored,
     describe_weights,
     loading_weights,
 )
@@ -36,8 +37,9 @@ def describe(
     save_file({name: tensor.contiguous() for name, tensor in checkpoint.items()}, path)
     stored = stored_tensors([path])
     described = describe_weights(model, stored, packed)
-    with loading_weights(described, stored, "cpu") as loading:
+    with loading_weights(described.sources, stored, "cpu") as loading:
         pass
+    copy_stored(described, loading.tensors)
     loaded = loading.tensors
     assert loading.total.num_bytes > 0 and loading.total.seconds > 0
     expected = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
@@ -145,4 +147,4 @@ def test_a_checkpoint_with_other_shapes_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
     save_file({"w": torch.randn(6, 4)}, path)
     with pytest.raises(ValueError, match=r"w has the shape \[6, 4\], not \[4, 6\]"):
-        loading_weights(described, stored_tensors([path]), "cpu").__enter__()
+        loading_weights(described.sources, stored_tensors([path]), "cpu").__enter__()

@@ -236,6 +236,23 @@ def test_a_launch_that_no_stored_kernel_fits_goes_through_triton(
     assert [len(kernel.calls) for kernel in fake_gpu.loaded] == [1]
 
 
+def test_triton_is_prepared_before_a_launch_that_no_stored_kernel_fits(
+    monkeypatch: pytest.MonkeyPatch, fake_gpu: type[FakeKernel], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = record_launches(monkeypatch)
+    write("cpu")
+    events: list[str] = []
+    kernels = StoredKernels(record(launches), load=fake_gpu)
+    use_stored_kernels(kernels, prepare_triton=lambda: events.append(f"after {len(launches)} launches"))
+    launches.clear()
+    vars(kv_write.KERNEL).pop("function", None)  # as in a process that has not launched it through Triton
+    write("cpu")
+    assert not events
+    write("cpu", dim=40)
+    assert events == ["after 0 launches"] and len(launches) == 1
+
+
 def test_recording_ends_the_use_of_stored_kernels(
     launches_beside_stored: list[Launch], fake_gpu: type[FakeKernel]
 ) -> None:
