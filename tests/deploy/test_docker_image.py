@@ -29,7 +29,7 @@ from tests.deploy.containers import UID, Container, child_of, skip_unless_suppor
 from tests.deploy.recipe_files import DEPLOY, KUBERNETES, check_settings, read_documents, read_variables
 from tests.test_locks import pins
 from tests.test_packaged_start import imported
-from tests.test_workflows import run_linter
+from tests.test_workflows import run_tool
 
 DOCKERFILE = DEPLOY / "docker/Dockerfile"
 FLAGS = ("--programs", "aot", "--buckets", "32", "--batch-sizes", "4")
@@ -62,10 +62,10 @@ def variables_of(stage: str) -> dict[str, str]:
 
 
 def test_hadolint_accepts_the_dockerfile(tmp_path: Path) -> None:
-    linted = run_linter("hadolint", str(DOCKERFILE))
+    linted = run_tool("hadolint", str(DOCKERFILE))
     assert linted.returncode == 0, linted.stdout
     (tmp_path / "Dockerfile").write_text(DOCKERFILE.read_text().replace("--no-install-recommends ", ""))
-    assert run_linter("hadolint", str(tmp_path / "Dockerfile")).returncode == 1
+    assert run_tool("hadolint", str(tmp_path / "Dockerfile")).returncode == 1
 
 
 @pytest.mark.parametrize("stage", ["serve", "baked"])
