@@ -11,6 +11,7 @@ import fnmatch
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from tests.conftest import ROOT, TINY, RunCLI
+from tests.conftest import PACKAGE_FLAGS, ROOT, TINY, RunCLI
 from tests.deploy.containers import UID, Container, child_of, skip_unless_supported
 from tests.deploy.recipe_files import DEPLOY, KUBERNETES, check_settings, read_documents, read_variables
 from tests.test_locks import pins
@@ -32,7 +33,6 @@ from tests.test_packaged_start import imported
 from tests.test_workflows import run_tool
 
 DOCKERFILE = DEPLOY / "docker/Dockerfile"
-FLAGS = ("--programs", "aot", "--buckets", "32", "--batch-sizes", "4")
 Stage = list[tuple[str, str]]  # (instruction, arguments) of the stage and of the stages that it is made from
 
 
@@ -106,10 +106,13 @@ class Bundle(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Iterator[Bundle]:
+def bundle(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI
+) -> Iterator[Bundle]:
     """A signed bundle of packages of the embedded model, in a folder that all users can read."""
     skip_unless_supported()
     home = tmp_path_factory.mktemp("packer")
+    shutil.copytree(request.getfixturevalue("filled_packages"), home / "cache")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -123,7 +126,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Iter
         run("cache", "keygen", str(home / "ci"))
         (home / "ci.pub").rename(folder / "trusted/ci.pub")
         out = ("--out", "model.tcb", "--sign", str(home / "ci.key"))
-        run("cache", "pack", TINY, *FLAGS, "--cache-dir", str(home / "cache"), *out)
+        run("cache", "pack", TINY, *PACKAGE_FLAGS, "--cache-dir", str(home / "cache"), *out)
         run("cache", "push", "model.tcb", str(folder / "store"))
         [stored] = (folder / "store").glob("*.tcb")
         for path in (folder, *folder.rglob("*")):
@@ -158,7 +161,7 @@ def serving(container: Container, stage: str, **environ: str) -> Iterator[tuple[
     variables |= {"TCDEPLOY_PORT": port, "TMPDIR": str(container.tmp), "PYTHONPROFILEIMPORTTIME": "1"}
     variables["PATH"] = variables["PATH"].replace("$PATH", "/no-compiler")
     program = f"/opt/tcdeploy/bin/{entrypoint[0]}"
-    command = ["/usr/bin/env", f"PATH={variables.pop('PATH')}", program, *entrypoint[1:], TINY, *FLAGS]
+    command = ["/usr/bin/env", f"PATH={variables.pop('PATH')}", program, *entrypoint[1:], TINY, *PACKAGE_FLAGS]
     server = container.start(*command, **variables)
     try:
         assert server.stdout is not None

@@ -19,9 +19,8 @@ import httpx
 import openai
 import yaml
 
-from tests.conftest import TINY, cli_command, cli_environment
+from tests.conftest import PACKAGE_FLAGS, TINY, cli_command, cli_environment
 
-PACKAGE_FLAGS = ("--device", "cpu", "--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
 START_TIMEOUT_S = 300
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ import pytest
 from tests.conftest import TINY, RunCLI
 from tests.scale.ray_deployment import (
     MESSAGES,
-    PACKAGE_FLAGS,
     Load,
     RayDeployment,
     free_port,
@@ -30,12 +30,9 @@ AUTOSCALING = {
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Path:
+def packages(filled_packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with the ahead-of-time packages of the embedded model."""
-    folder = tmp_path_factory.mktemp("packages")
-    warmed = run_cli_in(folder, "warm", TINY, *PACKAGE_FLAGS, "--cache-dir", str(folder / "cache"))
-    assert warmed.returncode == 0, warmed.stderr
-    return folder / "cache"
+    return Path(shutil.copytree(filled_packages, tmp_path_factory.mktemp("packages") / "cache"))
 
 
 @pytest.fixture(scope="module")
