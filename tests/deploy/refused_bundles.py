@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.cache.manifest import manifest_path, read_manifest
+from tcdeploy.cache.manifest import read_manifests
 from tcdeploy.cache.signed_header import read_signed_header, signed_header_bytes
 from tcdeploy.cache.signing import generate_key, sign
 from tcdeploy.planning.environment import parse_environment
@@ -39,13 +39,12 @@ def sign_with_another_key(bundle: Path, store: Path, folder: Path) -> str:
     return push(folder / "unknown.tcb", str(store), plan_key_of(bundle)).url
 
 
-def move_to_another_environment(bundle: Path, store: Path, cache: Path, secret: Path, **changes: Any) -> str:
+def move_to_another_environment(store: Path, cache: Path, secret: Path, **changes: Any) -> str:
     """As if packed elsewhere: another environment, and the plan that such an environment has.
 
-    `cache`: the folder that the bundle was packed from. `changes`: see tests.machines.changed_environment.
+    `cache`: a cache folder of one plan with packages. `changes`: see tests.machines.changed_environment.
     """
-    manifest = read_manifest(manifest_path(cache, plan_key_of(bundle)))
-    assert manifest is not None
+    [manifest] = read_manifests(cache).values()
     contents = {item.path: (cache / item.path).read_bytes() for item in manifest.files}
     [path] = [path for path in contents if path.startswith("aot/start-") and path.endswith(".json")]
     contents[path] = json.dumps({**json.loads(contents[path]), "plan_key": OTHER_PLAN}).encode()

@@ -131,7 +131,7 @@ class Bundle(NamedTuple):
         return self.url(stored)
 
     def _moved(self, store: Path, **changes: Any) -> str:
-        return move_to_another_environment(self.stored, store, self.cache, self.secret, **changes)
+        return move_to_another_environment(store, self.cache, self.secret, **changes)
 
 
 def make_readable(folder: Path) -> None:

@@ -71,6 +71,16 @@ def descendants(pid: int) -> list[tuple[int, str]]:
     return processes
 
 
+def processes_of_home(home: Path) -> list[int]:
+    """Processes that were started with this HOME. Those of Ray have other parents once the command has ended."""
+    processes = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"HOME={home}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                processes.append(int(folder.name))
+    return processes
+
+
 @contextlib.contextmanager
 def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDeployment]:
     """Deploy, wait until all models are running, and stop with SIGTERM, which must remove everything."""
