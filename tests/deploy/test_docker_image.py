@@ -258,17 +258,33 @@ def check_server(container: Container, port: str, server: subprocess.Popen[str])
     assert "tcdeploy.packaged_start" in modules and "transformers" not in modules and "torch._inductor" not in modules
 
 
-def test_the_image_with_a_bundle_serves_it_from_a_read_only_file_system(container: Container, bundle: Bundle) -> None:
+def unpack_into_image(container: Container, context: Path) -> None:
+    """Run the steps of the stage `unpacked` that concern the bundle."""
     for name, arguments in STAGES["unpacked"][len(STAGES["packages"]) :]:
         if name == "COPY":
             origin, source, target = arguments.split()
             assert origin == "--from=bundle"
             target = translate(container, target)
-            container.build(f"mkdir -p $(dirname {target}) && cp -r {bundle.context}/{source} {target}")
+            container.build(f"mkdir -p $(dirname {target}) && cp -r {context}/{source} {target}")
         elif name == "RUN":
             environ = variables_of("unpacked")
             path = environ.pop("PATH").replace("$PATH", "/usr/bin:/bin")
             container.build(f"PATH={path}\n{translate(container, arguments)}", HOME="/root", **environ)
+
+
+def test_an_image_with_a_bundle_of_another_version_is_not_built(
+    container: Container, bundle: Bundle, tmp_path: Path
+) -> None:
+    bundle.refused("of another version")
+    [stored] = (bundle.context / "of-another-version").iterdir()
+    shutil.copytree(bundle.context / "trusted", tmp_path / "trusted")
+    shutil.copy(stored, tmp_path / "model.tcb")
+    with pytest.raises(AssertionError, match="was packed in another environment: torch"):
+        unpack_into_image(container, tmp_path)
+
+
+def test_the_image_with_a_bundle_serves_it_from_a_read_only_file_system(container: Container, bundle: Bundle) -> None:
+    unpack_into_image(container, bundle.context)
     for command in arguments_of("runtime", "RUN"):
         container.build(f"PATH=/usr/sbin:/usr/bin:/bin\n{command}")
     for arguments in STAGES["baked"][len(STAGES["runtime"]) :]:
