@@ -36,10 +36,11 @@ from tcdeploy.attention import ops  # noqa: F401 - registers the ops that packag
 from tcdeploy.attention.kv_cache import LayerKV, allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
+from tcdeploy.cache.compatibility import assume_recorded, made_elsewhere
 from tcdeploy.cache.contents import TRITON_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
-from tcdeploy.cache.manifest import Manifest, manifest_path
+from tcdeploy.cache.manifest import Manifest, manifest_path, plan_keys
 from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder
@@ -107,6 +108,10 @@ class _DoesNotFit(Exception):  # noqa: N818 - not an error: another start follow
     """Why the packages cannot be used."""
 
 
+RECORD_HINT = (
+    "use the cache folder, the versions and the flags that the packages were made with, or "
+    "pip install 'tcdeploy[compile]'"
+)
 # After these, the model is loaded with transformers.
 _FALL_BACK = (_DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers, DriverError)
 
@@ -119,6 +124,8 @@ def start_from_packages(
     Raises TcdeployError, for example for a damaged cache.
     """
     stages = StageTimer(progress)
+    kind: type[TcdeployError] = UsageError
+    hint = RECORD_HINT
     try:
         with contextlib.ExitStack() as gpu:
             if recipe.device != "cpu":
@@ -127,16 +134,18 @@ def start_from_packages(
                 found = _find(recipe, needs_tokenizer)
             if found is not None:
                 return _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer, gpu)
-        reason = "there is no start record of this model with these flags"
-    except _FALL_BACK as error:
+        reason = "there is no start record of this model with these flags, tcdeploy, Python, torch and tokenizers"
+    except _FALL_BACK as error:  # not kept: its traceback refers to the weights
         reason = str(error)
+        if isinstance(error, MismatchError):
+            kind, hint = MismatchError, error.hint
         if is_installed("transformers"):
             log.warning("the model is loaded with transformers, because its packages cannot be used: %s", reason)
     if not is_installed("transformers"):
-        raise UsageError(
+        raise kind(
             f"the packages of {recipe.model} cannot be used: {reason}; and transformers, which could load the model "
             "instead, is not installed",
-            "use the cache folder and the flags that the packages were made with, or pip install 'tcdeploy[compile]'",
+            hint,
         )
     use_stored_kernels(None)
     pdl.use_recorded_support(None)
@@ -149,7 +158,7 @@ def start_from_packages(
 def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
     """Look for a record of this recipe. Returns None if there is none.
 
-    Raises _DoesNotFit if there are records, but none can be used.
+    Raises _DoesNotFit if there are records, but none can be used, and MismatchError if that is because of this machine.
     """
     folder = local_folder(recipe.model, recipe.revision)
     key = start_key(recipe, folder)
@@ -157,60 +166,53 @@ def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
         return None
     environment = detect_environment()
     cache_dir = decide_cache_dir(recipe, environment)
-    reasons: list[str] = []
+    reasons: list[_DoesNotFit | MismatchError] = []
     for path, text in find_records(cache_dir, key):
         try:
             record = parse_record(text)
         except (ValueError, KeyError, TypeError) as error:
-            reasons.append(f"{path} cannot be read: {error}")
+            reasons.append(_DoesNotFit(f"{path} cannot be read: {error}"))
             continue
         is_listed = manifest_path(cache_dir, record.plan_key).is_file()  # otherwise the plan was removed
         if not is_listed or _defaults_name(needs_tokenizer) not in record.decisions:
             continue
-        assumed = _environment_of(record, environment)
+        assumed = assume_recorded(environment, record)
         plan = make_plan(recipe, assumed, record.architecture, record.decisions[_defaults_name(needs_tokenizer)])
-        if reason := _mismatch(record, assumed, plan):
+        if reason := _mismatch(record, assumed, plan, cache_dir):
             reasons.append(reason)
         else:
             return _Found(record, path, text, folder, assumed, plan)
+    if not reasons and not is_installed("transformers"):  # a first start with transformers has no record either
+        elsewhere = made_elsewhere(cache_dir, plan_keys(cache_dir), environment)
+        reasons += [elsewhere] if elsewhere is not None else []
     if reasons:
-        raise _DoesNotFit(reasons[0])
+        raise reasons[0]
     return None
-
-
-def _environment_of(record: StartRecord, environment: Environment) -> Environment:
-    """`environment`, completed from the record: what is not installed here, and what the programs do not use.
-
-    A C++ compiler and transformers are never needed, Triton only on a GPU. `install_paths` affects only compilation, so
-    the recorded value is used.
-    """
-    return dataclasses.replace(
-        environment,
-        compiler=environment.compiler or record.compiler,
-        transformers=environment.transformers or record.transformers,
-        triton=environment.triton or ("" if environment.gpus else record.triton),
-        install_paths=record.install_paths,
-        missing_internals=record.missing_internals,
-    )
 
 
 def _defaults_name(needs_tokenizer: bool) -> str:
     return WITH_TOKENIZER if needs_tokenizer else WITHOUT_TOKENIZER
 
 
-def _mismatch(record: StartRecord, environment: Environment, plan: Plan) -> str:
-    """Why the record does not fit; "" if it does."""
+def _mismatch(
+    record: StartRecord, environment: Environment, plan: Plan, cache_dir: str
+) -> _DoesNotFit | MismatchError | None:
+    """Why the record does not fit; None if it does."""
     if environment.transformers != record.transformers:
         installed = environment.transformers
-        return f"the packages were made with transformers {record.transformers}, and {installed} is installed"
+        return _DoesNotFit(
+            f"the packages were made with transformers {record.transformers}, and {installed} is installed"
+        )
     if changed := changed_sources(record.sources):
-        return f"{changed[0]} of transformers has changed since the packages were made"
+        return _DoesNotFit(f"{changed[0]} of transformers has changed since the packages were made")
     for name, value in compiler_variables().items():  # one that is unset now had its effect on the packages
         if record.variables.get(name) != value:
-            return f"the packages were made with another value of {name}"
+            return _DoesNotFit(f"the packages were made with another value of {name}")
     if plan.key != record.plan_key:
-        return "the packages belong to another plan; `tcdeploy cache why` names what differs on this machine"
-    return ""
+        return made_elsewhere(cache_dir, [record.plan_key], environment) or _DoesNotFit(
+            "the packages belong to another plan; `tcdeploy cache why` names what differs on this machine"
+        )
+    return None
 
 
 def _start(

@@ -45,11 +45,13 @@ TINY = "builtin:tiny"
 TINY_BUCKETS = (32, 128)
 TINY_BATCH_SIZES = (1, 4)
 TINY_FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4")
+PACKAGE_FLAGS = ("--device", "cpu", "--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
 # Tests with the marker `compiles`, which `scripts/test --quick` leaves out: those that use one of these fixtures, and
 # those below these paths, which compile, start a model, or run kernels in Triton's interpreter for many seconds.
 COMPILING_FIXTURES = frozenset(
-    {"cache_dir", "filled_cache", "fork_server", "reference_tiny", "tiny_deployment", "warm_cache", "warmed"}
-)
+    {"cache_dir", "filled_cache", "filled_packages", "fork_server", "reference_tiny", "tiny_deployment", "warm_cache",
+     "warmed"}
+)  # fmt: skip
 COMPILING_PATHS = (
     "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "cache/test_folder.py",
     "cache/test_source_keys.py", "compiler/", "coverage/test_types.py", "deploy/test_docker_image.py",
@@ -131,11 +133,22 @@ def remove_headers(cache: Path) -> None:
 @pytest.fixture(scope="session")
 def filled_cache(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Path:
     """A cache folder with the buckets of the embedded model, filled once for all workers. Tests use copies of it."""
-    folder = shared_folder(tmp_path_factory) / "filled"
+    return fill_once(tmp_path_factory, run_cli_in, "filled", TINY_FLAGS)
+
+
+@pytest.fixture(scope="session")
+def filled_packages(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Path:
+    """As `filled_cache`, with the ahead-of-time packages of one prefill and one decode bucket."""
+    return fill_once(tmp_path_factory, run_cli_in, "packages", PACKAGE_FLAGS)
+
+
+def fill_once(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI, name: str, flags: tuple[str, ...]) -> Path:
+    """A cache folder that one worker fills while the others wait."""
+    folder = shared_folder(tmp_path_factory) / name
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             home = tmp_path_factory.mktemp("filler")
-            done = run_cli_in(home, "warm", TINY, *TINY_FLAGS, "--cache-dir", f"{folder}.partial")
+            done = run_cli_in(home, "warm", TINY, *flags, "--cache-dir", f"{folder}.partial")
             assert done.returncode == 0, done.stderr
             remove_headers(Path(f"{folder}.partial"))
             os.rename(f"{folder}.partial", folder)

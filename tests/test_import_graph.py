@@ -49,7 +49,7 @@ TORCH_FREE = (
     "planning.tested_versions",
     "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "progress", "stages", "start",
     "torch_compat.internal", "torch_compat.compiler_queries", "torch_compat.transformers_import",
-    "cache.contents", "cache.manifest", "cache.toolchain",
+    "cache.compatibility", "cache.contents", "cache.manifest", "cache.toolchain",
     "cache.folder", "engine.sequence", "engine.blocks", "engine.scheduler", "engine.step_costs", "engine.step_clock",
     "engine.step_size", "engine.launch_lock", "engine.launch_timer", "attention.splits",
     "engine.constraint", "server.protocol", "server.validation", "server.admission",

@@ -29,7 +29,8 @@ def jobs(workflow: Path) -> dict[str, Job]:
 ALL_JOBS = [pytest.param(job, id=f"{path.stem}-{name}") for path in WORKFLOWS for name, job in jobs(path).items()]
 
 
-def run_linter(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that a package of the development requirements contains."""
     return subprocess.run([Path(sys.executable).parent / name, *arguments], capture_output=True, text=True)
 
 
@@ -44,7 +45,7 @@ def run_linter(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ids=["yamllint", "action schema", "workflow schema", "zizmor"],
 )
 def test_the_linters_find_nothing(check: tuple[str, ...]) -> None:
-    done = run_linter(*check)
+    done = run_tool(*check)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -52,10 +53,10 @@ def test_the_linters_find_an_invalid_action_and_an_injected_expression(tmp_path:
     text = ACTIONS[0].read_text()
     (tmp_path / "action.yml").write_text(text.replace("using: composite", "using: magic"))
     check = ("check-jsonschema", "--builtin-schema", "vendor.github-actions", str(tmp_path / "action.yml"))
-    assert run_linter(*check).returncode == 1
+    assert run_tool(*check).returncode == 1
     injected = text.replace('WARM"', '{{ inputs.warm }}"').replace("run: |", "run: |\n        echo ${{ inputs.warm }}")
     (tmp_path / "action.yml").write_text(injected)
-    found = run_linter("zizmor", "--offline", "--no-progress", str(tmp_path / "action.yml"))
+    found = run_tool("zizmor", "--offline", "--no-progress", str(tmp_path / "action.yml"))
     assert found.returncode != 0 and "template-injection" in found.stdout
 
 

@@ -122,12 +122,30 @@ def merge_forecasts(forecasts: list[Forecast]) -> Forecast:
 
 
 def version_differences(cached: Manifest, installed: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """Versions in `installed_versions()` that differ from the packer's, ignoring local labels such as +cu130."""
-    factors = _environment(cached).cache_factors()
-    packed_versions = {name: _without_local_label(factors[name]) for name in installed}
+    """Versions in `installed_versions()` that differ from the packer's, ignoring local labels such as +cu130.
+
+    Ahead-of-time packages can start without transformers, and on a CPU without Triton. A start without transformers
+    needs the record of a start with the same Python, patch level included (start_record.py).
+    """
+    environment = _environment(cached)
+    here = {**installed, "python": _minor_version(str(installed["python"]))}
+    there = environment.cache_factors()
+    if cached.plan.get("programs") == "aot":
+        if installed.get("transformers") == "":
+            here["python"], there["python"] = installed["python"], environment.python
+        unused = {"transformers"} if environment.gpus else {"transformers", "triton"}
+        here = {name: value for name, value in here.items() if value or name not in unused}
     return tuple(
-        diff_mappings({name: _without_local_label(value) for name, value in installed.items()}, packed_versions)
+        diff_mappings(
+            {name: _without_local_label(value) for name, value in here.items()},
+            {name: _without_local_label(there[name]) for name in here},
+        )
     )
+
+
+def _minor_version(version: str) -> str:
+    """3.11 of 3.11.7."""
+    return ".".join(version.split(".")[:2])
 
 
 def _without_local_label(version: Any) -> Any:

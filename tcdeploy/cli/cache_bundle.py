@@ -113,7 +113,8 @@ def unpack(
         cache_display.show_differences(differences, sys.stderr)
         raise MismatchError(
             f"{file} was packed in another environment: {', '.join(difference.name for difference in differences)}",
-            f"tcdeploy cache why {file} lists what would miss; --any-environment unpacks it nevertheless",
+            "pack it again in an environment like this one; "
+            f"tcdeploy cache why {file} lists what would miss, and --any-environment unpacks it nevertheless",
         )
     unpacked = unpacking.unpack(file, folder, trusted, allow_unsigned, allow_rollback, trust_cache_dir)
     cache_display.show_unpacked(unpacked, folder, json)

@@ -223,10 +223,14 @@ def _detect_gpus() -> tuple[GPU, ...]:
 
 
 def installed_versions() -> dict[str, object]:
-    """The cache factors that are available without importing torch; the first GPU as nvidia-smi names it, if any."""
+    """The cache factors that are available without importing torch; the first GPU as nvidia-smi names it, if any.
+
+    The version of Python is complete, although only its first two parts are a factor. A package that is not installed
+    has the version "".
+    """
     gpu = _first_output_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {
-        "python": ".".join(platform.python_version_tuple()[:2]),
+        "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "transformers", "triton")},
         "flash_packages": installed_flash_packages(),
         **({"gpu": gpu} if gpu else {}),

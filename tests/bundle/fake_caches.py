@@ -64,7 +64,7 @@ def as_installed(**differences: Any) -> Any:
     """An environment with the installed versions, so that the real `unpack` command accepts the bundle."""
     versions = _installed_versions()
     installed = {name: versions[name] for name in ("torch", "transformers", "triton", "flash_packages")}
-    return replace(LAPTOP, **{"python": f"{versions['python']}.1", **installed, **differences})
+    return replace(LAPTOP, **{"python": versions["python"], **installed, **differences})
 
 
 def record_of(bucket: str, outcome: str = "hit", **differences: Any) -> BucketRecord:

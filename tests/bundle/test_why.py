@@ -293,6 +293,34 @@ def test_versions_are_compared_without_torch(manifest: Manifest) -> None:
     assert (factor.name, factor.here, factor.there) == ("triton", "1.0", there["triton"])
 
 
+def test_packages_need_no_transformers_but_then_the_same_patch_level_of_python(manifest: Manifest) -> None:
+    """The start without transformers reads a record, whose name contains the complete version of Python."""
+    packages = dataclasses.replace(manifest, plan={**manifest.plan, "programs": "aot"})
+    there, minor = manifest.environment, manifest.environment["python"].rpartition(".")[0]
+    for python, cached, expected in (
+        (there["python"], packages, []),
+        (there["python"], manifest, ["transformers"]),
+        (f"{minor}.99", packages, ["python"]),
+        (f"{minor}.99", manifest, ["transformers"]),
+    ):
+        differences = version_differences(cached, {"python": python, "transformers": ""})
+        assert [difference.name for difference in differences] == expected
+    installed = {"python": f"{minor}.99", "transformers": there["transformers"]}
+    assert version_differences(packages, installed) == ()
+
+
+def test_packages_need_triton_on_a_gpu_only(manifest: Manifest) -> None:
+    installed = {"python": manifest.environment["python"], "triton": ""}
+    on_a_gpu = dataclasses.asdict(changed_environment(parse_environment(manifest.environment), gpu="NVIDIA H100"))
+    for programs, environment, expected in (
+        ("aot", manifest.environment, []),
+        ("aot", on_a_gpu, ["triton"]),
+        ("jit", manifest.environment, ["triton"]),
+    ):
+        cached = dataclasses.replace(manifest, plan={**manifest.plan, "programs": programs}, environment=environment)
+        assert [difference.name for difference in version_differences(cached, installed)] == expected
+
+
 # The command
 
 

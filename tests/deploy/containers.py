@@ -1,8 +1,8 @@
 """Runs commands as a container would, without a container runtime: in mount and PID namespaces of Linux.
 
 The commands see a read-only root file system, run as the user of the image without capabilities, and can write only to
-volumes, whose owner and mode are those of a Kubernetes emptyDir. The virtual environment of the tests
-stands for the one in the image.
+volumes, whose owner and mode are those of a Kubernetes emptyDir. The virtual environment of the image has the packages
+of the tests' own, without transformers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -47,12 +49,21 @@ class Container:
             volume.mkdir()
             os.chown(volume, 0, UID)
             volume.chmod(EMPTY_DIR_MODE)
-        programs = self.image / "opt/tcdeploy/bin"
-        programs.mkdir(parents=True)
-        for name, module in (("tcdeploy", "-m tcdeploy"), ("python", "")):
-            (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
-            (programs / name).chmod(0o755)
+        self._create_environment()
         shutil.copytree("/etc", self.image / "etc", symlinks=True, ignore_dangling_symlinks=True)
+
+    def _create_environment(self) -> None:
+        """/opt/tcdeploy: packages are symbolic links to those of the tests."""
+        folder = self.image / "opt/tcdeploy"
+        venv.create(folder, symlinks=True)
+        [packages] = folder.glob("lib/python*/site-packages")
+        for path in map(Path, sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})):
+            for package in path.iterdir():
+                if not package.name.startswith("transformers") and package.suffix != ".pth":
+                    (packages / package.name).symlink_to(package)
+        program = folder / "bin/tcdeploy"
+        program.write_text('#!/bin/sh\nexec "${0%/*}/python" -m tcdeploy "$@"\n')
+        program.chmod(0o755)
 
     def build(self, script: str, **environ: str) -> None:
         """Run a shell script as root that may write to /etc and /opt of the image."""

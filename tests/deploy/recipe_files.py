@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from typer.testing import CliRunner
 
 from tcdeploy.cli.process import LOGGER_NAME
 from tests.conftest import ROOT, TINY
+from tests.test_workflows import run_tool
 
 DEPLOY = ROOT / "recipes/deploy"
 KUBERNETES = DEPLOY / "kubernetes"
@@ -28,10 +26,8 @@ def read_documents(path: Path) -> list[Document]:
 
 @functools.cache
 def render(folder: Path) -> tuple[Document, ...]:
-    """The documents of a kustomization. Skips the test without kubectl."""
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl, which renders the manifests, is not installed")
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
+    """The documents of a kustomization, rendered by the kubectl that the extra `dev` installs."""
+    done = run_tool("kubectl", "kustomize", str(folder))
     assert done.returncode == 0, done.stderr
     return tuple(yaml.safe_load_all(done.stdout))
 

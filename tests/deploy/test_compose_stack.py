@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.deploy.recipe_files import DEPLOY, check_settings, read_documents, read_variables
-from tests.test_workflows import LINT, run_linter
+from tests.test_workflows import LINT, run_tool
 
 COMPOSE = DEPLOY / "compose"
 PROVISIONING = COMPOSE / "grafana/provisioning"
@@ -38,7 +38,7 @@ def services(variables: dict[str, str]) -> Any:
 @pytest.mark.parametrize("folder", ["compose", "kubernetes"])
 def test_the_yaml_files_are_well_formed(folder: str) -> None:
     rules = LINT.replace("rules: {", "rules: {braces: {max-spaces-inside: 0}, ")
-    linted = run_linter("yamllint", "--strict", "-d", rules, str(DEPLOY / folder))
+    linted = run_tool("yamllint", "--strict", "-d", rules, str(DEPLOY / folder))
     assert linted.returncode == 0, linted.stdout
 
 
@@ -47,7 +47,7 @@ def test_compose_yaml_follows_the_schema_of_compose(tmp_path: Path) -> None:
     for name, content, returncode in (("valid", text, 0), ("typo", text.replace("read_only:", "readonly:", 1), 1)):
         (tmp_path / f"{name}.yaml").write_text(content)
         arguments = ("--builtin-schema", "vendor.compose-spec", str(tmp_path / f"{name}.yaml"))
-        checked = run_linter("check-jsonschema", *arguments)
+        checked = run_tool("check-jsonschema", *arguments)
         assert checked.returncode == returncode, checked.stdout
 
 

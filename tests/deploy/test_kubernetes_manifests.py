@@ -190,6 +190,16 @@ def test_containers_run_without_privileges_and_cannot_write_to_the_image(folder:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
+def test_the_status_of_a_pod_shows_the_error_of_a_container_that_fails(folder: str) -> None:
+    documents = render(KUBERNETES / folder)
+    kind = "ServingRuntime" if folder == "kserve" else "Deployment"
+    spec = of_kind(documents, kind)["spec"]
+    pod = spec if folder == "kserve" else spec["template"]["spec"]
+    policies = [item["terminationMessagePolicy"] for item in [*pod["containers"], *pod.get("initContainers", [])]]
+    assert set(policies) == {"FallbackToLogsOnError"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_every_volume_secret_and_config_map_exists(folder: str) -> None:
     documents = render(KUBERNETES / folder)
     kind = "ServingRuntime" if folder == "kserve" else "Deployment"

@@ -19,9 +19,8 @@ import httpx
 import openai
 import yaml
 
-from tests.conftest import TINY, cli_command, cli_environment
+from tests.conftest import PACKAGE_FLAGS, TINY, cli_command, cli_environment
 
-PACKAGE_FLAGS = ("--device", "cpu", "--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
 START_TIMEOUT_S = 300
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
 
@@ -69,6 +68,16 @@ def descendants(pid: int) -> list[tuple[int, str]]:
             waiting.append(child)
             with contextlib.suppress(OSError):
                 processes.append((child, Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()))
+    return processes
+
+
+def processes_of_home(home: Path) -> list[int]:
+    """Processes that were started with this HOME. Those of Ray have other parents once the command has ended."""
+    processes = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"HOME={home}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                processes.append(int(folder.name))
     return processes
 
 

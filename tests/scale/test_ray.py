@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -10,15 +11,18 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
+from tcdeploy.cache.signing import generate_key, trust
 from tests.conftest import TINY, RunCLI
+from tests.deploy.refused_bundles import move_to_another_environment
 from tests.scale.ray_deployment import (
     MESSAGES,
-    PACKAGE_FLAGS,
     Load,
     RayDeployment,
     free_port,
     model_entry,
+    processes_of_home,
     ray_deployment,
     wait_for,
 )
@@ -30,12 +34,9 @@ AUTOSCALING = {
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Path:
+def packages(filled_packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with the ahead-of-time packages of the embedded model."""
-    folder = tmp_path_factory.mktemp("packages")
-    warmed = run_cli_in(folder, "warm", TINY, *PACKAGE_FLAGS, "--cache-dir", str(folder / "cache"))
-    assert warmed.returncode == 0, warmed.stderr
-    return folder / "cache"
+    return Path(shutil.copytree(filled_packages, tmp_path_factory.mktemp("packages") / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +108,27 @@ def test_a_killed_replica_loses_only_its_own_requests_and_is_replaced(deployment
 def test_the_error_of_a_model_that_cannot_start_is_shown(
     run_cli_in: RunCLI, tmp_path: Path, entry: str, code: int, message: str
 ) -> None:
+    """And no process of Ray is left."""
     file = tmp_path / "models.yaml"
     file.write_text(f"http_options: {{port: {free_port()}}}\nmodels:\n- {entry}\n")
     done = run_cli_in(tmp_path, "deploy", str(file), "--ray", timeout=300)
     assert done.returncode == code and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not done.stdout
+    assert wait_for(lambda: not processes_of_home(tmp_path), 30), processes_of_home(tmp_path)
+
+
+def test_a_bundle_of_another_machine_is_refused_by_the_replica(
+    packages: Path, run_cli_in: RunCLI, tmp_path: Path
+) -> None:
+    generate_key(tmp_path / "ci")
+    trust("ci", tmp_path / "ci.pub", tmp_path / "trusted")
+    url = move_to_another_environment(tmp_path / "store", packages, tmp_path / "ci.key", torch="1.13.1")
+    entry = model_entry(tmp_path / "cache", "tiny")
+    entry["serve"] += f" --cache-from {url} --trusted-keys {tmp_path / 'trusted'}"
+    file = tmp_path / "models.yaml"
+    file.write_text(yaml.safe_dump({"http_options": {"port": free_port()}, "models": [entry]}))
+    done = run_cli_in(tmp_path, "deploy", str(file), "--ray", timeout=300)
+    assert done.returncode == 3 and not done.stdout, done.stderr
+    assert f"error: tiny cannot be served: the bundle {url} was made for another plan: torch\nhint: " in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "cache/manifests").exists()
+    assert wait_for(lambda: not processes_of_home(tmp_path), 30), processes_of_home(tmp_path)
