@@ -83,12 +83,16 @@ def _run(serve_file: dict[str, Any], address: str | None, timeout: float, json: 
     except KeyboardInterrupt:
         raise Interrupted("interrupted", "models of this file may be left on the cluster: see `serve status`") from None
     try:
+        metrics_urls = ray_cluster.metrics_urls()
         if json:
-            print(display.json_document("deploy", models=[item._asdict() for item in deployed]))
+            models = [item._asdict() for item in deployed]
+            print(display.json_document("deploy", models=models, metrics_urls=metrics_urls))
         else:
             columns = (Column("model", "name"), Column("URL", "name"), Column("seconds", "number"))
             rows = [(item.name, f"{item.url}/v1", f"{item.seconds:.1f}") for item in deployed]
             display.show_table(Table(columns, rows))
+            if len(metrics_urls) == 1:  # the nodes of a cluster are found by Ray's service discovery
+                print(f"metrics of all replicas: {metrics_urls[0]}")
         sys.stdout.flush()
         threading.Event().wait()
     except KeyboardInterrupt:

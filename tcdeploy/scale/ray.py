@@ -15,12 +15,14 @@ Ray removes one, it waits for the requests of the replica. Needs the extra `ray`
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 
 from tcdeploy.scale.ray_config import DEPLOYMENT, read_arguments
+from tcdeploy.scale.ray_metrics import RayMetrics
 from tcdeploy.scale.replica import Replica
 from tcdeploy.server.request_log import RequestLog
 
@@ -34,6 +36,7 @@ class Model:
         """Returns once the model is ready. Raises ReplicaStartError."""
         self._replica: Replica | None = None  # Ray calls __del__ also if the start fails
         self._replica = await Replica.start(read_arguments(arguments))
+        self._reporting = asyncio.create_task(RayMetrics(self._replica.metrics).run())
 
     def __serve_build_asgi_app__(self) -> RequestLog:
         """Ray calls it after the constructor."""

@@ -141,9 +141,19 @@ def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deplo
         raise
     scheme = "https" if http.ssl_certfile else "http"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host or "", http.host or "127.0.0.1")
-    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{http.port}"
+    address = f"{scheme}://{_url_host(host)}:{http.port}"
     paths = {schema.name: (schema.route_prefix or "/").rstrip("/") for schema in schemas}
     return [Deployed(name, f"{address}{path}", seconds[name]) for name, path in paths.items()]
+
+
+def metrics_urls() -> list[str]:
+    """Addresses at which the present nodes report the metrics of their replicas to Prometheus."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return [f"http://{_url_host(node['NodeManagerAddress'])}:{node['MetricsExportPort']}/metrics" for node in nodes]
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def replica_states(name: str) -> dict[str, int]:

@@ -18,11 +18,13 @@ from typing import Any
 import httpx
 import openai
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import TINY, cli_command, cli_environment
 
 PACKAGE_FLAGS = ("--device", "cpu", "--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
 START_TIMEOUT_S = 300
+REPORT_INTERVAL_MS = 2000  # of Ray's metrics
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
 
 
@@ -40,6 +42,7 @@ def free_port() -> int:
 class RayDeployment:
     process: subprocess.Popen[str]
     models: list[dict[str, Any]]  # as `--json` reports them
+    metrics_url: str = ""
 
     def client(self, number: int = 0) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.models[number]['url']}/v1", api_key="none", max_retries=0, timeout=60)
@@ -54,6 +57,12 @@ class RayDeployment:
         url = f"{self.models[number]['url']}/metrics"
         texts = [httpx.get(url, timeout=60).text for _ in range(32)]
         return {line for text in texts for line in text.splitlines() if line.startswith("process_start_time_seconds ")}
+
+    def reported(self, metric: str, **labels: str) -> dict[str, float]:
+        """Values of a metric that Ray reports to Prometheus, by replica."""
+        families = text_string_to_metric_families(httpx.get(self.metrics_url, timeout=60).text)
+        samples = [sample for family in families for sample in family.samples if sample.name == metric]
+        return {sample.labels["replica"]: sample.value for sample in samples if labels.items() <= sample.labels.items()}
 
 
 def descendants(pid: int) -> list[tuple[int, str]]:
@@ -79,7 +88,9 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
     file.write_text(yaml.safe_dump({"http_options": {"host": "0.0.0.0", "port": free_port()}, "models": models}))
     command = cli_command("deploy", str(file), "--ray", "--json")
     ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
-    environ = cli_environment(folder, RAY_USAGE_STATS_ENABLED="0", **ports)
+    environ = cli_environment(
+        folder, RAY_USAGE_STATS_ENABLED="0", RAY_metrics_report_interval_ms=str(REPORT_INTERVAL_MS), **ports
+    )
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -96,7 +107,9 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
             assert line, "".join(stderr)
             document += line
         timer.cancel()
-        yield RayDeployment(process, json.loads(document)["models"])
+        report = json.loads(document)
+        [metrics_url] = report["metrics_urls"]
+        yield RayDeployment(process, report["models"], metrics_url)
         below = [pid for pid, _ in descendants(process.pid)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(180) == 0, "".join(stderr)

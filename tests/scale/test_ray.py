@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import TINY, RunCLI
 from tests.scale.ray_deployment import (
@@ -26,6 +27,10 @@ from tests.scale.ray_deployment import (
 AUTOSCALING = {
     "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 1, "downscale_delay_s": 4,
     "look_back_period_s": 2, "metrics_interval_s": 0.5,
+}  # fmt: skip
+REPORTED = {
+    "generation_tokens_total", "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc",
+    "time_to_first_token_seconds_sum", "time_to_first_token_seconds_bucket",
 }  # fmt: skip
 
 
@@ -68,12 +73,41 @@ def test_errors_have_the_form_of_the_server_s_own(deployment: RayDeployment) -> 
     assert httpx.get(f"{url}/ready").status_code == 200
 
 
+def test_ray_reports_the_metrics_of_a_replica_with_its_labels(deployment: RayDeployment) -> None:
+    """The model `other` has one replica, so that its own /metrics has the same values."""
+    with deployment.client(1) as client:
+        client.completions.create(model="other", prompt="a", max_tokens=5, extra_body={"ignore_eos": True})
+    families = text_string_to_metric_families(httpx.get(f"{deployment.models[1]['url']}/metrics").text)
+    own = {
+        sample.name.removeprefix("tcdeploy:"): [sample.value]
+        for family in families
+        for sample in family.samples
+        if sample.name.removeprefix("tcdeploy:") in REPORTED and sample.labels.get("le", "5.0") == "5.0"
+    }
+    assert own.keys() == REPORTED and own["generation_tokens_total"] >= [5]
+
+    def reported() -> dict[str, list[float]]:
+        labels = {"application": "other", "deployment": "Model", "model_name": "other"}
+        return {
+            name: list(
+                deployment.reported(
+                    f"ray_tcdeploy_{name}", **labels, **({"le": "5.0"} if name.endswith("_bucket") else {})
+                ).values()
+            )
+            for name in REPORTED
+        }
+
+    assert wait_for(lambda: reported() == own, 20), (reported(), own)
+
+
 def test_no_request_is_lost_while_replicas_are_added_and_removed(deployment: RayDeployment) -> None:
     load = Load(deployment)
     assert wait_for(lambda: len(deployment.replica_pids) == 2, 60), "one replica of each model"
     with load.running(clients=16):
         assert wait_for(lambda: len(deployment.serving_replicas(0)) == 2, 90), "a second replica of tiny"
         time.sleep(5)
+        running = deployment.reported("ray_tcdeploy_num_requests_running", application="tiny")
+        assert len(running) == 2 and all(running.values()), running
     with load.running(clients=1):
         assert wait_for(lambda: len(deployment.replica_pids) == 2, 120), "the second replica was not removed"
     assert not load.errors and len(load.outcomes) > 20
