@@ -16,16 +16,23 @@ Ray removes one, it waits for the requests of the replica. Needs the extra `ray`
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from starlette.types import Message
 
-from tcdeploy.scale.ray_config import DEPLOYMENT, read_arguments
+from tcdeploy.scale.forwarded_request import ForwardedRequest, respond
+from tcdeploy.scale.ray_config import DEPLOYMENT, INGRESS_DEPLOYMENT, read_arguments, read_ingress_arguments
+from tcdeploy.scale.ray_ingress import Ingress, ModelIngress
 from tcdeploy.scale.ray_metrics import RayMetrics
 from tcdeploy.scale.replica import Replica
 from tcdeploy.server.request_log import RequestLog
 
+NO_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 MAX_STARTS = 2  # of a replica; a model that cannot be loaded fails each time
 
 
@@ -43,6 +50,13 @@ class Model:
         assert self._replica is not None
         return self._replica.app
 
+    async def respond(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+        """Answer a request of the ingress. See `forwarded_request.respond`."""
+        assert self._replica is not None
+        async with contextlib.aclosing(respond(self._replica.app, request)) as batches:
+            async for events in batches:
+                yield events
+
     def check_health(self) -> None:
         """Ray replaces the replica if this raises."""
         if self._replica is not None:
@@ -54,13 +68,28 @@ class Model:
             self._replica.close()
 
 
-_deployment: Any = serve.deployment(name=DEPLOYMENT, max_constructor_retry_count=MAX_STARTS)(serve.ingress()(Model))
+_options = {"name": DEPLOYMENT, "max_constructor_retry_count": MAX_STARTS}
+_model: Any = serve.deployment(**_options)(serve.ingress()(Model))
+_routed_model: Any = serve.deployment(**_options)(Model)  # Ray allows one ingress in an application
+_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(Ingress))
+_model_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(ModelIngress))
+DeploymentOptions = Mapping[str, Mapping[str, Any]]  # fields by deployment; a config has them under `deployments`
 
 
-def build(arguments: dict[str, Any], options: dict[str, Any] | None = None) -> Application:
-    """The application of one model. Raises TcdeployError for invalid arguments.
-
-    `options`: fields of the deployment; a config has them under `deployments`.
-    """
+def build(arguments: dict[str, Any], options: DeploymentOptions = NO_OPTIONS) -> Application:
+    """The application of one model. Raises TcdeployError for invalid arguments."""
     read_arguments(arguments)
-    return _deployment.options(**(options or {})).bind(arguments)
+    return _model.options(**options.get(DEPLOYMENT, {})).bind(arguments)
+
+
+def build_routed(arguments: dict[str, Any], options: DeploymentOptions = NO_OPTIONS) -> Application:
+    """As `build`, with an ingress that lets Ray's request router of the model choose the replica."""
+    read_arguments(arguments)
+    model = _routed_model.options(**options.get(DEPLOYMENT, {})).bind(arguments)
+    return _model_ingress.options(**options.get(INGRESS_DEPLOYMENT, {})).bind(arguments, model)
+
+
+def build_ingress(arguments: dict[str, Any], options: DeploymentOptions = NO_OPTIONS) -> Application:
+    """The ingress of several models, which have applications of their own. Raises TcdeployError."""
+    read_ingress_arguments(arguments)
+    return _ingress.options(**options.get(INGRESS_DEPLOYMENT, {})).bind(arguments)

@@ -42,15 +42,18 @@ def free_port() -> int:
 class RayDeployment:
     process: subprocess.Popen[str]
     models: list[dict[str, Any]]  # as `--json` reports them
-    metrics_url: str = ""
+    ingress_url: str
+    metrics_url: str
 
-    def client(self, number: int = 0) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.models[number]['url']}/v1", api_key="none", max_retries=0, timeout=60)
+    def client(self, number: int | None = 0) -> openai.OpenAI:
+        """`number`: of the model; None: the ingress."""
+        url = self.ingress_url if number is None else self.models[number]["url"]
+        return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
-    @property
-    def replica_pids(self) -> list[int]:
+    def replica_pids(self, name: str) -> list[int]:
         """Processes of replicas whose constructor has begun. Other tests' clusters have other sessions."""
-        return sorted(pid for pid, title in descendants(self.process.pid) if title.startswith("ray::ServeReplica"))
+        start = f"ray::ServeReplica:{name}:Model"
+        return sorted(pid for pid, title in descendants(self.process.pid) if title.startswith(start))
 
     def serving_replicas(self, number: int) -> set[str]:
         """Start times of the replicas that answer 32 requests for metrics, which are routed as others are."""
@@ -59,7 +62,7 @@ class RayDeployment:
         return {line for text in texts for line in text.splitlines() if line.startswith("process_start_time_seconds ")}
 
     def reported(self, metric: str, **labels: str) -> dict[str, float]:
-        """Values of a metric that Ray reports to Prometheus, by replica."""
+        """Values of a metric that Ray reports to Prometheus, by replica of the model."""
         families = text_string_to_metric_families(httpx.get(self.metrics_url, timeout=60).text)
         samples = [sample for family in families for sample in family.samples if sample.name == metric]
         return {sample.labels["replica"]: sample.value for sample in samples if labels.items() <= sample.labels.items()}
@@ -109,7 +112,7 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
         timer.cancel()
         report = json.loads(document)
         [metrics_url] = report["metrics_urls"]
-        yield RayDeployment(process, report["models"], metrics_url)
+        yield RayDeployment(process, report["models"], report["ingress_url"], metrics_url)
         below = [pid for pid, _ in descendants(process.pid)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(180) == 0, "".join(stderr)

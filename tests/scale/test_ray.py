@@ -7,8 +7,10 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -73,11 +75,44 @@ def test_errors_have_the_form_of_the_server_s_own(deployment: RayDeployment) -> 
     assert httpx.get(f"{url}/ready").status_code == 200
 
 
+def test_the_model_of_a_request_to_the_ingress_chooses_the_model(deployment: RayDeployment) -> None:
+    with deployment.client(None) as client:
+        assert [model.id for model in client.models.list()] == ["tiny", "other"]
+        for name in ("tiny", "other"):
+            arguments: dict[str, Any] = {"model": name, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+            chat = client.chat.completions.create(**arguments)
+            chunks = list(client.chat.completions.create(**arguments, stream=True))
+            assert chat.model == name and {chunk.model for chunk in chunks} == {name}
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            assert text == chat.choices[0].message.content and len(chunks) > 3
+            with pytest.raises(openai.BadRequestError) as invalid:
+                client.completions.create(model=name, prompt="a", max_tokens=-1)
+            assert invalid.value.param == "max_tokens"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.completions.create(model="unknown", prompt="a")
+        assert unknown.value.code == "model_not_found"
+    ready = httpx.get(f"{deployment.ingress_url}/ready")
+    assert ready.status_code == 200 and len(ready.headers.get_list("x-request-id")) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny", "other"])
+def test_a_stream_that_a_client_of_the_ingress_leaves_is_aborted(deployment: RayDeployment, name: str) -> None:
+    """A stream that is not aborted ends with the reason `length`."""
+    with deployment.client(None) as client:
+        stream = client.completions.create(
+            model=name, prompt="a", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+    labels = {"application": name, "finished_reason": "abort"}
+    assert wait_for(lambda: 1 in deployment.reported("ray_tcdeploy_request_success_total", **labels).values(), 20)
+
+
 def test_ray_reports_the_metrics_of_a_replica_with_its_labels(deployment: RayDeployment) -> None:
-    """The model `other` has one replica, so that its own /metrics has the same values."""
-    with deployment.client(1) as client:
-        client.completions.create(model="other", prompt="a", max_tokens=5, extra_body={"ignore_eos": True})
-    families = text_string_to_metric_families(httpx.get(f"{deployment.models[1]['url']}/metrics").text)
+    """The model `tiny` has one replica yet, so that its own /metrics has the same values."""
+    with deployment.client() as client:
+        client.completions.create(model="tiny", prompt="a", max_tokens=5, extra_body={"ignore_eos": True})
+    families = text_string_to_metric_families(httpx.get(f"{deployment.models[0]['url']}/metrics").text)
     own = {
         sample.name.removeprefix("tcdeploy:"): [sample.value]
         for family in families
@@ -87,7 +122,7 @@ def test_ray_reports_the_metrics_of_a_replica_with_its_labels(deployment: RayDep
     assert own.keys() == REPORTED and own["generation_tokens_total"] >= [5]
 
     def reported() -> dict[str, list[float]]:
-        labels = {"application": "other", "deployment": "Model", "model_name": "other"}
+        labels = {"application": "tiny", "deployment": "Model", "model_name": "tiny"}
         return {
             name: list(
                 deployment.reported(
@@ -102,30 +137,30 @@ def test_ray_reports_the_metrics_of_a_replica_with_its_labels(deployment: RayDep
 
 def test_no_request_is_lost_while_replicas_are_added_and_removed(deployment: RayDeployment) -> None:
     load = Load(deployment)
-    assert wait_for(lambda: len(deployment.replica_pids) == 2, 60), "one replica of each model"
+    assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 60), "one replica"
     with load.running(clients=16):
         assert wait_for(lambda: len(deployment.serving_replicas(0)) == 2, 90), "a second replica of tiny"
         time.sleep(5)
         running = deployment.reported("ray_tcdeploy_num_requests_running", application="tiny")
         assert len(running) == 2 and all(running.values()), running
     with load.running(clients=1):
-        assert wait_for(lambda: len(deployment.replica_pids) == 2, 120), "the second replica was not removed"
+        assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 120), "the second replica was not removed"
     assert not load.errors and len(load.outcomes) > 20
 
 
 def test_a_killed_replica_loses_only_its_own_requests_and_is_replaced(deployment: RayDeployment) -> None:
     """A replica runs at most four requests, the rows of its decode bucket."""
     load = Load(deployment)
-    assert wait_for(lambda: len(deployment.replica_pids) == 2, 120), "one replica of each model"
-    before = deployment.replica_pids
+    assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 120), "one replica"
+    before = deployment.replica_pids("tiny")
     with load.running(clients=16):
         assert wait_for(lambda: len(deployment.serving_replicas(0)) == 2, 90), "a second replica of tiny"
-        [added] = set(deployment.replica_pids) - set(before)
+        [added] = set(deployment.replica_pids("tiny")) - set(before)
         time.sleep(3)
         os.kill(added, signal.SIGKILL)
         time.sleep(3)
         lost = len(load.errors)
-        assert wait_for(lambda: len(deployment.replica_pids) == 3, 90), "it was not replaced"
+        assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 2, 90), "it was not replaced"
         time.sleep(3)
     assert 1 <= lost < 16 and len(load.errors) == lost, load.errors
 
