@@ -33,6 +33,7 @@ ROUTED_IMPORT_PATH = "tcdeploy.scale.ray:build_routed"
 INGRESS_REQUESTS = 1000  # that one replica of the ingress forwards at once
 HEAD_NODE = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node
 REQUEST_ROUTER = "request_router_config"  # field of a deployment: how handles choose a replica
+PREFIX_ROUTER = "tcdeploy.scale.prefix_router.PrefixRouter"
 DEFAULT_PORT = 8000  # of Ray Serve
 HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 DEFAULT_ROWS = 256  # of decode buckets, if the recipe does not say
@@ -172,6 +173,11 @@ def deployment_options(entry: ModelEntry) -> dict[str, Any]:
         target = max(1, options["max_ongoing_requests"] // 2)
         defaults = {"target_ongoing_requests": target, "upscale_delay_s": 3.0, "downscale_delay_s": 60.0}
         options["autoscaling_config"] = {**defaults, **options["autoscaling_config"]}
+    if options.get(REQUEST_ROUTER, {}).get("request_router_class") == PREFIX_ROUTER:
+        # Ray's own default has no limit: requests with one prefix would never reach a second replica.
+        defaults = {"imbalanced_threshold": max(1, options["max_ongoing_requests"] // 2)}
+        given = options[REQUEST_ROUTER].get("request_router_kwargs", {})
+        options[REQUEST_ROUTER] = {**options[REQUEST_ROUTER], "request_router_kwargs": {**defaults, **given}}
     return options
 
 

@@ -140,6 +140,8 @@ class Load:
 
     deployment: RayDeployment
     max_tokens: int = 40
+    model: str = "tiny"
+    number: int | None = 0  # of the model; None: through the ingress
     outcomes: list[tuple[float, float, str]] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -161,7 +163,7 @@ class Load:
         return [error for _, _, error in self.outcomes if error]
 
     def _run(self) -> None:
-        with self.deployment.client() as client:
+        with self.deployment.client(self.number) as client:
             while not self._stop.is_set():
                 start = time.monotonic()
                 error = self._send(client)
@@ -171,7 +173,7 @@ class Load:
         """Returns "", or what the client saw. A stream must have all its tokens."""
         try:
             stream = client.chat.completions.create(
-                model="tiny", messages=MESSAGES, max_tokens=self.max_tokens, stream=True, temperature=0,
+                model=self.model, messages=MESSAGES, max_tokens=self.max_tokens, stream=True, temperature=0,
                 stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
             )  # fmt: skip
             usage = [chunk.usage.completion_tokens for chunk in stream if chunk.usage]

@@ -14,6 +14,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tcdeploy.scale.ray_config import PREFIX_ROUTER
 from tests.conftest import TINY, RunCLI
 from tests.scale.ray_deployment import (
     MESSAGES,
@@ -47,10 +48,10 @@ def packages(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Pa
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory, packages: Path) -> Iterator[RayDeployment]:
-    """Two models: `tiny` has one or two replicas, `other` has one."""
+    """Two models: `tiny` has one or two replicas, `other` has two, which Ray's prefix-aware request router chooses."""
     models = [
         model_entry(packages, "tiny", autoscaling_config=AUTOSCALING, health_check_period_s=1),
-        model_entry(packages, "other"),
+        model_entry(packages, "other", num_replicas=2, request_router_config={"request_router_class": PREFIX_ROUTER}),
     ]
     with ray_deployment(tmp_path_factory.mktemp("ray"), models) as deployed:
         yield deployed
@@ -97,7 +98,7 @@ def test_the_model_of_a_request_to_the_ingress_chooses_the_model(deployment: Ray
 
 @pytest.mark.parametrize("name", ["tiny", "other"])
 def test_a_stream_that_a_client_of_the_ingress_leaves_is_aborted(deployment: RayDeployment, name: str) -> None:
-    """A stream that is not aborted ends with the reason `length`."""
+    """A stream that is not aborted ends with the reason `length`. `other` is reached through a deployment handle."""
     with deployment.client(None) as client:
         stream = client.completions.create(
             model=name, prompt="a", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
@@ -106,6 +107,35 @@ def test_a_stream_that_a_client_of_the_ingress_leaves_is_aborted(deployment: Ray
         stream.close()
     labels = {"application": name, "finished_reason": "abort"}
     assert wait_for(lambda: 1 in deployment.reported("ray_tcdeploy_request_success_total", **labels).values(), 20)
+
+
+def test_requests_with_a_common_prefix_reach_the_same_replica(deployment: RayDeployment) -> None:
+    """With routes at random, about half of the second requests would not find their prefix in the cache."""
+    prefixes = [f"{number} {chr(97 + number) * 3} " + f"The prefix {number} of a prompt. " * 4 for number in range(8)]
+    with deployment.client(None) as client:
+        for ending in ("first", "second", "third"):
+            for prefix in prefixes:
+                done = client.completions.create(model="other", prompt=prefix + ending, max_tokens=1)
+                assert done.usage is not None and done.usage.prompt_tokens_details is not None
+                cached = done.usage.prompt_tokens_details.cached_tokens or 0
+                assert cached == 0 if ending == "first" else cached > done.usage.prompt_tokens // 2
+
+
+def test_a_load_of_one_prefix_reaches_both_replicas(deployment: RayDeployment) -> None:
+    """The router prefers the replica with the prefix only up to a difference of two open requests."""
+    metric, labels = "ray_tcdeploy_generation_tokens_total", {"application": "other"}
+    assert wait_for(lambda: len(deployment.reported(metric, **labels)) == 2, 20)
+    before = deployment.reported(metric, **labels)
+    load = Load(deployment, model="other", number=None)
+    with load.running(clients=8):
+        time.sleep(4)
+    assert not load.errors
+
+    def added() -> list[float]:
+        return [tokens - before[replica] for replica, tokens in deployment.reported(metric, **labels).items()]
+
+    total = load.max_tokens * len(load.outcomes)  # tokens of the test before may be reported late
+    assert wait_for(lambda: sum(added()) >= total, 20) and min(added()) > total / 5, (added(), total)
 
 
 def test_ray_reports_the_metrics_of_a_replica_with_its_labels(deployment: RayDeployment) -> None:

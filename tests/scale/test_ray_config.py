@@ -17,6 +17,7 @@ from tcdeploy.errors import MismatchError, UsageError
 from tcdeploy.scale.ingress import IngressModel
 from tcdeploy.scale.ray_config import (
     HAPROXY_VARIABLE,
+    PREFIX_ROUTER,
     IngressSettings,
     read_arguments,
     read_ingress_arguments,
@@ -112,6 +113,23 @@ def test_several_models_have_an_ingress_unless_the_file_says_that_they_have_none
     assert actor == {"num_cpus": 3, "num_gpus": 0, "resources": {"node:__internal_head__": 0.001}}
     assert [item["name"] for item in config_of(*models, ingress=False)["applications"]] == ["a", "builtin-tiny"]
     assert [item["name"] for item in config_of(models[0])["applications"]] == ["a"]
+
+
+def test_a_model_with_a_request_router_has_an_ingress_in_its_application() -> None:
+    router = {"request_router_class": PREFIX_ROUTER}
+    flags = f"{TINY} --batch-sizes 1,8"
+    for model in ({"serve": flags}, {"serve": flags, "max_ongoing_requests": 64}):
+        [application] = config_of({**model, "request_router_config": router})["applications"]
+        assert application["route_prefix"] == "/" and application["import_path"].endswith(":build_routed")
+        assert [item["name"] for item in application["deployments"]] == ["Model", "Ingress"]
+        config = application["deployments"][0]["request_router_config"]
+        assert config["request_router_kwargs"] == {"imbalanced_threshold": model.get("max_ongoing_requests", 8) // 2}
+    given = {**router, "request_router_kwargs": {"imbalanced_threshold": 5}}
+    applications = config_of(
+        {"serve": f"{TINY} --served-model-name a", "request_router_config": given}, {"serve": TINY}
+    )["applications"]
+    assert applications[0]["deployments"][0]["request_router_config"] == given
+    assert applications[2]["args"]["models"]["a"] == {"names": ["a"], "needs_prompt": True}
 
 
 def test_the_cause_of_a_failed_start_is_read_from_its_traceback() -> None:
