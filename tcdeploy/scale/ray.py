@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from ray import serve
@@ -26,13 +25,20 @@ from ray.serve import Application
 from starlette.types import Message
 
 from tcdeploy.scale.forwarded_request import ForwardedRequest, respond
-from tcdeploy.scale.ray_config import DEPLOYMENT, INGRESS_DEPLOYMENT, read_arguments, read_ingress_arguments
+from tcdeploy.scale.ray_config import (
+    DEPLOYMENT,
+    IMPORT_PATH,
+    INGRESS_DEPLOYMENT,
+    INGRESS_IMPORT_PATH,
+    ROUTED_IMPORT_PATH,
+    read_arguments,
+    read_ingress_arguments,
+)
 from tcdeploy.scale.ray_ingress import Ingress, ModelIngress
 from tcdeploy.scale.ray_metrics import RayMetrics
 from tcdeploy.scale.replica import Replica
 from tcdeploy.server.request_log import RequestLog
 
-NO_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 MAX_STARTS = 2  # of a replica; a model that cannot be loaded fails each time
 
 
@@ -73,23 +79,36 @@ _model: Any = serve.deployment(**_options)(serve.ingress()(Model))
 _routed_model: Any = serve.deployment(**_options)(Model)  # Ray allows one ingress in an application
 _ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(Ingress))
 _model_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(ModelIngress))
-DeploymentOptions = Mapping[str, Mapping[str, Any]]  # fields by deployment; a config has them under `deployments`
 
 
-def build(arguments: dict[str, Any], options: DeploymentOptions = NO_OPTIONS) -> Application:
-    """The application of one model. Raises TcdeployError for invalid arguments."""
-    read_arguments(arguments)
-    return _model.options(**options.get(DEPLOYMENT, {})).bind(arguments)
+def build(arguments: dict[str, Any]) -> Application:
+    """The application of one model. Ray accepts only functions with one parameter in a config.
+
+    Raises TcdeployError for invalid arguments, as the other functions do.
+    """
+    return build_application(IMPORT_PATH, arguments, {})
 
 
-def build_routed(arguments: dict[str, Any], options: DeploymentOptions = NO_OPTIONS) -> Application:
+def build_routed(arguments: dict[str, Any]) -> Application:
     """As `build`, with an ingress that lets Ray's request router of the model choose the replica."""
+    return build_application(ROUTED_IMPORT_PATH, arguments, {})
+
+
+def build_ingress(arguments: dict[str, Any]) -> Application:
+    """The ingress of several models, which have applications of their own."""
+    return build_application(INGRESS_IMPORT_PATH, arguments, {})
+
+
+def build_application(
+    import_path: str, arguments: dict[str, Any], options: Mapping[str, Mapping[str, Any]]
+) -> Application:
+    """The application that `import_path` builds. `options`: fields by deployment, which a config has itself."""
+    ingress_options = options.get(INGRESS_DEPLOYMENT, {})
+    if import_path == INGRESS_IMPORT_PATH:
+        read_ingress_arguments(arguments)
+        return _ingress.options(**ingress_options).bind(arguments)
     read_arguments(arguments)
+    if import_path == IMPORT_PATH:
+        return _model.options(**options.get(DEPLOYMENT, {})).bind(arguments)
     model = _routed_model.options(**options.get(DEPLOYMENT, {})).bind(arguments)
-    return _model_ingress.options(**options.get(INGRESS_DEPLOYMENT, {})).bind(arguments, model)
-
-
-def build_ingress(arguments: dict[str, Any], options: DeploymentOptions = NO_OPTIONS) -> Application:
-    """The ingress of several models, which have applications of their own. Raises TcdeployError."""
-    read_ingress_arguments(arguments)
-    return _ingress.options(**options.get(INGRESS_DEPLOYMENT, {})).bind(arguments)
+    return _model_ingress.options(**ingress_options).bind(arguments, model)

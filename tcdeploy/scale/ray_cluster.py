@@ -24,14 +24,11 @@ from ray.serve.schema import (
 )
 
 from tcdeploy.errors import ModelError, ThresholdError, UsageError
-from tcdeploy.scale.ray import build, build_ingress, build_routed
+from tcdeploy.scale.ray import build_application
 from tcdeploy.scale.ray_config import (
     DEPLOYMENT,
-    IMPORT_PATH,
     INGRESS,
-    INGRESS_IMPORT_PATH,
     REQUEST_ROUTER,
-    ROUTED_IMPORT_PATH,
     proxy_url,
     url_host,
 )
@@ -47,7 +44,6 @@ PROXY_HINT = (
     "RAY_SERVE_HAPROXY_STATS_PORT (8404), must be free"
 )
 FIELDS_HINT = "the fields are described at https://docs.ray.io/en/latest/serve/api/#serve-rest-api"
-BUILDERS = {IMPORT_PATH: build, ROUTED_IMPORT_PATH: build_routed, INGRESS_IMPORT_PATH: build_ingress}
 OTHER_INGRESS_HINT = (
     "deploy all models from one file, or set `ingress: false` in this one and use each model's own path"
 )
@@ -195,7 +191,7 @@ def _target(schema: ServeApplicationSchema) -> serve.RunTarget:
         deployment.name: deployment.model_dump(exclude_unset=True, exclude={"name"})
         for deployment in schema.deployments
     }
-    application = BUILDERS[schema.import_path](schema.args, options)
+    application = build_application(schema.import_path, schema.args, options)
     return serve.RunTarget(application, name=schema.name, route_prefix=schema.route_prefix)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import pickle
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve import Application
 
 from tcdeploy.bundle.fetch import EnvironmentMismatchError
 from tcdeploy.cli.deploy import read_entries
@@ -130,6 +133,19 @@ def test_a_model_with_a_request_router_has_an_ingress_in_its_application() -> No
     )["applications"]
     assert applications[0]["deployments"][0]["request_router_config"] == given
     assert applications[2]["args"]["models"]["a"] == {"names": ["a"], "needs_prompt": True}
+
+
+def test_ray_can_call_what_the_import_paths_of_a_config_name() -> None:
+    """Ray accepts functions with exactly one parameter, the arguments of the application."""
+    router = {"request_router_class": PREFIX_ROUTER}
+    models = ({"serve": f"{TINY} --served-model-name a"}, {"serve": TINY, "request_router_config": router})
+    applications = config_of(*models)["applications"]
+    assert len({item["import_path"] for item in applications}) == 3
+    for application in applications:
+        module, _, name = application["import_path"].partition(":")
+        builder = getattr(importlib.import_module(module), name)
+        assert len(inspect.signature(builder).parameters) == 1
+        assert isinstance(builder(application["args"]), Application)
 
 
 def test_the_cause_of_a_failed_start_is_read_from_its_traceback() -> None:
