@@ -45,7 +45,8 @@ def deploy(
     """Run the models of FILE as replicas behind one address, until Ctrl-C or SIGTERM.
 
     FILE is a config of Ray Serve with `models` in place of `applications`. An entry has `serve`, the arguments of
-    `tcdeploy serve`, and fields of Ray Serve's deployments, such as num_replicas and autoscaling_config.
+    `tcdeploy serve`, and fields of Ray Serve's deployments, such as num_replicas and autoscaling_config. Several models
+    share one base URL.
     """
     if not ray:
         raise UsageError("deploy needs --ray", "tcdeploy deploy FILE --ray")
@@ -71,6 +72,7 @@ def _run(serve_file: dict[str, Any], address: str | None, timeout: float, json: 
     from tcdeploy.cli import display
     from tcdeploy.cli.tables import Column, Table
     from tcdeploy.scale import ray_cluster
+    from tcdeploy.scale.ray_config import INGRESS
 
     ray_cluster.connect(address)
     signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set a handler of its own
@@ -83,12 +85,20 @@ def _run(serve_file: dict[str, Any], address: str | None, timeout: float, json: 
     except KeyboardInterrupt:
         raise Interrupted("interrupted", "models of this file may be left on the cluster: see `serve status`") from None
     try:
+        metrics_urls = ray_cluster.metrics_urls()
+        models = [item for item in deployed if item.name != INGRESS]
+        ingress_url = next((item.url for item in deployed if item.name == INGRESS), None)
         if json:
-            print(display.json_document("deploy", models=[item._asdict() for item in deployed]))
+            document = {"models": [item._asdict() for item in models], "ingress_url": ingress_url}
+            print(display.json_document("deploy", **document, metrics_urls=metrics_urls))
         else:
             columns = (Column("model", "name"), Column("URL", "name"), Column("seconds", "number"))
-            rows = [(item.name, f"{item.url}/v1", f"{item.seconds:.1f}") for item in deployed]
+            rows = [(item.name, f"{item.url}/v1", f"{item.seconds:.1f}") for item in models]
             display.show_table(Table(columns, rows))
+            if ingress_url:
+                print(f"all models: {ingress_url}/v1")
+            if len(metrics_urls) == 1:  # the nodes of a cluster are found by Ray's service discovery
+                print(f"metrics of all replicas: {metrics_urls[0]}")
         sys.stdout.flush()
         threading.Event().wait()
     except KeyboardInterrupt:
@@ -115,19 +125,24 @@ def read_file(path: Path) -> dict[str, Any]:
     models = content.get("models") if isinstance(content, dict) else None
     if not isinstance(models, list) or not models:
         raise UsageError(f"{path} has no list `models`", ENTRY_HINT)
-    if unknown := sorted(set(content) - {"models", "http_options", "proxy_location"}):
+    if unknown := sorted(set(content) - {"models", "http_options", "proxy_location", "ingress"}):
         raise UsageError(
-            f"{path} has the field {unknown[0]}, and not only models, http_options and proxy_location",
+            f"{path} has the field {unknown[0]}, and not only models, http_options, proxy_location and ingress",
             "for other fields, print the config with --dry-run, add them, and deploy it with Ray's own `serve deploy`",
         )
     if not isinstance(content.get("http_options", {}), dict):
         raise UsageError(f"{path}: http_options has no fields", "http_options: {host: 0.0.0.0, port: 8000}")
+    ingress = content.get("ingress", False)
+    if ingress is not False and not isinstance(ingress, dict):
+        raise UsageError(f"{path}: ingress has no fields", "ingress: {num_replicas: 2}, or ingress: false")
+    if isinstance(ingress, dict) and not isinstance(ingress.get("ray_actor_options", {}), dict):
+        raise UsageError(f"{path}: ingress: ray_actor_options has no fields", "ray_actor_options: {FIELD: VALUE}")
     return content
 
 
 def read_entries(path: Path, content: dict[str, Any]) -> list[ModelEntry]:
     """The models, with their names in the API. Raises UsageError."""
-    from tcdeploy.scale.ray_config import ModelEntry
+    from tcdeploy.scale.ray_config import REQUEST_ROUTER, ModelEntry
 
     replicas = []
     for number, entry in enumerate(content["models"], 1):
@@ -135,19 +150,31 @@ def read_entries(path: Path, content: dict[str, Any]) -> list[ModelEntry]:
             raise UsageError(f"{path}: model {number} has no text `serve`", ENTRY_HINT)
         if "name" in entry:
             raise UsageError(f"{path}: model {number} has a name", "name it with --served-model-name in `serve`")
-        for key in ("ray_actor_options", "autoscaling_config"):
+        for key in ("ray_actor_options", "autoscaling_config", REQUEST_ROUTER):
             if not isinstance(entry.get(key, {}), dict):
                 raise UsageError(f"{path}: model {number}: {key} has no fields", f"{key}: {{FIELD: VALUE}}")
         replicas.append(_read_replica(f"{path}: model {number}", entry["serve"]))
     names = [_application_name(replica.server.model) for replica in replicas]
-    if len(set(names)) < len(names):
-        name = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"{path}: two models have the name {name}", "add --served-model-name NAME to one of them")
+    options = [{key: value for key, value in entry.items() if key != "serve"} for entry in content["models"]]
     prefixes = ["/"] if len(names) == 1 else [f"/{name}" for name in names]
-    return [
-        ModelEntry(name, prefix, replica, {key: value for key, value in entry.items() if key != "serve"})
-        for name, prefix, replica, entry in zip(names, prefixes, replicas, content["models"], strict=True)
+    entries = [
+        ModelEntry(name, prefix, replica, fields)
+        for name, prefix, replica, fields in zip(names, prefixes, replicas, options, strict=True)
     ]
+    _check_names(path, entries)
+    return entries
+
+
+def _check_names(path: Path, entries: list[ModelEntry]) -> None:
+    """Raises UsageError if a name is not unique."""
+    from tcdeploy.scale.ray_config import INGRESS
+
+    in_api = [name for entry in entries for name in set(entry.model_names)]
+    for names in ([INGRESS, *(entry.name for entry in entries)], in_api):
+        if len(set(names)) < len(names):
+            name = next(name for name in names if names.count(name) > 1)
+            subject = "a model has" if name == INGRESS else "two models have"
+            raise UsageError(f"{path}: {subject} the name {name}", "name a model with --served-model-name NAME")
 
 
 def _application_name(model: str) -> str:

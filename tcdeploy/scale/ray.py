@@ -15,12 +15,27 @@ Ray removes one, it waits for the requests of the replica. Needs the extra `ray`
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from starlette.types import Message
 
-from tcdeploy.scale.ray_config import DEPLOYMENT, read_arguments
+from tcdeploy.scale.forwarded_request import ForwardedRequest, respond
+from tcdeploy.scale.ray_config import (
+    DEPLOYMENT,
+    IMPORT_PATH,
+    INGRESS_DEPLOYMENT,
+    INGRESS_IMPORT_PATH,
+    ROUTED_IMPORT_PATH,
+    read_arguments,
+    read_ingress_arguments,
+)
+from tcdeploy.scale.ray_ingress import Ingress, ModelIngress
+from tcdeploy.scale.ray_metrics import RayMetrics
 from tcdeploy.scale.replica import Replica
 from tcdeploy.server.request_log import RequestLog
 
@@ -34,11 +49,19 @@ class Model:
         """Returns once the model is ready. Raises ReplicaStartError."""
         self._replica: Replica | None = None  # Ray calls __del__ also if the start fails
         self._replica = await Replica.start(read_arguments(arguments))
+        self._reporting = asyncio.create_task(RayMetrics(self._replica.metrics).run())
 
     def __serve_build_asgi_app__(self) -> RequestLog:
         """Ray calls it after the constructor."""
         assert self._replica is not None
         return self._replica.app
+
+    async def respond(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+        """Answer a request of the ingress. See `forwarded_request.respond`."""
+        assert self._replica is not None
+        async with contextlib.aclosing(respond(self._replica.app, request)) as batches:
+            async for events in batches:
+                yield events
 
     def check_health(self) -> None:
         """Ray replaces the replica if this raises."""
@@ -51,13 +74,41 @@ class Model:
             self._replica.close()
 
 
-_deployment: Any = serve.deployment(name=DEPLOYMENT, max_constructor_retry_count=MAX_STARTS)(serve.ingress()(Model))
+_options = {"name": DEPLOYMENT, "max_constructor_retry_count": MAX_STARTS}
+_model: Any = serve.deployment(**_options)(serve.ingress()(Model))
+_routed_model: Any = serve.deployment(**_options)(Model)  # Ray allows one ingress in an application
+_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(Ingress))
+_model_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(ModelIngress))
 
 
-def build(arguments: dict[str, Any], options: dict[str, Any] | None = None) -> Application:
-    """The application of one model. Raises TcdeployError for invalid arguments.
+def build(arguments: dict[str, Any]) -> Application:
+    """The application of one model. Ray accepts only functions with one parameter in a config.
 
-    `options`: fields of the deployment; a config has them under `deployments`.
+    Raises TcdeployError for invalid arguments, as the other functions do.
     """
+    return build_application(IMPORT_PATH, arguments, {})
+
+
+def build_routed(arguments: dict[str, Any]) -> Application:
+    """As `build`, with an ingress that lets Ray's request router of the model choose the replica."""
+    return build_application(ROUTED_IMPORT_PATH, arguments, {})
+
+
+def build_ingress(arguments: dict[str, Any]) -> Application:
+    """The ingress of several models, which have applications of their own."""
+    return build_application(INGRESS_IMPORT_PATH, arguments, {})
+
+
+def build_application(
+    import_path: str, arguments: dict[str, Any], options: Mapping[str, Mapping[str, Any]]
+) -> Application:
+    """The application that `import_path` builds. `options`: fields by deployment, which a config has itself."""
+    ingress_options = options.get(INGRESS_DEPLOYMENT, {})
+    if import_path == INGRESS_IMPORT_PATH:
+        read_ingress_arguments(arguments)
+        return _ingress.options(**ingress_options).bind(arguments)
     read_arguments(arguments)
-    return _deployment.options(**(options or {})).bind(arguments)
+    if import_path == IMPORT_PATH:
+        return _model.options(**options.get(DEPLOYMENT, {})).bind(arguments)
+    model = _routed_model.options(**options.get(DEPLOYMENT, {})).bind(arguments)
+    return _model_ingress.options(**ingress_options).bind(arguments, model)

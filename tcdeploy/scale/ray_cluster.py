@@ -13,7 +13,7 @@ import ray
 from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import AutoscalingConfig, HTTPOptions
+from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.schema import (
     ApplicationStatus,
     DeploymentSchema,
@@ -24,7 +24,14 @@ from ray.serve.schema import (
 )
 
 from tcdeploy.errors import ModelError, ThresholdError, UsageError
-from tcdeploy.scale.ray import build
+from tcdeploy.scale.ray import build_application
+from tcdeploy.scale.ray_config import (
+    DEPLOYMENT,
+    INGRESS,
+    REQUEST_ROUTER,
+    proxy_url,
+    url_host,
+)
 from tcdeploy.scale.replica import start_error
 
 POLL_S = 0.2
@@ -37,6 +44,9 @@ PROXY_HINT = (
     "RAY_SERVE_HAPROXY_STATS_PORT (8404), must be free"
 )
 FIELDS_HINT = "the fields are described at https://docs.ray.io/en/latest/serve/api/#serve-rest-api"
+OTHER_INGRESS_HINT = (
+    "deploy all models from one file, or set `ingress: false` in this one and use each model's own path"
+)
 log = logging.getLogger("tcdeploy.scale")
 
 
@@ -93,10 +103,11 @@ def check_config(config: Mapping[str, Any]) -> None:
             _check_fields(options, DeploymentSchema)
             _check_fields(options["ray_actor_options"], RayActorOptionsSchema)
             _check_fields(options.get("autoscaling_config", {}), AutoscalingConfig)
+            _check_fields(options.get(REQUEST_ROUTER, {}), RequestRouterConfig)
     try:
         ServeDeploySchema.model_validate(config)
-    except ValueError as error:
-        reason = " ".join(line.strip() for line in str(error).splitlines()[1:3])
+    except (ValueError, ImportError, AttributeError) as error:  # the latter two of a class that a field names
+        reason = " ".join(line.strip() for line in str(error).splitlines()[1:3]) or str(error)
         raise UsageError(f"Ray Serve rejects the config: {reason}", FIELDS_HINT) from error
 
 
@@ -119,6 +130,8 @@ def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deplo
         raise UsageError(f"the proxy of Ray Serve cannot start: {reason}", PROXY_HINT) from error
     schemas = [ServeApplicationSchema.model_validate(application) for application in config["applications"]]
     existing = set(serve.status().applications)
+    if existing & {schema.name for schema in schemas} == {INGRESS}:
+        raise UsageError("the cluster has an ingress for other models", OTHER_INGRESS_HINT)
     start = time.monotonic()
     seconds: dict[str, float] = {}
     try:
@@ -139,16 +152,20 @@ def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deplo
     except BaseException:
         remove_applications([schema.name for schema in schemas if schema.name not in existing])
         raise
-    scheme = "https" if http.ssl_certfile else "http"
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host or "", http.host or "127.0.0.1")
-    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{http.port}"
+    address = proxy_url(config["http_options"])
     paths = {schema.name: (schema.route_prefix or "/").rstrip("/") for schema in schemas}
     return [Deployed(name, f"{address}{path}", seconds[name]) for name, path in paths.items()]
 
 
+def metrics_urls() -> list[str]:
+    """Addresses at which the present nodes report the metrics of their replicas to Prometheus."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return [f"http://{url_host(node['NodeManagerAddress'])}:{node['MetricsExportPort']}/metrics" for node in nodes]
+
+
 def replica_states(name: str) -> dict[str, int]:
-    """Number of replicas of an application by state, such as {"RUNNING": 2, "STARTING": 1}."""
-    [deployment] = serve.status().applications[name].deployments.values()
+    """Number of replicas of a model by state, such as {"RUNNING": 2, "STARTING": 1}."""
+    deployment = serve.status().applications[name].deployments[DEPLOYMENT]
     return {str(state): count for state, count in deployment.replica_states.items() if count}
 
 
@@ -170,8 +187,11 @@ def remove_applications(names: Sequence[str]) -> None:
 
 
 def _target(schema: ServeApplicationSchema) -> serve.RunTarget:
-    options = schema.deployments[0].model_dump(exclude_unset=True, exclude={"name"})
-    application = build(schema.args, options)
+    options = {
+        deployment.name: deployment.model_dump(exclude_unset=True, exclude={"name"})
+        for deployment in schema.deployments
+    }
+    application = build_application(schema.import_path, schema.args, options)
     return serve.RunTarget(application, name=schema.name, route_prefix=schema.route_prefix)
 
 

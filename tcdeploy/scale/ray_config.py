@@ -19,12 +19,22 @@ from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.recipe import Recipe, build_recipe
+from tcdeploy.scale.ingress import IngressModel
 from tcdeploy.scale.replica import ReplicaSettings
 from tcdeploy.server.hot_path import hot_path_from_environment
 from tcdeploy.server.settings import ServerSettings, check_settings
 
 DEPLOYMENT = "Model"  # name of the deployment class in ray.py
 IMPORT_PATH = "tcdeploy.scale.ray:build"
+INGRESS = "ingress"  # name of its application
+INGRESS_DEPLOYMENT = "Ingress"  # name of its class in ray.py
+INGRESS_IMPORT_PATH = "tcdeploy.scale.ray:build_ingress"
+ROUTED_IMPORT_PATH = "tcdeploy.scale.ray:build_routed"
+INGRESS_REQUESTS = 1000  # that one replica of the ingress forwards at once
+HEAD_NODE = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node
+REQUEST_ROUTER = "request_router_config"  # field of a deployment: how handles choose a replica
+PREFIX_ROUTER = "tcdeploy.scale.prefix_router.PrefixRouter"
+DEFAULT_PORT = 8000  # of Ray Serve
 HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 DEFAULT_ROWS = 256  # of decode buckets, if the recipe does not say
 ARGUMENTS = ("recipe", "settings", "cache", "trusted_keys")
@@ -48,24 +58,104 @@ class ModelEntry:
     replica: ReplicaSettings
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether requests reach the model through a deployment handle, whose request router chooses the replica."""
+        return REQUEST_ROUTER in self.options
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """In the API."""
+        return self.replica.server.model, *self.replica.server.model_aliases
+
+
+@dataclass(frozen=True)
+class IngressSettings:
+    """models: by application. proxy_url: of Ray's proxy on each node that runs a replica of the ingress."""
+
+    models: Mapping[str, IngressModel]
+    proxy_url: str
+    max_body_bytes: int = ServerSettings.max_body_bytes
+
 
 def serve_config(entries: Sequence[ModelEntry], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A config for `serve deploy`. `other`: its fields `http_options` and `proxy_location`, if given."""
+    """A config for `serve deploy`.
+
+    `other`: its fields `http_options` and `proxy_location`, and `ingress`, the deployment fields of the ingress, if
+    given. Several models are also behind an ingress at `/`, unless `ingress` is False. A model with a request router of
+    its own has an ingress in its application, because HAProxy would not ask that router.
+    """
+    proxy_location = other.get("proxy_location", "EveryNode")
+    http_options = {"host": "127.0.0.1", **(other.get("http_options") or {})}
+
+    def ingress() -> dict[str, Any]:
+        options = _ingress_options(entries, proxy_location, other.get("ingress") or {})
+        return {"name": INGRESS_DEPLOYMENT, **options}
+
     applications = [
         {
             "name": entry.name,
             "route_prefix": entry.route_prefix,
-            "import_path": IMPORT_PATH,
+            "import_path": ROUTED_IMPORT_PATH if entry.is_routed else IMPORT_PATH,
             "args": write_arguments(entry.replica, entry.route_prefix),
-            "deployments": [{"name": DEPLOYMENT, **deployment_options(entry)}],
+            "deployments": [
+                {"name": DEPLOYMENT, **deployment_options(entry)},
+                *([ingress()] if entry.is_routed else []),
+            ],
         }
         for entry in entries
     ]
+    if other.get("ingress") is not False and len(entries) > 1:
+        applications.append(
+            {
+                "name": INGRESS,
+                "route_prefix": "/",
+                "import_path": INGRESS_IMPORT_PATH,
+                "args": _ingress_arguments(entries, http_options),
+                "deployments": [ingress()],
+            }
+        )
+    return {"proxy_location": proxy_location, "http_options": http_options, "applications": applications}
+
+
+def proxy_url(http_options: Mapping[str, Any]) -> str:
+    """The address of Ray's proxy for requests from its own machine."""
+    scheme = "https" if http_options.get("ssl_certfile") else "http"
+    host = http_options.get("host") or "127.0.0.1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://{url_host(host)}:{http_options.get('port', DEFAULT_PORT)}"
+
+
+def url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _ingress_options(entries: Sequence[ModelEntry], proxy_location: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the deployment of the ingress. It reserves no CPU, so that it starts wherever the models do."""
+    actor: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
+    if proxy_location == "HeadOnly":
+        actor["resources"] = dict(HEAD_NODE)
     return {
-        "proxy_location": other.get("proxy_location", "EveryNode"),
-        "http_options": {"host": "127.0.0.1", **(other.get("http_options") or {})},
-        "applications": applications,
+        "max_ongoing_requests": INGRESS_REQUESTS,
+        "graceful_shutdown_timeout_s": max(entry.replica.server.drain_timeout for entry in entries),
+        **given,
+        "ray_actor_options": {**actor, **given.get("ray_actor_options", {})},
     }
+
+
+def _ingress_arguments(entries: Sequence[ModelEntry], http_options: Mapping[str, Any]) -> dict[str, Any]:
+    models: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        models[entry.name] = {"names": list(entry.model_names)}
+        if entry.is_routed:
+            models[entry.name]["needs_prompt"] = True
+    size = max(entry.replica.server.max_body_bytes for entry in entries)
+    return {"models": models, "proxy_url": proxy_url(http_options), "max_body_bytes": size}
+
+
+def read_ingress_arguments(arguments: Mapping[str, Any]) -> IngressSettings:
+    """Raises UsageError for unknown keys and invalid values."""
+    return _validate(IngressSettings, "args", arguments)
 
 
 def deployment_options(entry: ModelEntry) -> dict[str, Any]:
@@ -83,6 +173,11 @@ def deployment_options(entry: ModelEntry) -> dict[str, Any]:
         target = max(1, options["max_ongoing_requests"] // 2)
         defaults = {"target_ongoing_requests": target, "upscale_delay_s": 3.0, "downscale_delay_s": 60.0}
         options["autoscaling_config"] = {**defaults, **options["autoscaling_config"]}
+    if options.get(REQUEST_ROUTER, {}).get("request_router_class") == PREFIX_ROUTER:
+        # Ray's own default has no limit: requests with one prefix would never reach a second replica.
+        defaults = {"imbalanced_threshold": max(1, options["max_ongoing_requests"] // 2)}
+        given = options[REQUEST_ROUTER].get("request_router_kwargs", {})
+        options[REQUEST_ROUTER] = {**options[REQUEST_ROUTER], "request_router_kwargs": {**defaults, **given}}
     return options
 
 

@@ -17,6 +17,7 @@ from tcdeploy.gc_policy import relax_gc_for_startup
 from tcdeploy.models.chat_template import start_renderer
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.hot_path import shorten_switch_interval
+from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.request_log import RequestLog
 from tcdeploy.server.settings import ServerSettings
@@ -92,6 +93,10 @@ class Replica:
     def app(self) -> RequestLog:
         """The ASGI app, with the routes of `tcdeploy serve`."""
         return self._server.app
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._server.metrics
 
     def check_health(self) -> None:
         """Raises ReplicaUnhealthyError."""

@@ -18,10 +18,12 @@ from typing import Any
 import httpx
 import openai
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import PACKAGE_FLAGS, TINY, cli_command, cli_environment
 
 START_TIMEOUT_S = 300
+REPORT_INTERVAL_MS = 2000  # of Ray's metrics
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
 
 
@@ -39,20 +41,30 @@ def free_port() -> int:
 class RayDeployment:
     process: subprocess.Popen[str]
     models: list[dict[str, Any]]  # as `--json` reports them
+    ingress_url: str
+    metrics_url: str
 
-    def client(self, number: int = 0) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.models[number]['url']}/v1", api_key="none", max_retries=0, timeout=60)
+    def client(self, number: int | None = 0) -> openai.OpenAI:
+        """`number`: of the model; None: the ingress."""
+        url = self.ingress_url if number is None else self.models[number]["url"]
+        return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
-    @property
-    def replica_pids(self) -> list[int]:
+    def replica_pids(self, name: str) -> list[int]:
         """Processes of replicas whose constructor has begun. Other tests' clusters have other sessions."""
-        return sorted(pid for pid, title in descendants(self.process.pid) if title.startswith("ray::ServeReplica"))
+        start = f"ray::ServeReplica:{name}:Model"
+        return sorted(pid for pid, title in descendants(self.process.pid) if title.startswith(start))
 
     def serving_replicas(self, number: int) -> set[str]:
         """Start times of the replicas that answer 32 requests for metrics, which are routed as others are."""
         url = f"{self.models[number]['url']}/metrics"
         texts = [httpx.get(url, timeout=60).text for _ in range(32)]
         return {line for text in texts for line in text.splitlines() if line.startswith("process_start_time_seconds ")}
+
+    def reported(self, metric: str, **labels: str) -> dict[str, float]:
+        """Values of a metric that Ray reports to Prometheus, by replica of the model."""
+        families = text_string_to_metric_families(httpx.get(self.metrics_url, timeout=60).text)
+        samples = [sample for family in families for sample in family.samples if sample.name == metric]
+        return {sample.labels["replica"]: sample.value for sample in samples if labels.items() <= sample.labels.items()}
 
 
 def descendants(pid: int) -> list[tuple[int, str]]:
@@ -88,7 +100,9 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
     file.write_text(yaml.safe_dump({"http_options": {"host": "0.0.0.0", "port": free_port()}, "models": models}))
     command = cli_command("deploy", str(file), "--ray", "--json")
     ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
-    environ = cli_environment(folder, RAY_USAGE_STATS_ENABLED="0", **ports)
+    environ = cli_environment(
+        folder, RAY_USAGE_STATS_ENABLED="0", RAY_metrics_report_interval_ms=str(REPORT_INTERVAL_MS), **ports
+    )
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -105,7 +119,9 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
             assert line, "".join(stderr)
             document += line
         timer.cancel()
-        yield RayDeployment(process, json.loads(document)["models"])
+        report = json.loads(document)
+        [metrics_url] = report["metrics_urls"]
+        yield RayDeployment(process, report["models"], report["ingress_url"], metrics_url)
         below = [pid for pid, _ in descendants(process.pid)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(180) == 0, "".join(stderr)
@@ -133,6 +149,8 @@ class Load:
 
     deployment: RayDeployment
     max_tokens: int = 40
+    model: str = "tiny"
+    number: int | None = 0  # of the model; None: through the ingress
     outcomes: list[tuple[float, float, str]] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -154,7 +172,7 @@ class Load:
         return [error for _, _, error in self.outcomes if error]
 
     def _run(self) -> None:
-        with self.deployment.client() as client:
+        with self.deployment.client(self.number) as client:
             while not self._stop.is_set():
                 start = time.monotonic()
                 error = self._send(client)
@@ -164,7 +182,7 @@ class Load:
         """Returns "", or what the client saw. A stream must have all its tokens."""
         try:
             stream = client.chat.completions.create(
-                model="tiny", messages=MESSAGES, max_tokens=self.max_tokens, stream=True, temperature=0,
+                model=self.model, messages=MESSAGES, max_tokens=self.max_tokens, stream=True, temperature=0,
                 stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
             )  # fmt: skip
             usage = [chunk.usage.completion_tokens for chunk in stream if chunk.usage]

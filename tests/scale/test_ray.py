@@ -8,12 +8,16 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from tcdeploy.cache.signing import generate_key, trust
+from tcdeploy.scale.ray_config import PREFIX_ROUTER
 from tests.conftest import TINY, RunCLI
 from tests.deploy.refused_bundles import move_to_another_environment
 from tests.scale.ray_deployment import (
@@ -31,6 +35,10 @@ AUTOSCALING = {
     "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 1, "downscale_delay_s": 4,
     "look_back_period_s": 2, "metrics_interval_s": 0.5,
 }  # fmt: skip
+REPORTED = {
+    "generation_tokens_total", "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc",
+    "time_to_first_token_seconds_sum", "time_to_first_token_seconds_bucket",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +49,10 @@ def packages(filled_packages: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory, packages: Path) -> Iterator[RayDeployment]:
-    """Two models: `tiny` has one or two replicas, `other` has one."""
+    """Two models: `tiny` has one or two replicas, `other` has two, which Ray's prefix-aware request router chooses."""
     models = [
         model_entry(packages, "tiny", autoscaling_config=AUTOSCALING, health_check_period_s=1),
-        model_entry(packages, "other"),
+        model_entry(packages, "other", num_replicas=2, request_router_config={"request_router_class": PREFIX_ROUTER}),
     ]
     with ray_deployment(tmp_path_factory.mktemp("ray"), models) as deployed:
         yield deployed
@@ -69,30 +77,121 @@ def test_errors_have_the_form_of_the_server_s_own(deployment: RayDeployment) -> 
     assert httpx.get(f"{url}/ready").status_code == 200
 
 
+def test_the_model_of_a_request_to_the_ingress_chooses_the_model(deployment: RayDeployment) -> None:
+    with deployment.client(None) as client:
+        assert [model.id for model in client.models.list()] == ["tiny", "other"]
+        for name in ("tiny", "other"):
+            arguments: dict[str, Any] = {"model": name, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+            chat = client.chat.completions.create(**arguments)
+            chunks = list(client.chat.completions.create(**arguments, stream=True))
+            assert chat.model == name and {chunk.model for chunk in chunks} == {name}
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            assert text == chat.choices[0].message.content and len(chunks) > 3
+            with pytest.raises(openai.BadRequestError) as invalid:
+                client.completions.create(model=name, prompt="a", max_tokens=-1)
+            assert invalid.value.param == "max_tokens"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.completions.create(model="unknown", prompt="a")
+        assert unknown.value.code == "model_not_found"
+    ready = httpx.get(f"{deployment.ingress_url}/ready")
+    assert ready.status_code == 200 and len(ready.headers.get_list("x-request-id")) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny", "other"])
+def test_a_stream_that_a_client_of_the_ingress_leaves_is_aborted(deployment: RayDeployment, name: str) -> None:
+    """A stream that is not aborted ends with the reason `length`. `other` is reached through a deployment handle."""
+    with deployment.client(None) as client:
+        stream = client.completions.create(
+            model=name, prompt="a", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+    labels = {"application": name, "finished_reason": "abort"}
+    assert wait_for(lambda: 1 in deployment.reported("ray_tcdeploy_request_success_total", **labels).values(), 20)
+
+
+def test_requests_with_a_common_prefix_reach_the_same_replica(deployment: RayDeployment) -> None:
+    """With routes at random, about half of the second requests would not find their prefix in the cache."""
+    prefixes = [f"{number} {chr(97 + number) * 3} " + f"The prefix {number} of a prompt. " * 4 for number in range(8)]
+    with deployment.client(None) as client:
+        for ending in ("first", "second", "third"):
+            for prefix in prefixes:
+                done = client.completions.create(model="other", prompt=prefix + ending, max_tokens=1)
+                assert done.usage is not None and done.usage.prompt_tokens_details is not None
+                cached = done.usage.prompt_tokens_details.cached_tokens or 0
+                assert cached == 0 if ending == "first" else cached > done.usage.prompt_tokens // 2
+
+
+def test_a_load_of_one_prefix_reaches_both_replicas(deployment: RayDeployment) -> None:
+    """The router prefers the replica with the prefix only up to a difference of two open requests."""
+    metric, labels = "ray_tcdeploy_generation_tokens_total", {"application": "other"}
+    assert wait_for(lambda: len(deployment.reported(metric, **labels)) == 2, 20)
+    before = deployment.reported(metric, **labels)
+    load = Load(deployment, model="other", number=None)
+    with load.running(clients=8):
+        time.sleep(4)
+    assert not load.errors
+
+    def added() -> list[float]:
+        return [tokens - before[replica] for replica, tokens in deployment.reported(metric, **labels).items()]
+
+    total = load.max_tokens * len(load.outcomes)  # tokens of the test before may be reported late
+    assert wait_for(lambda: sum(added()) >= total, 20) and min(added()) > total / 5, (added(), total)
+
+
+def test_ray_reports_the_metrics_of_a_replica_with_its_labels(deployment: RayDeployment) -> None:
+    """The model `tiny` has one replica yet, so that its own /metrics has the same values."""
+    with deployment.client() as client:
+        client.completions.create(model="tiny", prompt="a", max_tokens=5, extra_body={"ignore_eos": True})
+    families = text_string_to_metric_families(httpx.get(f"{deployment.models[0]['url']}/metrics").text)
+    own = {
+        sample.name.removeprefix("tcdeploy:"): [sample.value]
+        for family in families
+        for sample in family.samples
+        if sample.name.removeprefix("tcdeploy:") in REPORTED and sample.labels.get("le", "5.0") == "5.0"
+    }
+    assert own.keys() == REPORTED and own["generation_tokens_total"] >= [5]
+
+    def reported() -> dict[str, list[float]]:
+        labels = {"application": "tiny", "deployment": "Model", "model_name": "tiny"}
+        return {
+            name: list(
+                deployment.reported(
+                    f"ray_tcdeploy_{name}", **labels, **({"le": "5.0"} if name.endswith("_bucket") else {})
+                ).values()
+            )
+            for name in REPORTED
+        }
+
+    assert wait_for(lambda: reported() == own, 20), (reported(), own)
+
+
 def test_no_request_is_lost_while_replicas_are_added_and_removed(deployment: RayDeployment) -> None:
     load = Load(deployment)
-    assert wait_for(lambda: len(deployment.replica_pids) == 2, 60), "one replica of each model"
+    assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 60), "one replica"
     with load.running(clients=16):
         assert wait_for(lambda: len(deployment.serving_replicas(0)) == 2, 90), "a second replica of tiny"
         time.sleep(5)
+        running = deployment.reported("ray_tcdeploy_num_requests_running", application="tiny")
+        assert len(running) == 2 and all(running.values()), running
     with load.running(clients=1):
-        assert wait_for(lambda: len(deployment.replica_pids) == 2, 120), "the second replica was not removed"
+        assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 120), "the second replica was not removed"
     assert not load.errors and len(load.outcomes) > 20
 
 
 def test_a_killed_replica_loses_only_its_own_requests_and_is_replaced(deployment: RayDeployment) -> None:
     """A replica runs at most four requests, the rows of its decode bucket."""
     load = Load(deployment)
-    assert wait_for(lambda: len(deployment.replica_pids) == 2, 120), "one replica of each model"
-    before = deployment.replica_pids
+    assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 120), "one replica"
+    before = deployment.replica_pids("tiny")
     with load.running(clients=16):
         assert wait_for(lambda: len(deployment.serving_replicas(0)) == 2, 90), "a second replica of tiny"
-        [added] = set(deployment.replica_pids) - set(before)
+        [added] = set(deployment.replica_pids("tiny")) - set(before)
         time.sleep(3)
         os.kill(added, signal.SIGKILL)
         time.sleep(3)
         lost = len(load.errors)
-        assert wait_for(lambda: len(deployment.replica_pids) == 3, 90), "it was not replaced"
+        assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 2, 90), "it was not replaced"
         time.sleep(3)
     assert 1 <= lost < 16 and len(load.errors) == lost, load.errors
 

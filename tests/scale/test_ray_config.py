@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import pickle
@@ -10,11 +12,22 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve import Application
 
 from tcdeploy.bundle.fetch import EnvironmentMismatchError
 from tcdeploy.cli.deploy import read_entries
 from tcdeploy.errors import MismatchError, UsageError
-from tcdeploy.scale.ray_config import HAPROXY_VARIABLE, read_arguments, serve_config, use_haproxy, write_arguments
+from tcdeploy.scale.ingress import IngressModel
+from tcdeploy.scale.ray_config import (
+    HAPROXY_VARIABLE,
+    PREFIX_ROUTER,
+    IngressSettings,
+    read_arguments,
+    read_ingress_arguments,
+    serve_config,
+    use_haproxy,
+    write_arguments,
+)
 from tcdeploy.scale.replica import ReplicaStartError, start_error
 from tests.conftest import ROOT, TINY
 
@@ -25,7 +38,10 @@ def test_the_recipe_is_a_config_of_ray_serve(run_cli: Any) -> None:
     done = run_cli("deploy", str(recipe), "--ray", "--dry-run")
     assert done.returncode == 0, done.stderr
     applications = yaml.safe_load(done.stdout)["applications"]
-    assert [(item["name"], item["route_prefix"]) for item in applications] == [("llama", "/llama"), ("qwen", "/qwen")]
+    prefixes = [(item["name"], item["route_prefix"]) for item in applications]
+    assert prefixes == [("llama", "/llama"), ("qwen", "/qwen"), ("ingress", "/")]
+    assert applications[2]["args"]["models"] == {"llama": {"names": ["llama"]}, "qwen": {"names": ["qwen"]}}
+    assert applications[2]["args"]["proxy_url"] == "http://127.0.0.1:8000"
     assert applications[0]["args"]["recipe"]["batch_sizes"] == [1, 8, 32]
     assert applications[0]["args"]["cache"] == {"source": "s3://example-bundles/llama"}
     [options] = applications[0]["deployments"]
@@ -81,6 +97,57 @@ def test_the_proxy_listens_on_this_machine_only_and_a_replica_has_a_gpu_by_defau
     assert config["applications"][0]["deployments"][0]["ray_actor_options"] == {"num_cpus": 4, "num_gpus": 1}
 
 
+def config_of(*models: dict[str, Any], **other: Any) -> dict[str, Any]:
+    content = {"models": list(models), **other}
+    return serve_config(read_entries(Path("models.yaml"), content), content)
+
+
+def test_several_models_have_an_ingress_unless_the_file_says_that_they_have_none() -> None:
+    models = ({"serve": f"{TINY} --served-model-name a --served-model-name b"}, {"serve": f"{TINY} --drain-timeout 70"})
+    http = {"host": "::", "port": 80, "ssl_certfile": "c"}
+    ingress = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 3}}
+    application = config_of(*models, http_options=http, ingress=ingress, proxy_location="HeadOnly")["applications"][2]
+    assert read_ingress_arguments(json.loads(json.dumps(application["args"]))) == IngressSettings(
+        {"a": IngressModel(("a", "b")), "builtin-tiny": IngressModel((TINY,))}, "https://[::1]:80"
+    )
+    [options] = application["deployments"]
+    assert options["graceful_shutdown_timeout_s"] == 70 and options["num_replicas"] == 2
+    actor = options["ray_actor_options"]
+    assert actor == {"num_cpus": 3, "num_gpus": 0, "resources": {"node:__internal_head__": 0.001}}
+    assert [item["name"] for item in config_of(*models, ingress=False)["applications"]] == ["a", "builtin-tiny"]
+    assert [item["name"] for item in config_of(models[0])["applications"]] == ["a"]
+
+
+def test_a_model_with_a_request_router_has_an_ingress_in_its_application() -> None:
+    router = {"request_router_class": PREFIX_ROUTER}
+    flags = f"{TINY} --batch-sizes 1,8"
+    for model in ({"serve": flags}, {"serve": flags, "max_ongoing_requests": 64}):
+        [application] = config_of({**model, "request_router_config": router})["applications"]
+        assert application["route_prefix"] == "/" and application["import_path"].endswith(":build_routed")
+        assert [item["name"] for item in application["deployments"]] == ["Model", "Ingress"]
+        config = application["deployments"][0]["request_router_config"]
+        assert config["request_router_kwargs"] == {"imbalanced_threshold": model.get("max_ongoing_requests", 8) // 2}
+    given = {**router, "request_router_kwargs": {"imbalanced_threshold": 5}}
+    applications = config_of(
+        {"serve": f"{TINY} --served-model-name a", "request_router_config": given}, {"serve": TINY}
+    )["applications"]
+    assert applications[0]["deployments"][0]["request_router_config"] == given
+    assert applications[2]["args"]["models"]["a"] == {"names": ["a"], "needs_prompt": True}
+
+
+def test_ray_can_call_what_the_import_paths_of_a_config_name() -> None:
+    """Ray accepts functions with exactly one parameter, the arguments of the application."""
+    router = {"request_router_class": PREFIX_ROUTER}
+    models = ({"serve": f"{TINY} --served-model-name a"}, {"serve": TINY, "request_router_config": router})
+    applications = config_of(*models)["applications"]
+    assert len({item["import_path"] for item in applications}) == 3
+    for application in applications:
+        module, _, name = application["import_path"].partition(":")
+        builder = getattr(importlib.import_module(module), name)
+        assert len(inspect.signature(builder).parameters) == 1
+        assert isinstance(builder(application["args"]), Application)
+
+
 def test_the_cause_of_a_failed_start_is_read_from_its_traceback() -> None:
     differences = EnvironmentMismatchError("the bundle was made for another GPU", "rebuild it", ())
     for error, kind in ((differences, MismatchError), (UsageError("no: model\nhere", ""), UsageError)):
@@ -128,6 +195,22 @@ def config(text: str, tmp_path: Path) -> str:
         ("models: [{serve: builtin:tiny, num_replicas: two}]\n", "Ray Serve rejects the config"),
         ("models: [{serve: builtin:tiny}, {serve: builtin:tiny}]\n", "two models have the name builtin-tiny"),
         ("{", "cannot be read"),
+        ("ingress: 2\nmodels: [{serve: builtin:tiny}]\n", "ingress has no fields"),
+        (
+            "ingress: {replicas: 2}\nmodels: [{serve: builtin:tiny}, {serve: builtin:tiny --served-model-name a}]\n",
+            "no field replicas",
+        ),
+        ("models: [{serve: builtin:tiny --served-model-name ingress}]\n", "a model has the name ingress"),
+        (
+            "models: [{serve: builtin:tiny --served-model-name a --served-model-name b},"
+            " {serve: builtin:tiny --served-model-name c --served-model-name b}]\n",
+            "two models have the name b",
+        ),
+        (
+            "models: [{serve: builtin:tiny, request_router_config: {request_router_class: no.X}}]\n",
+            "No module named 'no'",
+        ),
+        ("models: [{serve: builtin:tiny, request_router_config: {router_class: a.B}}]\n", "no field router_class"),
     ],
 )
 def test_an_invalid_config_is_refused_before_ray_starts(run_cli: Any, tmp_path: Path, text: str, message: str) -> None:

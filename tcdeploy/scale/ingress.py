@@ -1,0 +1,340 @@
+"""The ingress: an ASGI app in front of several models, where the `model` of a request chooses the model.
+
+It reads a request's body, forwards the request unchanged to the server of its model, and passes the response on as it
+comes. Validation, API keys and responses are the servers' own. A list of models has those for which the client's API
+key is valid. How a request reaches a server is a parameter (`Forward`), so that this module does not import Ray.
+
+HAProxy can ask a deployment for the replica of each request (Ray's "ingress request router"), which would keep Python
+out of the response. That was rejected: it chooses among the replicas of one deployment, and so of one model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tcdeploy.scale.forwarded_request import ForwardedRequest, Headers, PromptRequest
+from tcdeploy.server.admission import Admission, BodyReservation
+from tcdeploy.server.api import REQUEST_MODELS
+from tcdeploy.server.error_response import MESSAGES_PATH, error_response
+from tcdeploy.server.hot_path import read_body
+from tcdeploy.server.json_steps import JsonLimits, JsonSteps
+from tcdeploy.server.messages_protocol import messages_error_body
+from tcdeploy.server.near_routes import MAX_PATH_CHARS, find_near_path, routing_error
+from tcdeploy.server.protocol import ApiError, bad_request
+from tcdeploy.server.request_log import REQUEST_ID
+from tcdeploy.server.request_parsing import SMALL_BODY_BYTES
+from tcdeploy.server.settings import HotPath, ServerSettings
+
+Forward = Callable[[str, ForwardedRequest], AsyncGenerator[list[Message], None]]  # to the application of a model
+MAX_WAITING_BYTES = 256 << 20  # of large bodies that are being received or parsed
+MAX_PROMPT_CHARS = 32 << 10  # by which a request router chooses a replica
+PROMPT_FIELDS = ("system", "instructions", "prompt", "messages", "input")  # in the order of the model's prompt
+FORWARDED_HEADER = b"x-tcdeploy-ingress"
+RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True)
+class IngressModel:
+    """A model behind the ingress. `names`: in the API. `needs_prompt`: its request router reads the prompt."""
+
+    names: tuple[str, ...]
+    needs_prompt: bool = False
+
+
+class Ingress:
+    """Call `app`. `models` by the name of their application.
+
+    `forward(application, request)` yields the events of the response; it raises ApiError, also after the first event.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, IngressModel],
+        forward: Forward,
+        max_body_bytes: int = ServerSettings.max_body_bytes,
+    ) -> None:
+        self._models, self._forward, self._bodies = models, forward, _BodyReader(max_body_bytes)
+        self._applications = {name: application for application, model in models.items() for name in model.names}
+        self.app = self._make_app()
+
+    def _make_app(self) -> ASGIApp:
+        routes = [
+            Route("/health", _health, methods=["GET"]),
+            Route("/ready", self._ready, methods=["GET"]),
+            Route("/v1/models", self._list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/responses/{response_id}", self._stored_response, methods=["GET", "DELETE"]),
+            *(Route(path, self._generate, methods=["POST"]) for path in REQUEST_MODELS),
+        ]
+
+        async def handle_error(request: Request, error: Exception) -> Response:
+            path = request.scope["path"]
+            if isinstance(error, HTTPException) and error.status_code == 405:  # of the router
+                error = routing_error(routes, request.method, path)
+            elif isinstance(error, HTTPException) and error.status_code == 404:
+                error = self._unknown_route(request.method, path, [route.path for route in routes])
+            return error_response(error, path)
+
+        kinds = (ApiError, HTTPException, ClientDisconnect, Exception)
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, handle_error))
+        app.router.redirect_slashes = False
+
+        async def reject_own_requests(scope: Scope, receive: Receive, send: Send) -> None:
+            """A request for a model that is not running returns here, because its path is below that of the ingress."""
+            if scope["type"] == "http" and any(name == FORWARDED_HEADER for name, _ in scope["headers"]):
+                error = ApiError(503, "the model is not running", code="loading", retry_after=RETRY_AFTER_S)
+                await error_response(error, "")(scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return reject_own_requests
+
+    def _unknown_route(self, method: str, path: str, known_paths: list[str]) -> ApiError:
+        near_path = find_near_path([known for known in known_paths if "{" not in known], path)
+        question = f" Did you mean {near_path}?" if near_path else ""
+        prefixes = " and ".join(f"/{application}" for application in self._models)
+        message = f"unknown route {method} {path[:MAX_PATH_CHARS]}; each model has all its routes below {prefixes}."
+        return ApiError(404, message + question, code="unknown_route")
+
+    async def _generate(self, request: Request) -> Response:
+        body, fields = await self._bodies.read(request)
+        if isinstance(fields, ValueError):
+            raise bad_request(f"the body is not valid JSON: {fields}", None, "invalid_json")
+        if not isinstance(fields, dict):
+            raise bad_request("the body is not a JSON object", None)
+        application = self._applications.get(name) if isinstance(name := fields.get("model"), str) else None
+        if application is None:
+            return await self._unknown_model(request, fields.get("model"))
+        forwarded = _forwarded(request, request.scope["path"], body)
+        if self._models[application].needs_prompt:
+            forwarded = _with_prompt(forwarded, fields)
+        return _ForwardedResponse(self._forward(application, forwarded))
+
+    async def _list_models(self, request: Request) -> Response:
+        responses = await self._ask_all(request, "/v1/models")
+        lists = [json.loads(response.body) for response in responses.values() if response.status == 200]
+        if not lists:
+            return next(iter(responses.values())).response()
+        return JSONResponse({"object": "list", "data": [card for content in lists for card in content["data"]]})
+
+    async def _model(self, request: Request) -> Response:
+        application = self._applications.get(request.path_params["name"])
+        if application is None:
+            return await self._unknown_model(request, request.path_params["name"])
+        return _ForwardedResponse(self._forward(application, _forwarded(request, request.scope["path"])))
+
+    async def _unknown_model(self, request: Request, name: object) -> Response:
+        """An error with the names that the client's API key may see; 401 if it is invalid for all models."""
+        listed = await self._list_models(request)
+        if listed.status_code != 200:
+            return listed
+        names = " and ".join(repr(card["id"]) for card in json.loads(bytes(listed.body))["data"])
+        if name is None:
+            raise bad_request(f"model is required; this server serves {names}", "model")
+        message = f"the model {str(name)[:200]!r} does not exist; this server serves {names}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+    async def _stored_response(self, request: Request) -> Response:
+        """The server that has stored the response knows its id, the others answer 404."""
+        responses = await self._ask_all(request, request.scope["path"])
+        known = [response for response in responses.values() if response.status != 404]
+        return (known or list(responses.values()))[0].response()
+
+    async def _ready(self, request: Request) -> Response:
+        """200 if every model is ready."""
+        for application, response in (await self._ask_all(request, "/ready")).items():
+            if response.status != 200:
+                return PlainTextResponse(f"{application}: {response.body.decode(errors='replace')}", response.status)
+        return PlainTextResponse("ready")
+
+    async def _ask_all(self, request: Request, path: str) -> dict[str, _Collected]:
+        """The responses of all models, by application. `request` may be one with a body, which is not sent."""
+        forwarded = _forwarded(request, path)
+        if request.method != "DELETE":
+            headers = tuple(header for header in forwarded.headers if not header[0].startswith(b"content-"))
+            forwarded = dataclasses.replace(forwarded, method="GET", query_string=b"", headers=headers)
+        responses = await asyncio.gather(*(self._ask(application, forwarded) for application in self._models))
+        return dict(zip(self._models, responses, strict=True))
+
+    async def _ask(self, application: str, request: ForwardedRequest) -> _Collected:
+        start: Message = {}
+        body = bytearray()
+        try:
+            async for events in self._forward(application, request):
+                for event in events:
+                    start = event if event["type"] == "http.response.start" else start
+                    body += event.get("body", b"")
+        except ApiError as error:
+            return _Collected(error.status, json.dumps(error.body).encode(), ((b"content-type", b"application/json"),))
+        return _Collected(start["status"], bytes(body), tuple(start["headers"]))
+
+
+def sole_ingress(application: str, forward: Forward, max_body_bytes: int = ServerSettings.max_body_bytes) -> ASGIApp:
+    """The ingress of one model, which forwards all requests, with the prompts of those that have one."""
+    bodies = _BodyReader(max_body_bytes)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive)
+        response: Response
+        try:
+            body, fields = await bodies.read(request)
+            forwarded = _with_prompt(_forwarded(request, scope["path"], body), fields)
+            response = _ForwardedResponse(forward(application, forwarded))
+        except (ApiError, ClientDisconnect) as error:
+            response = error_response(error, scope["path"])
+        await response(scope, receive, send)
+
+    return app
+
+
+class _BodyReader:
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._admission = max_bytes, Admission(0, MAX_WAITING_BYTES)
+
+    async def read(self, request: Request) -> tuple[bytes, Any]:
+        """The body and its content, or the ValueError of a body that is not JSON.
+
+        Raises ApiError 413 for a large body, 503 if too many bytes wait, and 408; ClientDisconnect.
+        """
+        with BodyReservation(self._admission) as reservation:
+            body = bytes(await read_body(request, self._max_bytes, HotPath(), reservation))
+            try:
+                return body, await _parse_json(body)
+            except ValueError as error:
+                return body, error
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """A whole response."""
+
+    status: int
+    body: bytes
+    headers: Headers
+
+    def response(self) -> Response:
+        content_type = dict(self.headers).get(b"content-type", b"application/json").decode("latin-1")
+        kept = {b"www-authenticate", b"retry-after"}
+        headers = {name.decode(): value.decode("latin-1") for name, value in self.headers if name in kept}
+        return Response(self.body, self.status, headers, content_type)
+
+
+class _ForwardedResponse(Response):
+    """Passes on the events of a server, until the client disconnects.
+
+    An error before the first event is a response; in a stream of server-sent events, it is the last event.
+    """
+
+    def __init__(self, events: AsyncGenerator[list[Message], None]) -> None:
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send(scope, receive, send))
+        disconnect = asyncio.create_task(_wait_for_disconnect(receive))
+        try:
+            await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            disconnect.cancel()
+            if not sending.done():
+                sending.cancel()
+                await asyncio.wait({sending})
+        if not sending.cancelled():
+            sending.result()
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message | None = None
+        try:
+            async with contextlib.aclosing(self._events):
+                async for events in self._events:
+                    for event in events:
+                        if start is None:
+                            start = event = _without_request_id(event)
+                        await send(event)
+        except ApiError as error:
+            if start is None:
+                await error_response(error, scope["path"])(scope, receive, send)
+            elif dict(start["headers"]).get(b"content-type", b"").startswith(b"text/event-stream"):
+                await send({"type": "http.response.body", "body": _error_event(error, scope["path"])})
+            else:  # the connection is closed before the end of the body, which the client notices
+                raise
+
+
+def prompt_text(fields: Mapping[str, Any]) -> str:
+    """The first MAX_PROMPT_CHARS characters of a request's instructions, prompt and messages; token ids as numbers."""
+    pieces, length = [], 0
+    for piece in _texts([fields.get(name) for name in PROMPT_FIELDS]):
+        pieces.append(piece)
+        length += len(piece)
+        if length >= MAX_PROMPT_CHARS:
+            break
+    return "".join(pieces)[:MAX_PROMPT_CHARS]
+
+
+def _texts(value: object) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case int():
+            yield f"{value} "
+        case list():
+            for item in value:
+                yield from _texts(item)
+        case dict():
+            yield from _texts(value.get("content", value.get("text")))
+
+
+async def _parse_json(body: bytes) -> Any:
+    """Raises ValueError. A large body is parsed in steps, between which other requests run."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return from_json(body)
+    steps = JsonSteps(body, JsonLimits(len(body), len(body)))
+    while not steps.step():
+        await asyncio.sleep(0)
+    return steps.value
+
+
+def _forwarded(request: Request, path: str, body: bytes = b"") -> ForwardedRequest:
+    headers = (*((bytes(name), bytes(value)) for name, value in request.scope["headers"]), (FORWARDED_HEADER, b"1"))
+    return ForwardedRequest(request.method, path, request.scope["query_string"], headers, body)
+
+
+def _with_prompt(request: ForwardedRequest, fields: object) -> ForwardedRequest:
+    prompt = prompt_text(fields) if isinstance(fields, dict) else ""
+    return PromptRequest(**request.__dict__, prompt=prompt) if prompt else request
+
+
+def _without_request_id(start: Message) -> Message:
+    """Ray adds the request's id to the response of the ingress too."""
+    return {**start, "headers": [(name, value) for name, value in start["headers"] if name != REQUEST_ID]}
+
+
+def _error_event(error: ApiError, path: str) -> bytes:
+    """The end of a stream of server-sent events. Clients treat a stream that only ends as complete."""
+    if path.startswith(MESSAGES_PATH):
+        return b"event: error\ndata: " + json.dumps(messages_error_body(error)).encode() + b"\n\n"
+    return b"data: " + json.dumps(error.body).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _health(_: Request) -> Response:
+    return Response()
