@@ -19,7 +19,13 @@ import torch
 from tcdeploy.cache.contents import FileAccessTracker, FileRecord
 from tcdeploy.cache.manifest import BucketRecord, Compilation, Manifest, Origin, make_manifest
 from tcdeploy.cache.provenance import require_bundled
-from tcdeploy.cache.recording import compilation_date, hash_used_files, publish, record_finished_bucket
+from tcdeploy.cache.recording import (
+    compilation_date,
+    hash_used_files,
+    mark_started,
+    publish,
+    record_finished_bucket,
+)
 from tcdeploy.cache.staging import StagingFolder
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults
@@ -246,8 +252,8 @@ def publish_manifest(
 ) -> int | None:
     """Write the manifest, with all files that were used and `more_paths`. Returns the workspace in bytes.
 
-    keeps_manifest: write nothing if the new manifest would differ only in what this start measured. For starts whose
-        programs cannot change the files that they load.
+    keeps_manifest: write nothing if the new manifest would differ only in seconds, memory and check results. Only for
+        starts from packages, because their programs are fixed files.
 
     Raises SpaceError, TrustError and TcdeployError.
     """
@@ -255,7 +261,9 @@ def publish_manifest(
     with stages.stage("record"):
         used_paths = [*warmed.used_paths, *more_paths]
         workspace_bytes = _workspace_bytes(start.plan)
-        if earlier is None or not keeps_manifest or _would_change(start, warmed, used_paths, earlier):
+        if keeps_manifest and earlier is not None and not _would_change(start, warmed, used_paths, earlier):
+            mark_started(staging, start.plan.key)
+        else:
             files = hash_used_files(staging, used_paths, earlier, is_first_start())
             if start.recipe.require_signed and staging.bundle is not None:
                 require_bundled(start.plan.key, files, staging.bundle)
@@ -298,7 +306,8 @@ def _would_change(start: Start, warmed: Warmed, used_paths: list[str], earlier: 
         return True
     manifest = _make_manifest(start, warmed, earlier.files, earlier.stage_seconds, earlier.workspace_bytes)
     manifest = replace(manifest, buckets=earlier.buckets)
-    return json.dumps(asdict(manifest)) != json.dumps(asdict(earlier))  # as JSON, because lists become tuples
+    # Compared as JSON: the parsed `earlier` has lists where the new manifest has tuples.
+    return json.dumps(asdict(manifest)) != json.dumps(asdict(earlier))
 
 
 def _workspace_bytes(plan: Plan) -> int | None:

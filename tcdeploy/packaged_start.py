@@ -22,6 +22,7 @@ _import_stage = ImportStage()
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import itertools
 import logging
 from collections.abc import Iterator
@@ -36,11 +37,11 @@ from tcdeploy.attention import ops  # noqa: F401 - registers the ops that packag
 from tcdeploy.attention.kv_cache import LayerKV, allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
-from tcdeploy.cache.compatibility import assume_recorded, made_elsewhere
+from tcdeploy.cache.compatibility import assume_recorded, environment_mismatch
 from tcdeploy.cache.contents import TRITON_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
-from tcdeploy.cache.manifest import Manifest, manifest_path, plan_keys
+from tcdeploy.cache.manifest import Manifest, manifest_path, plan_keys, read_manifest
 from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder
@@ -53,13 +54,13 @@ from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.stored_reference import read_reference
 from tcdeploy.engine.tuning import CompiledVariant
 from tcdeploy.engine.warmup import PreviousRun, prepare_buckets
-from tcdeploy.errors import CompileError, MismatchError, SpaceError, TcdeployError, UsageError
+from tcdeploy.errors import CompileError, IntegrityError, MismatchError, SpaceError, TcdeployError, UsageError
 from tcdeploy.linear import ops as linear_ops  # noqa: F401 - registers the ops that packages call
 from tcdeploy.models.checkpoint_reader import stored_tensors
 from tcdeploy.models.executed_sources import changed_sources
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.stored_tokenizer import load_stored_tokenizer
-from tcdeploy.models.weight_sources import DescribedWeights, WeightSource, copy_stored, loading_weights
+from tcdeploy.models.weight_sources import DescribedWeights, LoadingWeights, WeightSource, copy_stored, loading_weights
 from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.extras import is_installed, require_extra
 from tcdeploy.planning.plan import Bucket, Plan, decide_cache_dir, make_plan
@@ -135,7 +136,7 @@ def start_from_packages(
             if found is not None:
                 return _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer, gpu)
         reason = "there is no start record of this model with these flags, tcdeploy, Python, torch and tokenizers"
-    except _FALL_BACK as error:  # not kept: its traceback refers to the weights
+    except _FALL_BACK as error:  # do not store `error`: its traceback would keep the weights in memory
         reason = str(error)
         if isinstance(error, MismatchError):
             kind, hint = MismatchError, error.hint
@@ -182,8 +183,8 @@ def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
             reasons.append(reason)
         else:
             return _Found(record, path, text, folder, assumed, plan)
-    if not reasons and not is_installed("transformers"):  # a first start with transformers has no record either
-        elsewhere = made_elsewhere(cache_dir, plan_keys(cache_dir), environment)
+    if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
+        elsewhere = environment_mismatch(cache_dir, plan_keys(cache_dir), environment, recipe.model)
         reasons += [elsewhere] if elsewhere is not None else []
     if reasons:
         raise reasons[0]
@@ -209,7 +210,7 @@ def _mismatch(
         if record.variables.get(name) != value:
             return _DoesNotFit(f"the packages were made with another value of {name}")
     if plan.key != record.plan_key:
-        return made_elsewhere(cache_dir, [record.plan_key], environment) or _DoesNotFit(
+        return environment_mismatch(cache_dir, [record.plan_key], environment) or _DoesNotFit(
             "the packages belong to another plan; `tcdeploy cache why` names what differs on this machine"
         )
     return None
@@ -239,22 +240,24 @@ def _start(
 
                 patch_platform_key()
             acquire_lease(staging.target, plan.key)
-            with _checkpoint_errors(plan):
-                # Begins before the files of the plan are verified, which takes about 0.1 s.
-                sources, checkpoint = _weight_sources(record), stored_tensors(weight_files(found.folder))
-                weights = reading.enter_context(loading_weights(sources, checkpoint, plan.device))
+            # The plan's files are verified while the weights are read, which takes about 0.1 s. If the record itself is
+            # damaged, nothing is read, and `restore_plan` reports it.
+            weights = _start_reading(found, reading) if _is_as_listed(found) else None
             policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
-            # Stored kernels replace Triton's files, of which a plan has hundreds.
+            # Stored kernels replace Triton's files, of which a plan has hundreds. `require_signed` refuses a start with
+            # damaged ones.
+            defers_triton = bool(record.kernels) and not recipe.require_signed
             earlier = restore_plan(
                 staging, plan.key, recipe.on_bad_cache == "rebuild", policy,
-                defers=lambda file: bool(record.kernels) and _is_of_triton(file.path),
+                is_deferred=lambda file: defers_triton and _is_of_triton(file.path),
             )  # fmt: skip
             _check_files(found, staging, earlier)
             assert earlier is not None
+            weights = weights or _start_reading(found, reading)
             if record.kernels:
                 _use_kernels(record, staging)
             with _checkpoint_errors(plan):
-                described = DescribedWeights(sources, load_file(Path(staging.path, record.buffers)))
+                described = DescribedWeights(_weight_sources(record), load_file(Path(staging.path, record.buffers)))
                 copy_stored(described, weights.tensors)
             kv_cache = allocate_kv_cache(plan, record.architecture)
             runner = _make_runner(record, plan, staging, earlier, weights.tensors, kv_cache)
@@ -295,10 +298,33 @@ def _start(
         warmed = warm(start, runner, checker, tracker, False, progress, prepared)
     # List the files of Triton's cache in the manifest, although this start may not have read them: a launch that no
     # stored kernel fits needs them.
-    triton_paths = [file.path for file in earlier.files if _is_of_triton(file.path)]
+    triton_paths = [
+        file.path
+        for file in earlier.files
+        if _is_of_triton(file.path) and (file in staging.deferred or Path(staging.path, file.path).is_file())
+    ]
     paths = [found.path, *record.files(), *triton_paths]
-    deployment = record_start(start, runner, warmed, paths, stages, keeps_manifest=True)
+    # Launches through Triton may have changed its files. A private copy has no manifest yet.
+    keeps_manifest = (not record.kernels or staging.deferred != ()) and not staging.is_private_copy
+    deployment = record_start(start, runner, warmed, paths, stages, keeps_manifest)
     return dataclasses.replace(deployment, weights_read=weights.total)
+
+
+def _is_as_listed(found: _Found) -> bool:
+    """Whether the record's text has the hash that the plan's manifest lists."""
+    with contextlib.suppress(IntegrityError):
+        manifest = read_manifest(manifest_path(found.plan.cache_dir, found.plan.key))
+        digest = hashlib.sha256(found.text.encode()).hexdigest()
+        files = manifest.files if manifest is not None else ()
+        return any((file.path, file.sha256) == (found.path, digest) for file in files)
+    return False
+
+
+def _start_reading(found: _Found, reading: contextlib.ExitStack) -> LoadingWeights:
+    """Read the weights until `reading` is closed."""
+    with _checkpoint_errors(found.plan):
+        checkpoint = stored_tensors(weight_files(found.folder))
+        return reading.enter_context(loading_weights(_weight_sources(found.record), checkpoint, found.plan.device))
 
 
 def _check_files(found: _Found, staging: StagingFolder, earlier: Manifest | None) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import json
 import logging
+import os
 import random
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +27,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tcdeploy import deployment as deployment_module
 from tcdeploy import packaged_start, pipeline
+from tcdeploy.cache.contents import FileRecord
+from tcdeploy.cache.folder import make_private_folder
 from tcdeploy.cache.manifest import manifest_path, read_manifest, read_manifests, write_manifest
+from tcdeploy.cache.staging import create_staging_folder
 from tcdeploy.compiler import packages
 from tcdeploy.compiler.step_program import StepProgram, parse_step_program
 from tcdeploy.engine import warmup
@@ -375,8 +381,10 @@ def test_a_start_writes_the_manifest_only_if_more_than_its_measurements_would_ch
     manifest = read_manifests(own_cache)[key]
     path = manifest_path(own_cache, key)
     text = path.read_text()
+    os.utime(path, (0, 0))
     run_script(own_cache)
     assert path.read_text() == text
+    assert time.time() - path.stat().st_mtime < 600, "its time is that of the last start"
     write_manifest(path, dataclasses.replace(manifest, environment={**manifest.environment, "driver": "of a GPU"}))
     run_script(own_cache)
     rewritten = read_manifests(own_cache)[key]
@@ -505,6 +513,34 @@ def test_a_record_without_its_files_is_not_used(own_cache: str, missing: str) ->
     Path(own_cache, record[missing]).unlink()
     with pytest.raises(IntegrityError, match="is missing"):
         start(own_cache)
+
+
+def test_a_damaged_record_is_reported_as_damage_before_it_is_used(own_cache: str) -> None:
+    [path] = Path(own_cache, "aot").glob("start-*.json")
+    path.write_text(path.read_text().replace('["float32", [', '["float33", ['))
+    with pytest.raises(IntegrityError, match=path.name):
+        start(own_cache)
+
+
+@pytest.mark.parametrize("damage", ["content", "a link"])
+def test_files_of_triton_that_cannot_be_restored_are_logged(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "cache"
+    make_private_folder(root)
+    file = root / "triton/KEY/kernel.cubin"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"kernel")
+    staging = create_staging_folder(str(root))
+    staging.defer([FileRecord("triton/KEY/kernel.cubin", 6, hashlib.sha256(b"kernel").hexdigest())])
+    if damage == "content":
+        file.write_bytes(b"kErnel")
+    else:
+        file.parent.rename(tmp_path / "elsewhere")
+        file.parent.symlink_to(tmp_path / "elsewhere")
+    packaged_start._restore_triton_files(staging)
+    assert "Triton compiles" in caplog.text
+    assert bool(staging.deferred) == (damage == "a link"), "files that were not compared stay deferred"
 
 
 def test_a_record_that_cannot_be_read_is_not_used(own_cache: str, caplog: pytest.LogCaptureFixture) -> None:

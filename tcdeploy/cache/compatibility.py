@@ -1,8 +1,7 @@
 """Compares the environment of ahead-of-time packages with this one. Does not import torch.
 
-A start from packages compiles nothing, so it needs less than the start that made them: `assume_recorded` completes the
-environment with what is not installed here and not used. What still differs makes another plan, and `made_elsewhere`
-names it.
+A start from packages compiles nothing, so some fields of the environment do not matter to it. `assume_recorded` takes
+those from the record. If others differ, the plan key differs too, and `environment_mismatch` names the differences.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from tcdeploy.planning.environment import Difference, Environment, diff_environm
 
 MAX_NAMED = 5
 HINT = (
-    "pack them again with these flags in an environment like this one (tcdeploy cache pack), or start on a machine and "
-    "with versions like those of the packages"
+    "pack the model again in this environment with these flags (tcdeploy cache pack), or start with the hardware and "
+    "the versions that the packages were made with"
 )
 
 
@@ -39,7 +38,7 @@ class Recorded(Protocol):
 
 
 def assume_recorded(environment: Environment, recorded: Recorded) -> Environment:
-    """`environment`, completed by what was recorded: what is not installed here, and what the programs do not use.
+    """`environment`, with the recorded values for packages that are missing here and for facts that starts ignore.
 
     A C++ compiler and transformers are never needed, Triton only on a GPU. `install_paths` affects only compilation, so
     the recorded value is used.
@@ -54,30 +53,36 @@ def assume_recorded(environment: Environment, recorded: Recorded) -> Environment
     )
 
 
-def made_elsewhere(cache_dir: str, plan_keys: Iterable[str], environment: Environment) -> MismatchError | None:
-    """The error of packages that were made in another environment.
+def environment_mismatch(
+    cache_dir: str, plan_keys: Iterable[str], environment: Environment, model: str | None = None
+) -> MismatchError | None:
+    """A MismatchError that names what differs between this environment and that of the packages of these plans.
 
-    None if the environment of one of these plans is this one, and if none of them has packages.
+    model: leave out plans of other models, by the name or path that they were packed with.
+
+    The plan with the fewest differences is reported. None if one plan has no differences, or if no plan has packages.
     """
-    found = [_differences(environment, there) for there in _environments(cache_dir, plan_keys)]
-    nearest = min(found, key=len, default=[])
+    differences_by_plan = [_differences(environment, there) for there in _environments(cache_dir, plan_keys, model)]
+    nearest = min(differences_by_plan, key=len, default=[])
     if not nearest:
         return None
     named = [f"{item.name} {item.there or 'none'} (here {item.here or 'none'})" for item in nearest[:MAX_NAMED]]
-    return MismatchError(f"those in {cache_dir} were made in another environment: {', '.join(named)}", HINT)
+    return MismatchError(f"the packages in {cache_dir} were made in another environment: {', '.join(named)}", HINT)
 
 
-def _environments(cache_dir: str, plan_keys: Iterable[str]) -> Iterator[Environment]:
-    """Of the plans that have packages. A manifest that cannot be read is left out: its plan is not started."""
+def _environments(cache_dir: str, plan_keys: Iterable[str], model: str | None) -> Iterator[Environment]:
+    """The environments of the plans that have packages, without plans whose manifest cannot be read."""
     for key in plan_keys:
         with contextlib.suppress(IntegrityError, KeyError, TypeError, AttributeError):
             manifest = read_manifest(manifest_path(cache_dir, key))
-            if manifest is not None and manifest.plan.get("programs") == "aot":
+            if manifest is None or manifest.plan.get("programs") != "aot":
+                continue
+            if model in (None, manifest.plan.get("model")):
                 yield parse_environment(manifest.environment)
 
 
 def _differences(here: Environment, there: Environment) -> list[Difference]:
-    """With Python's patch level, which a record's name contains (start_record.py)."""
+    """Cache factors that differ, and Python's patch version, which is part of a record's name (start_record.py)."""
     differences = diff_environments(assume_recorded(here, there), there)
     if here.python != there.python and "python" not in {item.name for item in differences}:
         differences.append(Difference("python", here.python, there.python))

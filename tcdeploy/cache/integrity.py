@@ -50,14 +50,14 @@ def restore_plan(
     plan_key: str,
     rebuild: bool,
     policy: SigningPolicy | None = None,
-    defers: Callable[[FileRecord], bool] = lambda file: False,
+    is_deferred: Callable[[FileRecord], bool] = lambda file: False,
 ) -> Manifest | None:
     """Fill the staging folder and return the plan's manifest; None if the plan must be compiled.
 
     If the plan is cached, its files are copied. Otherwise the undamaged files of all other plans are copied, because
     plans share programs, and the finished buckets of starts that did not finish. Plans from bundles are compared with
-    the signed headers (provenance.py). Sets `staging.bundle` to the bundle of this plan. Files of the plan for which
-    `defers` is true are copied by `staging.fill_deferred`.
+    the signed headers (provenance.py). Sets `staging.bundle` to the bundle of this plan. Files for which
+    `is_deferred` is true stay in the cache folder until `staging.fill_deferred`.
 
     If a file of the plan is damaged, raises IntegrityError that names the first one; with `rebuild`, discards the plan
     and returns None instead. Raises TrustError for an invalid signature. With `policy.require_signed`, raises
@@ -65,7 +65,7 @@ def restore_plan(
     """
     policy = policy or SigningPolicy(default_trusted_keys_folder())
     rebuild = rebuild and not policy.require_signed
-    manifest = _fill_undamaged(staging, plan_key, rebuild, policy, defers)
+    manifest = _fill_undamaged(staging, plan_key, rebuild, policy, is_deferred)
     if manifest is None:
         taken_over = take_over_finished_buckets(staging, plan_key)
         if taken_over.num_entries:
@@ -81,7 +81,11 @@ def restore_plan(
 
 
 def _fill_undamaged(
-    staging: StagingFolder, plan_key: str, rebuild: bool, policy: SigningPolicy, defers: Callable[[FileRecord], bool]
+    staging: StagingFolder,
+    plan_key: str,
+    rebuild: bool,
+    policy: SigningPolicy,
+    is_deferred: Callable[[FileRecord], bool],
 ) -> Manifest | None:
     """Fill the staging folder, again if another process replaces the plan at the same time."""
     folder, attempts = staging.source, READ_ATTEMPTS
@@ -89,7 +93,7 @@ def _fill_undamaged(
         attempts -= 1
         before = _content(manifest_path(folder, plan_key))
         try:
-            return _fill(staging, plan_key, policy, defers)
+            return _fill(staging, plan_key, policy, is_deferred)
         except IntegrityError:
             staging.clear()
             if rebuild and staging.is_private_copy:  # the folder cannot be written, and so the plan not discarded
@@ -102,7 +106,7 @@ def _fill_undamaged(
 
 
 def _fill(
-    staging: StagingFolder, plan_key: str, policy: SigningPolicy, defers: Callable[[FileRecord], bool]
+    staging: StagingFolder, plan_key: str, policy: SigningPolicy, is_deferred: Callable[[FileRecord], bool]
 ) -> Manifest | None:
     """Fill the staging folder once. Raises IntegrityError and TrustError for this plan."""
     folder = staging.source
@@ -113,8 +117,8 @@ def _fill(
         if manifest is None and not staging.is_private_copy:  # the manifest has another schema
             stored_header_path(folder, plan_key).unlink(missing_ok=True)
     files = manifest.files if manifest is not None else ()
-    deferred = [file for file in files if defers(file)]
-    if damage := [*staging.fill(file for file in files if not defers(file)), *staging.defer(deferred)]:
+    deferred = [file for file in files if is_deferred(file)]
+    if damage := [*staging.fill(file for file in files if not is_deferred(file)), *staging.defer(deferred)]:
         raise _damage_error(Path(folder), damage)
     # A start that was not the first of its process may have found programs in memory, whose files it does not list.
     if manifest is None or not (manifest.is_first_start or staging.bundle is not None):

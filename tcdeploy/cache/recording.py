@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 
 from tcdeploy.cache.contents import (
@@ -54,6 +56,12 @@ def publish(staging: StagingFolder, manifest: Manifest) -> None:
             write_manifest(manifest_path(folder, key), manifest)
             remove_unlisted(folder, replaced)
         staging.discard_journal()
+
+
+def mark_started(staging: StagingFolder, plan_key: str) -> None:
+    """Set the manifest's modification time, from which `cache ls` and `cache gc` take the plan's last start."""
+    with contextlib.suppress(OSError):  # such as one that another process has discarded
+        os.utime(manifest_path(staging.target, plan_key))
 
 
 def hash_used_files(

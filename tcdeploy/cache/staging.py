@@ -129,7 +129,7 @@ class StagingFolder:
     def defer(self, files: Iterable[FileRecord]) -> list[DamagedFile]:
         """Leave files in the cache folder until `fill_deferred`, because the start will probably not read them.
 
-        Returns those that are missing or have another size; their content is compared by `fill_deferred`.
+        Returns damage for files that are missing or have the wrong size. `fill_deferred` checks the hashes of the rest.
         """
         files = list(files)
         damage = [
@@ -143,8 +143,9 @@ class StagingFolder:
 
     def fill_deferred(self) -> list[DamagedFile]:
         """Copy the deferred files, as `fill` does. Raises SpaceError, TrustError and TcdeployError."""
-        files, self.deferred = self.deferred, ()
-        return self.fill(files)
+        damage = self.fill(self.deferred)
+        self.deferred = ()
+        return damage
 
     def _copy_error(self, files: list[FileRecord], error: OSError) -> TcdeployError:
         size = sum(file.bytes for file in files)

@@ -40,8 +40,6 @@ class Kernel:
     def function(self) -> Any:
         """Triton's JITFunction. Imports Triton."""
         if _stored is not None:  # such starts do not set up Triton's cache, which has to be done before Triton compiles
-            if _prepare_triton is not None:
-                _prepare_triton()
             from tcdeploy.torch_compat.triton_cache import use_relocatable_cache  # imports Triton
             from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
@@ -57,6 +55,7 @@ class Kernel:
         """
         if _stored is not None and _stored.launch(self.name, grid, args, options):
             return
+        _prepare()
         if (compile_only_keys := _compile_only_keys.get()) is not None:
             key = (self.name, *map(_specialization, args), *options.items())
             if key not in compile_only_keys:  # all layers of a model launch the same specialization
@@ -73,10 +72,17 @@ class Kernel:
 def use_stored_kernels(kernels: StoredKernels | None, prepare_triton: Callable[[], object] | None = None) -> None:
     """Launch these kernels from now on; with None, all go through Triton.
 
-    `prepare_triton` is called before Triton is imported for a launch that no stored kernel fits.
+    `prepare_triton` is called once, before the first launch that no stored kernel fits.
     """
     global _stored, _prepare_triton
     _stored, _prepare_triton = kernels, prepare_triton
+
+
+def _prepare() -> None:
+    global _prepare_triton
+    prepare, _prepare_triton = _prepare_triton, None
+    if prepare is not None:
+        prepare()
 
 
 def record_kernels() -> KernelRecorder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from tcdeploy.cache.compatibility import made_elsewhere
+from tcdeploy.cache.compatibility import environment_mismatch
 from tcdeploy.cache.manifest import manifest_path, parse_manifest, write_manifest
 from tcdeploy.planning.environment import Environment, parse_environment
 from tests.bundle.fake_caches import key_of, manifest_for
@@ -32,9 +32,9 @@ def test_the_plan_with_the_fewest_differences_is_compared(tmp_path: Path) -> Non
     near = write_packages(tmp_path, 64, torch="1.0")
     write_packages(tmp_path, 128, programs="jit")  # has no packages
     here = changed_environment(near, torch="3.0")
-    error = made_elsewhere(str(tmp_path), keys_in(tmp_path), here)
+    error = environment_mismatch(str(tmp_path), keys_in(tmp_path), here)
     assert error is not None and error.exit_code == 3
-    assert error.message == f"those in {tmp_path} were made in another environment: torch 1.0 (here 3.0)"
+    assert error.message == f"the packages in {tmp_path} were made in another environment: torch 1.0 (here 3.0)"
 
 
 def test_packages_of_this_environment_are_no_mismatch(tmp_path: Path) -> None:
@@ -42,16 +42,16 @@ def test_packages_of_this_environment_are_no_mismatch(tmp_path: Path) -> None:
     write_packages(tmp_path, 32, torch="1.0")
     here = write_packages(tmp_path, 64)
     bare = dataclasses.replace(here, compiler="", transformers="", triton="", install_paths="/elsewhere")
-    assert made_elsewhere(str(tmp_path), keys_in(tmp_path), bare) is None
-    assert made_elsewhere(str(tmp_path), [], here) is None
+    assert environment_mismatch(str(tmp_path), keys_in(tmp_path), bare) is None
+    assert environment_mismatch(str(tmp_path), [], here) is None
 
 
 def test_a_manifest_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     here = changed_environment(write_packages(tmp_path, 32), torch="3.0")
     [path] = (tmp_path / "manifests").iterdir()
-    assert made_elsewhere(str(tmp_path), [path.stem], here) is not None
+    assert environment_mismatch(str(tmp_path), [path.stem], here) is not None
     manifest = parse_manifest(path.read_text(), path)
     write_manifest(path, dataclasses.replace(manifest, environment={**manifest.environment, "unknown": 1}))
-    assert made_elsewhere(str(tmp_path), [path.stem], here) is None
+    assert environment_mismatch(str(tmp_path), [path.stem], here) is None
     path.write_text("damaged")
-    assert made_elsewhere(str(tmp_path), [path.stem], here) is None
+    assert environment_mismatch(str(tmp_path), [path.stem], here) is None
