@@ -127,17 +127,30 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} has no list `models`", ENTRY_HINT)
     if unknown := sorted(set(content) - {"models", "http_options", "proxy_location", "ingress"}):
         raise UsageError(
-            f"{path} has the field {unknown[0]}, and not only models, http_options, proxy_location and ingress",
+            f"{path} has the unknown field {unknown[0]}; known: models, http_options, proxy_location, ingress",
             "for other fields, print the config with --dry-run, add them, and deploy it with Ray's own `serve deploy`",
         )
     if not isinstance(content.get("http_options", {}), dict):
-        raise UsageError(f"{path}: http_options has no fields", "http_options: {host: 0.0.0.0, port: 8000}")
+        raise UsageError(f"{path}: http_options must be a mapping", "http_options: {host: 0.0.0.0, port: 8000}")
     ingress = content.get("ingress", False)
     if ingress is not False and not isinstance(ingress, dict):
-        raise UsageError(f"{path}: ingress has no fields", "ingress: {num_replicas: 2}, or ingress: false")
-    if isinstance(ingress, dict) and not isinstance(ingress.get("ray_actor_options", {}), dict):
-        raise UsageError(f"{path}: ingress: ray_actor_options has no fields", "ray_actor_options: {FIELD: VALUE}")
+        raise UsageError(f"{path}: ingress must be a mapping or false", "ingress: {num_replicas: 2}, or ingress: false")
+    if isinstance(ingress, dict):
+        _check_ingress(path, ingress, models)
     return content
+
+
+def _check_ingress(path: Path, ingress: dict[str, Any], models: list[Any]) -> None:
+    """Raises UsageError for fields that cannot have an effect."""
+    from tcdeploy.scale.ray_config import REQUEST_ROUTER
+
+    if "name" in ingress:
+        raise UsageError(f"{path}: ingress has a name", "remove it: the name of its deployment is fixed")
+    for key in ("ray_actor_options", "autoscaling_config"):
+        if not isinstance(ingress.get(key, {}), dict):
+            raise UsageError(f"{path}: ingress: {key} must be a mapping", f"{key}: {{FIELD: VALUE}}")
+    if len(models) == 1 and not (isinstance(models[0], dict) and REQUEST_ROUTER in models[0]):
+        raise UsageError(f"{path}: ingress has no effect, because the only model is served at /", "remove ingress")
 
 
 def read_entries(path: Path, content: dict[str, Any]) -> list[ModelEntry]:
@@ -152,7 +165,7 @@ def read_entries(path: Path, content: dict[str, Any]) -> list[ModelEntry]:
             raise UsageError(f"{path}: model {number} has a name", "name it with --served-model-name in `serve`")
         for key in ("ray_actor_options", "autoscaling_config", REQUEST_ROUTER):
             if not isinstance(entry.get(key, {}), dict):
-                raise UsageError(f"{path}: model {number}: {key} has no fields", f"{key}: {{FIELD: VALUE}}")
+                raise UsageError(f"{path}: model {number}: {key} must be a mapping", f"{key}: {{FIELD: VALUE}}")
         replicas.append(_read_replica(f"{path}: model {number}", entry["serve"]))
     names = [_application_name(replica.server.model) for replica in replicas]
     options = [{key: value for key, value in entry.items() if key != "serve"} for entry in content["models"]]
@@ -166,15 +179,18 @@ def read_entries(path: Path, content: dict[str, Any]) -> list[ModelEntry]:
 
 
 def _check_names(path: Path, entries: list[ModelEntry]) -> None:
-    """Raises UsageError if a name is not unique."""
-    from tcdeploy.scale.ray_config import INGRESS
+    """Raises UsageError if a name is not unique, or reserved."""
+    from tcdeploy.scale.ray_config import INGRESS, ROUTE_NAMES
 
+    hidden = [entry.name for entry in entries if entry.route_prefix != "/" and entry.name in ROUTE_NAMES]
+    if hidden:
+        raise UsageError(f"{path}: the name {hidden[0]} is reserved", "name the model with --served-model-name NAME")
     in_api = [name for entry in entries for name in set(entry.model_names)]
     for names in ([INGRESS, *(entry.name for entry in entries)], in_api):
         if len(set(names)) < len(names):
             name = next(name for name in names if names.count(name) > 1)
-            subject = "a model has" if name == INGRESS else "two models have"
-            raise UsageError(f"{path}: {subject} the name {name}", "name a model with --served-model-name NAME")
+            problem = f"the name {name} is reserved" if name == INGRESS else f"two models have the name {name}"
+            raise UsageError(f"{path}: {problem}", "name a model with --served-model-name NAME")
 
 
 def _application_name(model: str) -> str:

@@ -1,11 +1,11 @@
-"""HTTP requests that the ingress has received and a replica answers, and two ways to send them to a replica.
+"""Forwards HTTP requests from the ingress to a replica, over HTTP or through a Ray deployment handle.
 
 `forward_over_http` sends a request to Ray's proxy, at the path of the model. `respond` runs a replica's app on a
 request that has come through a deployment handle of Ray. Both return the response as events (ASGI messages).
 
-A handle passes each token through Ray's object store. With the embedded model on 2 CPU cores, HTTP added 0.4 ms to the
-first token of single requests and a handle 7.6 ms, and 8 streams through a handle had 0.5 to 0.65 times the tokens/s.
-So only models whose `request_router_config` needs a handle are reached through one. Does not import Ray.
+A handle passes each token through Ray's object store. With the embedded model on 2 CPU cores behind HAProxy, HTTP added
+0.4 ms to the first token of single requests and a handle 7.6 ms, and 8 streams through a handle had 0.5 to 0.65 times
+the tokens/s. So only models whose `request_router_config` needs a handle are reached through one. Does not import Ray.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tcdeploy.server.protocol import ApiError
 
 CONNECT_TIMEOUT_S = 5
 MAX_MESSAGE_CHARS = 400
-TEXT_PATHS = ("/ready",)  # whose errors are texts; a text for other paths is an error of the proxy
+TEXT_PATHS = ("/ready",)  # its errors are plain text; on other paths, a plain-text error comes from the proxy
 Headers = tuple[tuple[bytes, bytes], ...]
-PATH_CHARS = "/:@!$&'()*+,;=-._~"  # which a path may contain as they are (RFC 3986)
-# Headers of one connection, and those that aiohttp or the server of the ingress writes anew.
-CONNECTION_HEADERS = {
+PATH_CHARS = "/:@!$&'()*+,;=-._~"  # need no percent-encoding in a path (RFC 3986)
+# Hop-by-hop headers. Below, headers that aiohttp or the server of the ingress sets itself.
+HOP_BY_HOP_HEADERS = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
     b"trailer", b"transfer-encoding", b"upgrade",
 }  # fmt: skip
@@ -108,9 +108,9 @@ async def _http_events(
     session: aiohttp.ClientSession, base_url: str, request: ForwardedRequest
 ) -> AsyncGenerator[Message, None]:
     headers = [
-        (name.decode("latin-1"), value.decode("latin-1"))
+        (name.decode("latin-1"), _header_text(name, value))
         for name, value in request.headers
-        if name not in CONNECTION_HEADERS | REQUEST_HEADERS_WRITTEN_ANEW
+        if name not in HOP_BY_HOP_HEADERS | REQUEST_HEADERS_WRITTEN_ANEW
     ]
     query = f"?{request.query_string.decode('latin-1')}" if request.query_string else ""
     url = URL(f"{base_url}{quote(request.path, PATH_CHARS)}{query}", encoded=True)
@@ -118,7 +118,7 @@ async def _http_events(
         request.method, url, data=request.body or None, headers=headers, skip_auto_headers=ADDED_BY_AIOHTTP,
         allow_redirects=False,
     ) as response:  # fmt: skip
-        skipped = CONNECTION_HEADERS | RESPONSE_HEADERS_WRITTEN_ANEW
+        skipped = HOP_BY_HOP_HEADERS | RESPONSE_HEADERS_WRITTEN_ANEW
         kept = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in skipped]
         if response.status >= 400 and response.content_type == "text/plain" and request.path not in TEXT_PATHS:
             retry_after = response.headers.get("retry-after", "")
@@ -130,6 +130,14 @@ async def _http_events(
         async for chunk in response.content.iter_any():
             yield {"type": "http.response.body", "body": chunk, "more_body": True}
         yield {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+def _header_text(name: bytes, value: bytes) -> str:
+    """Raises ApiError 400 for a value that is not UTF-8, because aiohttp can send no other."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise ApiError(400, f"the header {name.decode('latin-1')} is not UTF-8", code="invalid_header") from None
 
 
 async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:

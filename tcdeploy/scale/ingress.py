@@ -1,7 +1,7 @@
 """The ingress: an ASGI app in front of several models, where the `model` of a request chooses the model.
 
 It reads a request's body, forwards the request unchanged to the server of its model, and passes the response on as it
-comes. Validation, API keys and responses are the servers' own. A list of models has those for which the client's API
+comes. Validation, API keys and responses are the servers' own. `/v1/models` lists the models for which the client's API
 key is valid. How a request reaches a server is a parameter (`Forward`), so that this module does not import Ray.
 
 HAProxy can ask a deployment for the replica of each request (Ray's "ingress request router"), which would keep Python
@@ -31,7 +31,7 @@ from tcdeploy.server.admission import Admission, BodyReservation
 from tcdeploy.server.api import REQUEST_MODELS
 from tcdeploy.server.error_response import MESSAGES_PATH, error_response
 from tcdeploy.server.hot_path import read_body
-from tcdeploy.server.json_steps import JsonLimits, JsonSteps
+from tcdeploy.server.json_steps import JsonLimitError, JsonLimits, JsonSteps
 from tcdeploy.server.messages_protocol import messages_error_body
 from tcdeploy.server.near_routes import MAX_PATH_CHARS, find_near_path, routing_error
 from tcdeploy.server.protocol import ApiError, bad_request
@@ -40,7 +40,7 @@ from tcdeploy.server.request_parsing import SMALL_BODY_BYTES
 from tcdeploy.server.settings import HotPath, ServerSettings
 
 Forward = Callable[[str, ForwardedRequest], AsyncGenerator[list[Message], None]]  # to the application of a model
-MAX_WAITING_BYTES = 256 << 20  # of large bodies that are being received or parsed
+MAX_WAITING_BYTES = 256 << 20  # of large bodies whose responses have not ended
 MAX_PROMPT_CHARS = 32 << 10  # by which a request router chooses a replica
 PROMPT_FIELDS = ("system", "instructions", "prompt", "messages", "input")  # in the order of the model's prompt
 FORWARDED_HEADER = b"x-tcdeploy-ingress"
@@ -71,8 +71,9 @@ class Ingress:
         self._applications = {name: application for application, model in models.items() for name in model.names}
         self.app = self._make_app()
 
-    def _make_app(self) -> ASGIApp:
-        routes = [
+    def _routes(self) -> list[Route]:
+        """The first segments of their paths are in ray_config.ROUTE_NAMES."""
+        return [
             Route("/health", _health, methods=["GET"]),
             Route("/ready", self._ready, methods=["GET"]),
             Route("/v1/models", self._list_models, methods=["GET"]),
@@ -80,6 +81,9 @@ class Ingress:
             Route("/v1/responses/{response_id}", self._stored_response, methods=["GET", "DELETE"]),
             *(Route(path, self._generate, methods=["POST"]) for path in REQUEST_MODELS),
         ]
+
+    def _make_app(self) -> ASGIApp:
+        routes = self._routes()
 
         async def handle_error(request: Request, error: Exception) -> Response:
             path = request.scope["path"]
@@ -93,36 +97,47 @@ class Ingress:
         app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, handle_error))
         app.router.redirect_slashes = False
 
-        async def reject_own_requests(scope: Scope, receive: Receive, send: Send) -> None:
-            """A request for a model that is not running returns here, because its path is below that of the ingress."""
+        async def reject_forwarding_loops(scope: Scope, receive: Receive, send: Send) -> None:
+            """Reject requests that the ingress itself has forwarded.
+
+            If the application at /NAME is not running, Ray routes requests for /NAME to the ingress at /, which would
+            forward them to itself without end.
+            """
             if scope["type"] == "http" and any(name == FORWARDED_HEADER for name, _ in scope["headers"]):
                 error = ApiError(503, "the model is not running", code="loading", retry_after=RETRY_AFTER_S)
                 await error_response(error, "")(scope, receive, send)
             else:
                 await app(scope, receive, send)
 
-        return reject_own_requests
+        return reject_forwarding_loops
 
     def _unknown_route(self, method: str, path: str, known_paths: list[str]) -> ApiError:
         near_path = find_near_path([known for known in known_paths if "{" not in known], path)
         question = f" Did you mean {near_path}?" if near_path else ""
-        prefixes = " and ".join(f"/{application}" for application in self._models)
-        message = f"unknown route {method} {path[:MAX_PATH_CHARS]}; each model has all its routes below {prefixes}."
+        prefixes = " or ".join(f"/{application}/..." for application in self._models)
+        message = f"unknown route {method} {path[:MAX_PATH_CHARS]}; for the other routes of a model, use {prefixes}"
         return ApiError(404, message + question, code="unknown_route")
 
     async def _generate(self, request: Request) -> Response:
-        body, fields = await self._bodies.read(request)
-        if isinstance(fields, ValueError):
-            raise bad_request(f"the body is not valid JSON: {fields}", None, "invalid_json")
-        if not isinstance(fields, dict):
-            raise bad_request("the body is not a JSON object", None)
-        application = self._applications.get(name) if isinstance(name := fields.get("model"), str) else None
-        if application is None:
-            return await self._unknown_model(request, fields.get("model"))
-        forwarded = _forwarded(request, request.scope["path"], body)
-        if self._models[application].needs_prompt:
-            forwarded = _with_prompt(forwarded, fields)
-        return _ForwardedResponse(self._forward(application, forwarded))
+        if _may_be_large(request):  # otherwise clients without a key could fill the memory for bodies
+            listed = await self._list_models(request)
+            if listed.status_code == 401:
+                return listed
+        with contextlib.ExitStack() as memory:
+            body, fields = await self._bodies.read(request, memory)
+            if isinstance(fields, JsonLimitError):
+                raise bad_request(fields.message, fields.field and fields.field[:MAX_PATH_CHARS])
+            if isinstance(fields, ValueError):
+                raise bad_request(f"the body is not valid JSON: {fields}", None, "invalid_json")
+            if not isinstance(fields, dict):
+                raise bad_request("the body is not a JSON object", None)
+            application = self._applications.get(name) if isinstance(name := fields.get("model"), str) else None
+            if application is None:
+                return await self._unknown_model(request, fields.get("model"))
+            forwarded = _forwarded(request, request.scope["path"], body)
+            if self._models[application].needs_prompt:
+                forwarded = _with_prompt(forwarded, fields)
+            return _ForwardedResponse(self._forward(application, forwarded), memory.pop_all())
 
     async def _list_models(self, request: Request) -> Response:
         responses = await self._ask_all(request, "/v1/models")
@@ -149,10 +164,15 @@ class Ingress:
         raise ApiError(404, message, "model", "model_not_found")
 
     async def _stored_response(self, request: Request) -> Response:
-        """The server that has stored the response knows its id, the others answer 404."""
-        responses = await self._ask_all(request, request.scope["path"])
-        known = [response for response in responses.values() if response.status != 404]
-        return (known or list(responses.values()))[0].response()
+        """The server that has stored the response answers 200, the others 404.
+
+        If a server cannot be reached, or refuses the client's API key, and no other has the response, its error is
+        returned: it may have the response.
+        """
+        responses = list((await self._ask_all(request, request.scope["path"])).values())
+        found = [response for response in responses if response.status < 400]
+        errors = [response for response in responses if response.status != 404]
+        return (found or errors or responses)[0].response()
 
     async def _ready(self, request: Request) -> Response:
         """200 if every model is ready."""
@@ -161,16 +181,17 @@ class Ingress:
                 return PlainTextResponse(f"{application}: {response.body.decode(errors='replace')}", response.status)
         return PlainTextResponse("ready")
 
-    async def _ask_all(self, request: Request, path: str) -> dict[str, _Collected]:
+    async def _ask_all(self, request: Request, path: str) -> dict[str, _BufferedResponse]:
         """The responses of all models, by application. `request` may be one with a body, which is not sent."""
         forwarded = _forwarded(request, path)
         if request.method != "DELETE":
             headers = tuple(header for header in forwarded.headers if not header[0].startswith(b"content-"))
-            forwarded = dataclasses.replace(forwarded, method="GET", query_string=b"", headers=headers)
+            query = forwarded.query_string if path == request.scope["path"] else b""
+            forwarded = dataclasses.replace(forwarded, method="GET", query_string=query, headers=headers)
         responses = await asyncio.gather(*(self._ask(application, forwarded) for application in self._models))
         return dict(zip(self._models, responses, strict=True))
 
-    async def _ask(self, application: str, request: ForwardedRequest) -> _Collected:
+    async def _ask(self, application: str, request: ForwardedRequest) -> _BufferedResponse:
         start: Message = {}
         body = bytearray()
         try:
@@ -179,12 +200,16 @@ class Ingress:
                     start = event if event["type"] == "http.response.start" else start
                     body += event.get("body", b"")
         except ApiError as error:
-            return _Collected(error.status, json.dumps(error.body).encode(), ((b"content-type", b"application/json"),))
-        return _Collected(start["status"], bytes(body), tuple(start["headers"]))
+            return _BufferedResponse(
+                error.status, json.dumps(error.body).encode(), ((b"content-type", b"application/json"),)
+            )
+        return _BufferedResponse(start["status"], bytes(body), tuple(start["headers"]))
 
 
-def sole_ingress(application: str, forward: Forward, max_body_bytes: int = ServerSettings.max_body_bytes) -> ASGIApp:
-    """The ingress of one model, which forwards all requests, with the prompts of those that have one."""
+def single_model_ingress(
+    application: str, forward: Forward, max_body_bytes: int = ServerSettings.max_body_bytes
+) -> ASGIApp:
+    """The ingress of one model: forwards every request, and extracts the prompt for the request router."""
     bodies = _BodyReader(max_body_bytes)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,12 +217,13 @@ def sole_ingress(application: str, forward: Forward, max_body_bytes: int = Serve
             return
         request = Request(scope, receive)
         response: Response
-        try:
-            body, fields = await bodies.read(request)
-            forwarded = _with_prompt(_forwarded(request, scope["path"], body), fields)
-            response = _ForwardedResponse(forward(application, forwarded))
-        except (ApiError, ClientDisconnect) as error:
-            response = error_response(error, scope["path"])
+        with contextlib.ExitStack() as memory:
+            try:
+                body, fields = await bodies.read(request, memory)
+                forwarded = _with_prompt(_forwarded(request, scope["path"], body), fields)
+                response = _ForwardedResponse(forward(application, forwarded), memory.pop_all())
+            except (ApiError, ClientDisconnect) as error:
+                response = error_response(error, scope["path"])
         await response(scope, receive, send)
 
     return app
@@ -207,22 +233,23 @@ class _BodyReader:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._admission = max_bytes, Admission(0, MAX_WAITING_BYTES)
 
-    async def read(self, request: Request) -> tuple[bytes, Any]:
+    async def read(self, request: Request, memory: contextlib.ExitStack) -> tuple[bytes, Any]:
         """The body and its content, or the ValueError of a body that is not JSON.
 
-        Raises ApiError 413 for a large body, 503 if too many bytes wait, and 408; ClientDisconnect.
+        The body counts as waiting until `memory` is closed. Raises ApiError 413 for a large body, 503 if too many bytes
+        wait, and 408; ClientDisconnect.
         """
-        with BodyReservation(self._admission) as reservation:
-            body = bytes(await read_body(request, self._max_bytes, HotPath(), reservation))
-            try:
-                return body, await _parse_json(body)
-            except ValueError as error:
-                return body, error
+        reservation = memory.enter_context(BodyReservation(self._admission))
+        body = bytes(await read_body(request, self._max_bytes, HotPath(), reservation))
+        try:
+            return body, await _parse_json(body)
+        except ValueError as error:
+            return body, error
 
 
 @dataclass(frozen=True)
-class _Collected:
-    """A whole response."""
+class _BufferedResponse:
+    """A response whose body has been read completely."""
 
     status: int
     body: bytes
@@ -236,15 +263,21 @@ class _Collected:
 
 
 class _ForwardedResponse(Response):
-    """Passes on the events of a server, until the client disconnects.
+    """Sends the response events of a server to the client, until the client disconnects.
 
-    An error before the first event is a response; in a stream of server-sent events, it is the last event.
+    An ApiError before the first event becomes an error response. After it, a stream of server-sent events ends with an
+    error event, and any other response is cut off.
     """
 
-    def __init__(self, events: AsyncGenerator[list[Message], None]) -> None:
-        self._events = events
+    def __init__(self, events: AsyncGenerator[list[Message], None], memory: contextlib.ExitStack | None = None) -> None:
+        """`memory`: is closed at the end, because the request keeps its body until then."""
+        self._events, self._memory = events, memory or contextlib.ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._memory:
+            await self._respond(scope, receive, send)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(scope, receive, send))
         disconnect = asyncio.create_task(_wait_for_disconnect(receive))
         try:
@@ -309,6 +342,11 @@ async def _parse_json(body: bytes) -> Any:
     return steps.value
 
 
+def _may_be_large(request: Request) -> bool:
+    length = request.headers.get("content-length", "")
+    return not length.isdecimal() or int(length) > SMALL_BODY_BYTES
+
+
 def _forwarded(request: Request, path: str, body: bytes = b"") -> ForwardedRequest:
     headers = (*((bytes(name), bytes(value)) for name, value in request.scope["headers"]), (FORWARDED_HEADER, b"1"))
     return ForwardedRequest(request.method, path, request.scope["query_string"], headers, body)
@@ -325,7 +363,7 @@ def _without_request_id(start: Message) -> Message:
 
 
 def _error_event(error: ApiError, path: str) -> bytes:
-    """The end of a stream of server-sent events. Clients treat a stream that only ends as complete."""
+    """The last event of a stream that failed. Without it, clients would treat the stream as complete."""
     if path.startswith(MESSAGES_PATH):
         return b"event: error\ndata: " + json.dumps(messages_error_body(error)).encode() + b"\n\n"
     return b"data: " + json.dumps(error.body).encode() + b"\n\ndata: [DONE]\n\n"

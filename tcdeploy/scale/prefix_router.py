@@ -14,7 +14,8 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
 
 
 class PrefixRouter(PrefixCacheAffinityRouter):
-    """Sends a request to the replica that had requests with the longest common prefix, unless its queue is longer.
+    """Prefers the replica with the longest matching prefix, unless queue lengths differ by more than a threshold.
 
-    `request_router_kwargs` are described in Ray's documentation of PrefixCacheAffinityRouter.
+    The threshold is `imbalanced_threshold`. `request_router_kwargs` are described in Ray's documentation of
+    PrefixCacheAffinityRouter.
     """

@@ -102,7 +102,10 @@ def build_ingress(arguments: dict[str, Any]) -> Application:
 def build_application(
     import_path: str, arguments: dict[str, Any], options: Mapping[str, Mapping[str, Any]]
 ) -> Application:
-    """The application that `import_path` builds. `options`: fields by deployment, which a config has itself."""
+    """The application that `import_path` builds, with deployment options by deployment name.
+
+    Ray applies the `deployments` of a config file itself, so the builders that a config names pass no options.
+    """
     ingress_options = options.get(INGRESS_DEPLOYMENT, {})
     if import_path == INGRESS_IMPORT_PATH:
         read_ingress_arguments(arguments)

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import (
     ApplicationStatus,
     DeploymentSchema,
@@ -106,7 +107,7 @@ def check_config(config: Mapping[str, Any]) -> None:
             _check_fields(options.get(REQUEST_ROUTER, {}), RequestRouterConfig)
     try:
         ServeDeploySchema.model_validate(config)
-    except (ValueError, ImportError, AttributeError) as error:  # the latter two of a class that a field names
+    except (ValueError, ImportError, AttributeError) as error:  # the last two: a class in the config cannot be imported
         reason = " ".join(line.strip() for line in str(error).splitlines()[1:3]) or str(error)
         raise UsageError(f"Ray Serve rejects the config: {reason}", FIELDS_HINT) from error
 
@@ -135,7 +136,7 @@ def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deplo
     start = time.monotonic()
     seconds: dict[str, float] = {}
     try:
-        serve.run_many([_target(schema) for schema in schemas], wait_for_applications_running=False)
+        _run(schemas)
         while len(seconds) < len(schemas):
             statuses = serve.status().applications
             for schema in schemas:
@@ -157,8 +158,16 @@ def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deplo
     return [Deployed(name, f"{address}{path}", seconds[name]) for name, path in paths.items()]
 
 
+def _run(schemas: Sequence[ServeApplicationSchema]) -> None:
+    """Raises UsageError if a path belongs to another application."""
+    try:
+        serve.run_many([_target(schema) for schema in schemas], wait_for_applications_running=False)
+    except RayServeException as error:
+        raise UsageError(f"Ray Serve rejects the models: {str(error).splitlines()[-1]}", OTHER_INGRESS_HINT) from error
+
+
 def metrics_urls() -> list[str]:
-    """Addresses at which the present nodes report the metrics of their replicas to Prometheus."""
+    """`/metrics` URLs for Prometheus, one for each live node of the cluster."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return [f"http://{url_host(node['NodeManagerAddress'])}:{node['MetricsExportPort']}/metrics" for node in nodes]
 

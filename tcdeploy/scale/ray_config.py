@@ -30,6 +30,8 @@ INGRESS = "ingress"  # name of its application
 INGRESS_DEPLOYMENT = "Ingress"  # name of its class in ray.py
 INGRESS_IMPORT_PATH = "tcdeploy.scale.ray:build_ingress"
 ROUTED_IMPORT_PATH = "tcdeploy.scale.ray:build_routed"
+# Applications at these paths would hide routes of the ingress, or of Ray's proxy ("-").
+ROUTE_NAMES = ("v1", "health", "ready", "tokenize", "detokenize", "-")
 INGRESS_REQUESTS = 1000  # that one replica of the ingress forwards at once
 HEAD_NODE = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node
 REQUEST_ROUTER = "request_router_config"  # field of a deployment: how handles choose a replica
@@ -83,7 +85,7 @@ def serve_config(entries: Sequence[ModelEntry], other: Mapping[str, Any]) -> dic
 
     `other`: its fields `http_options` and `proxy_location`, and `ingress`, the deployment fields of the ingress, if
     given. Several models are also behind an ingress at `/`, unless `ingress` is False. A model with a request router of
-    its own has an ingress in its application, because HAProxy would not ask that router.
+    its own has an ingress in its application, because HAProxy picks replicas itself and bypasses that router.
     """
     proxy_location = other.get("proxy_location", "EveryNode")
     http_options = {"host": "127.0.0.1", **(other.get("http_options") or {})}

@@ -69,7 +69,7 @@ class ModelIngress:
         def forward(_: str, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
             return forward_by_handle(self._model, request)
 
-        return ingress.sole_ingress("", forward, self._max_body_bytes)
+        return ingress.single_model_ingress("", forward, self._max_body_bytes)
 
 
 async def forward_by_handle(model: Any, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:

@@ -12,15 +12,18 @@ the middle of each bucket. `rate()` and `histogram_quantile()` do not depend on 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 
 from ray.serve.metrics import Gauge
 
 from tcdeploy.server.metrics import Metrics
 
-REPORT_INTERVAL_VARIABLE = "RAY_metrics_report_interval_ms"  # of Ray; the environment of `ray start` has it
+REPORT_INTERVAL_VARIABLE = "RAY_metrics_report_interval_ms"  # set for Ray in the environment of `ray start`
 DEFAULT_REPORT_INTERVAL_MS = 10_000
 SHORTEST_REPORT_INTERVAL_MS = 1_000  # shorter ones have no effect in Ray
+log = logging.getLogger("tcdeploy.scale")
 
 
 class RayMetrics:
@@ -35,13 +38,18 @@ class RayMetrics:
 
         Ray reports a gauge only if it was set since the previous report, so they are set twice per report.
         """
-        milliseconds = float(os.environ.get(REPORT_INTERVAL_VARIABLE, DEFAULT_REPORT_INTERVAL_MS))
+        milliseconds = DEFAULT_REPORT_INTERVAL_MS
+        with contextlib.suppress(ValueError):
+            milliseconds = int(os.environ.get(REPORT_INTERVAL_VARIABLE, milliseconds))
         while True:
-            self.update()
+            try:
+                self.update()
+            except Exception:  # Ray then lacks this replica's metrics for a while, and the replica goes on
+                log.exception("the metrics of this replica cannot be reported to Ray")
             await asyncio.sleep(max(milliseconds, SHORTEST_REPORT_INTERVAL_MS) / 2000)
 
     def update(self) -> None:
-        """Takes 2.5 ms for the 240 samples of a server without a model."""
+        """Set all gauges. Takes 2.5 ms for the 240 samples of a server without a model."""
         for family in self._metrics.registry.collect():
             if not family.name.startswith(self._metrics.prefix) or family.type == "info":
                 continue  # Ray reports the CPU and the memory of its processes itself

@@ -26,7 +26,8 @@ from tcdeploy.scale.forwarded_request import (
     http_session,
     respond,
 )
-from tcdeploy.scale.ingress import MAX_PROMPT_CHARS, Ingress, IngressModel, prompt_text, sole_ingress
+from tcdeploy.scale.ingress import MAX_PROMPT_CHARS, Ingress, IngressModel, prompt_text, single_model_ingress
+from tcdeploy.scale.ray_config import ROUTE_NAMES
 from tcdeploy.server.protocol import ApiError
 
 KEYS = {"llama": {"all", "l"}, "qwen": {"all", "q"}}
@@ -58,7 +59,9 @@ class Model:
         return JSONResponse(card if "name" in request.path_params else {"object": "list", "data": [card]})
 
     async def _stored(self, request: Request) -> Response:
-        is_known = request.path_params["response_id"] == f"of-{self.name}"
+        if request.query_params.get("deny") == self.name:
+            return JSONResponse({"error": "key"}, 401)
+        is_known = request.path_params["response_id"].startswith(f"of-{self.name}")
         return JSONResponse({"by": self.name}, 200 if is_known else 404)
 
     async def _chat(self, request: Request) -> Response:
@@ -164,10 +167,12 @@ def test_other_routes_answer_for_all_models_or_name_their_paths() -> None:
             assert (await http.get("/ready")).text == "ready" and (await http.get("/health")).status_code == 200
             assert (await http.get("/v1/responses/of-qwen")).json() == {"by": "qwen"}
             assert (await http.get("/v1/responses/unknown")).status_code == 404
+            assert (await http.get("/v1/responses/of-qwen-2?deny=llama")).json() == {"by": "qwen"}
+            assert (await http.get("/v1/responses/unknown?deny=llama")).status_code == 401
             unknown = await http.post("/chat/completions", json={})
             assert unknown.status_code == 404
             assert unknown.json()["error"]["message"].endswith(
-                "below /llama and /qwen. Did you mean /v1/chat/completions?"
+                "use /llama/... or /qwen/... Did you mean /v1/chat/completions?"
             )
             assert (await http.put("/v1/models")).status_code == 405
             returned = await http.get("/llama/v1/models", headers={"x-tcdeploy-ingress": "1"})
@@ -176,14 +181,51 @@ def test_other_routes_answer_for_all_models_or_name_their_paths() -> None:
     asyncio.run(run())
 
 
+def test_a_large_body_is_not_read_without_a_valid_key() -> None:
+    async def run() -> None:
+        async def receive() -> Message:
+            raise AssertionError("the body is read")
+
+        events: list[Message] = []
+
+        async def send(event: Message) -> None:
+            events.append(event)
+
+        for headers in ((), ((b"authorization", b"Bearer wrong"),)):
+            large = ((b"content-length", b"99999"), *headers)
+            await ingress(models())(ForwardedRequest("POST", "/v1/completions", headers=large).scope(), receive, send)
+            assert events[0]["status"] == 401 and (b"www-authenticate", b"Bearer") in events[0]["headers"]
+            events.clear()
+
+    asyncio.run(run())
+
+
+def test_a_body_that_exceeds_a_limit_is_not_called_invalid_json() -> None:
+    async def run() -> None:
+        names = {"llama": IngressModel(("llama",))}
+        app = models()["llama"].app
+        async with client(Ingress(names, lambda name, request: respond(app, request), 1 << 20).app) as http:
+            error = (await http.post("/v1/completions", json={"prompt": [[1]] * 30_000})).json()["error"]
+        assert "24000" in error["message"] and "JSON" not in error["message"] and error["code"] != "invalid_json"
+
+    asyncio.run(run())
+
+
+def test_names_that_would_hide_a_route_are_reserved() -> None:
+    routes = Ingress({}, lambda name, request: respond(models()["llama"].app, request))._routes()
+    assert {route.path.split("/")[1] for route in routes} < set(ROUTE_NAMES)
+
+
 class Connection:
     """A client's connection to an ASGI app, which receives each event when the app sends it."""
 
     def __init__(self, app: ASGIApp, body: dict[str, Any]) -> None:
         self.events: asyncio.Queue[Message] = asyncio.Queue()
         self._received: asyncio.Queue[Message] = asyncio.Queue()
-        self._received.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
-        scope = ForwardedRequest("POST", "/v1/chat/completions").scope()
+        content = json.dumps(body).encode()
+        self._received.put_nowait({"type": "http.request", "body": content})
+        headers = ((b"content-length", str(len(content)).encode()),)
+        scope = ForwardedRequest("POST", "/v1/chat/completions", headers=headers).scope()
         self.task = asyncio.ensure_future(app(scope, self._received.get, self.events.put))
 
     def disconnect(self) -> None:
@@ -196,7 +238,7 @@ def test_a_stream_is_passed_on_event_by_event_and_a_disconnect_aborts_it(is_sole
         apps = models()
         app = ingress(apps)
         if is_sole:
-            app = sole_ingress("llama", lambda name, request: respond(apps[name].app, request))
+            app = single_model_ingress("llama", lambda name, request: respond(apps[name].app, request))
         body = {"model": "meta/llama", "stream": True}
         async with asyncio.timeout(10):
             whole, abandoned = Connection(app, body), Connection(app, body)
@@ -307,7 +349,12 @@ def test_http_passes_on_requests_and_responses_and_turns_texts_of_a_proxy_into_e
         return response
 
     async def run() -> None:
-        headers = ((b"x-sent", b"\xe4"), (b"host", b"client"), (b"connection", b"close"), (b"content-length", b"99"))
+        headers = (
+            (b"x-sent", b"\xc3\xa4"),
+            (b"host", b"client"),
+            (b"connection", b"close"),
+            (b"content-length", b"99"),
+        )
         async with asyncio.timeout(20), http_server(handler) as url, http_session() as session:
             stream = forward_over_http(
                 session, url, ForwardedRequest("POST", "/v1/a b/\u00e4?", b"q=%20", headers, b"body")
@@ -318,7 +365,10 @@ def test_http_passes_on_requests_and_responses_and_turns_texts_of_a_proxy_into_e
             assert start["status"] == 200 and (b"x-own", b"1") in start["headers"] and first["body"] == b"data: 1\n\n"
             path, names, body = received[0]
             assert (path, body) == ("/llama/v1/a%20b/%C3%A4%3F?q=%20", b"body")
-            assert names.keys() == {"Host", "x-sent", "Content-Length", "Connection"}
+            assert names.keys() == {"Host", "x-sent", "Content-Length", "Connection"} and names["x-sent"] == "\u00e4"
+            with pytest.raises(ApiError) as not_text:
+                await anext(forward_over_http(session, url, ForwardedRequest("GET", "/", headers=((b"x-a", b"\xe4"),))))
+            assert (not_text.value.status, not_text.value.message) == (400, "the header x-a is not UTF-8")
             ready = [event async for events in forward_over_http(session, url, ForwardedRequest("GET", "/ready"))
                      for event in events]  # fmt: skip
             assert ready[0]["status"] == 503 and ready[1]["body"] == b"loading"

@@ -140,7 +140,7 @@ def test_a_load_of_one_prefix_reaches_both_replicas(deployment: RayDeployment) -
 
 
 def test_ray_reports_the_metrics_of_a_replica_with_its_labels(deployment: RayDeployment) -> None:
-    """The model `tiny` has one replica yet, so that its own /metrics has the same values."""
+    """The model `tiny` still has one replica, so its own /metrics has the same values."""
     with deployment.client() as client:
         client.completions.create(model="tiny", prompt="a", max_tokens=5, extra_body={"ignore_eos": True})
     families = text_string_to_metric_families(httpx.get(f"{deployment.models[0]['url']}/metrics").text)
@@ -207,7 +207,7 @@ def test_a_killed_replica_loses_only_its_own_requests_and_is_replaced(deployment
 def test_the_error_of_a_model_that_cannot_start_is_shown(
     run_cli_in: RunCLI, tmp_path: Path, entry: str, code: int, message: str
 ) -> None:
-    """And no process of Ray is left."""
+    """No process of Ray is left running."""
     file = tmp_path / "models.yaml"
     file.write_text(f"http_options: {{port: {free_port()}}}\nmodels:\n- {entry}\n")
     done = run_cli_in(tmp_path, "deploy", str(file), "--ray", timeout=300)
