@@ -33,7 +33,7 @@ class StartupRow(Row):
     """`stage_seconds` are in order and end with the first token; `other` is the time outside all stages.
 
     `import_seconds` are those of imports in all stages, by package. `weights_seconds`: how long threads read the
-    weights, beside other stages; None if transformers loaded them, or if they were not read.
+    weights, in parallel with other stages; None if transformers loaded them, or if they were not read.
     """
 
     start: str  # cold or warm

@@ -72,7 +72,8 @@ def prepare_buckets(
     """Load and run the step of each bucket, with the variant that the runner has set, and then capture all.
 
     For a start from packages, while the weights are read: the results of the steps are ignored, but the weights must be
-    finite. `warm_buckets` then checks the buckets. The KV cache contains arbitrary values afterwards. Raises as
+    finite. `warm_buckets` then checks the buckets. `before_captures` is called between the runs and the captures. The
+    KV cache contains arbitrary values afterwards. Raises as
     `PackagedForward`, and CompileError.
     """
     prepared: dict[Bucket, CompiledVariant] = {}

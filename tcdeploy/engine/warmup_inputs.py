@@ -72,7 +72,7 @@ class WarmupBatch(NamedTuple):
 
     @property
     def _early_size_from(self) -> int | None:
-        """Without the model, steps have sizes that may be captured, since the programs have no uncompiled form."""
+        """0 without the model: such starts cannot run eagerly, so steps are padded to sizes captured at start-up."""
         return None if self.runner.has_model else 0
 
 

@@ -186,7 +186,7 @@ def _run_tasks(
     tasks: queue.SimpleQueue[_Task], device: torch.device, stop: threading.Event, all_started: threading.Event
 ) -> float:
     """Returns the time at which it has read its last chunk, by time.perf_counter."""
-    # While a thread allocates page-locked memory, no other thread can be created: that took 0.1 s.
+    # Creating a thread blocks while another allocates page-locked memory (0.1 s), so all are created first.
     all_started.wait()
     with contextlib.ExitStack() as stack:
         descriptors: dict[str, int] = {}

@@ -20,7 +20,7 @@ OTHER_PLAN = "f" * 16
 
 
 def damage(bundle: Path, store: Path) -> str:
-    """One byte of the payload is another. The name still has the digest of the whole."""
+    """Change one byte of the payload. The file name keeps the digest of the undamaged bundle."""
     content = bytearray(bundle.read_bytes())
     content[-1000] ^= 1
     store.mkdir()
@@ -29,7 +29,7 @@ def damage(bundle: Path, store: Path) -> str:
 
 
 def sign_with_another_key(bundle: Path, store: Path, folder: Path) -> str:
-    """`folder`: gets the key, which no machine trusts."""
+    """Sign the bundle with a new, untrusted key, which is written to `folder`."""
     generate_key(folder / "unknown")
     with bundle.open("rb") as file:
         signed = read_signed_header(file, str(bundle))
@@ -40,7 +40,7 @@ def sign_with_another_key(bundle: Path, store: Path, folder: Path) -> str:
 
 
 def move_to_another_environment(store: Path, cache: Path, secret: Path, **changes: Any) -> str:
-    """As if packed elsewhere: another environment, and the plan that such an environment has.
+    """Rewrite a bundle as if it had been packed in another environment, with another plan key.
 
     `cache`: a cache folder of one plan with packages. `changes`: see tests.machines.changed_environment.
     """

@@ -226,7 +226,7 @@ def serving(container: Container, stage: str, **environ: str) -> Iterator[tuple[
 
 
 def settings_of(container: Document, documents: tuple[Document, ...], *names: str) -> dict[str, str]:
-    """The variables with a value of a container of the manifests, and these of the ConfigMap."""
+    """The variables that the manifest sets on a container, and those named `names` from the ConfigMap."""
     settings: dict[str, str] = of_kind(documents, "ConfigMap")["data"]
     own = {item["name"]: item["value"] for item in container["env"] if "value" in item}
     return {name: settings[name] for name in names} | own
