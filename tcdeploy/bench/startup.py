@@ -41,7 +41,7 @@ class StartupRow(Row):
     stage_seconds: dict[str, float]
     process_seconds: float  # until the end of the process
     import_seconds: dict[str, float]
-    weights_seconds: float | None
+    weights_seconds: float | None = None
 
 
 def run(recipe: Recipe, settings: StartupSettings, progress: Progress, start: RunProcess | None = None) -> Report:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tcdeploy.cli.interrupts import repeating_ignored_interrupts
 from tcdeploy.errors import Interrupted
 from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_type
@@ -64,7 +65,8 @@ def _with_recipe_options(
         recipe_name = kwargs.pop("recipe")
         flags = {item.name: kwargs.pop(item.name) for item in fields(Recipe)}
         try:
-            call(RecipeOptions(flags, recipe_name), **kwargs)
+            with repeating_ignored_interrupts():
+                call(RecipeOptions(flags, recipe_name), **kwargs)
         except KeyboardInterrupt:  # typer would exit without a message
             raise Interrupted("interrupted", "run the command again; finished programs are in the cache") from None
 

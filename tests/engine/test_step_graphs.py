@@ -135,9 +135,15 @@ def test_a_start_without_graphs_runs_small_steps_with_and_without_decode_rows(
     def make_small_batch(runner: ModelRunner, bucket: Bucket) -> Any:
         batch, prefill = original(runner, bucket), runner.prefill
 
-        def noted_prefill(chunks: Any, running: Any = (), bucket: Any = None, num_decoding: int = 0) -> StepOutput:
+        def noted_prefill(
+            chunks: Any,
+            running: Any = (),
+            bucket: Any = None,
+            num_decoding: int = 0,
+            early_size_from: int | None = None,
+        ) -> StepOutput:
             small_steps.append((num_decoding + sum(stop - start for _, start, stop in chunks), num_decoding))
-            return prefill(chunks, running, bucket, num_decoding)
+            return prefill(chunks, running, bucket, num_decoding, early_size_from)
 
         def run_in_two_chunks() -> StepOutput:
             with pytest.MonkeyPatch.context() as patch:
