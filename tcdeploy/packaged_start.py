@@ -184,8 +184,8 @@ def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
         else:
             return _Found(record, path, text, folder, assumed, plan)
     if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
-        elsewhere = environment_mismatch(cache_dir, plan_keys(cache_dir), environment, recipe.model)
-        reasons += [elsewhere] if elsewhere is not None else []
+        mismatch = environment_mismatch(cache_dir, plan_keys(cache_dir), environment, recipe.model)
+        reasons += [mismatch] if mismatch is not None else []
     if reasons:
         raise reasons[0]
     return None
@@ -244,8 +244,8 @@ def _start(
             # damaged, nothing is read, and `restore_plan` reports it.
             weights = _start_reading(found, reading) if _is_as_listed(found) else None
             policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
-            # Stored kernels replace Triton's files, of which a plan has hundreds. `require_signed` refuses a start with
-            # damaged ones.
+            # Stored kernels replace Triton's files, of which a plan has hundreds. With `require_signed` a damaged one
+            # must end the start, so all are compared now.
             defers_triton = bool(record.kernels) and not recipe.require_signed
             earlier = restore_plan(
                 staging, plan.key, recipe.on_bad_cache == "rebuild", policy,

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tcdeploy.scale.forwarded_request import ForwardedRequest, Headers, PromptRequest
 from tcdeploy.server.admission import Admission, BodyReservation
 from tcdeploy.server.api import REQUEST_MODELS
+from tcdeploy.server.authentication import AuthMiddleware
 from tcdeploy.server.error_response import MESSAGES_PATH, error_response
 from tcdeploy.server.hot_path import read_body
 from tcdeploy.server.json_steps import JsonLimitError, JsonLimits, JsonSteps
@@ -49,10 +50,14 @@ RETRY_AFTER_S = 1
 
 @dataclass(frozen=True)
 class IngressModel:
-    """A model behind the ingress. `names`: in the API. `needs_prompt`: its request router reads the prompt."""
+    """A model behind the ingress. `names`: in the API. `needs_prompt`: its request router reads the prompt.
+
+    api_keys: of its server; (): it needs none.
+    """
 
     names: tuple[str, ...]
     needs_prompt: bool = False
+    api_keys: tuple[str, ...] = ()
 
 
 class Ingress:
@@ -69,7 +74,10 @@ class Ingress:
     ) -> None:
         self._models, self._forward, self._bodies = models, forward, _BodyReader(max_body_bytes)
         self._applications = {name: application for application, model in models.items() for name in model.names}
-        self.app = self._make_app()
+        # The servers check their own keys. This check comes before a body is read.
+        need_keys = all(model.api_keys for model in models.values())
+        api_keys = tuple(key for model in models.values() for key in model.api_keys) if need_keys else ()
+        self.app: ASGIApp = AuthMiddleware(self._make_app(), api_keys, direct_routes={})
 
     def _routes(self) -> list[Route]:
         """The first segments of their paths are in ray_config.ROUTE_NAMES."""
@@ -119,10 +127,6 @@ class Ingress:
         return ApiError(404, message + question, code="unknown_route")
 
     async def _generate(self, request: Request) -> Response:
-        if _may_be_large(request):  # otherwise clients without a key could fill the memory for bodies
-            listed = await self._list_models(request)
-            if listed.status_code == 401:
-                return listed
         with contextlib.ExitStack() as memory:
             body, fields = await self._bodies.read(request, memory)
             if isinstance(fields, JsonLimitError):
@@ -340,11 +344,6 @@ async def _parse_json(body: bytes) -> Any:
     while not steps.step():
         await asyncio.sleep(0)
     return steps.value
-
-
-def _may_be_large(request: Request) -> bool:
-    length = request.headers.get("content-length", "")
-    return not length.isdecimal() or int(length) > SMALL_BODY_BYTES
 
 
 def _forwarded(request: Request, path: str, body: bytes = b"") -> ForwardedRequest:

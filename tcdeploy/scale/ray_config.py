@@ -151,6 +151,8 @@ def _ingress_arguments(entries: Sequence[ModelEntry], http_options: Mapping[str,
         models[entry.name] = {"names": list(entry.model_names)}
         if entry.is_routed:
             models[entry.name]["needs_prompt"] = True
+        if entry.replica.server.api_keys:
+            models[entry.name]["api_keys"] = list(entry.replica.server.api_keys)
     size = max(entry.replica.server.max_body_bytes for entry in entries)
     return {"models": models, "proxy_url": proxy_url(http_options), "max_body_bytes": size}
 

@@ -55,7 +55,7 @@ class Kernel:
         """
         if _stored is not None and _stored.launch(self.name, grid, args, options):
             return
-        _prepare()
+        _call_prepare_triton()
         if (compile_only_keys := _compile_only_keys.get()) is not None:
             key = (self.name, *map(_specialization, args), *options.items())
             if key not in compile_only_keys:  # all layers of a model launch the same specialization
@@ -78,7 +78,8 @@ def use_stored_kernels(kernels: StoredKernels | None, prepare_triton: Callable[[
     _stored, _prepare_triton = kernels, prepare_triton
 
 
-def _prepare() -> None:
+def _call_prepare_triton() -> None:
+    """Once for each `use_stored_kernels`."""
     global _prepare_triton
     prepare, _prepare_triton = _prepare_triton, None
     if prepare is not None:

@@ -103,12 +103,15 @@ def config_of(*models: dict[str, Any], **other: Any) -> dict[str, Any]:
 
 
 def test_several_models_have_an_ingress_unless_the_file_says_that_they_have_none() -> None:
-    models = ({"serve": f"{TINY} --served-model-name a --served-model-name b"}, {"serve": f"{TINY} --drain-timeout 70"})
+    models = (
+        {"serve": f"{TINY} --served-model-name a --served-model-name b"},
+        {"serve": f"{TINY} --drain-timeout 70 --api-key k"},
+    )
     http = {"host": "::", "port": 80, "ssl_certfile": "c"}
     ingress = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 3}}
     application = config_of(*models, http_options=http, ingress=ingress, proxy_location="HeadOnly")["applications"][2]
     assert read_ingress_arguments(json.loads(json.dumps(application["args"]))) == IngressSettings(
-        {"a": IngressModel(("a", "b")), "builtin-tiny": IngressModel((TINY,))}, "https://[::1]:80"
+        {"a": IngressModel(("a", "b")), "builtin-tiny": IngressModel((TINY,), api_keys=("k",))}, "https://[::1]:80"
     )
     [options] = application["deployments"]
     assert options["graceful_shutdown_timeout_s"] == 70 and options["num_replicas"] == 2
