@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import time
-from pathlib import Path
+import psutil
 
 
-def compile_workers(process_id: int) -> list[int]:
-    """The process ids of the compile workers that a process has started."""
-    return [
-        int(child)
-        for task in Path(f"/proc/{process_id}/task").iterdir()
-        for child in (task / "children").read_text().split()
-        if b"compile_worker" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+def compile_workers(process_id: int) -> list[psutil.Process]:
+    """The compile workers that a process has started and that are still running."""
+    workers = []
+    for child in psutil.Process(process_id).children():
+        try:
+            if any("compile_worker" in argument for argument in child.cmdline()):
+                workers.append(child)
+        except psutil.NoSuchProcess:  # it has just ended
+            continue
+    return workers
 
 
-def wait_until_ended(process_id: int) -> None:
-    deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{process_id}") and "Z" not in Path(f"/proc/{process_id}/stat").read_text():
-        assert time.monotonic() < deadline, f"process {process_id} still runs"
-        time.sleep(0.05)
+def wait_until_ended(workers: list[psutil.Process]) -> None:
+    """Fail if a worker is still running after 10 seconds."""
+    _, running = psutil.wait_procs(workers, timeout=10)
+    assert not running

@@ -171,8 +171,7 @@ def test_workers_end_with_the_first_process(number: signal.Signals, fork_server:
     os.kill(process.pid, number)
     code = process.wait(timeout=120)  # on a busy machine; it has taken more than 20 s
     assert code == {signal.SIGINT: Interrupted.exit_code}.get(number, -number), "it ended because of the signal"
-    for worker in workers:
-        wait_until_ended(worker)
+    wait_until_ended(workers)
 
 
 RECIPE = {"context": 8192, "buckets": (2048,), "batch_sizes": (1, 32)}

@@ -16,6 +16,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import PACKAGES, ROOT
@@ -111,7 +112,7 @@ class Container:
         return {"PATH": os.environ["PATH"], "PYTHONPATH": PACKAGES, "OMP_NUM_THREADS": "1", **environ}
 
 
-def child_of(process: subprocess.Popen[str]) -> int:
+def child_of(process: subprocess.Popen[str]) -> psutil.Process:
     """The process that `unshare --fork` started: PID 1 of the container."""
-    [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return int(child)
+    [child] = psutil.Process(process.pid).children()
+    return child

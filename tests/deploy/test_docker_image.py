@@ -11,7 +11,6 @@ import fnmatch
 import functools
 import http.server
 import json
-import os
 import re
 import shutil
 import signal
@@ -249,9 +248,8 @@ def check_server(container: Container, port: str, server: subprocess.Popen[str])
     body = {"prompt": [3, 4, 5], "max_tokens": 4}
     assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).status_code == 200
     main = child_of(server)
-    uids = re.search(r"^Uid:\s+(.+)$", Path(f"/proc/{main}/status").read_text(), re.MULTILINE)
-    assert uids is not None and set(uids[1].split()) == {str(UID)}
-    os.kill(main, signal.SIGTERM)
+    assert set(main.uids()) == {UID}
+    main.send_signal(signal.SIGTERM)
     server.communicate(timeout=30)
     assert server.returncode == 0, errors_in(container)
     modules = imported(container.log.read_text())

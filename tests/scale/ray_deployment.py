@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -52,7 +52,7 @@ class RayDeployment:
     def replica_pids(self, name: str) -> list[int]:
         """Processes of replicas whose constructor has begun. Other tests' clusters have other sessions."""
         start = f"ray::ServeReplica:{name}:Model"
-        return sorted(pid for pid, title in descendants(self.process.pid) if title.startswith(start))
+        return sorted(process.pid for process in descendants(self.process.pid) if title(process).startswith(start))
 
     def serving_replicas(self, number: int) -> set[str]:
         """Start times of the replicas that answer 32 requests for metrics, which are routed as others are."""
@@ -67,30 +67,25 @@ class RayDeployment:
         return {sample.labels["replica"]: sample.value for sample in samples if labels.items() <= sample.labels.items()}
 
 
-def descendants(pid: int) -> list[tuple[int, str]]:
-    """All processes below `pid`, with their titles."""
-    parents: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            parents.setdefault(parent, []).append(int(folder.name))
-    processes, waiting = [], [pid]
-    while waiting:
-        for child in parents.get(waiting.pop(), []):
-            waiting.append(child)
-            with contextlib.suppress(OSError):
-                processes.append((child, Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()))
-    return processes
+def descendants(pid: int) -> list[psutil.Process]:
+    """All processes below `pid`."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
-def processes_of_home(home: Path) -> list[int]:
+def title(process: psutil.Process) -> str:
+    """The command line, which Ray's workers set to what they run. Empty if the process has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def processes_of_home(home: Path) -> list[psutil.Process]:
     """Processes that were started with this HOME. Those of Ray have other parents once the command has ended."""
-    processes = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"HOME={home}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                processes.append(int(folder.name))
-    return processes
+    return [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("HOME") == str(home)]
 
 
 @contextlib.contextmanager
@@ -111,7 +106,7 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
     threading.Thread(target=lambda: stderr.extend(process.stderr or ()), daemon=True).start()
     timer = threading.Timer(START_TIMEOUT_S, process.kill)
     timer.start()
-    below: list[int] = []
+    below: list[psutil.Process] = []
     try:
         document = ""
         while not document.endswith("\n}\n"):
@@ -122,15 +117,17 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
         report = json.loads(document)
         [metrics_url] = report["metrics_urls"]
         yield RayDeployment(process, report["models"], report["ingress_url"], metrics_url)
-        below = [pid for pid, _ in descendants(process.pid)]
+        below = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(180) == 0, "".join(stderr)
-        assert wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in below), 30), "processes are left"
+        _, alive = psutil.wait_procs(below, timeout=30)
+        assert not alive, "processes are left"
     finally:
         timer.cancel()
-        for pid in [*below, *[pid for pid, _ in descendants(process.pid)], process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for left in [*below, *descendants(process.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        process.kill()
         process.wait()
 
 

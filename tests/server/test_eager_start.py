@@ -207,11 +207,12 @@ def test_the_compile_worker_ends_with_the_server(
     number: signal.Signals, code: int, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     with serving(tmp_path, tmp_path / "cache", "--start", "eager", fork_server=fork_server) as server:
-        [worker] = compile_workers(server.process.pid)
+        workers = compile_workers(server.process.pid)
+        assert len(workers) == 1
         time.sleep(1)
         os.kill(server.process.pid, number)
         assert server.process.wait(timeout=20) == code
-        wait_until_ended(worker)
+        wait_until_ended(workers)
 
 
 @pytest.mark.parametrize(
