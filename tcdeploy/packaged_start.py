@@ -37,6 +37,7 @@ from tcdeploy.attention import ops  # noqa: F401 - registers the ops that packag
 from tcdeploy.attention.kv_cache import LayerKV, allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
+from tcdeploy.cache.compatibility import HINT as MISMATCH_HINT
 from tcdeploy.cache.compatibility import assume_recorded, environment_mismatch
 from tcdeploy.cache.contents import TRITON_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
@@ -66,15 +67,15 @@ from tcdeploy.planning.extras import is_installed, require_extra
 from tcdeploy.planning.plan import Bucket, Plan, decide_cache_dir, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
+from tcdeploy.start_factors import StartFactors, compare_factors, start_factors, weight_files
 from tcdeploy.start_record import (
     WITH_TOKENIZER,
     WITHOUT_TOKENIZER,
     StartRecord,
     compiler_variables,
     find_records,
+    parse_factors,
     parse_record,
-    start_key,
-    weight_files,
 )
 from tcdeploy.torch_compat import pdl
 from tcdeploy.torch_compat.cuda_driver import DriverError
@@ -162,13 +163,13 @@ def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
     Raises _DoesNotFit if there are records, but none can be used, and MismatchError if that is because of this machine.
     """
     folder = local_folder(recipe.model, recipe.revision)
-    key = start_key(recipe, folder)
-    if key is None or folder is None:
+    factors = start_factors(recipe, folder)
+    if factors is None or folder is None:
         return None
     environment = detect_environment()
     cache_dir = decide_cache_dir(recipe, environment)
     reasons: list[_DoesNotFit | MismatchError] = []
-    for path, text in find_records(cache_dir, key):
+    for path, text in find_records(cache_dir, factors.key):
         try:
             record = parse_record(text)
         except (ValueError, KeyError, TypeError) as error:
@@ -184,11 +185,28 @@ def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
         else:
             return _Found(record, path, text, folder, assumed, plan)
     if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
-        mismatch = environment_mismatch(cache_dir, plan_keys(cache_dir), environment, recipe.model)
-        reasons += [mismatch] if mismatch is not None else []
+        reason = environment_mismatch(cache_dir, plan_keys(cache_dir), environment, recipe.model)
+        reason = reason or _differing_record(cache_dir, factors, recipe.model)
+        reasons += [reason] if reason is not None else []
     if reasons:
         raise reasons[0]
     return None
+
+
+def _differing_record(cache_dir: str, here: StartFactors, model: str) -> _DoesNotFit | MismatchError | None:
+    """What differs from the most similar record of this model, by its name or its files; None if there is no other."""
+    compared = []
+    for _, text in find_records(cache_dir):
+        with contextlib.suppress(IntegrityError, ValueError, KeyError, TypeError, AttributeError):
+            plan_key, there = parse_factors(text)
+            manifest = read_manifest(manifest_path(cache_dir, plan_key))  # None if the plan was removed
+            if manifest is not None and (manifest.plan["model"] == model or there.files == here.files):
+                compared.append(compare_factors(here, there))
+    nearest = min(filter(len, compared), key=len, default=None)
+    if nearest is None:
+        return None
+    text = f"the packages in {cache_dir} were made with {', '.join([*nearest.environment, *nearest.request])}"
+    return MismatchError(text, MISMATCH_HINT) if nearest.environment else _DoesNotFit(text)
 
 
 def _defaults_name(needs_tokenizer: bool) -> str:

@@ -74,7 +74,7 @@ from tcdeploy.planning.environment import detect_environment
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress, Progress
-from tcdeploy.start_record import start_key
+from tcdeploy.start_factors import start_factors
 from tcdeploy.start_recorder import StartRecorder
 from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
@@ -142,7 +142,7 @@ def _prepare(
 ) -> Deployment:
     """`cleanup` ends the compile workers and the recording of kernels."""
     stages = StageTimer(progress)
-    key = start_key(recipe, local_folder(recipe.model, recipe.revision))
+    factors = start_factors(recipe, local_folder(recipe.model, recipe.revision))
     planned = decide(recipe, progress, stages, needs_tokenizer)
     plan, prompts = planned.plan, _check_prompts(planned)
     with stages.stage("load"):
@@ -154,7 +154,7 @@ def _prepare(
         workers = CompileWorkers(staging)
         if earlier is None and not eager and not staging.is_private_copy:
             workers = cleanup.enter_context(_start_workers(planned, staging, early_weights))
-        recorder = cleanup.enter_context(StartRecorder(key if _may_add_files(staging) else None))
+        recorder = cleanup.enter_context(StartRecorder(factors if _may_add_files(staging) else None))
         with recorder.recording_sources():
             runner = _load(planned, early_weights)
     if eager:  # before kernels are precompiled: eager buckets need none for CUDA graphs

@@ -20,7 +20,7 @@ from tcdeploy.models.read_ahead import start_read_ahead
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress, Progress
 from tcdeploy.stages import ImportStage
-from tcdeploy.start_record import weight_files
+from tcdeploy.start_factors import weight_files
 
 if TYPE_CHECKING:
     from tcdeploy.deployment import Deployment

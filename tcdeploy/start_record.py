@@ -7,8 +7,7 @@
     references/CONTENT.safetensors      the reference of the parity check
 
 A start with `--programs aot` that loads the model with transformers writes these files. KEY hashes what is known before
-anything is loaded: the recipe, the model's files (weight files by their sizes, headers and samples), this package, and
-the versions of Python, torch and tokenizers. A later start with the same key reads the record, checks it, and loads the
+anything is loaded (start_factors.py). A later start with the same key reads the record, checks it, and loads the
 weights from where the record says they are in the checkpoint (packaged_start.py).
 
 The record also lists the source files of transformers that computed the reference. A start does not use it if one of
@@ -19,36 +18,27 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
-import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tcdeploy.cache.contents import AOT_DIR
 from tcdeploy.engine.generation_defaults import GenerationDefaults
-from tcdeploy.errors import ModelError
 from tcdeploy.models.stored_tokenizer import TokenizerRecord
 from tcdeploy.planning.architecture import Architecture, AttentionSpec
 from tcdeploy.planning.decision import Decision
-from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start_factors import StartFactors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = 2
-PACKAGE = Path(__file__).parent
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-READ_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # of configs, tokenizers and chat templates
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file
+SCHEMA = 3
 # Names of the two entries of `defaults` and `decisions`: of commands that generate text, and of others.
 WITH_TOKENIZER, WITHOUT_TOKENIZER = "with tokenizer", "without tokenizer"
-# Fields of a recipe that are not in the key: the model's files are hashed instead, and the others change no program.
-IGNORED_FIELDS = {"model", "revision", "cache_dir", "on_bad_cache", "trust_cache_dir", "require_signed"}
 # Set by tcdeploy or by torch itself, so not compared.
 SET_VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER", "TRITON_PTXAS_PATH",
@@ -70,6 +60,7 @@ class StartRecord:
     tokenizer: None if the model has none, or if it cannot be stored, which `tokenizer_problem` then explains.
     """
 
+    factors: StartFactors  # of the start that wrote it
     plan_key: str
     package_folder: str  # relative to the cache folder, as the three paths below
     reference: str
@@ -98,25 +89,6 @@ class StartRecord:
         return [self.buffers, self.reference, *backend, *filter(None, [self.kernels])]
 
 
-def start_key(recipe: Recipe, folder: Path | None) -> str | None:
-    """16 hex digits; None for a recipe whose starts have no record: random weights, or code from a repository.
-
-    `folder`: of the model's files. Also None if one of them cannot be read; a full start reports what is wrong with it.
-    """
-    if recipe.programs != "aot" or recipe.load_format != "auto" or recipe.trust_remote_code or folder is None:
-        return None
-    try:
-        files = dict(_model_files(folder)) if weight_files(folder) else None
-    except (OSError, ModelError):
-        return None
-    if files is None:
-        return None
-    request = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in IGNORED_FIELDS}
-    versions = [platform.python_version(), *(_version(name) for name in ("torch", "tokenizers"))]
-    factors = [SCHEMA, request, versions, _own_sources(), files]
-    return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def compiler_variables() -> dict[str, str]:
     """The variables of this process that may change what torch and Triton compile."""
     return {
@@ -126,56 +98,8 @@ def compiler_variables() -> dict[str, str]:
     }
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would load; [] if it would load others."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    try:
-        names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-        return [folder / name for name in sorted(names) if Path(name).name == name]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-
-
-def _model_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """What identifies each file that a start reads: of a weight file the size, the header and samples."""
-    from tcdeploy.models.checkpoint_reader import read_header  # imports torch
-
-    for path in sorted([*folder.iterdir(), *folder.glob("*/*.jinja")]):
-        if path.suffix in READ_SUFFIXES and path.is_file():
-            yield path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()
-    for path in weight_files(folder):
-        yield path.name, f"{path.stat().st_size} {hashlib.sha256(read_header(path)).hexdigest()} {sampled_digest(path)}"
-
-
-def sampled_digest(path: Path) -> str:
-    """A digest of parts of a file, read in milliseconds, so that two fine-tunes usually differ."""
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb") as file:
-        for number in range(SAMPLES):
-            file.seek(number * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def _own_sources() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {content}\n".encode())
-    return digest.hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def write_record(
     folder: Path,
-    key: str,
     record: StartRecord,
     buffers: Mapping[str, Tensor],
     backend_json: str = "",
@@ -198,7 +122,7 @@ def write_record(
         record = dataclasses.replace(record, kernels=kernels)
     content = save(dict(buffers))
     digest = hashlib.sha256(content + to_json(record).encode()).hexdigest()[:16]
-    stem = f"{AOT_DIR}/start-{key}-{digest}"
+    stem = f"{AOT_DIR}/start-{record.factors.key}-{digest}"
     record = dataclasses.replace(record, buffers=f"{stem}.safetensors")
     Path(folder, record.buffers).write_bytes(content)
     Path(folder, f"{stem}.json").write_text(to_json(record))
@@ -221,6 +145,7 @@ def parse_record(text: str) -> StartRecord:
     return StartRecord(
         **{
             **values,
+            "factors": StartFactors(**values["factors"]),
             "missing_internals": tuple((name, text) for name, text in values["missing_internals"]),
             "architecture": Architecture(**{**architecture, "attention_layers": layers, "packed_linears": packed}),
             "defaults": {name: _defaults(item) for name, item in values["defaults"].items()},
@@ -232,12 +157,21 @@ def parse_record(text: str) -> StartRecord:
     )
 
 
+def parse_factors(text: str) -> tuple[str, StartFactors]:
+    """(plan key, factors) of a record that another version of tcdeploy may have written.
+
+    Raises ValueError, KeyError or TypeError if they are not in the text.
+    """
+    values: dict[str, Any] = json.loads(text)
+    return values["plan_key"], StartFactors(**values["factors"])
+
+
 def _defaults(values: Mapping[str, Any]) -> GenerationDefaults:
     return GenerationDefaults(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
 
 
-def find_records(cache_dir: str | Path, key: str) -> list[tuple[str, str]]:
-    """(path in the folder, text) of the records with this key, newest first."""
+def find_records(cache_dir: str | Path, key: str = "*") -> list[tuple[str, str]]:
+    """(path in the folder, text) of the records with this key, newest first. "*": of all records."""
     found: list[tuple[float, str, str]] = []
     for path in Path(cache_dir, AOT_DIR).glob(f"start-{key}-*.json"):
         try:

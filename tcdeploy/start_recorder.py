@@ -25,13 +25,12 @@ from tcdeploy.models.sources import source_file
 from tcdeploy.models.tokenizer import TokenizerDescription, describe_tokenizer, load_tokenizer
 from tcdeploy.models.weight_sources import WeightNotInCheckpointError, describe_weights
 from tcdeploy.planned_deployment import PlannedDeployment
+from tcdeploy.start_factors import StartFactors, start_factors, weight_files
 from tcdeploy.start_record import (
     WITH_TOKENIZER,
     WITHOUT_TOKENIZER,
     StartRecord,
     compiler_variables,
-    start_key,
-    weight_files,
     write_record,
 )
 from tcdeploy.torch_compat.triton_kernel import record_kernels, stop_recording_kernels
@@ -42,17 +41,17 @@ log = logging.getLogger("tcdeploy.pipeline")
 class StartRecorder:
     """Records the start that runs within its context: compiled Triton kernels, and source files that are executed.
 
-    `key`: of the model's files as they are when the start begins (`start_key`). None: nothing is recorded or written.
+    `factors`: as they are when the start begins. None: nothing is recorded or written.
     """
 
-    def __init__(self, key: str | None) -> None:
-        self._key = key
+    def __init__(self, factors: StartFactors | None) -> None:
+        self._factors = factors
         self._files: set[str] = set()  # those that define the model
-        self._kernels = record_kernels() if key is not None else None
+        self._kernels = record_kernels() if factors is not None else None
 
     @property
     def is_active(self) -> bool:
-        return self._key is not None
+        return self._factors is not None
 
     def __enter__(self) -> StartRecorder:
         return self
@@ -63,7 +62,7 @@ class StartRecorder:
     @contextmanager
     def recording_sources(self) -> Iterator[None]:
         """Record the source files that this thread executes in the block. Python is slower meanwhile."""
-        if self._key is None:
+        if self._factors is None:
             yield
             return
         with record_executed_files(self._files):
@@ -81,12 +80,12 @@ class StartRecorder:
 
         `records`: of the warmed buckets. If the record cannot be written, logs why and returns [].
         """
-        if self._key is None or self._kernels is None:
+        if self._factors is None or self._kernels is None:
             return []
         recipe, plan, architecture = planned.recipe, planned.plan, planned.architecture
         folder = local_folder(recipe.model, recipe.revision)
         forward = cast(AotForward, runner.forward)
-        if folder is None or start_key(recipe, folder) != self._key:
+        if folder is None or start_factors(recipe, folder) != self._factors:
             log.warning("later starts load this model with transformers: its files have changed during this start")
             return []
         if forward.foreign_ops:
@@ -116,6 +115,7 @@ class StartRecorder:
             log.warning("later starts load the tokenizer with transformers: %s", described.problem)
         environment = planned.environment
         record = StartRecord(
+            factors=self._factors,
             plan_key=plan.key,
             package_folder=forward.folder.relative_to(staging.path).as_posix(),
             reference=reference,
@@ -139,7 +139,7 @@ class StartRecorder:
         )
         try:
             return write_record(
-                Path(staging.path), self._key, record, weights.stored, described.backend_json, self._kernels.to_json()
+                Path(staging.path), record, weights.stored, described.backend_json, self._kernels.to_json()
             )
         except OSError as error:
             log.warning("later starts load this model with transformers: their record cannot be written: %s", error)

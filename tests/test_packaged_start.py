@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import tcdeploy
 from tcdeploy import deployment as deployment_module
 from tcdeploy import packaged_start, pipeline
 from tcdeploy.cache.contents import FileRecord
@@ -36,7 +38,7 @@ from tcdeploy.compiler.step_program import StepProgram, parse_step_program
 from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.step_costs import parse_step_costs
-from tcdeploy.errors import IntegrityError, MismatchError, UsageError
+from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, UsageError
 from tcdeploy.models import checkpoint_reader, executed_sources, weight_sources
 from tcdeploy.models import tokenizer as tokenizer_module
 from tcdeploy.models.checkpoint_reader import ReadTotal
@@ -47,6 +49,8 @@ from tcdeploy.planning import extras
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress
 from tcdeploy.start import prepare
+from tcdeploy.start_factors import StartFactors
+from tcdeploy.start_record import SCHEMA
 from tcdeploy.torch_compat.cuda_driver import DriverError
 from tests.conftest import PACKAGES, ROOT, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
 from tests.fork_server import HAS_GPU
@@ -307,8 +311,49 @@ def test_without_transformers_an_error_says_why_the_packages_are_not_used(
     assert "the flags that the packages were made with" in changed.value.hint
     with pytest.raises(UsageError, match="there is no start record of this model with these flags"):
         start(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("versions", "changes", "text", "kind"),
+    [
+        ({}, {"buckets": (64,), "context": 64}, "--buckets 32 (here 64), --context unset (here 64)", UsageError),
+        ({"tokenizers": "9.0"}, {}, f"tokenizers {tokenizers.__version__} (here 9.0)", MismatchError),
+        (
+            {"tcdeploy": "9.0"},
+            {"buckets": (64,)},
+            f"tcdeploy {tcdeploy.__version__} (here 9.0), --buckets 32 (here 64)",
+            MismatchError,
+        ),
+    ],
+)
+def test_without_transformers_an_error_names_what_the_packages_were_made_with(
+    own_cache: str,
+    versions: dict[str, str],
+    changes: dict[str, Any],
+    text: str,
+    kind: type[TcdeployError],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The record has another name then, so it is not found by it."""
+    factors = packaged_start.start_factors
+
+    def changed_factors(*arguments: Any) -> StartFactors:
+        found = factors(*arguments)
+        assert found is not None
+        return dataclasses.replace(found, versions=found.versions | versions)
+
+    for record in Path(own_cache, "aot").glob("start-*.json"):  # as another version of tcdeploy may write it
+        values = json.loads(record.read_text())
+        record.write_text(json.dumps({**values, "schema": 9, "unknown": 1}))
+    monkeypatch.setattr(packaged_start, "start_factors", changed_factors)
+    monkeypatch.setattr(packaged_start, "is_installed", lambda name: name != "transformers")
+    recipe = dataclasses.replace(aot_recipe(own_cache), **changes)
+    with pytest.raises(kind, match=re.escape(f"the packages in {own_cache} were made with {text}; and transformers")):
+        packaged_start.start_from_packages(recipe, NullProgress())
+    for manifest in Path(own_cache, "manifests").iterdir():  # the plan was removed
+        manifest.unlink()
     with pytest.raises(UsageError, match="there is no start record of this model with these flags"):
-        packaged_start.start_from_packages(dataclasses.replace(aot_recipe(cache), buckets=(64,)), NullProgress())
+        packaged_start.start_from_packages(recipe, NullProgress())
 
 
 @pytest.mark.parametrize("has_record", [True, False])
@@ -545,7 +590,7 @@ def test_files_of_triton_that_cannot_be_restored_are_logged(
 
 def test_a_record_that_cannot_be_read_is_not_used(own_cache: str, caplog: pytest.LogCaptureFixture) -> None:
     [path] = Path(own_cache, "aot").glob("start-*.json")
-    path.write_text(path.read_text().replace('"schema": 2', '"schema": 0'))
+    path.write_text(path.read_text().replace(f'"schema": {SCHEMA}', '"schema": 0'))
     with caplog.at_level(logging.WARNING):
         assert start(own_cache) is None
     assert "cannot be read" in caplog.text

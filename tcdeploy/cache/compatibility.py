@@ -82,7 +82,7 @@ def _environments(cache_dir: str, plan_keys: Iterable[str], model: str | None) -
 
 
 def _differences(here: Environment, there: Environment) -> list[Difference]:
-    """Cache factors that differ, and Python's patch version, which is part of a record's name (start_record.py)."""
+    """Cache factors that differ, and Python's patch version, which is a factor of starts (start_factors.py)."""
     differences = diff_environments(assume_recorded(here, there), there)
     if here.python != there.python and "python" not in {item.name for item in differences}:
         differences.append(Difference("python", here.python, there.python))

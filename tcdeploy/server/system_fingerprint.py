@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tcdeploy import __version__
 from tcdeploy.models.location import local_folder
-from tcdeploy.start_record import sampled_digest, weight_files
+from tcdeploy.start_factors import sampled_digest, weight_files
 
 if TYPE_CHECKING:
     from tcdeploy.planning.plan import Plan

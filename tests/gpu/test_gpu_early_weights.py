@@ -14,7 +14,7 @@ from tcdeploy.models.early_weights import start_reading
 from tcdeploy.models.load import load_model
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start import prepare
-from tcdeploy.start_record import weight_files
+from tcdeploy.start_factors import weight_files
 from tests.models.test_early_weights import describe, plan_of, save_model
 
 pytestmark = pytest.mark.gpu

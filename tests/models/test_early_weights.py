@@ -30,7 +30,7 @@ from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe
 from tcdeploy.planning.recipe import Recipe, build_recipe
-from tcdeploy.start_record import weight_files
+from tcdeploy.start_factors import weight_files
 from tests.conftest import TINY, TINY_BATCH_SIZES, TINY_BUCKETS
 from tests.models.test_weight_bytes import FAMILIES
 
