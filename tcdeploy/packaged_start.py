@@ -38,7 +38,7 @@ from tcdeploy.attention.kv_cache import LayerKV, allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache.compatibility import HINT as MISMATCH_HINT
-from tcdeploy.cache.compatibility import assume_recorded, environment_mismatch
+from tcdeploy.cache.compatibility import assume_recorded, environment_mismatch, join_differences
 from tcdeploy.cache.contents import TRITON_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
@@ -67,7 +67,14 @@ from tcdeploy.planning.extras import is_installed, require_extra
 from tcdeploy.planning.plan import Bucket, Plan, decide_cache_dir, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
-from tcdeploy.start_factors import StartFactors, compare_factors, start_factors, weight_files
+from tcdeploy.start_factors import (
+    NoStartRecordError,
+    StartDifferences,
+    StartFactors,
+    compare_factors,
+    require_start_factors,
+    weight_files,
+)
 from tcdeploy.start_record import (
     WITH_TOKENIZER,
     WITHOUT_TOKENIZER,
@@ -111,7 +118,7 @@ class _DoesNotFit(Exception):  # noqa: N818 - not an error: another start follow
 
 
 RECORD_HINT = (
-    "use the cache folder, the versions and the flags that the packages were made with, or "
+    "use the cache folder, the versions, the model files and the flags that the packages were made with, or "
     "pip install 'tcdeploy[compile]'"
 )
 # After these, the model is loaded with transformers.
@@ -123,7 +130,8 @@ def start_from_packages(
 ) -> Deployment | None:
     """A warmed deployment as `pipeline.prepare` returns it; None if there is no record, or if it does not fit.
 
-    Raises TcdeployError, for example for a damaged cache.
+    Raises TcdeployError, for example for a damaged cache. Where transformers is not installed, raises UsageError or
+    MismatchError instead of returning None.
     """
     stages = StageTimer(progress)
     kind: type[TcdeployError] = UsageError
@@ -136,7 +144,7 @@ def start_from_packages(
                 found = _find(recipe, needs_tokenizer)
             if found is not None:
                 return _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer, gpu)
-        reason = "there is no start record of this model with these flags, tcdeploy, Python, torch and tokenizers"
+        reason = "the cache folder has no start record of this model"
     except _FALL_BACK as error:  # do not store `error`: its traceback would keep the weights in memory
         reason = str(error)
         if isinstance(error, MismatchError):
@@ -160,12 +168,17 @@ def start_from_packages(
 def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
     """Look for a record of this recipe. Returns None if there is none.
 
-    Raises _DoesNotFit if there are records, but none can be used, and MismatchError if that is because of this machine.
+    Raises _DoesNotFit if there are records, but none can be used, and MismatchError if that is because of the hardware,
+    versions or tcdeploy's source files.
     """
     folder = local_folder(recipe.model, recipe.revision)
-    factors = start_factors(recipe, folder)
-    if factors is None or folder is None:
-        return None
+    try:
+        factors = require_start_factors(recipe, folder)
+    except NoStartRecordError as error:
+        if is_installed("transformers"):  # a start with transformers says what is wrong
+            return None
+        raise _DoesNotFit(str(error)) from error
+    assert folder is not None
     environment = detect_environment()
     cache_dir = decide_cache_dir(recipe, environment)
     reasons: list[_DoesNotFit | MismatchError] = []
@@ -175,8 +188,10 @@ def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
         except (ValueError, KeyError, TypeError) as error:
             reasons.append(_DoesNotFit(f"{path} cannot be read: {error}"))
             continue
-        is_listed = manifest_path(cache_dir, record.plan_key).is_file()  # otherwise the plan was removed
-        if not is_listed or _defaults_name(needs_tokenizer) not in record.decisions:
+        if not manifest_path(cache_dir, record.plan_key).is_file():  # the plan was removed
+            continue
+        if _defaults_name(needs_tokenizer) not in record.decisions:
+            reasons.append(_DoesNotFit(f"{path} has no tokenizer, because none could be loaded when it was written"))
             continue
         assumed = assume_recorded(environment, record)
         plan = make_plan(recipe, assumed, record.architecture, record.decisions[_defaults_name(needs_tokenizer)])
@@ -186,27 +201,45 @@ def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
             return _Found(record, path, text, folder, assumed, plan)
     if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
         reason = environment_mismatch(cache_dir, plan_keys(cache_dir), environment, recipe.model)
-        reason = reason or _differing_record(cache_dir, factors, recipe.model)
+        reason = reason or _factor_mismatch(cache_dir, factors, environment, recipe.model)
         reasons += [reason] if reason is not None else []
     if reasons:
         raise reasons[0]
     return None
 
 
-def _differing_record(cache_dir: str, here: StartFactors, model: str) -> _DoesNotFit | MismatchError | None:
-    """What differs from the most similar record of this model, by its name or its files; None if there is no other."""
-    compared = []
-    for _, text in find_records(cache_dir):
-        with contextlib.suppress(IntegrityError, ValueError, KeyError, TypeError, AttributeError):
+def _factor_mismatch(
+    cache_dir: str, here: StartFactors, environment: Environment, model: str
+) -> _DoesNotFit | MismatchError | None:
+    """An error that names how this start differs from the most similar record of the model; None if there is none.
+
+    A record is compared if its plan has a manifest and was made for this hardware, and if the model's name or one of
+    its files is equal. MismatchError if a version or a source file of tcdeploy differs, otherwise _DoesNotFit.
+    """
+    compared: list[StartDifferences] = []
+    foreign = ""
+    for path, text in find_records(cache_dir):
+        with contextlib.suppress(
+            IntegrityError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+        ):
             plan_key, there = parse_factors(text)
-            manifest = read_manifest(manifest_path(cache_dir, plan_key))  # None if the plan was removed
-            if manifest is not None and (manifest.plan["model"] == model or there.files == here.files):
+            manifest = read_manifest(manifest_path(cache_dir, plan_key))
+            if manifest is None or environment_mismatch(cache_dir, [plan_key], environment):
+                continue
+            has_name = manifest.plan["model"] == model
+            if there is None and has_name:
+                foreign = path
+            elif there is not None and (has_name or there.files.items() & here.files.items()):
                 compared.append(compare_factors(here, there))
-    nearest = min(filter(len, compared), key=len, default=None)
-    if nearest is None:
-        return None
-    text = f"the packages in {cache_dir} were made with {', '.join([*nearest.environment, *nearest.request])}"
-    return MismatchError(text, MISMATCH_HINT) if nearest.environment else _DoesNotFit(text)
+    # Versions first: a start can have other flags, but not other versions than those that are installed.
+    by_similarity = sorted(compared, key=lambda found: (len(found.environment), len(found.flags_and_files)))
+    for found in by_similarity:
+        if texts := found.texts():
+            text = f"the packages in {cache_dir} were made with {join_differences(texts)}"
+            return MismatchError(text, MISMATCH_HINT) if found.environment else _DoesNotFit(text)
+    if foreign:
+        return MismatchError(f"{foreign} in {cache_dir} was written by another version of tcdeploy", MISMATCH_HINT)
+    return None
 
 
 def _defaults_name(needs_tokenizer: bool) -> str:

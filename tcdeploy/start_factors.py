@@ -1,4 +1,4 @@
-"""What a start from packages must have in common with the start that made them, and what differs if it does not.
+"""The inputs that must be equal in a start from packages and in the start that made them, and a comparison of both.
 
 The factors are known before anything is loaded: the recipe, the model's files (weight files by their sizes, headers and
 samples), tcdeploy's source files, and the versions of Python, tcdeploy, tokenizers and torch. Start records are found
@@ -24,13 +24,14 @@ PACKAGE = Path(__file__).parent
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # of configs, tokenizers and chat templates
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file
-# Fields of a recipe that are no factors: the model's files are hashed instead, and the others change no program.
+# Fields of a recipe that are not compared. `model` and `revision`: the files are hashed instead. The others change no
+# program.
 IGNORED_FIELDS = {"model", "revision", "cache_dir", "on_bad_cache", "trust_cache_dir", "require_signed"}
 
 
 @dataclass(frozen=True)
 class StartFactors:
-    """Values as JSON has them, so that factors from a file equal those of this start.
+    """All values are of JSON's types, so that factors that were read from a file compare equal.
 
     recipe: without the ignored fields.
     versions: of Python, tcdeploy, tokenizers and torch.
@@ -51,28 +52,50 @@ class StartFactors:
 
 @dataclass(frozen=True)
 class StartDifferences:
-    """Texts that name what differs, such as `--context 4096 (here 8192)`. `environment`: versions and source files."""
+    """Texts that name what differs, such as `--context 4096 (here 8192)`.
+
+    environment: versions and source files.
+    flags_and_files: flags, and files of the model.
+    """
 
     environment: tuple[str, ...]
-    request: tuple[str, ...]
+    flags_and_files: tuple[str, ...]
 
-    def __len__(self) -> int:
-        return len(self.environment) + len(self.request)
+    def texts(self) -> tuple[str, ...]:
+        return self.environment + self.flags_and_files
+
+
+class NoStartRecordError(Exception):
+    """Why starts of a recipe neither read nor write a start record."""
 
 
 def start_factors(recipe: Recipe, folder: Path | None) -> StartFactors | None:
-    """None for a recipe whose starts have no record: random weights, or code from a repository.
-
-    `folder`: of the model's files. Also None if one of them cannot be read; a full start reports what is wrong with it.
-    """
-    if recipe.programs != "aot" or recipe.load_format != "auto" or recipe.trust_remote_code or folder is None:
+    """As `require_start_factors`, but returns None if starts of the recipe have no record."""
+    try:
+        return require_start_factors(recipe, folder)
+    except NoStartRecordError:
         return None
+
+
+def require_start_factors(recipe: Recipe, folder: Path | None) -> StartFactors:
+    """`folder`: of the model's files; None if they are not on this machine.
+
+    Raises NoStartRecordError, for example for random weights, or if a file cannot be read.
+    """
+    if recipe.programs != "aot":
+        raise NoStartRecordError("starts without --programs aot have no start record")
+    if recipe.load_format != "auto" or recipe.trust_remote_code:
+        raise NoStartRecordError("starts with random weights or --trust-remote-code have no start record")
+    if folder is None:
+        raise NoStartRecordError(f"the files of {recipe.model} are not on this machine")
     try:
         files = dict(_model_files(folder)) if weight_files(folder) else None
-    except (OSError, ModelError):
-        return None
+    except OSError as error:
+        raise NoStartRecordError(f"the model's files cannot be read: {error}") from error
+    except ModelError as error:
+        raise NoStartRecordError(f"the model's files cannot be read: {error.message}") from error
     if files is None:
-        return None
+        raise NoStartRecordError(f"{folder} has no weights as safetensors")
     request = {name: value for name, value in asdict(recipe).items() if name not in IGNORED_FIELDS}
     versions = {"Python": platform.python_version(), "tcdeploy": __version__}
     versions |= {name: _version(name) for name in ("tokenizers", "torch")}
@@ -80,37 +103,49 @@ def start_factors(recipe: Recipe, folder: Path | None) -> StartFactors | None:
 
 
 def compare_factors(here: StartFactors, there: StartFactors) -> StartDifferences:
-    """What differs between this start and the one that made the packages."""
+    """What differs. Each text has the value of the packages (`there`) and, in brackets, that of this start (`here`)."""
     environment = [
-        f"{name} {there.versions.get(name) or 'none'} (here {version or 'none'})"
+        _difference(name, there.versions.get(name), version)
         for name, version in here.versions.items()
         if there.versions.get(name) != version
     ]
     if here.sources != there.sources and here.versions["tcdeploy"] == there.versions.get("tcdeploy"):
         environment.append(f"other source files of tcdeploy {here.versions['tcdeploy']}")
-    request = [
-        f"--{name.replace('_', '-')} {_flag_value(there.recipe.get(name))} (here {_flag_value(here.recipe.get(name))})"
-        for name in {**here.recipe, **there.recipe}
-        if here.recipe.get(name) != there.recipe.get(name)
+    flags = [
+        _difference(f"--{name.replace('_', '-')}", _flag_value(there.recipe[name]), _flag_value(here.recipe[name]))
+        for name in here.recipe
+        if name in there.recipe and here.recipe[name] != there.recipe[name]  # other versions have other fields
     ]
-    request += _file_differences(here.files, there.files)
-    return StartDifferences(tuple(environment), tuple(request))
+    return StartDifferences(tuple(environment), (*flags, *_file_differences(here.files, there.files)))
 
 
-def _flag_value(value: Any) -> str:
+def _difference(name: str, there: str | None, here: str | None) -> str:
+    return f"{f'{name} {there}' if there else f'no {name}'} (here {here or f'no {name}'})"
+
+
+def _flag_value(value: Any) -> str | None:
     if value is None:
-        return "unset"
+        return None
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _file_differences(here: Mapping[str, str], there: Mapping[str, str]) -> Iterator[str]:
-    for name in sorted({*here, *there}):
+    changed = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+    for name in changed:
+        if _is_of_weights(name):
+            continue
         if name not in there:
             yield f"no {name} (here there is one)"
         elif name not in here:
             yield f"{name} (missing here)"
-        elif here[name] != there[name]:
+        else:
             yield f"another {name}"
+    if any(map(_is_of_weights, changed)):
+        yield "other weights"
+
+
+def _is_of_weights(name: str) -> bool:
+    return name == INDEX or name.endswith(".safetensors")
 
 
 def weight_files(folder: Path) -> list[Path]:

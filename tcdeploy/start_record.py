@@ -22,7 +22,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,23 +157,27 @@ def parse_record(text: str) -> StartRecord:
     )
 
 
-def parse_factors(text: str) -> tuple[str, StartFactors]:
-    """(plan key, factors) of a record that another version of tcdeploy may have written.
+def parse_factors(text: str) -> tuple[str, StartFactors | None]:
+    """(plan key, factors) of a record that another version of tcdeploy may have written. None: it has no such factors.
 
-    Raises ValueError, KeyError or TypeError if they are not in the text.
+    Raises ValueError, KeyError, TypeError or RecursionError if the text is not a record.
     """
     values: dict[str, Any] = json.loads(text)
-    return values["plan_key"], StartFactors(**values["factors"])
+    plan_key = str(values["plan_key"])
+    try:
+        return plan_key, StartFactors(**{item.name: values["factors"][item.name] for item in fields(StartFactors)})
+    except (KeyError, TypeError):
+        return plan_key, None
 
 
 def _defaults(values: Mapping[str, Any]) -> GenerationDefaults:
     return GenerationDefaults(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
 
 
-def find_records(cache_dir: str | Path, key: str = "*") -> list[tuple[str, str]]:
-    """(path in the folder, text) of the records with this key, newest first. "*": of all records."""
+def find_records(cache_dir: str | Path, key: str | None = None) -> list[tuple[str, str]]:
+    """(path in the folder, text) of the records with this key, newest first. None: of all keys."""
     found: list[tuple[float, str, str]] = []
-    for path in Path(cache_dir, AOT_DIR).glob(f"start-{key}-*.json"):
+    for path in Path(cache_dir, AOT_DIR).glob(f"start-{key or '*'}-*.json"):
         try:
             found.append((path.stat().st_mtime, path.relative_to(cache_dir).as_posix(), path.read_text()))
         except (OSError, ValueError) as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import psutil
 
 
@@ -18,6 +20,15 @@ def compile_workers(process_id: int) -> list[psutil.Process]:
 
 
 def wait_until_ended(workers: list[psutil.Process]) -> None:
-    """Fail if a worker is still running after 10 seconds."""
-    _, running = psutil.wait_procs(workers, timeout=10)
-    assert not running
+    """Fail if a worker is still running after 10 seconds. A process that waits to be reaped has ended."""
+    deadline = time.monotonic() + 10
+    while running := [worker for worker in workers if _is_running(worker)]:
+        assert time.monotonic() < deadline, f"still running: {running}"
+        time.sleep(0.05)
+
+
+def _is_running(worker: psutil.Process) -> bool:
+    try:
+        return worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

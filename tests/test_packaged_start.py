@@ -50,7 +50,7 @@ from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress
 from tcdeploy.start import prepare
 from tcdeploy.start_factors import StartFactors
-from tcdeploy.start_record import SCHEMA
+from tcdeploy.start_record import SCHEMA, WITHOUT_TOKENIZER
 from tcdeploy.torch_compat.cuda_driver import DriverError
 from tests.conftest import PACKAGES, ROOT, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
 from tests.fork_server import HAS_GPU
@@ -309,51 +309,111 @@ def test_without_transformers_an_error_says_why_the_packages_are_not_used(
     with pytest.raises(UsageError, match="modeling_llama.py of transformers has changed") as changed:
         start(cache)
     assert "the flags that the packages were made with" in changed.value.hint
-    with pytest.raises(UsageError, match="there is no start record of this model with these flags"):
+    with pytest.raises(UsageError, match="the cache folder has no start record of this model"):
         start(str(tmp_path))
 
 
+def start_without_transformers(
+    cache_dir: str, monkeypatch: pytest.MonkeyPatch, needs_tokenizer: bool = False, **changes: Any
+) -> None:
+    """`changes`: fields of the recipe."""
+    monkeypatch.setattr(packaged_start, "is_installed", lambda name: name != "transformers")
+    recipe = dataclasses.replace(aot_recipe(cache_dir), **changes)
+    packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=needs_tokenizer)
+
+
+def rewrite_records(folder: str, **changes: Any) -> None:
+    """Replace values of all start records, which keep their names."""
+    for path in Path(folder, "aot").glob("start-*.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_factors(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], files: dict[str, str]) -> None:
+    """Those of this start. A record's name contains a hash of them, so it is not found by its name any more."""
+    factors = packaged_start.require_start_factors
+
+    def changed_factors(*arguments: Any) -> StartFactors:
+        found = factors(*arguments)
+        return dataclasses.replace(found, versions=found.versions | versions, files=found.files | files)
+
+    monkeypatch.setattr(packaged_start, "require_start_factors", changed_factors)
+
+
 @pytest.mark.parametrize(
-    ("versions", "changes", "text", "kind"),
+    ("versions", "files", "changes", "text", "kind"),
     [
-        ({}, {"buckets": (64,), "context": 64}, "--buckets 32 (here 64), --context unset (here 64)", UsageError),
-        ({"tokenizers": "9.0"}, {}, f"tokenizers {tokenizers.__version__} (here 9.0)", MismatchError),
+        ({}, {}, {"buckets": (64,), "context": 64}, "--buckets 32 (here 64), no --context (here 64)", UsageError),
+        ({}, {"config.json": "another"}, {}, "another config.json", UsageError),
+        ({"tokenizers": "9.0"}, {}, {}, f"tokenizers {tokenizers.__version__} (here 9.0)", MismatchError),
         (
-            {"tcdeploy": "9.0"},
-            {"buckets": (64,)},
-            f"tcdeploy {tcdeploy.__version__} (here 9.0), --buckets 32 (here 64)",
-            MismatchError,
+            {"tcdeploy": "9.0"}, {}, {"buckets": (64,)},
+            f"tcdeploy {tcdeploy.__version__} (here 9.0), --buckets 32 (here 64)", MismatchError,
+        ),
+        (
+            {}, {f"{number}.json": "" for number in range(7)}, {},
+            ", ".join(f"no {number}.json (here there is one)" for number in range(5)) + ", 2 more", UsageError,
         ),
     ],
-)
+)  # fmt: skip
 def test_without_transformers_an_error_names_what_the_packages_were_made_with(
     own_cache: str,
     versions: dict[str, str],
+    files: dict[str, str],
     changes: dict[str, Any],
     text: str,
     kind: type[TcdeployError],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The record has another name then, so it is not found by it."""
-    factors = packaged_start.start_factors
-
-    def changed_factors(*arguments: Any) -> StartFactors:
-        found = factors(*arguments)
-        assert found is not None
-        return dataclasses.replace(found, versions=found.versions | versions)
-
-    for record in Path(own_cache, "aot").glob("start-*.json"):  # as another version of tcdeploy may write it
-        values = json.loads(record.read_text())
-        record.write_text(json.dumps({**values, "schema": 9, "unknown": 1}))
-    monkeypatch.setattr(packaged_start, "start_factors", changed_factors)
-    monkeypatch.setattr(packaged_start, "is_installed", lambda name: name != "transformers")
-    recipe = dataclasses.replace(aot_recipe(own_cache), **changes)
+    rewrite_records(own_cache, schema=9, unknown=1)  # as another version of tcdeploy may write them
+    change_factors(monkeypatch, versions, files)
     with pytest.raises(kind, match=re.escape(f"the packages in {own_cache} were made with {text}; and transformers")):
-        packaged_start.start_from_packages(recipe, NullProgress())
-    for manifest in Path(own_cache, "manifests").iterdir():  # the plan was removed
+        start_without_transformers(own_cache, monkeypatch, **changes)
+    for manifest in Path(own_cache, "manifests").iterdir():  # as if the plan had been removed
         manifest.unlink()
-    with pytest.raises(UsageError, match="there is no start record of this model with these flags"):
-        packaged_start.start_from_packages(recipe, NullProgress())
+    with pytest.raises(UsageError, match="the cache folder has no start record of this model"):
+        start_without_transformers(own_cache, monkeypatch, **changes)
+
+
+def test_of_several_records_one_of_these_versions_is_compared(own_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although one of another version differs in fewer values: a start can have other flags."""
+    [path] = Path(own_cache, "aot").glob("start-*.json")
+    values = json.loads(path.read_text())
+    factors = values["factors"]
+    older = {**factors, "versions": {**factors["versions"], "tcdeploy": "0.1"}}
+    other_flags = {**factors, "recipe": {**factors["recipe"], "buckets": [64], "context": 64}}
+    for name, changed in (("start-1-1.json", older), ("start-2-2.json", other_flags)):
+        path.with_name(name).write_text(json.dumps({**values, "factors": changed}))
+    path.unlink()
+    named = "--buckets 64 (here 32), --context 64 (here no --context);"
+    with pytest.raises(UsageError, match=re.escape(f"were made with {named}")):
+        start_without_transformers(own_cache, monkeypatch)
+    path.with_name("start-2-2.json").unlink()
+    with pytest.raises(MismatchError, match=re.escape(f"were made with tcdeploy 0.1 (here {tcdeploy.__version__});")):
+        start_without_transformers(own_cache, monkeypatch)
+
+
+def test_a_record_without_factors_is_of_another_version(own_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite_records(own_cache, factors={"recipe": {}})
+    with pytest.raises(MismatchError, match=r"aot/start-.* was written by another version of tcdeploy;"):
+        start_without_transformers(own_cache, monkeypatch, buckets=(64,))
+    rewrite_records(own_cache, plan_key=1)  # not the key of a plan
+    with pytest.raises(UsageError, match="the cache folder has no start record of this model"):
+        start_without_transformers(own_cache, monkeypatch, buckets=(64,))
+
+
+def test_without_transformers_a_record_without_tokenizer_is_named(
+    own_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [path] = Path(own_cache, "aot").glob("start-*.json")
+    decisions = json.loads(path.read_text())["decisions"]
+    rewrite_records(own_cache, decisions={WITHOUT_TOKENIZER: decisions[WITHOUT_TOKENIZER]})
+    with pytest.raises(UsageError, match=r"aot/start-.* has no tokenizer, because none could be loaded"):
+        start_without_transformers(own_cache, monkeypatch, needs_tokenizer=True)
+
+
+def test_without_transformers_missing_model_files_are_named(own_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="the files of org/model are not on this machine;"):
+        start_without_transformers(own_cache, monkeypatch, model="org/model")
 
 
 @pytest.mark.parametrize("has_record", [True, False])
@@ -717,5 +777,5 @@ def test_commands_that_need_transformers_name_the_extra_that_installs_it(
 def test_without_a_start_record_an_error_names_the_extra_too(serve_only: ServeOnly) -> None:
     failed = serve_only.run("generate", TINY, "Hi", "--cache-dir", "empty", "--programs", "aot")
     assert failed.returncode == 2 and "Traceback" not in failed.stderr
-    assert "there is no start record of this model with these flags" in failed.stderr
+    assert "the cache folder has no start record of this model" in failed.stderr
     assert "or pip install 'tcdeploy[compile]'" in failed.stderr

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from tcdeploy.cache.manifest import manifest_path, read_manifest
@@ -17,8 +17,8 @@ from tcdeploy.planning.environment import Difference, Environment, diff_environm
 
 MAX_NAMED = 5
 HINT = (
-    "pack the model again in this environment with these flags (tcdeploy cache pack), or start with the hardware and "
-    "the versions that the packages were made with"
+    "pack the model again in this environment with these flags (tcdeploy cache pack), or start with the hardware, the "
+    "versions and the flags that the packages were made with"
 )
 
 
@@ -66,14 +66,22 @@ def environment_mismatch(
     nearest = min(differences_by_plan, key=len, default=[])
     if not nearest:
         return None
-    named = [f"{item.name} {item.there or 'none'} (here {item.here or 'none'})" for item in nearest[:MAX_NAMED]]
-    return MismatchError(f"the packages in {cache_dir} were made in another environment: {', '.join(named)}", HINT)
+    named = [f"{item.name} {item.there or 'none'} (here {item.here or 'none'})" for item in nearest]
+    return MismatchError(
+        f"the packages in {cache_dir} were made in another environment: {join_differences(named)}", HINT
+    )
+
+
+def join_differences(texts: Sequence[str]) -> str:
+    """The first five texts, and how many more there are."""
+    rest = [f"{len(texts) - MAX_NAMED} more"] if len(texts) > MAX_NAMED else []
+    return ", ".join([*texts[:MAX_NAMED], *rest])
 
 
 def _environments(cache_dir: str, plan_keys: Iterable[str], model: str | None) -> Iterator[Environment]:
     """The environments of the plans that have packages, without plans whose manifest cannot be read."""
     for key in plan_keys:
-        with contextlib.suppress(IntegrityError, KeyError, TypeError, AttributeError):
+        with contextlib.suppress(IntegrityError, OSError, KeyError, TypeError, AttributeError):
             manifest = read_manifest(manifest_path(cache_dir, key))
             if manifest is None or manifest.plan.get("programs") != "aot":
                 continue
@@ -82,7 +90,7 @@ def _environments(cache_dir: str, plan_keys: Iterable[str], model: str | None) -
 
 
 def _differences(here: Environment, there: Environment) -> list[Difference]:
-    """Cache factors that differ, and Python's patch version, which is a factor of starts (start_factors.py)."""
+    """Cache factors that differ, and Python's patch version, which must be equal too (start_factors.py)."""
     differences = diff_environments(assume_recorded(here, there), there)
     if here.python != there.python and "python" not in {item.name for item in differences}:
         differences.append(Difference("python", here.python, there.python))

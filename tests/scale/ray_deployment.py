@@ -121,7 +121,7 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
         process.send_signal(signal.SIGTERM)
         assert process.wait(180) == 0, "".join(stderr)
         _, alive = psutil.wait_procs(below, timeout=30)
-        assert not alive, "processes are left"
+        assert not alive, f"processes are left: {alive}"
     finally:
         timer.cancel()
         for left in [*below, *descendants(process.pid)]:
