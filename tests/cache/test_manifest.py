@@ -505,14 +505,14 @@ from tcdeploy.cache.manifest import write_manifest
 path, name = Path(sys.argv[1]), sys.argv[2]
 print("ready", flush=True)
 sys.stdin.readline()
-for number in range(20):
+for number in range(100):
     buckets = tuple(replace(RECORD, bucket=f"{name}:{number}") for _ in range(1 + 20 * (name == "long")))
     write_manifest(path, replace(MANIFEST, buckets=buckets))
 """
 
 
 def test_concurrent_writers_never_leave_a_torn_manifest(path: Path) -> None:
-    """One writes 20 long manifests, the other 20 short ones; every read returns one of these."""
+    """One writes 100 long manifests, the other 100 short ones; every read returns one of these."""
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     writers = [
         subprocess.Popen(

@@ -7,6 +7,7 @@ of the tests' own, without transformers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -51,7 +52,9 @@ class Container:
             os.chown(volume, 0, UID)
             volume.chmod(EMPTY_DIR_MODE)
         self._create_environment()
-        shutil.copytree("/etc", self.image / "etc", symlinks=True, ignore_dangling_symlinks=True)
+        shutil.copytree(
+            "/etc", self.image / "etc", symlinks=True, ignore_dangling_symlinks=True, copy_function=_copy_if_present
+        )
 
     def _create_environment(self) -> None:
         """/opt/tcdeploy: packages are symbolic links to those of the tests."""
@@ -110,6 +113,12 @@ class Container:
 
     def _environ(self, environ: dict[str, str]) -> dict[str, str]:
         return {"PATH": os.environ["PATH"], "PYTHONPATH": PACKAGES, "OMP_NUM_THREADS": "1", **environ}
+
+
+def _copy_if_present(source: str, destination: str) -> None:
+    """Copy a file of /etc, unless apt-get, which another test may run, has just removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copy2(source, destination)
 
 
 def child_of(process: subprocess.Popen[str]) -> psutil.Process:

@@ -14,7 +14,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from tests.conftest import PACKAGE_FLAGS, ROOT, TINY, RunCLI
 from tests.deploy.containers import UID, Container, child_of, skip_unless_supported
 from tests.deploy.recipe_files import DEPLOY, KUBERNETES, Document, check_settings, of_kind, render
 from tests.deploy.refused_bundles import damage, move_to_another_environment, sign_with_another_key
+from tests.ports import free_port
 from tests.test_locks import pins
 from tests.test_packaged_start import imported
 from tests.test_workflows import run_tool
@@ -192,12 +192,6 @@ def translate(container: Container, text: str) -> str:
     return re.sub(r"(?<![\w/])/cache(?![\w-])", str(container.cache), text)
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 def start_server(container: Container, stage: str, port: str, **environ: str) -> subprocess.Popen[str]:
     """Start the entry point of a stage with its variables."""
     entrypoint = json.loads(arguments_of(stage, "ENTRYPOINT")[-1])
@@ -212,7 +206,7 @@ def start_server(container: Container, stage: str, port: str, **environ: str) ->
 @contextmanager
 def serving(container: Container, stage: str, **environ: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Start the server of a stage. Yields the port once it is ready."""
-    port = free_port()
+    port = str(free_port())
     server = start_server(container, stage, port, **environ)
     try:
         assert server.stdout is not None
@@ -242,7 +236,7 @@ def check_server(container: Container, port: str, server: subprocess.Popen[str])
     assert program == "python"
     healthy, unhealthy = (
         subprocess.run([sys.executable, *arguments], env={"TCDEPLOY_PORT": number}, capture_output=True).returncode
-        for number in (port, free_port())
+        for number in (port, str(free_port()))
     )
     assert (healthy, unhealthy) == (0, 1)
     body = {"prompt": [3, 4, 5], "max_tokens": 4}
@@ -250,7 +244,7 @@ def check_server(container: Container, port: str, server: subprocess.Popen[str])
     main = child_of(server)
     assert set(main.uids()) == {UID}
     main.send_signal(signal.SIGTERM)
-    server.communicate(timeout=30)
+    server.communicate(timeout=180)
     assert server.returncode == 0, errors_in(container)
     modules = imported(container.log.read_text())
     assert "tcdeploy.packaged_start" in modules and "transformers" not in modules and "torch._inductor" not in modules
@@ -314,7 +308,7 @@ class Pod:
         path = environ.pop("PATH").replace("$PATH", "/usr/bin:/bin")
         command = [translate(self.container, argument) for argument in self.init["command"]]
         running = self.container.start("/usr/bin/env", f"PATH={path}", *command, **environ)
-        running.communicate(timeout=60)
+        running.communicate(timeout=180)
         return int(running.returncode)
 
     @property
@@ -365,8 +359,8 @@ def test_the_init_container_refuses_a_bundle(
 def test_the_server_refuses_a_bundle_of_another_gpu(pod: Pod, bundle: Bundle) -> None:
     """The init container has no GPU to compare."""
     assert pod.run_init_container(bundle.refused("of another GPU")) == 0, errors_in(pod.container)
-    server = start_server(pod.container, "serve", free_port(), **pod.server_settings)
-    server.communicate(timeout=60)
+    server = start_server(pod.container, "serve", str(free_port()), **pod.server_settings)
+    server.communicate(timeout=180)
     print(errors_in(pod.container))
     *_, error, hint = pod.termination_message()
     assert server.returncode == 3, errors_in(pod.container)

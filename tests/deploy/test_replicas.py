@@ -84,6 +84,7 @@ class Service:
         self._deleted: dict[str, float] = {}  # address: time from which the pod gets no request
         self._routes: tuple[str, ...] = ()
         self._turn = itertools.count()
+        self._lock, self._sending = threading.Lock(), Counter[str]()  # open requests by address
         self._stopped = threading.Event()
         self._prober = threading.Thread(target=self._probe_forever)
 
@@ -107,9 +108,28 @@ class Service:
             assert time.monotonic() < deadline, "the pod is not ready"
             time.sleep(self.PROBE_S)
 
-    def next_address(self) -> str:
-        routes = self._routes
-        return routes[next(self._turn) % len(routes)]
+    def wait_until_unused(self, server: ServerProcess) -> None:
+        """Until the pod has no route and no request that was routed to it."""
+        deadline = time.monotonic() + 60
+        while True:
+            with self._lock:
+                if server.address not in self._routes and not self._sending[server.address]:
+                    return
+            assert time.monotonic() < deadline, "the pod is still in use"
+            time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[str]:
+        """The address for a request that is sent in the block."""
+        with self._lock:
+            routes = self._routes
+            address = routes[next(self._turn) % len(routes)]
+            self._sending[address] += 1
+        try:
+            yield address
+        finally:
+            with self._lock:
+                self._sending[address] -= 1
 
     def _probe_forever(self) -> None:
         while not self._stopped.wait(self.PROBE_S):
@@ -121,7 +141,7 @@ class Service:
 
 def is_ready(address: str) -> bool:
     try:
-        return httpx.get(f"{address}/ready", timeout=1, verify=False).status_code == 200
+        return httpx.get(f"{address}/ready", timeout=10, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -134,13 +154,13 @@ def sending_requests(service: Service) -> Iterator[Counter[tuple[str, str]]]:
 
     def send() -> None:
         while not stopped.is_set():
-            address = service.next_address()
-            try:
-                body = {"prompt": [3, 4, 5], "max_tokens": 4}
-                answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60, verify=False)
-                outcomes[address, str(answer.status_code)] += 1
-            except httpx.TransportError as error:
-                outcomes[address, type(error).__name__] += 1
+            with service.request() as address:
+                try:
+                    body = {"prompt": [3, 4, 5], "max_tokens": 4}
+                    answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60, verify=False)
+                    outcomes[address, str(answer.status_code)] += 1
+                except httpx.TransportError as error:
+                    outcomes[address, type(error).__name__] += 1
 
     with ThreadPoolExecutor(3) as clients:
         for _ in range(3):
@@ -163,9 +183,11 @@ def replace_replica(serve: Callable[..., Any], pre_stop_s: float) -> tuple[str, 
             new = later.enter_context(serve())
             service.add_pod(new)
             service.wait_until_routed(new)
+            [stream] = open_streams(old, 1)
             service.delete_pod(old)
-            time.sleep(pre_stop_s)
-            [stream] = open_streams(old, 1, max_tokens=300)
+            if pre_stop_s:
+                time.sleep(pre_stop_s)
+                service.wait_until_unused(old)
             old.process.send_signal(signal.SIGTERM)
             *_, last, done = events(stream)
             assert done == "[DONE]" and last["choices"][0]["finish_reason"] == "length"

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tcdeploy.remote import retry
+from tests.ports import free_port
 from tests.remote.faulty import Proxy, proxy, served
 
 PLAN = "0123456789abcdef"
@@ -177,9 +177,7 @@ def registry_binary() -> str:
 
 @contextlib.contextmanager
 def running_registry(binary: str, folder: Path, htpasswd: str = "") -> Iterator[Registry]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     root = folder / "storage"
     config = f"version: 0.1\nlog: {{level: error}}\nhttp: {{addr: '127.0.0.1:{port}', secret: x}}\n"
     config += f"storage: {{filesystem: {{rootdirectory: '{root}'}}}}\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -21,6 +20,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import PACKAGE_FLAGS, TINY, cli_command, cli_environment
+from tests.ports import free_port
 
 START_TIMEOUT_S = 300
 REPORT_INTERVAL_MS = 2000  # of Ray's metrics
@@ -30,11 +30,6 @@ MESSAGES = [{"role": "user", "content": "What is a list?"}]
 def model_entry(cache: Path, name: str, **options: Any) -> dict[str, Any]:
     flags = " ".join((TINY, *PACKAGE_FLAGS, "--cache-dir", str(cache), "--served-model-name", name))
     return {"serve": flags, "ray_actor_options": {"num_cpus": 0.1}, **options}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @dataclass
@@ -84,7 +79,11 @@ def title(process: psutil.Process) -> str:
 
 
 def processes_of_home(home: Path) -> list[psutil.Process]:
-    """Processes that were started with this HOME. Those of Ray have other parents once the command has ended."""
+    """Processes that were started with this HOME. Those of Ray have other parents once the command has ended.
+
+    Ray's workers are missing, because their titles overwrite their environment. They end with their raylet, which is
+    not missing.
+    """
     return [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("HOME") == str(home)]
 
 
