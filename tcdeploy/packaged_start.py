@@ -1,9 +1,9 @@
 """Starts a deployment from ahead-of-time packages, without the model's code and without torch's compiler.
 
-It needs a record that an earlier start has written (start_record.py). The weights are read from the checkpoint to where
-the programs expect them; on a GPU the programs are loaded and captured meanwhile. Then every bucket is compared with
-the stored reference before it serves, as in any other start. If something does not fit, `start_from_packages` returns
-None, and pipeline.py starts with transformers; the reason is logged.
+It needs a record that an earlier start has written (start_record.py, record_lookup.py). The weights are read from the
+checkpoint to where the programs expect them; on a GPU the programs are loaded and captured meanwhile. Then every bucket
+is compared with the stored reference before it serves, as in any other start. If something does not fit,
+`start_from_packages` returns None, and pipeline.py starts with transformers; the reason is logged.
 
 Our Triton kernels are launched from compiled code in the record (torch_compat/stored_kernels.py). Triton is imported
 only for launches that are not in it.
@@ -37,12 +37,10 @@ from tcdeploy.attention import ops  # noqa: F401 - registers the ops that packag
 from tcdeploy.attention.kv_cache import LayerKV, allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
-from tcdeploy.cache.compatibility import HINT as MISMATCH_HINT
-from tcdeploy.cache.compatibility import assume_recorded, environment_mismatch, join_differences
 from tcdeploy.cache.contents import TRITON_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
-from tcdeploy.cache.manifest import Manifest, manifest_path, plan_keys, read_manifest
+from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest
 from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder
@@ -58,32 +56,15 @@ from tcdeploy.engine.warmup import PreviousRun, prepare_buckets
 from tcdeploy.errors import CompileError, IntegrityError, MismatchError, SpaceError, TcdeployError, UsageError
 from tcdeploy.linear import ops as linear_ops  # noqa: F401 - registers the ops that packages call
 from tcdeploy.models.checkpoint_reader import stored_tensors
-from tcdeploy.models.executed_sources import changed_sources
-from tcdeploy.models.location import local_folder
 from tcdeploy.models.stored_tokenizer import load_stored_tokenizer
 from tcdeploy.models.weight_sources import DescribedWeights, LoadingWeights, WeightSource, copy_stored, loading_weights
-from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.extras import is_installed, require_extra
-from tcdeploy.planning.plan import Bucket, Plan, decide_cache_dir, make_plan
+from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
-from tcdeploy.start_factors import (
-    NoStartRecordError,
-    StartDifferences,
-    StartFactors,
-    compare_factors,
-    require_start_factors,
-    weight_files,
-)
-from tcdeploy.start_record import (
-    WITH_TOKENIZER,
-    WITHOUT_TOKENIZER,
-    StartRecord,
-    compiler_variables,
-    find_records,
-    parse_factors,
-    parse_record,
-)
+from tcdeploy.record_lookup import DoesNotFit, FoundRecord, defaults_name, find_record
+from tcdeploy.start_factors import weight_files
+from tcdeploy.start_record import StartRecord
 from tcdeploy.torch_compat import pdl
 from tcdeploy.torch_compat.cuda_driver import DriverError
 from tcdeploy.torch_compat.stored_kernels import StoredKernels
@@ -91,17 +72,6 @@ from tcdeploy.torch_compat.triton_kernel import use_stored_kernels
 
 _import_stage.end()
 log = logging.getLogger("tcdeploy.pipeline")
-
-
-class _Found(NamedTuple):
-    """A record that fits this machine and model."""
-
-    record: StartRecord
-    path: str  # in the cache folder
-    text: str
-    folder: Path  # of the model's files
-    environment: Environment
-    plan: Plan
 
 
 class _StoredConfig(NamedTuple):
@@ -113,16 +83,12 @@ class _StoredConfig(NamedTuple):
         return self.values
 
 
-class _DoesNotFit(Exception):  # noqa: N818 - not an error: another start follows
-    """Why the packages cannot be used."""
-
-
 RECORD_HINT = (
     "use the cache folder, the versions, the model files and the flags that the packages were made with, or "
     "pip install 'tcdeploy[compile]'"
 )
 # After these, the model is loaded with transformers.
-_FALL_BACK = (_DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers, DriverError)
+_FALL_BACK = (DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers, DriverError)
 
 
 def start_from_packages(
@@ -141,7 +107,7 @@ def start_from_packages(
             if recipe.device != "cpu":
                 gpu.enter_context(initializing_gpu())
             with stages.stage("decide"):
-                found = _find(recipe, needs_tokenizer)
+                found = find_record(recipe, needs_tokenizer)
             if found is not None:
                 return _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer, gpu)
         reason = "the cache folder has no start record of this model"
@@ -165,110 +131,8 @@ def start_from_packages(
     return None
 
 
-def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
-    """Look for a record of this recipe. Returns None if there is none.
-
-    Raises _DoesNotFit if there are records, but none can be used, and MismatchError if that is because of the hardware,
-    versions or tcdeploy's source files.
-    """
-    folder = local_folder(recipe.model, recipe.revision)
-    try:
-        factors = require_start_factors(recipe, folder)
-    except NoStartRecordError as error:
-        if is_installed("transformers"):  # a start with transformers says what is wrong
-            return None
-        raise _DoesNotFit(str(error)) from error
-    assert folder is not None
-    environment = detect_environment()
-    cache_dir = decide_cache_dir(recipe, environment)
-    reasons: list[_DoesNotFit | MismatchError] = []
-    for path, text in find_records(cache_dir, factors.key):
-        try:
-            record = parse_record(text)
-        except (ValueError, KeyError, TypeError) as error:
-            reasons.append(_DoesNotFit(f"{path} cannot be read: {error}"))
-            continue
-        if not manifest_path(cache_dir, record.plan_key).is_file():  # the plan was removed
-            continue
-        if _defaults_name(needs_tokenizer) not in record.decisions:
-            reasons.append(_DoesNotFit(f"{path} has no tokenizer, because none could be loaded when it was written"))
-            continue
-        assumed = assume_recorded(environment, record)
-        plan = make_plan(recipe, assumed, record.architecture, record.decisions[_defaults_name(needs_tokenizer)])
-        if reason := _mismatch(record, assumed, plan, cache_dir):
-            reasons.append(reason)
-        else:
-            return _Found(record, path, text, folder, assumed, plan)
-    if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
-        reason = environment_mismatch(cache_dir, plan_keys(cache_dir), environment, recipe.model)
-        reason = reason or _factor_mismatch(cache_dir, factors, environment, recipe.model)
-        reasons += [reason] if reason is not None else []
-    if reasons:
-        raise reasons[0]
-    return None
-
-
-def _factor_mismatch(
-    cache_dir: str, here: StartFactors, environment: Environment, model: str
-) -> _DoesNotFit | MismatchError | None:
-    """An error that names how this start differs from the most similar record of the model; None if there is none.
-
-    A record is compared if its plan has a manifest and was made for this hardware, and if the model's name or one of
-    its files is equal. MismatchError if a version or a source file of tcdeploy differs, otherwise _DoesNotFit.
-    """
-    compared: list[StartDifferences] = []
-    foreign = ""
-    for path, text in find_records(cache_dir):
-        with contextlib.suppress(
-            IntegrityError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
-        ):
-            plan_key, there = parse_factors(text)
-            manifest = read_manifest(manifest_path(cache_dir, plan_key))
-            if manifest is None or environment_mismatch(cache_dir, [plan_key], environment):
-                continue
-            has_name = manifest.plan["model"] == model
-            if there is None and has_name:
-                foreign = path
-            elif there is not None and (has_name or there.files.items() & here.files.items()):
-                compared.append(compare_factors(here, there))
-    # Versions first: a start can have other flags, but not other versions than those that are installed.
-    by_similarity = sorted(compared, key=lambda found: (len(found.environment), len(found.flags_and_files)))
-    for found in by_similarity:
-        if texts := found.texts():
-            text = f"the packages in {cache_dir} were made with {join_differences(texts)}"
-            return MismatchError(text, MISMATCH_HINT) if found.environment else _DoesNotFit(text)
-    if foreign:
-        return MismatchError(f"{foreign} in {cache_dir} was written by another version of tcdeploy", MISMATCH_HINT)
-    return None
-
-
-def _defaults_name(needs_tokenizer: bool) -> str:
-    return WITH_TOKENIZER if needs_tokenizer else WITHOUT_TOKENIZER
-
-
-def _mismatch(
-    record: StartRecord, environment: Environment, plan: Plan, cache_dir: str
-) -> _DoesNotFit | MismatchError | None:
-    """Why the record does not fit; None if it does."""
-    if environment.transformers != record.transformers:
-        installed = environment.transformers
-        return _DoesNotFit(
-            f"the packages were made with transformers {record.transformers}, and {installed} is installed"
-        )
-    if changed := changed_sources(record.sources):
-        return _DoesNotFit(f"{changed[0]} of transformers has changed since the packages were made")
-    for name, value in compiler_variables().items():  # one that is unset now had its effect on the packages
-        if record.variables.get(name) != value:
-            return _DoesNotFit(f"the packages were made with another value of {name}")
-    if plan.key != record.plan_key:
-        return environment_mismatch(cache_dir, [record.plan_key], environment) or _DoesNotFit(
-            "the packages belong to another plan; `tcdeploy cache why` names what differs on this machine"
-        )
-    return None
-
-
 def _start(
-    found: _Found,
+    found: FoundRecord,
     recipe: Recipe,
     progress: Progress,
     stages: StageTimer,
@@ -326,14 +190,14 @@ def _start(
         stored, config = read_reference(Path(staging.path, record.reference), plan.device), _StoredConfig(record.config)
         prompts = CheckPrompts(plan, record.architecture, config, FIRST_SEED)
         if stored is None or not stored.rows.keys() >= set(prompts.all_prefixes()):
-            raise _DoesNotFit(f"{record.reference} does not hold the reference of this plan")
+            raise DoesNotFit(f"{record.reference} does not hold the reference of this plan")
         checker = ParityChecker(runner, record.architecture, config, stored)
     start = Start(
         recipe=recipe,
         plan=plan,
         environment=found.environment,
         architecture=record.architecture,
-        generation_defaults=record.defaults[_defaults_name(needs_tokenizer)],
+        generation_defaults=record.defaults[defaults_name(needs_tokenizer)],
         origin=dataclasses.replace(earlier.origin, recipe=dataclasses.asdict(recipe)),
         staging=staging,
         earlier=earlier,
@@ -361,7 +225,7 @@ def _start(
     return dataclasses.replace(deployment, weights_read=weights.total)
 
 
-def _is_as_listed(found: _Found) -> bool:
+def _is_as_listed(found: FoundRecord) -> bool:
     """Whether the record's text has the hash that the plan's manifest lists."""
     with contextlib.suppress(IntegrityError):
         manifest = read_manifest(manifest_path(found.plan.cache_dir, found.plan.key))
@@ -371,22 +235,22 @@ def _is_as_listed(found: _Found) -> bool:
     return False
 
 
-def _start_reading(found: _Found, reading: contextlib.ExitStack) -> LoadingWeights:
+def _start_reading(found: FoundRecord, reading: contextlib.ExitStack) -> LoadingWeights:
     """Read the weights until `reading` is closed."""
     with _checkpoint_errors(found.plan):
         checkpoint = stored_tensors(weight_files(found.folder))
         return reading.enter_context(loading_weights(_weight_sources(found.record), checkpoint, found.plan.device))
 
 
-def _check_files(found: _Found, staging: StagingFolder, earlier: Manifest | None) -> None:
-    """Raise _DoesNotFit unless the files of the record are among the checked files of the plan."""
+def _check_files(found: FoundRecord, staging: StagingFolder, earlier: Manifest | None) -> None:
+    """Raise DoesNotFit unless the files of the record are among the checked files of the plan."""
     paths = {file.path for file in earlier.files} if earlier is not None else set[str]()
     record = found.record
     for path in (found.path, *record.files()):
         if path not in paths:
-            raise _DoesNotFit(f"{path} is not listed in the plan's manifest")
+            raise DoesNotFit(f"{path} is not listed in the plan's manifest")
     if Path(staging.path, found.path).read_text() != found.text:
-        raise _DoesNotFit(f"{found.path} has changed while it was read")
+        raise DoesNotFit(f"{found.path} has changed while it was read")
 
 
 def _is_of_triton(path: str) -> bool:
@@ -394,12 +258,12 @@ def _is_of_triton(path: str) -> bool:
 
 
 def _use_kernels(record: StartRecord, staging: StagingFolder) -> None:
-    """Launch our Triton kernels without Triton. Raises _DoesNotFit if their file cannot be read."""
+    """Launch our Triton kernels without Triton. Raises DoesNotFit if their file cannot be read."""
     try:
         kernels = StoredKernels(Path(staging.path, record.kernels).read_text())
         use_stored_kernels(kernels, prepare_triton=lambda: _restore_triton_files(staging))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _DoesNotFit(f"{record.kernels} cannot be read: {error}") from error
+        raise DoesNotFit(f"{record.kernels} cannot be read: {error}") from error
     pdl.use_recorded_support(pdl.INTERNAL.name not in dict(record.missing_internals))
 
 
@@ -432,14 +296,14 @@ def _checkpoint_errors(plan: Plan) -> Iterator[None]:
     try:
         yield
     except (KeyError, ValueError, OSError) as error:
-        raise _DoesNotFit(f"the checkpoint does not fit: {error}") from error
+        raise DoesNotFit(f"the checkpoint does not fit: {error}") from error
     except torch.OutOfMemoryError as error:
         raise SpaceError(
             f"the weights of {plan.model} do not fit into the GPU's free memory",
             "free GPU memory (nvidia-smi lists the processes), or use a smaller model",
         ) from error
     except RuntimeError as error:  # of CUDA, such as too little memory for page-locked buffers
-        raise _DoesNotFit(f"the weights cannot be read: {str(error).splitlines()[0]}") from error
+        raise DoesNotFit(f"the weights cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def _make_runner(
@@ -466,7 +330,7 @@ def _make_runner(
     return runner
 
 
-def _load_tokenizer(recipe: Recipe, found: _Found, cache_dir: Path) -> Any:
+def _load_tokenizer(recipe: Recipe, found: FoundRecord, cache_dir: Path) -> Any:
     """The stored tokenizer; that of transformers if it could not be stored."""
     if found.record.tokenizer is not None:
         return load_stored_tokenizer(found.record.tokenizer, cache_dir, found.folder)

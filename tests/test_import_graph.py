@@ -32,7 +32,7 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
     {"compiler"},
     {"engine"},
     {"compile_process", "planned_deployment", "start_record"},
-    {"deployment", "parallel_compile", "start_recorder"},
+    {"deployment", "parallel_compile", "record_lookup", "start_recorder"},
     {"eager_start"},
     {"packaged_start", "pipeline"},
     {"start"},

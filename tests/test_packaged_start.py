@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import tcdeploy
 from tcdeploy import deployment as deployment_module
-from tcdeploy import packaged_start, pipeline
+from tcdeploy import packaged_start, pipeline, record_lookup
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.folder import make_private_folder
 from tcdeploy.cache.manifest import manifest_path, read_manifest, read_manifests, write_manifest
@@ -304,8 +304,8 @@ def test_steps_may_run_while_the_weights_are_read(cache: str, monkeypatch: pytes
 def test_without_transformers_an_error_says_why_the_packages_are_not_used(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packaged_start, "is_installed", lambda name: name != "transformers")
-    monkeypatch.setattr(packaged_start, "changed_sources", lambda digests: ["modeling_llama.py"])
+    hide_transformers(monkeypatch)
+    monkeypatch.setattr(record_lookup, "changed_sources", lambda digests: ["modeling_llama.py"])
     with pytest.raises(UsageError, match="modeling_llama.py of transformers has changed") as changed:
         start(cache)
     assert "the flags that the packages were made with" in changed.value.hint
@@ -313,11 +313,17 @@ def test_without_transformers_an_error_says_why_the_packages_are_not_used(
         start(str(tmp_path))
 
 
+def hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were not installed."""
+    for module in (packaged_start, record_lookup):
+        monkeypatch.setattr(module, "is_installed", lambda name: name != "transformers")
+
+
 def start_without_transformers(
     cache_dir: str, monkeypatch: pytest.MonkeyPatch, needs_tokenizer: bool = False, **changes: Any
 ) -> None:
     """`changes`: fields of the recipe."""
-    monkeypatch.setattr(packaged_start, "is_installed", lambda name: name != "transformers")
+    hide_transformers(monkeypatch)
     recipe = dataclasses.replace(aot_recipe(cache_dir), **changes)
     packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=needs_tokenizer)
 
@@ -330,13 +336,13 @@ def rewrite_records(folder: str, **changes: Any) -> None:
 
 def change_factors(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], files: dict[str, str]) -> None:
     """Those of this start. A record's name contains a hash of them, so it is not found by its name any more."""
-    factors = packaged_start.require_start_factors
+    factors = record_lookup.require_start_factors
 
     def changed_factors(*arguments: Any) -> StartFactors:
         found = factors(*arguments)
         return dataclasses.replace(found, versions=found.versions | versions, files=found.files | files)
 
-    monkeypatch.setattr(packaged_start, "require_start_factors", changed_factors)
+    monkeypatch.setattr(record_lookup, "require_start_factors", changed_factors)
 
 
 @pytest.mark.parametrize(
@@ -421,10 +427,10 @@ def test_without_transformers_packages_of_another_machine_are_a_mismatch(
     own_cache: str, has_record: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record's name contains versions, so one of other versions is not found. Then the manifests say what differs."""
-    here = packaged_start.detect_environment()
+    here = record_lookup.detect_environment()
     changed = dataclasses.replace(here, **({"cpu": "another"} if has_record else {"python": f"{here.python}9"}))
-    monkeypatch.setattr(packaged_start, "detect_environment", lambda: changed)
-    monkeypatch.setattr(packaged_start, "is_installed", lambda name: name != "transformers")
+    monkeypatch.setattr(record_lookup, "detect_environment", lambda: changed)
+    hide_transformers(monkeypatch)
     if not has_record:
         [record] = Path(own_cache, "aot").glob("start-*.json")
         record.rename(record.with_name(f"start-{'0' * 16}-{'0' * 16}.json"))
@@ -525,8 +531,8 @@ def test_packages_of_another_machine_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    here = packaged_start.detect_environment()
-    monkeypatch.setattr(packaged_start, "detect_environment", lambda: dataclasses.replace(here, **changes))
+    here = record_lookup.detect_environment()
+    monkeypatch.setattr(record_lookup, "detect_environment", lambda: dataclasses.replace(here, **changes))
     with caplog.at_level(logging.WARNING):
         assert start(cache) is None
     assert reason.format(**dataclasses.asdict(here)) in caplog.text

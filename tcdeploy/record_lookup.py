@@ -1,0 +1,151 @@
+"""Looks for the start record of a recipe (start_record.py), and says why none fits."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+from tcdeploy.cache.compatibility import HINT as MISMATCH_HINT
+from tcdeploy.cache.compatibility import assume_recorded, environment_mismatch, join_differences
+from tcdeploy.cache.manifest import manifest_path, plan_keys, read_manifest
+from tcdeploy.errors import IntegrityError, MismatchError
+from tcdeploy.models.executed_sources import changed_sources
+from tcdeploy.models.location import local_folder
+from tcdeploy.planning.environment import Environment, detect_environment
+from tcdeploy.planning.extras import is_installed
+from tcdeploy.planning.plan import Plan, decide_cache_dir, make_plan
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start_factors import (
+    NoStartRecordError,
+    StartDifferences,
+    StartFactors,
+    compare_factors,
+    require_start_factors,
+)
+from tcdeploy.start_record import (
+    WITH_TOKENIZER,
+    WITHOUT_TOKENIZER,
+    StartRecord,
+    compiler_variables,
+    find_records,
+    parse_factors,
+    parse_record,
+)
+
+
+class FoundRecord(NamedTuple):
+    """A record that fits this machine and model."""
+
+    record: StartRecord
+    path: str  # in the cache folder
+    text: str
+    folder: Path  # of the model's files
+    environment: Environment
+    plan: Plan
+
+
+class DoesNotFit(Exception):  # noqa: N818 - not an error: another start follows
+    """Why the packages cannot be used."""
+
+
+def find_record(recipe: Recipe, needs_tokenizer: bool) -> FoundRecord | None:
+    """Look for a record of this recipe. Returns None if there is none.
+
+    Raises DoesNotFit if there are records, but none can be used, and MismatchError if that is because of the hardware,
+    versions or tcdeploy's source files.
+    """
+    folder = local_folder(recipe.model, recipe.revision)
+    try:
+        factors = require_start_factors(recipe, folder)
+    except NoStartRecordError as error:
+        if is_installed("transformers"):  # a start with transformers says what is wrong
+            return None
+        raise DoesNotFit(str(error)) from error
+    assert folder is not None
+    environment = detect_environment()
+    cache_dir = decide_cache_dir(recipe, environment)
+    reasons: list[DoesNotFit | MismatchError] = []
+    for path, text in find_records(cache_dir, factors.key):
+        try:
+            record = parse_record(text)
+        except (ValueError, KeyError, TypeError) as error:
+            reasons.append(DoesNotFit(f"{path} cannot be read: {error}"))
+            continue
+        if not manifest_path(cache_dir, record.plan_key).is_file():  # the plan was removed
+            continue
+        if defaults_name(needs_tokenizer) not in record.decisions:
+            reasons.append(DoesNotFit(f"{path} has no tokenizer, because none could be loaded when it was written"))
+            continue
+        assumed = assume_recorded(environment, record)
+        plan = make_plan(recipe, assumed, record.architecture, record.decisions[defaults_name(needs_tokenizer)])
+        if reason := _mismatch(record, assumed, plan, cache_dir):
+            reasons.append(reason)
+        else:
+            return FoundRecord(record, path, text, folder, assumed, plan)
+    if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
+        reason = environment_mismatch(cache_dir, plan_keys(cache_dir), environment, recipe.model)
+        reason = reason or _factor_mismatch(cache_dir, factors, environment, recipe.model)
+        reasons += [reason] if reason is not None else []
+    if reasons:
+        raise reasons[0]
+    return None
+
+
+def _factor_mismatch(
+    cache_dir: str, here: StartFactors, environment: Environment, model: str
+) -> DoesNotFit | MismatchError | None:
+    """An error that names how this start differs from the most similar record of the model; None if there is none.
+
+    A record is compared if its plan has a manifest and was made for this hardware, and if the model's name or one of
+    its files is equal. MismatchError if a version or a source file of tcdeploy differs, otherwise DoesNotFit.
+    """
+    compared: list[StartDifferences] = []
+    foreign = ""
+    for path, text in find_records(cache_dir):
+        with contextlib.suppress(
+            IntegrityError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+        ):
+            plan_key, there = parse_factors(text)
+            manifest = read_manifest(manifest_path(cache_dir, plan_key))
+            if manifest is None or environment_mismatch(cache_dir, [plan_key], environment):
+                continue
+            has_name = manifest.plan["model"] == model
+            if there is None and has_name:
+                foreign = path
+            elif there is not None and (has_name or there.files.items() & here.files.items()):
+                compared.append(compare_factors(here, there))
+    # Versions first: a start can have other flags, but not other versions than those that are installed.
+    by_similarity = sorted(compared, key=lambda found: (len(found.environment), len(found.flags_and_files)))
+    for found in by_similarity:
+        if texts := found.texts():
+            text = f"the packages in {cache_dir} were made with {join_differences(texts)}"
+            return MismatchError(text, MISMATCH_HINT) if found.environment else DoesNotFit(text)
+    if foreign:
+        return MismatchError(f"{foreign} in {cache_dir} was written by another version of tcdeploy", MISMATCH_HINT)
+    return None
+
+
+def defaults_name(needs_tokenizer: bool) -> str:
+    return WITH_TOKENIZER if needs_tokenizer else WITHOUT_TOKENIZER
+
+
+def _mismatch(
+    record: StartRecord, environment: Environment, plan: Plan, cache_dir: str
+) -> DoesNotFit | MismatchError | None:
+    """Why the record does not fit; None if it does."""
+    if environment.transformers != record.transformers:
+        installed = environment.transformers
+        return DoesNotFit(
+            f"the packages were made with transformers {record.transformers}, and {installed} is installed"
+        )
+    if changed := changed_sources(record.sources):
+        return DoesNotFit(f"{changed[0]} of transformers has changed since the packages were made")
+    for name, value in compiler_variables().items():  # one that is unset now had its effect on the packages
+        if record.variables.get(name) != value:
+            return DoesNotFit(f"the packages were made with another value of {name}")
+    if plan.key != record.plan_key:
+        return environment_mismatch(cache_dir, [record.plan_key], environment) or DoesNotFit(
+            "the packages belong to another plan; `tcdeploy cache why` names what differs on this machine"
+        )
+    return None
