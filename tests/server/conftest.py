@@ -39,6 +39,7 @@ class ServerProcess:
     process: subprocess.Popen[str] | ForkedProcess
     address: str
     stderr: list[str]  # lines so far
+    listener: threading.Thread  # adds them
 
     @cached_property
     def client(self) -> openai.OpenAI:
@@ -61,7 +62,7 @@ class ServerProcess:
 
     def _metric_lines(self) -> list[str]:
         """The lines of /metrics. Loading certificates, which `verify=False` avoids, would take 30 ms per request."""
-        return httpx.get(f"{self.address}/metrics", verify=False).text.splitlines()
+        return httpx.get(f"{self.address}/metrics", verify=False, timeout=60).text.splitlines()
 
     @property
     def resident_bytes(self) -> int:
@@ -74,6 +75,12 @@ class ServerProcess:
         connection = socket.create_connection((host, int(port)), timeout=60)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
+
+    def wait(self, timeout: float) -> int:
+        """Wait until the process has ended and `stderr` has all of its lines. Returns the exit code."""
+        code = self.process.wait(timeout)
+        self.listener.join(timeout)
+        return code
 
     def wait_until_idle(self, seconds: float) -> float:
         """Wait at most `seconds` until no request runs and no KV block is in use. Returns the seconds waited."""
@@ -136,7 +143,7 @@ def serving(
     try:
         ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
         assert ready is not None, "".join(stderr)
-        yield ServerProcess(process, ready.split()[1], stderr)
+        yield ServerProcess(process, ready.split()[1], stderr, listener)
     finally:
         with contextlib.suppress(ProcessLookupError):
             if process.poll() is None:

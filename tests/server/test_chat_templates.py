@@ -62,13 +62,13 @@ def test_an_endless_template_is_a_400_and_does_not_block_the_event_loop(
             before = time.monotonic()
             await asyncio.sleep(0.01)
             longest = max(longest, time.monotonic() - before)
-        with pytest.raises(ApiError, match="it did not finish within 1 s") as rejection:
+        with pytest.raises(ApiError, match="it did not finish within 3 s") as rejection:
             await request
         assert rejection.value.status == 400
         return longest
 
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 1.0)
-    assert asyncio.run(longest_block_s()) < 0.9, "a render on the event loop blocks it until the time limit"
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 3.0)
+    assert asyncio.run(longest_block_s()) < 2.7, "a render on the event loop blocks it until the time limit"
 
 
 @pytest.mark.parametrize(

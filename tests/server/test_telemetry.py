@@ -182,7 +182,7 @@ def test_a_server_exports_its_requests_and_logs_prompts_if_asked(
         headers = {"traceparent": TRACEPARENT, "x-request-id": "mine"}
         httpx.post(f"{server.address}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
         os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(30) == 0
+        assert server.wait(30) == 0
         [line] = [line for line in server.stderr if '"mine"' in line]
     [span] = collector.spans
     attributes = values_of(span.attributes)

@@ -95,6 +95,12 @@ async def request_group(engine: FakeEngine, switches: HotPath = HotPath()) -> As
     assert worker.failure is None and not worker._thread.is_alive()
 
 
+async def wait_until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):  # on a busy machine
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 async def collect_tokens(group: RequestGroup) -> list[int]:
     token_ids = []
     async for arrived in group.tokens():
@@ -125,12 +131,15 @@ def test_a_request_that_arrives_before_the_next_launch_is_due_takes_part_in_that
 
     async def run() -> None:
         async with request_group(engine, HotPath(delayed_launch=delayed_launch)) as first:
-            due = engine.launch_due = time.perf_counter() + 1.0
+            due = engine.launch_due = time.perf_counter() + 2.0
             worker = first._worker
             worker.submit(PendingRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
-            await asyncio.sleep(0.3)
+            if delayed_launch:
+                await asyncio.sleep(0.3)
+            else:
+                await wait_until(lambda: engine.started_at)
             worker.submit(PendingRequest(1, [8], SamplingParams(max_new_tokens=3), lambda *_: None))
-            await asyncio.sleep(max(0.0, due + 0.2 - time.perf_counter()))
+            await wait_until(lambda: engine.started_at)
             begun, num_open = engine.started_at[0]
             assert (begun >= due, num_open) == ((True, 2) if delayed_launch else (False, 1))
 
@@ -161,8 +170,7 @@ def test_a_closed_group_is_freed_without_a_garbage_collection() -> None:
             other.close()
             is_alive = weakref.ref(other)
             del other
-            await asyncio.sleep(0.05)  # the engine thread handles the cancellation
-            assert is_alive() is None
+            await wait_until(lambda: is_alive() is None)  # the engine thread handles the cancellation
 
     gc.disable()
     try:
@@ -219,29 +227,40 @@ def test_start_gives_up_after_the_longest_wait_and_a_late_launch_wakes_no_reader
 
 
 def test_graphs_are_captured_while_no_request_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 0.02)
+    """Once the request is submitted, no idle time has to pass before a capture: only an open request prevents it."""
+    monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 60.0)
 
-    async def run() -> tuple[int, int]:
-        engine = FakeEngine()
-        engine.graphs_left = 3
+    while_open: list[int] = []  # graphs left at each step
+
+    class EngineWithGraphs(FakeEngine):
+        def submit(self, prompt: list[int], params: SamplingParams, group: int | None) -> int:
+            monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 0.0)
+            return super().submit(prompt, params, group)
+
+        def step(self) -> list[NewToken]:
+            while_open.append(self.graphs_left)
+            return super().step()
+
+    engine = EngineWithGraphs()
+    engine.graphs_left = 3
+
+    async def run() -> None:
         async with request_group(engine) as group:
-            engine.steps = threading.Semaphore(0)  # the request stays open
-            started = asyncio.create_task(group.start())
-            await asyncio.sleep(0.3)
-            while_open = engine.graphs_left
-            engine.steps.release(100)
             async with asyncio.timeout(30):
-                await started
+                await group.start()
                 await collect_tokens(group)
-            await asyncio.sleep(0.5)
-        return while_open, engine.graphs_left
+            await wait_until(lambda: engine.graphs_left <= 0)
+            await asyncio.sleep(0.1)
 
-    while_open, at_end = asyncio.run(run())
-    assert while_open > 0 and at_end == 0, "none while a request is open, and it stops when none is left"
+    asyncio.run(run())
+    assert (while_open, engine.graphs_left) == ([3] * 4, 0), "and it stops when none is left"
 
 
-def run_requests(engine: FakeEngine, gaps: tuple[float, ...]) -> list[float]:
-    """Run requests one after another, each after a pause of `gaps` seconds. Returns the time at which each was sent."""
+def run_requests(engine: FakeEngine, gaps: tuple[float, ...], until: Callable[[], Any] = lambda: False) -> list[float]:
+    """Run requests one after another, each after a pause of `gaps` seconds, or until `until` is true.
+
+    Returns the time at which each was sent.
+    """
     sent_at: list[float] = []
     engine.steps = threading.Semaphore(4 * len(gaps))
 
@@ -254,6 +273,8 @@ def run_requests(engine: FakeEngine, gaps: tuple[float, ...]) -> list[float]:
                 async with asyncio.timeout(30):
                     await group.start()
                     await collect_tokens(group)
+                if until():
+                    break
 
     asyncio.run(run())
     return sent_at
@@ -279,12 +300,13 @@ def test_a_graph_that_is_not_wanted_is_not_captured_under_load(monkeypatch: pyte
 
 def test_after_an_idle_time_the_interval_begins_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "CAPTURE_INTERVAL_S", 1.0)
-    monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 0.1)
+    monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 0.4)
     engine = FakeEngine()
     engine.wants_graph = True
     run_requests(engine, (0.5, 0.5, 0.5))
     assert not engine.captured_at, "each request follows an idle time, when graphs could be captured"
-    sent_at = run_requests(engine, (0.5, *(0.02,) * 70))
+    # The load lasts until it had no gap of CAPTURE_AFTER_IDLE_S for a whole interval, which a busy machine may delay.
+    sent_at = run_requests(engine, (0.5, *(0.02,) * 3000), until=lambda: engine.captured_at)
     assert engine.captured_at[0] >= sent_at[0] + 1.0
 
 
@@ -381,16 +403,18 @@ class BusyEngine(FakeEngine):
 async def run_swaps(engine: FakeEngine, swaps: Any, finish: Callable[[], None] = lambda: None) -> list[float]:
     """Replace all buckets, call `finish`, and return the times at which the worker reported a warm server."""
     reports: list[float] = []
+
+    def report() -> None:
+        reports.append(time.monotonic())
+        engine.graphs_left = 3  # before each capture, the worker could report again
+
     async with request_group(engine) as group:
         worker = group._worker
-        worker._inbox.put(lambda _: worker.start_swaps(swaps, lambda: reports.append(time.monotonic())))
-        deadline = time.monotonic() + 10
-        while swaps.left:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+        worker._inbox.put(lambda _: worker.start_swaps(swaps, report))
+        await wait_until(lambda: not swaps.left)
         await asyncio.sleep(0.1)
         finish()
-        await asyncio.sleep(0.4)
+        await wait_until(lambda: reports and (not engine.graphs_left or len(reports) > 1))
     return reports
 
 
@@ -402,8 +426,8 @@ def test_under_load_requests_have_at_least_half_of_the_time_between_swaps() -> N
     engine, swaps, ended = BusyEngine(), FakeSwaps(), []
 
     def finish() -> None:
-        engine.is_busy = False
         ended.append(time.monotonic())
+        engine.is_busy = False
 
     reports = asyncio.run(run_swaps(engine, swaps, finish))
     assert all(gap >= 0.05 for gap in gaps(swaps)), gaps(swaps)
