@@ -16,6 +16,7 @@ import httpx
 
 from tests.conftest import TINY, TINY_FLAGS, RunCLI
 from tests.fork_server import ForkServer
+from tests.ports import free_port
 from tests.server.conftest import FLAGS, SMALL_SEND_BUFFERS, raw_post, start_cli
 from tests.server.test_faults import CHAT, LONG, QUESTION, events, open_streams
 
@@ -92,8 +93,7 @@ def test_a_client_that_does_not_read_loses_its_connection(serve: Callable[..., A
 
 
 def test_sigterm_while_loading_exits_with_0(tmp_path: Path, warm_cache: Path, fork_server: ForkServer) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = ("serve", TINY, *TINY_FLAGS, "--port", str(port), "--cache-dir", str(warm_cache))
     process = start_cli(tmp_path, *arguments, fork_server=fork_server, script=SLOW_START)
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
