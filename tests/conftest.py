@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -75,6 +76,8 @@ LONG_FILES = (
 )  # fmt: skip
 
 relax_gc_for_startup()  # as the CLI does
+# A shell ignores SIGINT in the commands that it runs in the background, and so would all processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
