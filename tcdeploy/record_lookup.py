@@ -1,4 +1,9 @@
-"""Looks for the start record of a recipe (start_record.py), and says why none fits."""
+"""Looks for the start record of a recipe (start_record.py), and says why none fits.
+
+Records with the key of this start (start_factors.py) are compared with the machine, the installed packages and the
+variables. If there is none and transformers is not installed, the plans and the other records of the cache folder are
+read, so that the error names what they were made with.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +55,10 @@ class DoesNotFit(Exception):  # noqa: N818 - not an error: another start follows
 
 
 def find_record(recipe: Recipe, needs_tokenizer: bool) -> FoundRecord | None:
-    """Look for a record of this recipe. Returns None if there is none.
+    """The newest record of this recipe that can be used on this machine; None if the cache folder has no record.
 
-    Raises DoesNotFit if there are records, but none can be used, and MismatchError if that is because of the hardware,
-    versions or tcdeploy's source files.
+    Raises DoesNotFit if records exist but cannot be used, and MismatchError if the hardware, versions or tcdeploy's
+    source files are the reason.
     """
     folder = local_folder(recipe.model, recipe.revision)
     try:
@@ -95,38 +100,40 @@ def find_record(recipe: Recipe, needs_tokenizer: bool) -> FoundRecord | None:
 def _factor_mismatch(
     cache_dir: str, here: StartFactors, environment: Environment, model: str
 ) -> DoesNotFit | MismatchError | None:
-    """An error that names how this start differs from the most similar record of the model; None if there is none.
+    """An error that names how this start differs from the most similar record; None if no record can be compared.
 
     A record is compared if its plan has a manifest and was made for this hardware, and if the model's name or one of
     its files is equal. MismatchError if a version or a source file of tcdeploy differs, otherwise DoesNotFit.
     """
     compared: list[StartDifferences] = []
-    foreign = ""
+    path_of_other_version = ""
     for path, text in find_records(cache_dir):
         with contextlib.suppress(
             IntegrityError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
         ):
-            plan_key, there = parse_factors(text)
+            plan_key, recorded = parse_factors(text)
             manifest = read_manifest(manifest_path(cache_dir, plan_key))
             if manifest is None or environment_mismatch(cache_dir, [plan_key], environment):
                 continue
             has_name = manifest.plan["model"] == model
-            if there is None and has_name:
-                foreign = path
-            elif there is not None and (has_name or there.files.items() & here.files.items()):
-                compared.append(compare_factors(here, there))
+            if recorded is None and has_name:
+                path_of_other_version = path
+            elif recorded is not None and (has_name or recorded.files.items() & here.files.items()):
+                compared.append(compare_factors(here, recorded))
     # Versions first: a start can have other flags, but not other versions than those that are installed.
     by_similarity = sorted(compared, key=lambda found: (len(found.environment), len(found.flags_and_files)))
     for found in by_similarity:
         if texts := found.texts():
             text = f"the packages in {cache_dir} were made with {join_differences(texts)}"
             return MismatchError(text, MISMATCH_HINT) if found.environment else DoesNotFit(text)
-    if foreign:
-        return MismatchError(f"{foreign} in {cache_dir} was written by another version of tcdeploy", MISMATCH_HINT)
+    if path_of_other_version:
+        text = f"{path_of_other_version} in {cache_dir} was written by another version of tcdeploy"
+        return MismatchError(text, MISMATCH_HINT)
     return None
 
 
 def defaults_name(needs_tokenizer: bool) -> str:
+    """The name of the entry of a record's `defaults` and `decisions` that a start uses."""
     return WITH_TOKENIZER if needs_tokenizer else WITHOUT_TOKENIZER
 
 

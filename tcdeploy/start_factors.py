@@ -31,7 +31,9 @@ IGNORED_FIELDS = {"model", "revision", "cache_dir", "on_bad_cache", "trust_cache
 
 @dataclass(frozen=True)
 class StartFactors:
-    """All values are of JSON's types, so that factors that were read from a file compare equal.
+    """What identifies a start.
+
+    All values are of JSON's types, so that factors that were read from a file compare equal.
 
     recipe: without the ignored fields.
     versions: of Python, tcdeploy, tokenizers and torch.

@@ -163,7 +163,7 @@ def test_workers_end_with_the_first_process(number: signal.Signals, fork_server:
         pytest.skip("needs the fork server")
     arguments = ("warm", TINY, *TINY_FLAGS, "--cache-dir", str(tmp_path / "cache"))
     process = fork_server.popen(*arguments, environ=environ, script=TWO_WORKERS)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 60
     while len(workers := compile_workers(process.pid)) < 2:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)

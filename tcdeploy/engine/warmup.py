@@ -73,8 +73,7 @@ def prepare_buckets(
 
     For a start from packages, while the weights are read: the results of the steps are ignored, but the weights must be
     finite. `warm_buckets` then checks the buckets. `before_captures` is called between the runs and the captures. The
-    KV cache contains arbitrary values afterwards. Raises as
-    `PackagedForward`, and CompileError.
+    KV cache contains arbitrary values afterwards. Raises as `PackagedForward`, and CompileError.
     """
     prepared: dict[Bucket, CompiledVariant] = {}
     with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():

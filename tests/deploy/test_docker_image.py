@@ -244,7 +244,7 @@ def check_server(container: Container, port: str, server: subprocess.Popen[str])
     main = child_of(server)
     assert set(main.uids()) == {UID}
     main.send_signal(signal.SIGTERM)
-    server.communicate(timeout=180)
+    server.communicate(timeout=30)
     assert server.returncode == 0, errors_in(container)
     modules = imported(container.log.read_text())
     assert "tcdeploy.packaged_start" in modules and "transformers" not in modules and "torch._inductor" not in modules
@@ -308,7 +308,7 @@ class Pod:
         path = environ.pop("PATH").replace("$PATH", "/usr/bin:/bin")
         command = [translate(self.container, argument) for argument in self.init["command"]]
         running = self.container.start("/usr/bin/env", f"PATH={path}", *command, **environ)
-        running.communicate(timeout=180)
+        running.communicate(timeout=60)
         return int(running.returncode)
 
     @property
@@ -360,7 +360,7 @@ def test_the_server_refuses_a_bundle_of_another_gpu(pod: Pod, bundle: Bundle) ->
     """The init container has no GPU to compare."""
     assert pod.run_init_container(bundle.refused("of another GPU")) == 0, errors_in(pod.container)
     server = start_server(pod.container, "serve", str(free_port()), **pod.server_settings)
-    server.communicate(timeout=180)
+    server.communicate(timeout=60)
     print(errors_in(pod.container))
     *_, error, hint = pod.termination_message()
     assert server.returncode == 3, errors_in(pod.container)

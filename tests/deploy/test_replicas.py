@@ -108,21 +108,16 @@ class Service:
             assert time.monotonic() < deadline, "the pod is not ready"
             time.sleep(self.PROBE_S)
 
-    def wait_until_unused(self, server: ServerProcess) -> None:
-        """Until the pod has no route and no request that was routed to it."""
-        deadline = time.monotonic() + 60
-        while True:
-            with self._lock:
-                if server.address not in self._routes and not self._sending[server.address]:
-                    return
-            assert time.monotonic() < deadline, "the pod is still in use"
-            time.sleep(0.02)
+    @property
+    def routes(self) -> list[str]:
+        now = time.monotonic()
+        return [address for address in self._routes if now < self._deleted[address]]
 
     @contextlib.contextmanager
     def request(self) -> Iterator[str]:
         """The address for a request that is sent in the block."""
         with self._lock:
-            routes = self._routes
+            routes = self.routes
             address = routes[next(self._turn) % len(routes)]
             self._sending[address] += 1
         try:
@@ -130,6 +125,15 @@ class Service:
         finally:
             with self._lock:
                 self._sending[address] -= 1
+
+    def wait_until_answered(self, server: ServerProcess) -> None:
+        """Until each request that was routed to the pod has its response. No more may be routed to it."""
+        with self._lock:
+            assert server.address not in self.routes
+        deadline = time.monotonic() + 60
+        while self._sending[server.address]:
+            assert time.monotonic() < deadline, "a request has no response"
+            time.sleep(0.02)
 
     def _probe_forever(self) -> None:
         while not self._stopped.wait(self.PROBE_S):
@@ -141,7 +145,7 @@ class Service:
 
 def is_ready(address: str) -> bool:
     try:
-        return httpx.get(f"{address}/ready", timeout=10, verify=False).status_code == 200
+        return httpx.get(f"{address}/ready", timeout=1, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -183,11 +187,11 @@ def replace_replica(serve: Callable[..., Any], pre_stop_s: float) -> tuple[str, 
             new = later.enter_context(serve())
             service.add_pod(new)
             service.wait_until_routed(new)
-            [stream] = open_streams(old, 1)
+            [stream] = open_streams(old, 1)  # 900 tokens: it still runs at SIGTERM
             service.delete_pod(old)
             if pre_stop_s:
                 time.sleep(pre_stop_s)
-                service.wait_until_unused(old)
+                service.wait_until_answered(old)  # a client of this busy process may send long after it was routed
             old.process.send_signal(signal.SIGTERM)
             *_, last, done = events(stream)
             assert done == "[DONE]" and last["choices"][0]["finish_reason"] == "length"

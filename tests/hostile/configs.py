@@ -32,7 +32,7 @@ from tests.model_families import SHAPE_ONLY, SUPPORTED, UNSUPPORTED
 
 DEFAULT_COUNT = 1000
 TIME_LIMIT_S = 60
-MEMORY_LIMIT_BYTES = 4 << 30  # of addresses, besides those that a fork has when it starts
+MEMORY_LIMIT_BYTES = 3 << 30  # of addresses, besides those that a fork has when it starts
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 2**15, 2**31, 2**63, 10**30, -(2**40), 0.0, 0.5, -1.5, 1e300, float("nan"),
     float("inf"), "", "x", "auto", "float16", "int8", "../../etc/passwd", "a" * 5000, [], [1], ["x"], [None] * 9,

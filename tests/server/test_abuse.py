@@ -91,7 +91,7 @@ def check_mutated_requests(server: ServerProcess) -> None:
     before = server.resident_bytes
     asyncio.run(all_clients())
     assert sum(statuses.values()) == len(mutated) and statuses[200] > 100 and statuses[400] > 1000, statuses
-    assert server.wait_until_idle(30) < 30
+    assert server.wait_until_idle(5) < 5
     assert server.resident_bytes - before < MUTATED_GROWTH_BYTES, f"{server.resident_bytes - before >> 20} MiB"
     assert httpx.post(server.address + CHAT, json=BODIES[0][1]).status_code == 200
     assert server.metric("recompiles_total") == 0
@@ -300,6 +300,6 @@ def test_a_later_request_does_not_wait_for_two_requests_with_128_choices(serve: 
             assert b" 200 " in second.recv(4096)
             start = time.monotonic()
             response = httpx.post(server.address + COMPLETIONS, json={"prompt": [5, 6], "max_tokens": 8}, timeout=60)
-            assert response.status_code == 200 and time.monotonic() - start < 20
+            assert response.status_code == 200 and time.monotonic() - start < 5
             assert server.metric("num_requests_waiting") > 200, "the others still wait"
-        assert server.wait_until_idle(30) < 30
+        assert server.wait_until_idle(5) < 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import socket
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.fork_server import ForkServer
@@ -43,16 +41,6 @@ def open_streams(server: ServerProcess, count: int, **fields: Any) -> list[Any]:
     return streams
 
 
-def wait_until_draining(server: ServerProcess) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.TransportError):  # a signal closes connections without a complete request
-            if httpx.get(f"{server.address}/ready", verify=False, timeout=60).status_code == 503:
-                return
-        time.sleep(0.02)
-    raise AssertionError("the server does not drain")
-
-
 def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(serve: Callable[..., Any]) -> None:
     """Uses the median of the rejections and the best of three pairs of rates, or six: other tests use the CPU too."""
     with serve("--max-queued", "1") as server:
@@ -72,7 +60,7 @@ def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(ser
             return (server.metric("generation_tokens_total") - before) / (time.perf_counter() - begin)
 
         rates: list[tuple[float, float]] = []
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client() as client:
             while len(rates) < 3 or (len(rates) < 6 and not any(busy > quiet / 2 for quiet, busy in rates)):
                 streams = open_streams(server, 5)  # four run, one waits
                 time.sleep(0.3)
@@ -81,7 +69,7 @@ def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(ser
                 assert server.metric("num_requests_running") == 4, "the streams still run"
                 for response in streams:
                     response.close()
-                assert server.wait_until_idle(30) < 30
+                assert server.wait_until_idle(10) < 10
         assert statistics.median(seconds) < 0.05
         assert any(busy > quiet / 2 for quiet, busy in rates), rates
         assert server.metric("admission_rejections_total", reason="queue_full") == 33 * len(rates)
@@ -92,18 +80,19 @@ def test_sigterm_lets_running_requests_finish_and_rejects_new_ones(serve: Callab
     with serve("--drain-timeout", "60") as server:
         [running] = open_streams(server, 1)
         server.process.send_signal(signal.SIGTERM)
-        wait_until_draining(server)
+        time.sleep(0.2)
+        assert httpx.get(f"{server.address}/ready").status_code == 503
         rejected = httpx.post(server.address + CHAT, json={"messages": QUESTION})
         assert (rejected.status_code, rejected.json()["error"]["code"]) == (503, "draining")
         *_, last, done = events(running)
         assert done == "[DONE]" and last["choices"][0]["finish_reason"] == "length"
-        assert server.process.wait(timeout=30) == 0
+        assert server.process.wait(timeout=10) == 0
 
 
 def test_sigterm_closes_idle_connections_and_others_after_their_response(serve: Callable[..., Any]) -> None:
     """A client behind a load balancer then opens a connection, to another replica."""
     with serve("--drain-timeout", "60") as server, server.connect() as idle, httpx.Client(timeout=60) as client:
-        idle.settimeout(30)
+        idle.settimeout(10)
         idle.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert idle.recv(4096).startswith(b"HTTP/1.1 200")
         [running] = open_streams(server, 1)
@@ -112,7 +101,7 @@ def test_sigterm_closes_idle_connections_and_others_after_their_response(serve: 
         rejected = client.post(server.address + CHAT, json={"messages": QUESTION})
         assert (rejected.status_code, rejected.headers["connection"]) == (503, "close")
         assert events(running)[-1] == "[DONE]"
-        assert server.process.wait(timeout=30) == 0
+        assert server.process.wait(timeout=10) == 0
 
 
 def test_a_request_over_the_drain_timeout_gets_an_error_event(serve: Callable[..., Any]) -> None:
@@ -121,16 +110,16 @@ def test_a_request_over_the_drain_timeout_gets_an_error_event(serve: Callable[..
         server.process.send_signal(signal.SIGTERM)
         *_, last, done = events(running)
         assert done == "[DONE]" and "shutting down" in last["error"]["message"]
-        assert server.process.wait(timeout=30) == 0
+        assert server.process.wait(timeout=10) == 0
 
 
 def test_a_second_sigterm_exits_at_once(serve: Callable[..., Any]) -> None:
     with serve("--drain-timeout", "60") as server:
         open_streams(server, 1)
         server.process.send_signal(signal.SIGTERM)
-        wait_until_draining(server)
+        time.sleep(0.2)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=30) != 0, "after one signal, it would be 0, at the end of the stream"
+        assert server.process.wait(timeout=2) != 0
 
 
 def test_a_client_that_does_not_read_is_dropped_and_others_are_served(serve: Callable[..., Any]) -> None:
@@ -142,7 +131,7 @@ def test_a_client_that_does_not_read_is_dropped_and_others_are_served(serve: Cal
             slow.connect((host, int(port)))
             slow.sendall(raw_post(CHAT, body))
             slow.recv(1)
-            other = httpx.post(server.address + CHAT, json={"messages": QUESTION, "max_tokens": 8}, timeout=60)
+            other = httpx.post(server.address + CHAT, json={"messages": QUESTION, "max_tokens": 8}, timeout=5)
             assert other.status_code == 200
             deadline = time.monotonic() + 30
             while server.metric("num_requests_running") and time.monotonic() < deadline:
@@ -155,16 +144,8 @@ def test_a_client_that_does_not_read_is_dropped_and_others_are_served(serve: Cal
         )
 
 
-def cpu_seconds(server: ServerProcess) -> float:
-    times = psutil.Process(server.process.pid).cpu_times()
-    return times.user + times.system
-
-
 def test_200_simultaneous_disconnects_free_everything_within_two_seconds(serve: Callable[..., Any]) -> None:
-    """Some requests have first tokens, some are in prefill, most are queued.
-
-    The seconds are CPU time of the server, which does not depend on what else uses the CPU.
-    """
+    """Some requests have first tokens, some are in prefill, most are queued."""
     with serve("--max-queued", "400") as server:
         body = json.dumps(
             {**LONG, "messages": [{"role": "user", "content": "long " * 100}], "max_tokens": 400}
@@ -174,17 +155,16 @@ def test_200_simultaneous_disconnects_free_everything_within_two_seconds(serve: 
             connection.sendall(raw_post(CHAT, body))
             if number < 3:
                 assert b"data: " in connection.recv(4096) + connection.recv(4096)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 10
         while server.metric("num_requests_running") + server.metric("num_requests_waiting") < 150:
             assert time.monotonic() < deadline, "most requests are running or queued by now"
             time.sleep(0.05)
-        before = cpu_seconds(server)
         for connection in connections:
             connection.close()
-        assert server.wait_until_idle(60) < 60
-        assert cpu_seconds(server) - before < 2
-        body = {"messages": QUESTION, "max_tokens": 2}
-        assert httpx.post(server.address + CHAT, json=body, timeout=20).status_code == 200
+        assert server.wait_until_idle(10) < 2
+        start = time.monotonic()
+        assert httpx.post(server.address + CHAT, json={"messages": QUESTION, "max_tokens": 2}).status_code == 200
+        assert time.monotonic() - start < 5
         assert server.metric("recompiles_total") == 0
 
 
@@ -202,14 +182,11 @@ def test_preemption_does_not_change_the_output(tmp_path: Path, warm_cache: Path,
             together = list(pool.map(lambda number: complete(server, number), range(6)))
         assert server.metric("num_preemptions_total") > 0
         assert together == alone
-        assert server.wait_until_idle(30) < 30 and server.metric("recompiles_total") == 0
+        assert server.wait_until_idle(2) < 2 and server.metric("recompiles_total") == 0
 
 
-# The server exits later than usual after its engine has died, so that the test sees the responses in between.
 ENGINE_DIES = """
 from tcdeploy.engine import engine
-from tcdeploy.server import run
-run.ERROR_DELIVERY_S = 5.0
 step = engine.Engine.step
 def dying(self):
     if any(len(item.token_ids) - item.prompt_length > 10 for item in self.scheduler.running):  # not in warm-up
@@ -227,8 +204,7 @@ def test_a_dead_engine_ends_streams_with_an_error_and_stops_the_process(serve: C
         def watch() -> None:
             while server.process.poll() is None:
                 try:
-                    response = httpx.get(f"{server.address}/health", verify=False, timeout=60)
-                    health.append((time.monotonic(), response.status_code))
+                    health.append((time.monotonic(), httpx.get(f"{server.address}/health").status_code))
                 except httpx.TransportError:
                     return
                 time.sleep(0.05)
@@ -238,10 +214,10 @@ def test_a_dead_engine_ends_streams_with_an_error_and_stops_the_process(serve: C
         *_, last, done = events(running)
         died = time.monotonic()
         assert done == "[DONE]" and "the device is gone" in last["error"]["message"]
-        assert server.process.wait(timeout=30) not in (0, None)
+        assert server.process.wait(timeout=10) not in (0, None)
         watcher.join()
         unhealthy = [when for when, status in health if status == 503]
-        assert unhealthy and unhealthy[0] - died < 4
+        assert unhealthy and unhealthy[0] - died < 1
 
 
 @pytest.mark.parametrize(

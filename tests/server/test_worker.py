@@ -435,7 +435,11 @@ def test_under_load_requests_have_at_least_half_of_the_time_between_swaps() -> N
 
 
 def test_an_idle_engine_replaces_one_bucket_after_another() -> None:
-    swaps = FakeSwaps(polls=2)
-    reports = asyncio.run(run_swaps(FakeEngine(), swaps))
-    assert min(gaps(swaps)) < 0.05, gaps(swaps)  # the smallest, because other tests use the CPU too
+    """In the best of three attempts, because other tests use the CPU too."""
+    for attempt in range(3):
+        swaps = FakeSwaps(polls=2)
+        reports = asyncio.run(run_swaps(FakeEngine(), swaps))
+        if all(gap < 0.05 for gap in gaps(swaps)):
+            break
+        assert attempt < 2, gaps(swaps)
     assert len(reports) == 1 and reports[0] > swaps.spans[-1][1]
