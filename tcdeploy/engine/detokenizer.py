@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.chat_template import render_chat
+from tcdeploy.models.conversation import render_conversation
 
 
 class IncrementalDetokenizer:
@@ -42,5 +42,5 @@ def chat_prompt(tokenizer: Any, message: str) -> list[int]:
 
     Raises ModelError if the template fails.
     """
-    text = render_chat(tokenizer, [{"role": "user", "content": message}], add_generation_prompt=True)
+    text = render_conversation(tokenizer, [{"role": "user", "content": message}], {"add_generation_prompt": True})
     return list(tokenizer(text, add_special_tokens=False).input_ids)

@@ -73,20 +73,6 @@ def read_chat_template(path: Path) -> ChatTemplate:
     return ChatTemplate(path, text)
 
 
-def replace_chat_template(tokenizer: Any, template: ChatTemplate) -> None:
-    """Set the tokenizer's template. Raises ModelError if it uses none, or if rendering a user message fails."""
-    if _renders_in_python(tokenizer):
-        raise ModelError(
-            f"{type(tokenizer).__name__} renders chats in Python, so it cannot use another chat template",
-            "remove --chat-template",
-        )
-    tokenizer.chat_template = template.text
-    try:
-        render_chat(tokenizer, [{"role": "user", "content": "Hi"}], add_generation_prompt=True)
-    except ModelError as error:
-        raise ModelError(f"{template.path}: {error.message}", TEMPLATE_HINT) from error
-
-
 def render_chat(
     tokenizer: Any,
     conversation: list[dict[str, Any]],
@@ -97,36 +83,52 @@ def render_chat(
 ) -> str:
     """The prompt of a conversation, as `tokenizer.apply_chat_template(..., tokenize=False)` returns it.
 
-    With `continue_final_message`, the prompt ends with the text of the final message, so that the model continues it.
-    Blocks until the text is rendered, so the event loop must call it in `render_pool`. Raises ModelError if the
-    template fails, exceeds a limit, or leaves out the end of a message that is to be continued.
+    Values of None are dropped from messages, as there.
     """
-    if _renders_in_python(tokenizer):
-        if continue_final_message:  # an argument that not every family has
-            template_kwargs["continue_final_message"] = True
+    messages = [{name: value for name, value in message.items() if value is not None} for message in conversation]
+    return render_messages(tokenizer, messages, template_kwargs, continues=continue_final_message)
+
+
+def render_messages(
+    tokenizer: Any, messages: list[dict[str, Any]], variables: dict[str, Any], *, continues: bool = False
+) -> str:
+    """The prompt of messages that are in the template's form. `variables`: of the template, `tools` included.
+
+    With `continues`, the prompt ends with the text of the final message, so that the model continues it. Blocks until
+    the text is rendered, so the event loop must call it in `render_pool`. Raises ModelError if the template fails,
+    exceeds a limit, or leaves out the end of a message that is to be continued.
+    """
+    if renders_in_python(tokenizer):
+        if continues:  # an argument that not every family has
+            variables = {**variables, "continue_final_message": True}
         try:
-            return str(tokenizer.apply_chat_template(conversation, tokenize=False, **template_kwargs))
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
         except Exception as error:  # code of the model family may raise anything
             raise ModelError(f"the chat template failed: {error}") from error
-    if continue_final_message:
-        conversation = _mark_end(conversation)
+    if continues:
+        messages = _mark_end(messages)
     try:
-        request = _make_request(tokenizer, conversation, template_kwargs)
+        request = _make_request(tokenizer, messages, variables)
     except (TypeError, ValueError, RecursionError) as error:  # no template; arguments not JSON, or nested too deep
         raise ModelError(f"the chat template cannot be used: {error}") from error
     reply = _process.exchange(request)
     if "text" in reply:
-        return _cut_at_mark(reply["text"]) if continue_final_message else str(reply["text"])
+        return _cut_at_mark(reply["text"]) if continues else str(reply["text"])
     location = "" if reply["line"] is None else f" in line {reply['line']}"
     raise ModelError(f"the chat template failed{location}: {reply['error']}", "check the messages and the template")
 
 
-def _mark_end(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _mark_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A copy whose final message ends with END_MARK."""
-    *others, final = conversation
-    if not isinstance(final.get("content"), str):
-        raise ModelError("the final message has no text to continue", "send continue_final_message: false")
-    return [*others, {**final, "content": final["content"] + END_MARK}]
+    *others, final = messages
+    match final.get("content"):
+        case str() as text:
+            content: Any = text + END_MARK
+        case [*parts, {"type": "text", "text": text}]:
+            content = [*parts, {"type": "text", "text": text + END_MARK}]
+        case _:
+            raise ModelError("the final message has no text to continue", "send continue_final_message: false")
+    return [*others, {**final, "content": content}]
 
 
 def _cut_at_mark(text: str) -> str:
@@ -146,7 +148,7 @@ def reserved_names(tokenizer: Any) -> Set[str]:
 
     Some have fields of their own in the API; the others could replace the messages or the template.
     """
-    if _renders_in_python(tokenizer):
+    if renders_in_python(tokenizer):
         return RESERVED_NAMES | inspect.signature(tokenizer.apply_chat_template).parameters.keys()
     return RESERVED_NAMES
 
@@ -156,7 +158,7 @@ def start_renderer() -> None:
     _process.start()
 
 
-def _renders_in_python(tokenizer: Any) -> bool:
+def renders_in_python(tokenizer: Any) -> bool:
     """Whether the model family overrides transformers' `apply_chat_template`, for example to use no template."""
     method = getattr(type(tokenizer), "apply_chat_template", None)
     if method is None:  # a StoredTokenizer
@@ -166,14 +168,13 @@ def _renders_in_python(tokenizer: Any) -> bool:
     return method is not PreTrainedTokenizerBase.apply_chat_template
 
 
-def _make_request(tokenizer: Any, conversation: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> bytes:
-    """What chat_template_process.py needs, as `apply_chat_template` selects it: values of None are dropped too."""
-    messages = [{name: value for name, value in message.items() if value is not None} for message in conversation]
+def _make_request(tokenizer: Any, messages: list[dict[str, Any]], variables: dict[str, Any]) -> bytes:
+    """What chat_template_process.py needs, as `apply_chat_template` selects it."""
     request = {
-        "template": tokenizer.get_chat_template(None, template_kwargs.get("tools")),
+        "template": tokenizer.get_chat_template(None, variables.get("tools")),
         "messages": messages,
         # Template variables override special tokens, as in `apply_chat_template`.
-        "variables": {**tokenizer.special_tokens_map, **template_kwargs},
+        "variables": {**tokenizer.special_tokens_map, **variables},
     }
     return json.dumps(request).encode()
 

@@ -17,9 +17,9 @@ from tcdeploy.server.messages_protocol import (
     MessagesRequest,
 )
 from tcdeploy.server.messages_translation import prompt_fields, to_chat_request
-from tcdeploy.server.protocol import TokenizeRequest
+from tcdeploy.server.protocol import ApiError, TokenizeRequest
 from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.unsupported_fields import check_unsupported_fields
+from tcdeploy.server.unsupported_fields import check_unsupported_fields, rename_error
 
 
 async def _translate(_: ServerState, __: Request, body: MessagesRequest) -> TranslatedRequest:
@@ -42,7 +42,10 @@ def messages_routes(state: ServerState) -> list[Route]:
             fields = await prompt_fields(body)
             if body.tool_choice is not None and body.tool_choice.type == "none":
                 fields["tools"] = None
-            ids = await tokenizer.tokenize(TokenizeRequest.model_construct(**fields))
+            try:
+                ids = await tokenizer.tokenize(TokenizeRequest.model_construct(**fields))
+            except ApiError as error:
+                raise rename_error(error, MESSAGES_FIELD_NAMES) from None
             return JSONResponse({"input_tokens": len(ids)})
 
     return [

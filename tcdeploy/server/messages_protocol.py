@@ -45,6 +45,7 @@ MESSAGES_INERT_VALUES: dict[str, tuple[Any, ...]] = {
     "max_completion_tokens": (), "reasoning_effort": (), "stream_options": (),
 }  # fmt: skip
 MESSAGES_FIELD_NAMES = {  # field of ChatRequest -> its name in this API
+    "messages": "messages",  # without the index of a message, which differs
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",

@@ -91,11 +91,10 @@ async def prompt_fields(body: MessagesPrompt) -> dict[str, Any]:
 
 
 async def _add_messages(turns: list[Turn], messages: list[MessageParam]) -> None:
-    names: dict[str, str] = {}  # the called tools, by call id
     num_blocks = 0
     for number, message in enumerate(messages):
         for index, block in enumerate(message.content):
-            _add_block(turns, message.role, block, names, f"messages[{number}].content[{index}]")
+            _add_block(turns, message.role, block, f"messages[{number}].content[{index}]")
         if not message.content:
             last_turn(turns, message.role)
         num_blocks += 1 + len(message.content)
@@ -104,7 +103,7 @@ async def _add_messages(turns: list[Turn], messages: list[MessageParam]) -> None
             await asyncio.sleep(0)
 
 
-def _add_block(turns: list[Turn], role: str, block: Block, names: dict[str, str], place: str) -> None:
+def _add_block(turns: list[Turn], role: str, block: Block, place: str) -> None:
     expected_role = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}.get(block.type, role)
     if role != expected_role:
         raise bad_request(f"{place}: a {block.type} block belongs to a message of the role {expected_role}", place)
@@ -114,12 +113,11 @@ def _add_block(turns: list[Turn], role: str, block: Block, names: dict[str, str]
         case ThinkingBlock():
             last_turn(turns, role).reasoning.append(block.thinking)
         case ToolUseBlock():
-            names[block.id] = block.name
             function = FunctionCall.model_construct(name=block.name, arguments="")
             call = ObjectToolCall.model_construct(id=block.id, function=function, arguments=block.input)
             last_turn(turns, role).calls.append(call)
         case ToolResultBlock():
-            turns.append(tool_turn(block.tool_use_id, _result_texts(block), names))
+            turns.append(tool_turn(block.tool_use_id, _result_texts(block)))
 
 
 def _result_texts(block: ToolResultBlock) -> list[str]:

@@ -10,7 +10,6 @@ request_parsing.py validates bodies with these schemas. Does not import torch.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -34,6 +33,8 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # text parts or tool calls in one message
+PART_SEPARATOR = "\n"  # between the text parts of one message, as in vLLM
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 MEDIA = {  # content parts of OpenAI's and vLLM's APIs, by type
     "image_url": "images", "input_image": "images", "image": "images", "image_pil": "images", "image_embeds": "images",
     "input_audio": "audio inputs", "audio_url": "audio inputs", "audio": "audio inputs",
@@ -203,8 +204,15 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(BaseModel):
-    type: Literal["text"]
+    """A text. The other types are those of the Responses API, which clients send in chats too."""
+
+    type: Literal["text", "input_text", "output_text"]
     text: StrictStr
+
+
+class RefusalPart(BaseModel):
+    type: Literal["refusal"]
+    text: StrictStr = Field(alias="refusal")
 
 
 class FunctionCall(BaseModel):
@@ -220,17 +228,8 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        """The call with parsed arguments, as chat templates expect. Raises ApiError unless they are a JSON object."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise bad_request(
-                f"the arguments of the call of {self.function.name:.80} are not a JSON object", "messages"
-            )
         call_id = {} if self.id is None else {"id": self.id}
-        return {**call_id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        return {**call_id, "type": self.type, "function": self.function.model_dump()}
 
 
 class Function(BaseModel):
@@ -285,19 +284,20 @@ def _check_parts(content: Any) -> Any:
     """
     for index, part in enumerate(content[:MAX_PARTS] if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
             name = MEDIA.get(kind)
             raise PydanticCustomError(
                 UNSUPPORTED_PART,
                 f"{name} are not supported by this server"
                 if name
-                else "content parts of this type are not supported by this server; the only type is text",
+                else f"content parts of this type are not supported by this server, only {', '.join(TEXT_PARTS)}",
                 {"path": f"[{index}]"},
             )
     return content
 
 
-Parts: TypeAlias = Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+Part: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Parts: TypeAlias = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class Message(BaseModel):
@@ -305,14 +305,24 @@ class Message(BaseModel):
 
     role: StrictStr
     content: Annotated[StrictStr | Parts | None, BeforeValidator(_check_parts)] = None
+    refusal: StrictStr | None = None  # of an assistant message without content
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    function_call: FunctionCall | None = None  # OpenAI's earlier form of a tool call
     tool_call_id: StrictStr | None = None
 
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return PART_SEPARATOR.join(part.text for part in self.content)
+        return self.content or self.refusal or ""
+
     def for_template(self) -> dict[str, Any]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
-        message = {**(self.model_extra or {}), "role": self.role, "content": content}
+        """The message with its content as text. models/template_form.py converts it to the template's form."""
+        message = {**(self.model_extra or {}), "role": self.role, "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.function_call is not None:
+            message["function_call"] = self.function_call.model_dump()
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message

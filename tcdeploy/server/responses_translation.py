@@ -1,8 +1,8 @@
 """Translates requests of OpenAI's Responses API to a ChatRequest, and outputs to messages of the next request.
 
 In the Responses API, reasoning, text and calls of the model are separate items; in a ChatRequest, they are one
-assistant message. The role `developer` becomes `system`, because few chat templates support it. Adjacent system
-messages are merged, because most templates read a system message only if it is the first message.
+assistant message. Adjacent system and developer messages are merged, because most templates read a system message only
+if it is the first message.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tcdeploy.models.template_form import INSTRUCTION_ROLES, MESSAGE_SEPARATOR
 from tcdeploy.server.json_text import dump
 from tcdeploy.server.output_constraint import JsonObjectFormat, JsonSchema, JsonSchemaFormat
 from tcdeploy.server.output_parts import OutputPart
 from tcdeploy.server.protocol import (
     MAX_MESSAGES,
+    PART_SEPARATOR,
     ChatRequest,
     Function,
     FunctionCall,
@@ -38,7 +40,7 @@ from tcdeploy.server.responses_protocol import (
     ReasoningItem,
     ResponsesRequest,
 )
-from tcdeploy.server.turn import BLOCKS_PER_SLICE, SEPARATOR, Turn, to_messages, tool_turn
+from tcdeploy.server.turn import BLOCKS_PER_SLICE, Turn, to_messages, tool_turn
 from tcdeploy.server.validation import count_chars
 
 # Reasoning is returned as text, which clients can send back, so it need not be encrypted.
@@ -52,10 +54,9 @@ INERT_OPTIONS = {"summary": ("auto",), "generate_summary": ("auto",), "mode": ("
 async def new_messages(body: ResponsesRequest, previous: Sequence[Message]) -> list[Message]:
     """The messages that the request adds to the conversation of `previous`."""
     turns: list[Turn] = []
-    names = {call.id or "": call.function.name for message in previous for call in message.tool_calls or []}
     num_parts = 0
     for item in body.input:
-        _add_item(turns, item, names)
+        _add_item(turns, item)
         num_parts += 1 + (len(item.content) if isinstance(item, MessageItem) else 0)
         if num_parts >= BLOCKS_PER_SLICE:
             num_parts = 0
@@ -97,21 +98,19 @@ def answer_messages(parts: Iterable[OutputPart]) -> list[Message]:
     return [turn.message() for turn in turns]
 
 
-def _add_item(turns: list[Turn], item: Item, names: dict[str, str]) -> None:
+def _add_item(turns: list[Turn], item: Item) -> None:
     match item:
         case MessageItem(role="assistant"):
             _assistant_turn(turns).texts.append(_text(item.content))
         case MessageItem():
-            role = "system" if item.role == "developer" else item.role
-            if role == "system" and turns and turns[-1].role == "system":
+            if item.role in INSTRUCTION_ROLES and turns and turns[-1].role in INSTRUCTION_ROLES:
                 turns[-1].texts.append(_text(item.content))
             else:
-                turns.append(Turn(role, [_text(item.content)]))
+                turns.append(Turn(item.role, [_text(item.content)]))
         case FunctionCallItem():
-            names[item.call_id] = item.name
             _add_call(turns, item.call_id, item.name, item.arguments)
         case FunctionCallOutputItem():
-            turns.append(tool_turn(item.call_id, [_text(item.output)], names))
+            turns.append(tool_turn(item.call_id, [_text(item.output)]))
         case ReasoningItem():
             texts = [part.text for part in item.content or item.summary or []]
             _assistant_turn(turns).reasoning += texts
@@ -132,15 +131,15 @@ def _add_call(turns: list[Turn], call_id: str, name: str, arguments: str) -> Non
 
 
 def _text(parts: Iterable[Any]) -> str:
-    return "".join(part.text for part in parts)
+    return PART_SEPARATOR.join(part.text for part in parts)
 
 
 def _with_instructions(instructions: str | None, conversation: list[Message]) -> list[Message]:
     if not instructions:
         return conversation
-    if conversation and conversation[0].role == "system":
+    if conversation and conversation[0].role in INSTRUCTION_ROLES:
         first, *conversation = conversation
-        instructions = f"{instructions}{SEPARATOR}{first.content}"
+        instructions = f"{instructions}{MESSAGE_SEPARATOR}{first.content}"
     return [Message.model_construct(role="system", content=instructions), *conversation]
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tcdeploy.engine.constraint import Constraint
-from tcdeploy.models.chat_template import replace_chat_template
+from tcdeploy.models.conversation import replace_chat_template
+from tcdeploy.models.template_probe import template_form
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.bad_words import BadWords
 from tcdeploy.server.json_steps import JsonLimits
@@ -135,6 +136,8 @@ def build_service(
     defaults = deployment.generation_defaults
     limits = ModelLimits(deployment.plan.context, engine.vocab_size, defaults)
     tools = ToolSupport(tokenizer, deployment.architecture.model_type, settings.tool_parser, settings.reasoning_parser)
+    if unrendered := sorted(template_form(tokenizer).unrendered):  # also probes the template before the first request
+        log.info("the chat template renders no messages of these kinds, which are refused: %s", ", ".join(unrendered))
     return Service(
         settings=settings,
         deployment=deployment,

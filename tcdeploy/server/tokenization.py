@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.chat_template import render_chat, render_pool, reserved_names
+from tcdeploy.models.chat_template import render_pool, reserved_names
+from tcdeploy.models.conversation import render_conversation
 from tcdeploy.models.stored_tokenizer import StoredTokenizer
+from tcdeploy.models.template_form import RefusedMessageError
 from tcdeploy.server.bad_words import MAX_WORD_TOKENS, spellings
 from tcdeploy.server.protocol import (
     ChatRequest,
@@ -59,7 +61,7 @@ class PromptTokenizer:
             raise context_length_error(request, self.limits, error.num_tokens, is_minimum=error.is_minimum) from None
 
     async def _chat_prompt(self, request: ChatRequest) -> Prompt:
-        text = await self._render_chat(request.messages, self._template_kwargs(request), request.usable_tools)
+        text = await self._render_chat(request, request.messages, request.usable_tools)
         return await self._encode(request, text, "messages")
 
     async def _encode(self, request: CompletionRequest | ChatRequest, text: str, field: str) -> Prompt:
@@ -92,24 +94,23 @@ class PromptTokenizer:
             await asyncio.sleep(0)  # short prompts are tokenized on the event loop, and there may be hundreds of them
         return prompts
 
-    def _template_kwargs(self, request: TemplateRequest) -> dict[str, Any]:
-        """Arguments of `render_chat`: variables for the template, and whether the final message is continued.
+    def _template_variables(self, request: TemplateRequest) -> dict[str, Any]:
+        """Variables of the chat template.
 
-        Variables with names that the renderer uses are rejected: they could replace the messages. As in vLLM,
+        Those with names that the renderer uses are rejected: they could replace the messages. As in vLLM,
         `reasoning_effort` is a variable, and replaces one of that name.
         """
-        template_kwargs = request.chat_template_kwargs or {}
-        if conflicts := sorted(reserved_names(self.tokenizer) & template_kwargs.keys()):
+        variables = request.chat_template_kwargs or {}
+        if conflicts := sorted(reserved_names(self.tokenizer) & variables.keys()):
             raise bad_request(f"chat_template_kwargs cannot set {conflicts[0]}", "chat_template_kwargs")
         if request.reasoning_effort is not None:
-            template_kwargs = {**template_kwargs, "reasoning_effort": request.reasoning_effort}
+            variables = {**variables, "reasoning_effort": request.reasoning_effort}
         continues = request.continue_final_message is True
         if continues and request.add_generation_prompt:
             raise bad_request(
                 "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
             )
-        adds_prompt = request.add_generation_prompt is not False and not continues
-        return {**template_kwargs, "add_generation_prompt": adds_prompt, "continue_final_message": continues}
+        return {**variables, "add_generation_prompt": request.add_generation_prompt is not False and not continues}
 
     def _check_lengths(self, request: CompletionRequest) -> None:
         """Raises ApiError 400 if a prompt is too long for the context, before any of them is tokenized."""
@@ -129,7 +130,7 @@ class PromptTokenizer:
                 raise bad_request(f"{name} requires messages", name)
         if request.messages is not None:
             tools = dump_tools(request.tools)
-            text, field = await self._render_chat(request.messages, self._template_kwargs(request), tools), "messages"
+            text, field = await self._render_chat(request, request.messages, tools), "messages"
         else:
             text, field = request.prompt or "", "prompt"
         adds_special_tokens = request.add_special_tokens
@@ -192,22 +193,25 @@ class PromptTokenizer:
         if not await self.encoder.run(len(token_ids), are_valid):
             raise bad_request(f"{field} contains token ids outside 0..{largest}", field)
 
-    async def _render_chat(
-        self, messages: list[Message], template_kwargs: dict[str, Any], tools: list[dict[str, Any]]
-    ) -> str:
+    async def _render_chat(self, request: TemplateRequest, messages: list[Message], tools: list[dict[str, Any]]) -> str:
+        variables = self._template_variables(request)
         if not messages:
             raise bad_request("messages is empty", "messages")
         if not self.tokenizer.chat_template:
             raise bad_request(f"{self.model_name} has no chat template", "messages")
         if tools:
             await asyncio.get_running_loop().run_in_executor(render_pool, self.tools.check, tools)
-            template_kwargs = {**template_kwargs, "tools": tools}
+            variables = {**variables, "tools": tools}
 
         def render() -> str:
-            return render_chat(self.tokenizer, [message.for_template() for message in messages], **template_kwargs)
+            conversation = [message.for_template() for message in messages]
+            continues = request.continue_final_message is True
+            return render_conversation(self.tokenizer, conversation, variables, continues=continues)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(render_pool, render)
+        except RefusedMessageError as error:
+            raise bad_request(error.message, f"messages[{error.number}].{error.field}") from None
         except ModelError as error:
             raise bad_request(error.message, "messages") from None
 

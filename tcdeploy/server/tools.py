@@ -22,9 +22,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tcdeploy.errors import ModelError
-from tcdeploy.models.chat_template import render_chat
 from tcdeploy.models.response_template import response_template
+from tcdeploy.models.template_probe import template_form
 from tcdeploy.models.tool_formats import (
     HARMONY_TOKENS,
     ForcedCall,
@@ -40,8 +39,6 @@ from tcdeploy.server.protocol import ChatRequest, bad_request
 from tcdeploy.server.structured_output import with_bounded_whitespace
 from tcdeploy.server.tag_parser import TagParser
 from tcdeploy.server.template_parser import REASONING_FIELDS, Markup, TemplateParser, find_markup, literal_delimiter
-
-PROBE_TOOL_NAME = "probe_tool_name"
 
 
 class SelectedParser(NamedTuple):
@@ -66,7 +63,7 @@ class ToolSupport:
         self._reasoning = reasoning_format(reasoning_parser, chat_template)
         if self._reasoning is None and reasoning_parser == "auto":
             self._reasoning = _reasoning_of_template(self._template or {})
-        if not _template_renders_tools(tokenizer):
+        if not template_form(tokenizer, has_tools=True).renders_tools:
             self.unsupported_reason = "the model's chat template does not render tools"
         elif self._format is None and "tool_calls" not in (self._template or {}).get("fields", {}):
             self.unsupported_reason = (
@@ -214,7 +211,7 @@ def _opens_reasoning(prompt: str, reasoning: ReasoningFormat, request: ChatReque
     Earlier messages may mention the delimiters, so they are searched in the final message, or in the whole prompt if
     the template has changed that message.
     """
-    if request.continue_final_message and (content := request.messages[-1].for_template()["content"].strip()):
+    if request.continue_final_message and (content := request.messages[-1].text.strip()):
         start = max(0, prompt.rfind(content))
         opening, closing = (prompt.rfind(mark, start) for mark in (reasoning.opening, reasoning.closing))
         if opening != closing:  # at least one is there
@@ -235,16 +232,3 @@ def _reasoning_of_template(template: dict[str, Any]) -> ReasoningFormat | None:
         if opening is not None and closing is not None:
             return ReasoningFormat("template", opening, closing)
     return None
-
-
-def _template_renders_tools(tokenizer: Any) -> bool:
-    """Whether the name of a tool appears in the rendered prompt."""
-    tool = {
-        "type": "function",
-        "function": {"name": PROBE_TOOL_NAME, "description": "", "parameters": {"type": "object"}},
-    }
-    message = {"role": "user", "content": "?"}
-    try:
-        return PROBE_TOOL_NAME in render_chat(tokenizer, [message], tools=[tool])
-    except ModelError:  # no template, or one that fails
-        return False

@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from tcdeploy.models.template_form import MESSAGE_SEPARATOR
 from tcdeploy.server.protocol import Message, ToolCall
 
-SEPARATOR = "\n\n"  # between texts of one message
 BLOCKS_PER_SLICE = 256  # blocks or items that are translated between two yields to the event loop
 
 
@@ -23,11 +23,11 @@ class Turn:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def message(self) -> Message:
-        fields: dict[str, Any] = {"role": self.role, "content": SEPARATOR.join(self.texts), **self.extra}
+        fields: dict[str, Any] = {"role": self.role, "content": MESSAGE_SEPARATOR.join(self.texts), **self.extra}
         if self.calls:
             fields["tool_calls"] = self.calls
         if self.reasoning:
-            fields["reasoning_content"] = SEPARATOR.join(self.reasoning)
+            fields["reasoning_content"] = MESSAGE_SEPARATOR.join(self.reasoning)
         return Message.model_construct(**fields)
 
 
@@ -47,9 +47,6 @@ def last_turn(turns: list[Turn], role: str) -> Turn:
     return turns[-1]
 
 
-def tool_turn(call_id: str, texts: list[str], names: dict[str, str]) -> Turn:
-    """The result of a call. `names`: the called tools by call id. Some chat templates need the name with the result."""
-    extra = {"tool_call_id": call_id}
-    if call_id in names:
-        extra["name"] = names[call_id]
-    return Turn("tool", texts, extra=extra)
+def tool_turn(call_id: str, texts: list[str]) -> Turn:
+    """The result of a call."""
+    return Turn("tool", texts, extra={"tool_call_id": call_id})

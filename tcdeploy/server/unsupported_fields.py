@@ -119,8 +119,11 @@ def rename(text: str, field_names: Mapping[str, str]) -> str:
 
 
 def rename_error(error: ApiError, field_names: Mapping[str, str]) -> ApiError:
-    """The error with the names of ChatRequest's fields replaced by those of the client's API."""
-    param = field_names.get(error.param or "", error.param)
+    """The error with the names of ChatRequest's fields replaced by those of the client's API.
+
+    A place in `messages` becomes the field alone, because the client's items have other indices.
+    """
+    param = field_names.get((error.param or "").partition("[")[0], error.param)
     message = rename(error.message, field_names)
     return ApiError(error.status, message, param, error.code, headers=error.headers)
 

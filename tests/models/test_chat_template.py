@@ -22,11 +22,11 @@ from tcdeploy.models.chat_template import (
     ChatTemplate,
     read_chat_template,
     render_chat,
-    replace_chat_template,
     reserved_names,
     start_renderer,
 )
 from tcdeploy.models.chat_template_process import render
+from tcdeploy.models.conversation import replace_chat_template
 from tcdeploy.models.load import resolve_model_path
 from tests.conftest import TINY
 

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer, CodeLlamaTokenizer, PreTrainedTokenizerF
 
 from tcdeploy.engine.detokenizer import IncrementalDetokenizer
 from tcdeploy.errors import ModelError
-from tcdeploy.models.chat_template import ChatTemplate, render_chat, replace_chat_template
+from tcdeploy.models.chat_template import ChatTemplate, render_chat
+from tcdeploy.models.conversation import replace_chat_template
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.models.stored_tokenizer import StoredTokenizer, load_stored_tokenizer
 from tcdeploy.models.tokenizer import describe_tokenizer, overridden_methods

@@ -1,0 +1,172 @@
+"""The form in which a chat template expects messages, and the conversion of a conversation to it.
+
+Chat templates agree on `role` and `content`, and on little else. Some iterate over content parts, and print nothing for
+a string. Some test `content is none` before they print tool calls. Some concatenate a call's arguments, which fails for
+an object, and others iterate over them, which fails for JSON text. A template that does not know a role usually prints
+nothing for it. So one normal form for all templates loses messages without an error. template_probe.py finds the form
+of each template; `TemplateForm.messages` converts a conversation in OpenAI's format to it. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from tcdeploy.errors import ModelError
+
+Arguments = Literal["object", "json"]
+CallContent = Literal["empty", "null", "omitted"]
+INSTRUCTION_ROLES = ("system", "developer")
+MESSAGE_SEPARATOR = "\n\n"  # between the texts of messages that are merged
+
+
+class RefusedMessageError(ModelError):
+    """A message that cannot be rendered. `number`: its index in the conversation; `field`: of the message."""
+
+    def __init__(self, number: int, field: str, message: str) -> None:
+        super().__init__(message, "remove it, or use another chat template")
+        self.number, self.field = number, field
+
+
+class TemplateMessage(NamedTuple):
+    """A message as the template gets it. `number`: the index of the message in the conversation that it comes from."""
+
+    number: int
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TemplateForm:
+    """What one chat template needs. The defaults are used if a template cannot be probed.
+
+    system_role, developer_role: the roles with which system and developer messages are rendered.
+    part_roles: those of user, assistant, tool and system (all others) whose content is a list of parts.
+    call_content: the content of an assistant message that has tool calls and no text: empty, null, or no such field.
+    arguments: of tool calls: an object, or JSON text.
+    merges_instructions: adjacent system and developer messages become one.
+    splits_calls: text and tool calls of an assistant message become two messages.
+    renders_tools: whether the prompt contains `tools`.
+    unrendered: kinds of messages (`message_kind`) that appeared in no prompt of the probe.
+    """
+
+    system_role: str = "system"
+    developer_role: str = "system"
+    part_roles: frozenset[str] = frozenset()
+    call_content: CallContent = "empty"
+    arguments: Arguments = "object"
+    merges_instructions: bool = False
+    splits_calls: bool = False
+    renders_tools: bool = False
+    unrendered: frozenset[str] = frozenset()
+
+    def messages(self, conversation: Sequence[dict[str, Any]]) -> list[TemplateMessage]:
+        """The conversation in this form. The given messages are not changed.
+
+        Their content is a text or None, the arguments of calls are JSON text or an object. Raises RefusedMessageError
+        for arguments that are not a JSON object.
+        """
+        current = _without_legacy_fields(conversation)
+        if self.merges_instructions:
+            current = _merge_instructions(current)
+        return [TemplateMessage(message.number, fields) for message in current for fields in self._convert(message)]
+
+    def _convert(self, message: TemplateMessage) -> Iterator[dict[str, Any]]:
+        role = {"system": self.system_role, "developer": self.developer_role}.get(
+            message.fields["role"], message.fields["role"]
+        )
+        fields = {**message.fields, "role": role}
+        text = fields.pop("content", "")
+        calls = [self._convert_call(message.number, call) for call in fields.pop("tool_calls", ())]
+        if not calls:
+            yield {**fields, "content": self._content(role, text)}
+        elif text.strip() and not self.splits_calls:
+            yield {**fields, "content": self._content(role, text), "tool_calls": calls}
+        else:
+            if text.strip():
+                yield {**fields, "content": self._content(role, text)}
+                fields = {"role": role}
+            yield {**fields, **self._empty_content(role, text), "tool_calls": calls}
+
+    def _content(self, role: str, text: str) -> Any:
+        if not self.has_parts(role):
+            return text
+        return [{"type": "text", "text": text}] if text else []
+
+    def _empty_content(self, role: str, blanks: str) -> dict[str, Any]:
+        if self.call_content == "empty":
+            return {"content": self._content(role, blanks)}
+        return {"content": None} if self.call_content == "null" else {}
+
+    def has_parts(self, role: str) -> bool:
+        return (role if role in ("user", "assistant", "tool") else "system") in self.part_roles
+
+    def _convert_call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
+        parsed = arguments if isinstance(arguments, dict) else _parse_object(arguments)
+        if parsed is None:
+            message = f"the arguments of the call of {name:.80} are not a JSON object"
+            raise RefusedMessageError(number, "tool_calls", message)
+        if self.arguments == "object":
+            arguments = parsed
+        elif isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {"name": name, "arguments": arguments}}
+
+
+def message_kind(message: dict[str, Any]) -> str:
+    """The kind of a message in OpenAI's format: its role, "tool call" or "tool result"."""
+    if message.get("tool_calls") or message.get("function_call"):
+        return "tool call"
+    return "tool result" if message["role"] in ("tool", "function") else str(message["role"])
+
+
+def _parse_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _without_legacy_fields(conversation: Iterable[dict[str, Any]]) -> Iterator[TemplateMessage]:
+    """The messages without null fields, `function_call` and the role `function`.
+
+    Tool results get the name of their call, because some templates need it. OpenAI's tool messages have only the id.
+    """
+    names: dict[str, str] = {}  # of called functions, by call id
+    last_ids: dict[str, str] = {}  # of the last `function_call` of each function, by its name
+    for number, message in enumerate(conversation):
+        fields = {name: value for name, value in message.items() if value is not None}
+        if legacy_call := fields.pop("function_call", None):
+            call_id = f"call{number:05d}"  # Mistral's templates require 9 letters and digits
+            last_ids[legacy_call["name"]] = call_id
+            fields["tool_calls"] = [{"id": call_id, "type": "function", "function": legacy_call}]
+        names.update((call["id"], call["function"]["name"]) for call in fields.get("tool_calls", ()) if "id" in call)
+        if fields["role"] == "function":
+            fields["role"] = "tool"
+            if fields.get("name") in last_ids:
+                fields["tool_call_id"] = last_ids[fields["name"]]
+        if fields["role"] == "tool" and (name := names.get(fields.get("tool_call_id", ""))):
+            fields.setdefault("name", name)
+        yield TemplateMessage(number, fields)
+
+
+def _merge_instructions(messages: Iterable[TemplateMessage]) -> Iterator[TemplateMessage]:
+    """The messages, with each run of adjacent system and developer messages as one with the role of the first."""
+    pending: TemplateMessage | None = None
+    for message in messages:
+        if pending is not None and message.fields["role"] in INSTRUCTION_ROLES:
+            pending.fields["content"] = MESSAGE_SEPARATOR.join(
+                filter(None, (item.fields.get("content") for item in (pending, message)))
+            )
+            continue
+        if pending is not None:
+            yield pending
+        is_instruction = message.fields["role"] in INSTRUCTION_ROLES
+        pending = message if is_instruction else None
+        if not is_instruction:
+            yield message
+    if pending is not None:
+        yield pending

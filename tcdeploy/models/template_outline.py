@@ -1,0 +1,73 @@
+"""Tests whether each message of a conversation reaches the prompt.
+
+The text of a message cannot be searched in the prompt: templates strip it, escape it as JSON, or drop earlier
+reasoning from it. Instead, the template renders an outline of the conversation: the same messages, with each text, the
+name of each call and each argument replaced by a short mark. A mark that is missing in the result belongs to a message
+that the template leaves out. This takes linear time, because an outline has few characters and is searched once. It
+does not notice a template that decides by a message's text whether to render it. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from tcdeploy.models.template_form import TemplateMessage
+
+MARK_PATTERN = re.compile(r"tcdmark(\d+)end", re.IGNORECASE)  # templates may change the case of a text
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class Place(NamedTuple):
+    """Where a mark stands: the index of its message in the conversation, and the field of the message."""
+
+    number: int
+    field: str
+
+
+class Outline(NamedTuple):
+    messages: list[dict[str, Any]]
+    places: list[Place]  # of each mark
+
+    def missing(self, text: str) -> list[Place]:
+        """The places of marks that are not in the rendered `text`, in the order of the conversation."""
+        found = {int(match[1]) for match in MARK_PATTERN.finditer(text)}
+        return [place for mark, place in enumerate(self.places) if mark not in found]
+
+
+def make_outline(messages: Iterable[TemplateMessage], *, marks_names: bool = True) -> Outline:
+    """The outline of a conversation. Without `marks_names`, calls keep their names.
+
+    Reasoning has no marks, because templates drop that of earlier turns.
+    """
+    outline = Outline([], [])
+    for number, fields in messages:
+
+        def mark(field: str, number: int = number) -> str:
+            outline.places.append(Place(number, field))
+            return f"tcdmark{len(outline.places) - 1}end"
+
+        marked = {**fields, **{name: "reasoning" for name in REASONING_FIELDS if fields.get(name)}}
+        if _has_text(fields.get("content")):
+            text = mark("content")
+            marked["content"] = text if isinstance(fields["content"], str) else [{"type": "text", "text": text}]
+        if calls := fields.get("tool_calls"):
+            marked["tool_calls"] = [
+                {**call, "function": _mark_function(call["function"], mark, marks_names)} for call in calls
+            ]
+        outline.messages.append(marked)
+    return outline
+
+
+def _has_text(content: str | Sequence[dict[str, str]] | None) -> bool:
+    return bool(content and (content if isinstance(content, str) else content[0]["text"]).strip())
+
+
+def _mark_function(function: dict[str, Any], mark: Any, marks_names: bool) -> dict[str, Any]:
+    name = mark("tool_calls") if marks_names else function["name"]
+    is_text = isinstance(function["arguments"], str)
+    arguments = json.loads(function["arguments"]) if is_text else function["arguments"]
+    marked = dict.fromkeys(arguments, mark("tool_calls")) if arguments else {}
+    return {"name": name, "arguments": json.dumps(marked) if is_text else marked}

@@ -1,0 +1,171 @@
+"""Finds the form of messages that a chat template expects, by rendering small conversations with it.
+
+Each step of the probe has candidate forms, the most common first, and selects the first one with which the template
+renders all messages of a conversation. The conversations are legal ones, because many templates raise an exception if
+roles do not alternate or if a result has no call. A template that fails for a form does not support it. If it does not
+even render a user message, for example because it requires a variable, nothing is learned, and the default form is
+used. Some 15 conversations are rendered, which takes 3 to 20 ms; the limit is PROBE_SECONDS and one more rendering.
+
+Source text is not examined: a template may mention a role to reject it. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, get_args
+
+from tcdeploy.errors import ModelError
+from tcdeploy.models.chat_template import render_messages, renders_in_python
+from tcdeploy.models.template_form import Arguments, CallContent, TemplateForm
+from tcdeploy.models.template_outline import make_outline
+
+PROBE_SECONDS = 5.0
+PROBE_TOOL_NAME = "probe_tool_name"
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": PROBE_TOOL_NAME,
+        "description": "",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+UNKNOWN_ROLE = "unknownrole"
+USER = {"role": "user", "content": "Hello"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Hello"}
+DEVELOPER = {"role": "developer", "content": "Hello"}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [  # Mistral's templates require ids of 9 letters and digits
+        {"id": "call00001", "type": "function", "function": {"name": PROBE_TOOL_NAME, "arguments": {"city": "Rome"}}}
+    ],
+}
+ARGUMENTS: tuple[Arguments, ...] = get_args(Arguments)
+CALL_CONTENTS: tuple[CallContent, ...] = get_args(CallContent)
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "sunny"}
+
+
+def template_form(tokenizer: Any, *, has_tools: bool = False) -> TemplateForm:
+    """The form of the template that the tokenizer uses with or without tools. Probes each template once."""
+    tools = [PROBE_TOOL] if has_tools else None
+    try:
+        template = "" if renders_in_python(tokenizer) else tokenizer.get_chat_template(None, tools)
+    except ValueError:  # no template
+        return TemplateForm()
+    return _probe(tokenizer, template, has_tools)
+
+
+@functools.lru_cache(maxsize=16)
+def _probe(tokenizer: Any, _: str, has_tools: bool) -> TemplateForm:
+    return _Probe(tokenizer, has_tools).form()
+
+
+class _Probe:
+    def __init__(self, tokenizer: Any, has_tools: bool) -> None:
+        self._tokenizer = tokenizer
+        self._variables = {"add_generation_prompt": True, **({"tools": [PROBE_TOOL]} if has_tools else {})}
+        self._deadline = time.monotonic() + PROBE_SECONDS
+        self._unrendered: set[str] = set()
+
+    def form(self) -> TemplateForm:
+        found = self._first(_contents(TemplateForm(), "user"), USER)
+        if found is None:
+            return TemplateForm(renders_tools=self._renders_tools(TemplateForm()))
+        form = self._select(found, "assistant", _contents(found, "assistant"), USER, ASSISTANT, USER)
+        form = self._with_instructions(form)
+        form = self._with_calls(form)
+        return replace(form, renders_tools=self._renders_tools(form), unrendered=frozenset(self._unrendered))
+
+    def _with_instructions(self, form: TemplateForm) -> TemplateForm:
+        form = self._select(form, "system", _contents(form, "system"), SYSTEM, USER)
+        known = replace(form, developer_role="developer")
+        knowing = next(filter(self._knows_developer, _contents(known, "system")), None)
+        if knowing is not None:
+            form = replace(knowing, system_role="developer") if "system" in self._unrendered else knowing
+            self._unrendered.discard("system")
+        elif "system" in self._unrendered:
+            self._unrendered.add("developer")
+        merging = replace(form, merges_instructions=True)
+        for other in (SYSTEM, DEVELOPER):
+            form = self._first((form, merging), SYSTEM, other, USER) or form
+        return form
+
+    def _knows_developer(self, form: TemplateForm) -> bool:
+        """Whether the role is rendered, and otherwise than a role that no template knows.
+
+        Templates that print the name of each role belong to models that were trained with `system`.
+        """
+        if not self._renders(form, DEVELOPER, USER):
+            return False
+        unknown = replace(form, developer_role=UNKNOWN_ROLE)
+        texts = [self._text(candidate, DEVELOPER, USER).lower() for candidate in (form, unknown)]
+        return texts[0] != texts[1].replace(UNKNOWN_ROLE, "developer")
+
+    def _with_calls(self, form: TemplateForm) -> TemplateForm:
+        candidates = [
+            replace(candidate, arguments=arguments, call_content=content)
+            for candidate, arguments, content in itertools.product(_contents(form, "tool"), ARGUMENTS, CALL_CONTENTS)
+        ]
+        found = self._first(candidates, USER, CALL, RESULT, checked=1)
+        found = found or self._first(candidates[: len(candidates) // 2], USER, CALL, USER, checked=1)
+        if found is None:
+            self._unrendered |= {"tool call", "tool result"}
+            return form
+        found = self._select(found, "tool result", _contents(found, "tool"), USER, CALL, RESULT)
+        answer = {**CALL, "content": "Hello"}
+        return self._first((found, replace(found, splits_calls=True)), USER, answer, RESULT, checked=1) or found
+
+    def _renders_tools(self, form: TemplateForm) -> bool:
+        return "tools" in self._variables and PROBE_TOOL_NAME in self._text(form, USER)
+
+    def _select(
+        self, form: TemplateForm, kind: str, candidates: Iterable[TemplateForm], *conversation: dict[str, Any]
+    ) -> TemplateForm:
+        """The first candidate that renders the conversation. If there is none, `kind` is unrendered."""
+        found = self._first(candidates, *conversation)
+        if found is None:
+            self._unrendered.add(kind)
+        return found or form
+
+    def _first(
+        self, candidates: Iterable[TemplateForm], *conversation: dict[str, Any], checked: int | None = None
+    ) -> TemplateForm | None:
+        return next((form for form in candidates if self._renders(form, *conversation, checked=checked)), None)
+
+    def _renders(self, form: TemplateForm, *conversation: dict[str, Any], checked: int | None = None) -> bool:
+        """Whether all messages, or the one at the index `checked`, appear in the prompt.
+
+        Parts or arguments that are printed as Python objects do not count: no model is trained with them.
+        """
+        outline = make_outline(form.messages(conversation))
+        text = self._render(outline.messages)
+        if not text or any(checked in (None, place.number) for place in outline.missing(text)):
+            return False
+        if "'type': 'text'" in text:
+            return False
+        calls = [call for message in outline.messages for call in message.get("tool_calls", ())]
+        return not any(repr(call["function"]["arguments"]) in text for call in calls if form.arguments == "object")
+
+    def _text(self, form: TemplateForm, *conversation: dict[str, Any]) -> str:
+        return self._render([message.fields for message in form.messages(conversation)])
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt, or "" if the template fails or the time is over."""
+        if time.monotonic() > self._deadline:
+            return ""
+        try:
+            return render_messages(self._tokenizer, messages, self._variables)
+        except ModelError:
+            return ""
+
+
+def _contents(form: TemplateForm, role: str) -> tuple[TemplateForm, TemplateForm]:
+    """The form with the content of `role` as text, and as parts."""
+    return (
+        replace(form, part_roles=form.part_roles - {role}),
+        replace(form, part_roles=form.part_roles | {role}),
+    )
