@@ -15,7 +15,7 @@ from typing import Any
 from tcdeploy.errors import ModelError
 from tcdeploy.models.chat_template import TEMPLATE_HINT, ChatTemplate, render_messages, renders_in_python
 from tcdeploy.models.template_form import RefusedMessageError, TemplateForm, TemplateMessage, message_kind
-from tcdeploy.models.template_outline import Outline, Place, make_outline
+from tcdeploy.models.template_outline import Place, render_outline
 from tcdeploy.models.template_probe import template_form
 
 MAX_CACHED_OUTLINES, MAX_CACHED_CHARS = 256, 16 << 10  # 4 MB at most
@@ -38,37 +38,28 @@ def render_conversation(
             if message_kind(message) in form.unrendered:
                 raise RefusedMessageError(number, "role", error.message) from error
         raise
-    if place := _first_missing(tokenizer, messages, variables):
-        raise _refusal(conversation, place, form)
+    if places := _missing(tokenizer, messages, variables):
+        raise _refusal(conversation, places[0], form)
     return text
 
 
-def _first_missing(tokenizer: Any, messages: list[TemplateMessage], variables: dict[str, Any]) -> Place | None:
-    """The first place of the conversation that is not in the prompt.
-
-    Templates may look up the name of a call in `tools`, so names are kept if the outline with marked names fails.
-    """
+def _missing(tokenizer: Any, messages: list[TemplateMessage], variables: dict[str, Any]) -> list[Place]:
+    """The places of the conversation that are not in the prompt."""
     if tools := variables.get("tools"):
         variables = {**variables, "tools": tools[:1]}  # whether there are tools may matter, not how many
-    outline = make_outline(messages)
-    try:
-        text = _render_outline(tokenizer, outline, variables)
-    except ModelError:
-        outline = make_outline(messages, marks_names=False)
-        text = _render_outline(tokenizer, outline, variables)
-    return next(iter(outline.missing(text)), None)
 
+    def render(outline: list[dict[str, Any]]) -> str:
+        request = json.dumps([outline, variables])
+        if renders_in_python(tokenizer) or len(request) > MAX_CACHED_CHARS:
+            return render_messages(tokenizer, outline, variables)
+        return _cached_text(tokenizer, tokenizer.get_chat_template(None, variables.get("tools")), request)
 
-def _render_outline(tokenizer: Any, outline: Outline, variables: dict[str, Any]) -> str:
-    """The outlines of short conversations are often equal: a chat of one turn always has the same one."""
-    request = json.dumps([outline.messages, variables])
-    if renders_in_python(tokenizer) or len(request) > MAX_CACHED_CHARS:
-        return render_messages(tokenizer, outline.messages, variables)
-    return _cached_text(tokenizer, tokenizer.get_chat_template(None, variables.get("tools")), request)
+    return render_outline(messages, render)[1]
 
 
 @functools.lru_cache(maxsize=MAX_CACHED_OUTLINES)
 def _cached_text(tokenizer: Any, _: str, request: str) -> str:
+    """Outlines of short conversations are often equal: a chat of one turn always has the same one."""
     messages, variables = json.loads(request)
     return render_messages(tokenizer, messages, variables)
 

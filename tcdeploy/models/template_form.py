@@ -86,7 +86,7 @@ class TemplateForm:
         else:
             if text.strip():
                 yield {**fields, "content": self._content(role, text)}
-                fields = {"role": role}
+                fields, text = {"role": role}, ""
             yield {**fields, **self._empty_content(role, text), "tool_calls": calls}
 
     def _content(self, role: str, text: str) -> Any:

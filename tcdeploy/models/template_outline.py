@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from tcdeploy.errors import ModelError
 from tcdeploy.models.template_form import TemplateMessage
 
 MARK_PATTERN = re.compile(r"tcdmark(\d+)end", re.IGNORECASE)  # templates may change the case of a text
@@ -59,6 +60,24 @@ def make_outline(messages: Iterable[TemplateMessage], *, marks_names: bool = Tru
             ]
         outline.messages.append(marked)
     return outline
+
+
+def render_outline(
+    messages: Sequence[TemplateMessage], render: Callable[[list[dict[str, Any]]], str]
+) -> tuple[str, list[Place]]:
+    """The text of the outline, and the places of messages that are missing in it. Raises ModelError as `render` does.
+
+    Templates may look up the name of a call in `tools`, so names are kept if the outline with marked names fails.
+    """
+    outline = make_outline(messages)
+    try:
+        text = render(outline.messages)
+    except ModelError:
+        if not any(message.fields.get("tool_calls") for message in messages):
+            raise
+        outline = make_outline(messages, marks_names=False)
+        text = render(outline.messages)
+    return text, outline.missing(text)
 
 
 def _has_text(content: str | Sequence[dict[str, str]] | None) -> bool:

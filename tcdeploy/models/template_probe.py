@@ -21,7 +21,7 @@ from typing import Any, get_args
 from tcdeploy.errors import ModelError
 from tcdeploy.models.chat_template import render_messages, renders_in_python
 from tcdeploy.models.template_form import Arguments, CallContent, TemplateForm
-from tcdeploy.models.template_outline import make_outline
+from tcdeploy.models.template_outline import render_outline
 
 PROBE_SECONDS = 5.0
 PROBE_TOOL_NAME = "probe_tool_name"
@@ -33,6 +33,7 @@ PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+ARGUMENTS_REPR = "{'city': "  # how Python prints the arguments of CALL
 UNKNOWN_ROLE = "unknownrole"
 USER = {"role": "user", "content": "Hello"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -141,26 +142,26 @@ class _Probe:
 
         Parts or arguments that are printed as Python objects do not count: no model is trained with them.
         """
-        outline = make_outline(form.messages(conversation))
-        text = self._render(outline.messages)
-        if not text or any(checked in (None, place.number) for place in outline.missing(text)):
+        messages = form.messages(conversation)
+        try:
+            text, missing = render_outline(messages, self._render)
+        except ModelError:
             return False
-        if "'type': 'text'" in text:
+        if any(checked in (None, place.number) for place in missing) or "'type': 'text'" in text:
             return False
-        calls = [call for message in outline.messages for call in message.get("tool_calls", ())]
-        return not any(repr(call["function"]["arguments"]) in text for call in calls if form.arguments == "object")
+        return form.arguments == "json" or ARGUMENTS_REPR not in text
 
     def _text(self, form: TemplateForm, *conversation: dict[str, Any]) -> str:
-        return self._render([message.fields for message in form.messages(conversation)])
-
-    def _render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt, or "" if the template fails or the time is over."""
-        if time.monotonic() > self._deadline:
-            return ""
+        """The prompt, or "" if the template fails."""
         try:
-            return render_messages(self._tokenizer, messages, self._variables)
+            return self._render([message.fields for message in form.messages(conversation)])
         except ModelError:
             return ""
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        if time.monotonic() > self._deadline:
+            raise ModelError("the probe of the chat template has exceeded its time")
+        return render_messages(self._tokenizer, messages, self._variables)
 
 
 def _contents(form: TemplateForm, role: str) -> tuple[TemplateForm, TemplateForm]:

@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 
 from tcdeploy.models import chat_template
+from tcdeploy.server.messages_protocol import MESSAGES_FIELD_NAMES
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, TokenizeRequest
 from tcdeploy.server.request_parsing import parse
+from tcdeploy.server.responses_protocol import RESPONSES_FIELD_NAMES
 from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tokenization import PromptTokenizer
 from tcdeploy.server.tools import ToolSupport
+from tcdeploy.server.unsupported_fields import rename_error
 from tcdeploy.server.validation import ModelLimits, check
+from tests.server.test_messages import chat_request as messages_request
+from tests.server.test_responses import chat_request as responses_request
 from tests.server.test_tools import LLAMA, load, make_model
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -220,3 +225,127 @@ def test_variables_nested_too_deep_for_json_are_a_400(prompts: PromptTokenizer) 
     with pytest.raises(ApiError) as rejection:
         asyncio.run(prompts.prompts(request))
     assert rejection.value.status == 400
+
+
+# The form of messages
+
+ITERATES_PARTS = """{% for m in messages %}[{{ m.role }}]{% for p in m['content'] %}{% if p['type'] == 'text' %}\
+{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}"""
+KNOWN_ROLES = """{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}[{{ m.role }}]\
+{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function | tojson }}>{% endfor %}{% endif %}{% endfor %}"""
+CALLS_IF_NONE = """{% for m in messages %}[{{ m.role }}]{% if m.content is none %}{% for c in m.tool_calls %}\
+<{{ c.function.name + '|' + c.function.arguments }}>{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+PRINTS_ARGUMENTS = """{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}\
+<{{ c.function.name }} {{ c.function.arguments }}>{% endfor %}{% endfor %}"""
+NO_CALLS = "{% for m in messages if m.role in ['user', 'assistant'] %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + NO_CALLS
+FUNCTION = {"name": "clock", "arguments": '{"utc":true}'}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": FUNCTION}]}
+RESULT = {"role": "tool", "tool_call_id": "c", "content": "noon"}
+LEGACY = {"role": "assistant", "content": None, "function_call": FUNCTION}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "text"),
+    [
+        (ITERATES_PARTS, MESSAGES, "[user]Hi"),
+        (KNOWN_ROLES, [{"role": "developer", "content": "Be brief"}, *MESSAGES], "[system]Be brief[user]Hi"),
+        (
+            KNOWN_ROLES, [*MESSAGES, LEGACY, {"role": "function", "name": "clock", "content": "noon"}],
+            '[user]Hi[assistant]<{"name": "clock", "arguments": {"utc": true}}>[tool]noon',
+        ),
+        (CALLS_IF_NONE, [*MESSAGES, CALL, RESULT], '[user]Hi[assistant]<clock|{"utc":true}>[tool]noon'),
+        (
+            CALLS_IF_NONE, [*MESSAGES, {**CALL, "content": "Look"}, RESULT],
+            '[user]Hi[assistant]Look[assistant]<clock|{"utc":true}>[tool]noon',
+        ),
+        (PRINTS_ARGUMENTS, [*MESSAGES, CALL, RESULT], '[user]Hi[assistant]<clock {"utc":true}>[tool]noon'),
+        *(
+            (template, [{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}], "[user]a\nb")
+            for template in (ITERATES_PARTS, KNOWN_ROLES)
+        ),
+        *(
+            (KNOWN_ROLES, [*MESSAGES, {"role": "assistant", **fields}, *MESSAGES], "[user]Hi[assistant]No.[user]Hi")
+            for fields in (
+                {"content": [{"type": "refusal", "refusal": "No."}]}, {"content": None, "refusal": "No."},
+                {"content": [{"type": "output_text", "text": "No."}]},
+                {"content": [{"type": "input_text", "text": "No."}]},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_each_message_reaches_the_prompt_whatever_form_the_template_expects(
+    prompts: PromptTokenizer, template: str, messages: list[dict[str, Any]], text: str
+) -> None:
+    prompts.tokenizer.chat_template = template
+    [prompt] = asyncio.run(prompts.prompts(chat(messages=messages)))
+    assert prompt.text == text
+    tokenize = parse(TokenizeRequest, json.dumps({"messages": messages}).encode())
+    assert asyncio.run(prompts.tokenize(tokenize)) == prompt.token_ids
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "param", "message"),
+    [
+        (NO_CALLS, [*MESSAGES, CALL, RESULT], "messages[1].tool_calls", "leaves out the tool calls"),
+        (NO_CALLS, [*MESSAGES, LEGACY], "messages[1].function_call", "leaves out the tool calls"),
+        (NO_CALLS, [*MESSAGES, RESULT], "messages[1].role", "does not render the role 'tool'"),
+        (NO_SYSTEM, [{"role": "developer", "content": "a"}, *MESSAGES], "messages[0].role", "in line 1: no system"),
+        (KNOWN_ROLES, [*MESSAGES, {"role": "critic", "content": "a"}], "messages[1].role", "this message of the role"),
+        ("{{ messages[0].content }}", DIALOGUE, "messages[1].role", "does not render the role 'assistant'"),
+    ],
+)
+def test_a_message_that_cannot_reach_the_prompt_is_refused_by_name(
+    prompts: PromptTokenizer, template: str, messages: list[dict[str, Any]], param: str, message: str
+) -> None:
+    prompts.tokenizer.chat_template = template
+    tokenize = parse(TokenizeRequest, json.dumps({"messages": messages}).encode())
+    for request in (prompts.prompts(chat(messages=messages)), prompts.tokenize(tokenize)):
+        with pytest.raises(ApiError) as rejection:
+            asyncio.run(request)
+        assert (rejection.value.status, rejection.value.param) == (400, param)
+        assert message in rejection.value.message
+
+
+def test_all_apis_send_the_template_the_same_messages(prompts: PromptTokenizer) -> None:
+    prompts.tokenizer.chat_template = CALLS_IF_NONE
+    result = {
+        "type": "function_call_output",
+        "call_id": "c",
+        "output": [{"type": "input_text", "text": t} for t in "ab"],
+    }
+    requests = (
+        chat(messages=[
+            {"role": "developer", "content": "Be brief"}, *MESSAGES, CALL,
+            {**RESULT, "content": [{"type": "text", "text": text} for text in "ab"]},
+        ]),
+        responses_request(
+            input=[*MESSAGES, {"type": "function_call", "call_id": "c", **FUNCTION}, result], instructions="Be brief"
+        ),
+        messages_request(system="Be brief", messages=[
+            *MESSAGES,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "clock", "input": {"utc": True}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "a\nb"}]},
+        ]),
+    )  # fmt: skip
+    texts = [asyncio.run(prompts.prompts(request))[0].text for request in requests]
+    assert texts[0] == texts[1] == '[system]Be brief[user]Hi[assistant]<clock|{"utc":true}>[tool]a\nb'
+    assert texts[2] == texts[0].replace('"utc":true', '"utc": true'), "the Messages API has objects instead of texts"
+
+
+def test_other_apis_name_their_field_without_the_index_of_a_chat_message(prompts: PromptTokenizer) -> None:
+    prompts.tokenizer.chat_template = NO_SYSTEM
+    for request, field_names, param in (
+        (responses_request(input=MESSAGES, instructions="a"), RESPONSES_FIELD_NAMES, "input"),
+        (messages_request(messages=MESSAGES, system="a"), MESSAGES_FIELD_NAMES, "messages"),
+    ):
+        with pytest.raises(ApiError) as rejection:
+            asyncio.run(prompts.prompts(request))
+        assert rename_error(rejection.value, field_names).param == param
+
+
+@pytest.mark.parametrize("template", [ITERATES_PARTS, KNOWN_ROLES])
+def test_a_message_is_continued_in_each_form_of_content(prompts: PromptTokenizer, template: str) -> None:
+    prompts.tokenizer.chat_template = template + "</end>"
+    [prompt] = asyncio.run(prompts.prompts(chat(messages=DIALOGUE, continue_final_message=True)))
+    assert prompt.text == "[user]Hi[assistant]Well"

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tcdeploy.engine.sequence import NewToken
+from tcdeploy.models.template_form import TemplateForm
 from tcdeploy.server import sse
 from tcdeploy.server.answer import Answer
 from tcdeploy.server.api import make_app
@@ -65,7 +66,9 @@ def chat_request(**fields: Any) -> ChatRequest:
 
 
 def template_messages(*messages: Any, **fields: Any) -> list[Any]:
-    return [message.for_template() for message in chat_request(messages=list(messages), **fields).messages]
+    """The messages that a template gets, in the form that most templates expect."""
+    conversation = [message.for_template() for message in chat_request(messages=list(messages), **fields).messages]
+    return [message.fields for message in TemplateForm().messages(conversation)]
 
 
 # Translation
@@ -404,7 +407,7 @@ def test_no_body_causes_another_error_than_400(fields: dict[str, Any], message: 
             if isinstance(request, MessagesRequest):
                 chat = asyncio.run(to_chat_request(request))
                 check(chat)
-                [message.for_template() for message in chat.messages]
+                TemplateForm().messages([message.for_template() for message in chat.messages])
                 context_length_error(chat, ModelLimits(64, 100), 70)
         except ApiError as error:
             assert error.status == 400

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.models.template_form import RefusedMessageError, TemplateForm
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.json_steps import JsonLimits
 from tcdeploy.server.output_parts import OutputPart
@@ -72,7 +73,9 @@ def chat_request(state: ServerState | None = None, **fields: Any) -> ChatRequest
 
 
 def template_messages(*items: Any, **fields: Any) -> list[Any]:
-    return [message.for_template() for message in chat_request(input=list(items), **fields).messages]
+    """The messages that a template gets, in the form that most templates expect."""
+    conversation = [message.for_template() for message in chat_request(input=list(items), **fields).messages]
+    return [message.fields for message in TemplateForm().messages(conversation)]
 
 
 # Translation
@@ -98,7 +101,7 @@ def test_items_become_messages_of_a_chat() -> None:
         {"role": "system", "content": "Be brief.\n\nBe kind.\n\nBe fair."}, USER,
         {"role": "assistant", "content": "Let me look.", "reasoning_content": "Hm.", "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "call_1", "name": "clock", "content": "noon"},
-        {"role": "assistant", "content": "It is noon."}, {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "It is noon."}, {"role": "user", "content": "A\nnd?"},
     ]  # fmt: skip
     assert template_messages(CALL, {**message, "content": "Then."}) == [
         {"role": "assistant", "content": "", "tool_calls": [called]}, {"role": "assistant", "content": "Then."},
@@ -176,7 +179,7 @@ def test_what_is_not_supported_or_invalid_is_refused_by_name(fields: Any, param:
 
 
 def test_arguments_of_a_call_that_are_not_an_object_are_refused() -> None:
-    with pytest.raises(ApiError, match="the arguments of the call of clock are not a JSON object"):
+    with pytest.raises(RefusedMessageError, match="the arguments of the call of clock are not a JSON object"):
         template_messages(USER, {**CALL, "arguments": "[1]"})
 
 
@@ -427,9 +430,11 @@ def test_no_body_causes_another_error_than_400_or_404(fields: dict[str, Any], it
         request = parse(ResponsesRequest, json.dumps({"input": [item], **fields}).encode())
         chat = to_chat_request(request, asyncio.run(new_messages(request, [])))
         check(chat)
-        [message.for_template() for message in chat.messages]
+        TemplateForm().messages([message.for_template() for message in chat.messages])
     except ApiError as error:
         assert error.status == 400
+    except RefusedMessageError as error:
+        assert error.field == "tool_calls"
 
 
 # With OpenAI's client

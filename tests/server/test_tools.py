@@ -22,8 +22,10 @@ from tcdeploy.server.response_builder import ChatResponseBuilder, Choice, Served
 from tcdeploy.server.stop_strings import StopStringDetokenizer
 from tcdeploy.server.structured_output import StructuredOutputBackend
 from tcdeploy.server.template_parser import Markup, TemplateParser, find_markup
+from tcdeploy.server.text_encoder import TextEncoder
+from tcdeploy.server.tokenization import PromptTokenizer
 from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.validation import check
+from tcdeploy.server.validation import ModelLimits, check
 from tcdeploy.server.vocabulary import Vocabulary
 from tests.conftest import TINY
 from tests.fork_server import ForkServer
@@ -338,14 +340,13 @@ def test_allowed_tools_are_the_only_ones_that_the_model_sees_and_may_call() -> N
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "{", "5", "[" * 100_000])
-def test_earlier_calls_whose_arguments_are_not_an_object_are_rejected(arguments: str) -> None:
+def test_earlier_calls_whose_arguments_are_not_an_object_are_rejected(tokenizer: Any, arguments: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": arguments}}
-    message = chat_request(messages=[QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]).messages[
-        1
-    ]
-    with pytest.raises(ApiError) as rejection:
-        message.for_template()
-    assert rejection.value.param == "messages"
+    request = chat_request(messages=[QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    prompts = PromptTokenizer(tokenizer, TextEncoder(tokenizer), ModelLimits(64, 2048), "a", ToolSupport(tokenizer, ""))
+    with pytest.raises(ApiError, match="the arguments of the call of clock are not a JSON object") as rejection:
+        asyncio.run(prompts.prompts(request))
+    assert (rejection.value.status, rejection.value.param) == (400, "messages[1].tool_calls")
 
 
 # Forced calls

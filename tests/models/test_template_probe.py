@@ -1,0 +1,67 @@
+"""The probe finds the form of each template, within its time, and never fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tcdeploy.models import chat_template, template_probe
+from tcdeploy.models.load import resolve_model_path
+from tcdeploy.models.template_form import TemplateForm
+from tcdeploy.models.template_probe import template_form
+from tests.conftest import TINY
+from tests.hostile.template_forms import FORMS, NO_CALLS, TEMPLATES, templates_of_transformers
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Iterator[Any]:
+    yield AutoTokenizer.from_pretrained(resolve_model_path(TINY))
+    chat_template._process.stop()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_form_of_a_template_is_found(tokenizer: Any, name: str) -> None:
+    tokenizer.chat_template = TEMPLATES[name]
+    assert template_form(tokenizer, has_tools=True) == FORMS[name]
+
+
+def test_the_forms_of_transformers_templates_are_found(tokenizer: Any) -> None:
+    forms = {}
+    for name, template in templates_of_transformers().items():
+        tokenizer.chat_template = template
+        forms[name.partition(":")[0]] = template_form(tokenizer, has_tools=True)
+    all_parts = frozenset({"user", "assistant", "system"})
+    assert forms == {
+        "processing_llama4": TemplateForm(renders_tools=True),
+        "processing_qwen2_audio": TemplateForm(unrendered=NO_CALLS),
+        "processing_smolvlm": TemplateForm(part_roles=all_parts, unrendered=NO_CALLS),
+    }
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ 1 / 0 }}", "{% for %}", "text", ""])
+def test_a_template_that_renders_no_message_has_the_default_form(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    assert template_form(tokenizer) == template_form(tokenizer, has_tools=True) == TemplateForm()
+
+
+def test_a_template_is_probed_once_with_tools_and_once_without(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer.chat_template = {"default": TEMPLATES["parts"], "tool_use": TEMPLATES["chatml"]}
+    forms = template_form(tokenizer), template_form(tokenizer, has_tools=True)
+    assert forms == (FORMS["parts"], FORMS["chatml"])
+    monkeypatch.setattr(template_probe, "_Probe", None)
+    assert (template_form(tokenizer), template_form(tokenizer, has_tools=True)) == forms
+
+
+def test_an_endless_template_ends_the_probe_at_its_time_limit(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = "{% if messages | length > 1 %}" + endless + "{% endif %}{{ messages[0].content }}"
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(template_probe, "PROBE_SECONDS", 1.0)
+    start = time.monotonic()
+    form = template_form(tokenizer)
+    assert "assistant" in form.unrendered and form.part_roles == frozenset()
+    assert time.monotonic() - start < 15, "each of some 20 renderings took its time limit and a new process"
