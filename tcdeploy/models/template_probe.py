@@ -4,15 +4,16 @@ Each step of the probe has candidate forms, the most common first, and selects t
 renders all messages of a conversation. The conversations are legal ones, because many templates raise an exception if
 roles do not alternate or if a result has no call. A template that fails for a form does not support it. If it does not
 even render a user message, for example because it requires a variable, nothing is learned, and the default form is
-used. Some 15 conversations are rendered, which takes 3 to 20 ms; the limit is PROBE_SECONDS and one more rendering.
+used. Some 15 conversations are rendered; the limit is PROBE_SECONDS and one more rendering.
 
-Source text is not examined: a template may mention a role to reject it. Does not import torch.
+The source text is not searched for roles: a template may mention a role to reject it. Does not import torch.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from tcdeploy.models.chat_template import render_messages, renders_in_python
 from tcdeploy.models.template_form import Arguments, CallContent, TemplateForm
 from tcdeploy.models.template_outline import render_outline
 
-PROBE_SECONDS = 5.0
+PROBE_SECONDS = 2.0
 PROBE_TOOL_NAME = "probe_tool_name"
 PROBE_TOOL = {
     "type": "function",
@@ -61,15 +62,16 @@ def template_form(tokenizer: Any, *, has_tools: bool = False) -> TemplateForm:
 
 
 @functools.lru_cache(maxsize=16)
-def _probe(tokenizer: Any, _: str, has_tools: bool) -> TemplateForm:
-    return _Probe(tokenizer, has_tools).form()
+def _probe(tokenizer: Any, template: str, has_tools: bool) -> TemplateForm:
+    return _Probe(tokenizer, template, has_tools).form()
 
 
 class _Probe:
-    def __init__(self, tokenizer: Any, has_tools: bool) -> None:
+    def __init__(self, tokenizer: Any, template: str, has_tools: bool) -> None:
         self._tokenizer = tokenizer
+        self._template = template  # "" if the tokenizer renders in Python
         self._variables = {"add_generation_prompt": True, **({"tools": [PROBE_TOOL]} if has_tools else {})}
-        self._deadline = time.monotonic() + PROBE_SECONDS
+        self._deadline = math.inf
         self._unrendered: set[str] = set()
 
     def form(self) -> TemplateForm:
@@ -84,7 +86,8 @@ class _Probe:
     def _with_instructions(self, form: TemplateForm) -> TemplateForm:
         form = self._select(form, "system", _contents(form, "system"), SYSTEM, USER)
         known = replace(form, developer_role="developer")
-        knowing = next(filter(self._knows_developer, _contents(known, "system")), None)
+        candidates = _contents(known, "system") if "system" in self._unrendered else (known,)
+        knowing = next(filter(self._knows_developer, candidates), None)
         if knowing is not None:
             form = replace(knowing, system_role="developer") if "system" in self._unrendered else knowing
             self._unrendered.discard("system")
@@ -111,8 +114,10 @@ class _Probe:
             replace(candidate, arguments=arguments, call_content=content)
             for candidate, arguments, content in itertools.product(_contents(form, "tool"), ARGUMENTS, CALL_CONTENTS)
         ]
+        if self._template and "tool_calls" not in self._template:
+            candidates = candidates[:1]  # such a template can only print whole messages; this saves 20 renderings
         found = self._first(candidates, USER, CALL, RESULT, checked=1)
-        found = found or self._first(candidates[: len(candidates) // 2], USER, CALL, USER, checked=1)
+        found = found or self._first(candidates[: len(candidates) // 2 or 1], USER, CALL, USER, checked=1)
         if found is None:
             self._unrendered |= {"tool call", "tool result"}
             return form
@@ -159,9 +164,19 @@ class _Probe:
             return ""
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
-        if time.monotonic() > self._deadline:
+        """The time limit counts from the end of the first rendering, which may wait for the start of the process.
+
+        It counts from the start of a rendering that fails, which may have taken RENDER_SECONDS.
+        """
+        counted_from = time.monotonic()
+        if counted_from > self._deadline:
             raise ModelError("the probe of the chat template has exceeded its time")
-        return render_messages(self._tokenizer, messages, self._variables)
+        try:
+            text = render_messages(self._tokenizer, messages, self._variables)
+            counted_from = time.monotonic()
+            return text
+        finally:
+            self._deadline = min(self._deadline, counted_from + PROBE_SECONDS)
 
 
 def _contents(form: TemplateForm, role: str) -> tuple[TemplateForm, TemplateForm]:

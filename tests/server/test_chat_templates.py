@@ -309,11 +309,9 @@ def test_a_message_that_cannot_reach_the_prompt_is_refused_by_name(
 
 def test_all_apis_send_the_template_the_same_messages(prompts: PromptTokenizer) -> None:
     prompts.tokenizer.chat_template = CALLS_IF_NONE
-    result = {
-        "type": "function_call_output",
-        "call_id": "c",
-        "output": [{"type": "input_text", "text": t} for t in "ab"],
-    }
+    output = [{"type": "input_text", "text": text} for text in "ab"]
+    result = {"type": "function_call_output", "call_id": "c", "output": output}
+    use = {"type": "tool_use", "id": "c", "name": "clock", "input": {"utc": True}}
     requests = (
         chat(messages=[
             {"role": "developer", "content": "Be brief"}, *MESSAGES, CALL,
@@ -324,7 +322,7 @@ def test_all_apis_send_the_template_the_same_messages(prompts: PromptTokenizer) 
         ),
         messages_request(system="Be brief", messages=[
             *MESSAGES,
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "clock", "input": {"utc": True}}]},
+            {"role": "assistant", "content": [use]},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "a\nb"}]},
         ]),
     )  # fmt: skip
