@@ -4,7 +4,8 @@ The text of a message cannot be searched in the prompt: templates strip it, esca
 reasoning from it. Instead, the template renders an outline of the conversation: the same messages, with each text, the
 name of each call and each argument replaced by a short mark. A mark that is missing in the result belongs to a message
 that the template leaves out. This takes linear time, because an outline has few characters and is searched once. It
-does not notice a template that decides by a message's text whether to render it. Does not import torch.
+does not notice a template that decides by a message's text whether to render it, except by the end of reasoning. Does
+not import torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tcdeploy.errors import ModelError
 from tcdeploy.models.template_form import TemplateMessage
 
 MARK_PATTERN = re.compile(r"tcdmark(\d+)end", re.IGNORECASE)  # templates may change the case of a text
+REASONING_END = "</think>"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -51,9 +53,11 @@ def make_outline(messages: Iterable[TemplateMessage], *, marks_names: bool = Tru
             return f"tcdmark{len(outline.places) - 1}end"
 
         marked = {**fields, **{name: "reasoning" for name in REASONING_FIELDS if fields.get(name)}}
-        if _has_text(fields.get("content")):
-            text = mark("content")
-            marked["content"] = text if isinstance(fields["content"], str) else [{"type": "text", "text": text}]
+        match fields.get("content"):
+            case str() as text:
+                marked["content"] = _mark_text(text, fields["role"], mark)
+            case [{"text": text}]:
+                marked["content"] = [{"type": "text", "text": _mark_text(text, fields["role"], mark)}]
         if calls := fields.get("tool_calls"):
             marked["tool_calls"] = [
                 {**call, "function": _mark_function(call["function"], mark, marks_names)} for call in calls
@@ -80,13 +84,23 @@ def render_outline(
     return text, outline.missing(text)
 
 
-def _has_text(content: str | Sequence[dict[str, str]] | None) -> bool:
-    return bool(content and (content if isinstance(content, str) else content[0]["text"]).strip())
+def _mark_text(text: str, role: str, mark: Callable[[str], str]) -> str:
+    """The text with a mark for each part that must be in the prompt.
+
+    Templates split answers at the end of the reasoning, and drop what is before it. The text that is after it, and all
+    texts of the other roles, must be kept.
+    """
+    parts = text.split(REASONING_END)
+    num_droppable = len(parts) - 1 if role == "assistant" else 0
+    return REASONING_END.join(
+        (mark("content") if number >= num_droppable else "reasoning") if part.strip() else part[:1]
+        for number, part in enumerate(parts)
+    )
 
 
-def _mark_function(function: dict[str, Any], mark: Any, marks_names: bool) -> dict[str, Any]:
+def _mark_function(function: dict[str, Any], mark: Callable[[str], str], marks_names: bool) -> dict[str, Any]:
     name = mark("tool_calls") if marks_names else function["name"]
     is_text = isinstance(function["arguments"], str)
     arguments = json.loads(function["arguments"]) if is_text else function["arguments"]
-    marked = dict.fromkeys(arguments, mark("tool_calls")) if arguments else {}
+    marked = {key: mark("tool_calls") for key in arguments}
     return {"name": name, "arguments": json.dumps(marked) if is_text else marked}

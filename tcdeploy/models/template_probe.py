@@ -119,8 +119,8 @@ class _Probe:
         found = self._first(candidates, USER, CALL, RESULT, checked=1)
         found = found or self._first(candidates[: len(candidates) // 2 or 1], USER, CALL, USER, checked=1)
         if found is None:
-            self._unrendered |= {"tool call", "tool result"}
-            return form
+            self._unrendered.add("tool call")
+            return self._select(form, "tool result", _contents(form, "tool"), USER, ASSISTANT, RESULT)
         found = self._select(found, "tool result", _contents(found, "tool"), USER, CALL, RESULT)
         answer = {**CALL, "content": "Hello"}
         return self._first((found, replace(found, splits_calls=True)), USER, answer, RESULT, checked=1) or found

@@ -118,6 +118,11 @@ TEMPLATES = {
     "selectattr('function.name', 'eq', c.function.name) | list if tools else [] %}{% if tools and not found %}"
     "{{ raise_exception('unknown tool') }}{% endif %}{{ c.function | tojson }}{% endfor %}{% endif %}{% endfor %}"
     + TOOLS + OPEN,
+    # what is before the end of reasoning is dropped, whatever the role
+    "splits all": "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] | trim }}{% endfor %}" + OPEN,
+    # only one argument of each call
+    "one argument": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments.values() | first }}){% endfor %}{% endfor %}" + OPEN,
     "last turn": "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}Q: {{ messages[-1].content }} A:",
     # requires a variable, so nothing can be learned at start
     "guideline": "{% if not guideline %}{{ raise_exception('guideline is required') }}{% endif %}{{ guideline }}"
@@ -125,7 +130,8 @@ TEMPLATES = {
     "cut": "{% for m in messages[-3:] %}{% if m.role in ['user', 'assistant', 'system'] %}<{{ m.role }}>{{ m.content }}"
     "{% endif %}{% endfor %}",
 }  # fmt: skip
-ALL_PARTS = frozenset({"user", "assistant", "system"})
+ALL_PARTS = frozenset({"user", "assistant", "system", "tool"})
+ONLY_RESULTS = frozenset({"tool call"})
 FORMS = {
     "chatml": TemplateForm(renders_tools=True),
     "branches": TemplateForm(renders_tools=True),
@@ -139,15 +145,17 @@ FORMS = {
     "items": TemplateForm(renders_tools=True),
     "pythonic": TemplateForm(),
     "no content": TemplateForm(call_content="omitted", splits_calls=True),
-    "parts": TemplateForm(part_roles=ALL_PARTS, unrendered=NO_CALLS),
-    "parts by filter": TemplateForm(part_roles=ALL_PARTS, unrendered=NO_CALLS),
-    "first part": TemplateForm(part_roles=ALL_PARTS, unrendered=NO_CALLS),
-    "parts of users": TemplateForm(part_roles=frozenset({"user"}), unrendered=NO_CALLS),
+    "parts": TemplateForm(part_roles=ALL_PARTS, unrendered=ONLY_RESULTS),
+    "parts by filter": TemplateForm(part_roles=ALL_PARTS, unrendered=ONLY_RESULTS),
+    "first part": TemplateForm(part_roles=ALL_PARTS, unrendered=ONLY_RESULTS),
+    "parts of users": TemplateForm(part_roles=frozenset({"user"}), unrendered=ONLY_RESULTS),
     "string or parts": TemplateForm(renders_tools=True),
     "developer": TemplateForm(developer_role="developer", merges_instructions=True),
     "only developer": TemplateForm(system_role="developer", developer_role="developer", unrendered=NO_CALLS),
     "first system": TemplateForm(merges_instructions=True, unrendered=NO_CALLS),
     "names": TemplateForm(renders_tools=True),
+    "splits all": TemplateForm(unrendered=ONLY_RESULTS),
+    "one argument": TemplateForm(),
     "last turn": TemplateForm(merges_instructions=True, unrendered=NO_CALLS | {"assistant"}),
     "guideline": TemplateForm(),
     "cut": TemplateForm(unrendered=NO_CALLS),

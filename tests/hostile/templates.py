@@ -60,6 +60,7 @@ class Words:
         make = self._source.choice(
             [
                 lambda: "", lambda: "{}", lambda: json.dumps({"city": self()}), lambda: f'{{"x":"{self()}"}}',
+                lambda: json.dumps({"city": self(), "country": self()}),
                 lambda: json.dumps({"a b": {"c": [self(), None, True]}, "n": 12345678901234567890}),
             ]
         )  # fmt: skip
@@ -128,6 +129,9 @@ SHAPES: dict[str, Callable[[Words], Messages]] = {
     "think": lambda w: [
         user(w), {"role": "assistant", "content": f"<think>{w.spare()}</think>\n\n{w()}"}, user(w)
     ],
+    "think of a user": lambda w: [{"role": "user", "content": f"{w()}</think>{w()}"}],
+    "two thinks": lambda w: [user(w), {"role": "assistant", "content": f"{w.spare()}</think> </think>{w()}"}, user(w)],
+    "only think": lambda w: [user(w), {"role": "assistant", "content": f"<think>{w.spare()}</think>\n"}, user(w)],
     "call": lambda w: [user(w), call(w), result(w)],
     "call, empty": lambda w: [user(w), call(w, content=""), result(w), assistant(w), user(w)],
     "call, blank": lambda w: [user(w), call(w, content="\n\n"), result(w)],
@@ -192,7 +196,8 @@ def outcome(prompts: PromptTokenizer, fields: dict[str, Any], required: list[str
     return f"printed {printed} in {text!r}" if printed else "rendered"
 
 
-def run(source: random.Random, count: int) -> dict[str, Any]:
+def attack(source: random.Random, count: int) -> tuple[Counter[str], set[tuple[str, str]], list[str]]:
+    """The outcomes, the pairs of a template and a shape that were rendered, and the attacks that succeeded."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(TINY))
     templates = {**TEMPLATES, **templates_of_transformers()}
     limits = ModelLimits(context=1 << 17, vocab_size=2048)
@@ -205,17 +210,22 @@ def run(source: random.Random, count: int) -> dict[str, Any]:
     outcomes: Counter[str] = Counter()
     rendered, succeeded = set(), []
     for number in range(count):
-        name, shape = pairs[number % len(pairs)]
+        name, shape = pair = pairs[number % len(pairs)]
         tokenizer.chat_template = templates[name]
         words = Words(source)
         fields = request_fields(source, words, SHAPES[shape](words))
         kind = outcome(prompts[name], fields, words.required)
         if kind == "rendered":
-            rendered.add(f"{name}: {shape}")
+            rendered.add(pair)
         elif not kind.startswith("refused"):
             succeeded.append(f"{name}: {shape}: {kind}; {json.dumps(fields)}")
-        outcomes[kind.partition(" ")[0] if not kind.startswith("refused") else kind] += 1
+        outcomes[kind if kind.startswith("refused") else kind.partition(" ")[0]] += 1
+    return outcomes, rendered, succeeded
+
+
+def run(source: random.Random, count: int) -> dict[str, Any]:
+    outcomes, rendered, succeeded = attack(source, count)
     return {
-        "attacks": count, "templates": len(templates), "shapes": len(SHAPES),
-        "outcomes": dict(sorted(outcomes.items())), "rendered": sorted(rendered), "succeeded": succeeded,
+        "attacks": count, "templates": len(TEMPLATES) + len(templates_of_transformers()), "shapes": len(SHAPES),
+        "outcomes": dict(sorted(outcomes.items())), "rendered_pairs": len(rendered), "succeeded": succeeded,
     }  # fmt: skip

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import random
 
-from tests.hostile.template_forms import TEMPLATES
-from tests.hostile.templates import SHAPES, run
+from tests.hostile.template_forms import TEMPLATES, templates_of_transformers
+from tests.hostile.templates import SHAPES, attack
 
 # Shapes that a template with branches for system, user, assistant and tool must render.
 COMMON_SHAPES = ("user parts", "developer", "later system", "refusal part", "think", "call", "two calls", "legacy call")
 
 
 def test_each_message_is_in_the_prompt_or_is_refused_by_name() -> None:
-    result = run(random.Random(11), (len(TEMPLATES) + 3) * len(SHAPES))
-    assert result["succeeded"] == []
-    assert result["templates"] >= len(TEMPLATES) + 3, "transformers' own templates were not found"
-    for template in ("chatml", "branches", "items"):
-        for shape in COMMON_SHAPES:
-            assert f"{template}: {shape}" in result["rendered"]
-    assert {"refused: messages", "rendered"} <= result["outcomes"].keys()
+    names = {*TEMPLATES, *templates_of_transformers()}
+    outcomes, rendered, succeeded = attack(random.Random(11), len(names) * len(SHAPES))
+    assert succeeded == []
+    assert len(names) >= len(TEMPLATES) + 3, "transformers' own templates were not found"
+    assert {(name, shape) for name in ("chatml", "branches", "items") for shape in COMMON_SHAPES} <= rendered
+    assert {name for name, _ in rendered} == names, "each template must render some conversations"
+    assert outcomes["refused: messages"] and outcomes["rendered"] > outcomes.total() / 2

@@ -63,6 +63,15 @@ def test_blank_texts_and_reasoning_need_not_be_in_the_prompt(tokenizer: Any) -> 
     assert render_conversation(tokenizer, [USER, earlier, USER, blank, USER], {}).count("Hm") == 0
 
 
+def test_text_before_the_end_of_reasoning_may_be_dropped_from_answers_only(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATES["splits all"]
+    answer = {"role": "assistant", "content": "Hm</think>Yes"}
+    assert render_conversation(tokenizer, [USER, answer, USER], {}) == "<user>Hello<assistant>Yes<user>Hello"
+    with pytest.raises(RefusedMessageError) as refusal:
+        render_conversation(tokenizer, [USER, answer, {"role": "user", "content": "What is </think>?"}], {})
+    assert (refusal.value.number, refusal.value.field) == (2, "role")
+
+
 def test_the_outline_of_a_conversation_is_short_and_is_rendered_once_for_all_of_its_shape(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
