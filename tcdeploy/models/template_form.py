@@ -142,7 +142,8 @@ def _without_legacy_fields(conversation: Iterable[dict[str, Any]]) -> Iterator[T
         if legacy_call := fields.pop("function_call", None):
             call_id = f"call{number:05d}"  # Mistral's templates require 9 letters and digits
             last_ids[legacy_call["name"]] = call_id
-            fields["tool_calls"] = [{"id": call_id, "type": "function", "function": legacy_call}]
+            call = {"id": call_id, "type": "function", "function": legacy_call}
+            fields["tool_calls"] = [*fields.get("tool_calls", ()), call]
         names.update((call["id"], call["function"]["name"]) for call in fields.get("tool_calls", ()) if "id" in call)
         if fields["role"] == "function":
             fields["role"] = "tool"

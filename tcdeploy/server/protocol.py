@@ -305,16 +305,15 @@ class Message(BaseModel):
 
     role: StrictStr
     content: Annotated[StrictStr | Parts | None, BeforeValidator(_check_parts)] = None
-    refusal: StrictStr | None = None  # of an assistant message without content
+    refusal: StrictStr | None = None  # OpenAI's API returns it instead of content
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     function_call: FunctionCall | None = None  # OpenAI's earlier form of a tool call
     tool_call_id: StrictStr | None = None
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, list):
-            return PART_SEPARATOR.join(part.text for part in self.content)
-        return self.content or self.refusal or ""
+        texts = [part.text for part in self.content] if isinstance(self.content, list) else [self.content]
+        return PART_SEPARATOR.join(text for text in (*texts, self.refusal) if text)
 
     def for_template(self) -> dict[str, Any]:
         """The message with its content as text. models/template_form.py converts it to the template's form."""

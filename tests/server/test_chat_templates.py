@@ -259,6 +259,10 @@ LEGACY = {"role": "assistant", "content": None, "function_call": FUNCTION}
             CALLS_IF_NONE, [*MESSAGES, {**CALL, "content": "Look"}, RESULT],
             '[user]Hi[assistant]Look[assistant]<clock|{"utc":true}>[tool]noon',
         ),
+        (
+            PRINTS_ARGUMENTS, [*MESSAGES, {**CALL, **LEGACY, "content": "A", "refusal": "b"}],
+            '[user]Hi[assistant]A\nb<clock {"utc":true}><clock {"utc":true}>',
+        ),
         (PRINTS_ARGUMENTS, [*MESSAGES, CALL, RESULT], '[user]Hi[assistant]<clock {"utc":true}>[tool]noon'),
         *(
             (template, [{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}], "[user]a\nb")
@@ -267,7 +271,7 @@ LEGACY = {"role": "assistant", "content": None, "function_call": FUNCTION}
         *(
             (KNOWN_ROLES, [*MESSAGES, {"role": "assistant", **fields}, *MESSAGES], "[user]Hi[assistant]No.[user]Hi")
             for fields in (
-                {"content": [{"type": "refusal", "refusal": "No."}]}, {"content": None, "refusal": "No."},
+                {"content": [{"type": "refusal", "refusal": "No."}]}, {"content": [], "refusal": "No."},
                 {"content": [{"type": "output_text", "text": "No."}]},
                 {"content": [{"type": "input_text", "text": "No."}]},
             )
