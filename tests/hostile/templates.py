@@ -1,9 +1,9 @@
 """Chat templates and conversations: each message is in the prompt, or the request is refused by name.
 
-Templates are those of template_forms.py and those in transformers' source files. A conversation has one of the shapes
-below, with random words as texts, and is sent with random fields of a chat request. The attack succeeds if the request
-is accepted and a word, or the name or an argument of a call, is not in the prompt; if an object is printed as Python
-prints it; or if the request is refused without the name of a field.
+Templates are those of tests/template_families.py and those in transformers' source files. A conversation has one of the
+shapes below, with random words as texts, and is sent with random fields of a chat request. The attack succeeds if the
+request is accepted and a word, or the name or an argument of a call, is not in the prompt; if an object is printed as
+Python prints it; or if the request is refused without the name of a field.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tcdeploy.server.tokenization import PromptTokenizer
 from tcdeploy.server.tools import ToolSupport
 from tcdeploy.server.validation import ModelLimits, check
 from tests.conftest import TINY
-from tests.hostile.template_forms import TEMPLATES, templates_of_transformers
+from tests.template_families import TEMPLATES, templates_of_transformers
 
 DEFAULT_COUNT = 5000
 AROUND = ("", " ", "\n\n", '"', "<b>", "\u00e9\u2603", "{% x %}", "{{ y }}", "\\", "'")

@@ -18,7 +18,7 @@ from tcdeploy.models.load import resolve_model_path
 from tcdeploy.models.template_form import RefusedMessageError, TemplateForm
 from tcdeploy.models.template_outline import make_outline
 from tests.conftest import TINY
-from tests.hostile.template_forms import TEMPLATES
+from tests.template_families import TEMPLATES
 
 USER = {"role": "user", "content": "Hello"}
 CALL = {
