@@ -5,6 +5,7 @@ Built after the model is loaded, so no field is optional.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterable
@@ -20,8 +21,9 @@ from tcdeploy.server.json_steps import JsonLimits
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.missed_shapes import MissedShapes
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest
+from tcdeploy.server.schema_numbers import UnsupportedSchemaError
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.server.structured_output import StructuredOutputBackend
+from tcdeploy.server.structured_output import StructuredOutputBackend, schema_error
 from tcdeploy.server.system_fingerprint import system_fingerprint
 from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tokenization import Prompt, PromptTokenizer
@@ -113,7 +115,10 @@ class Service:
             await self.structured_output.check_available("tool_choice")
             schemas = [tool["function"].get("parameters") for tool in request.forced_tools]
             self.structured_output.check_size(schemas, "tools")
-            lark = self.tools.grammar(request, prompts[0].text or "")
+            try:
+                lark = await asyncio.to_thread(self.tools.grammar, request, prompts[0].text or "")
+            except UnsupportedSchemaError as error:
+                raise schema_error(error, "tools") from None
             return await self.structured_output.compile_lark(lark, "tools")
         if request.bad_words and (bad_words := await self.tokenizer.bad_words(request.bad_words)):
             return BadWords(bad_words)

@@ -8,8 +8,8 @@ of one request ends them all.
 The cost of a client's schema is bounded: its size by this module, and the work and memory per token by llguidance's
 limits (PARSER_LIMITS). A regex or a grammar may be far more ambiguous than a schema of the same size, so its limits are
 lower (GRAMMAR_LIMITS). The masks of a step are computed in one call outside the GIL; the choices of one request share a
-lock inside llguidance and are computed one after another. White space inside the JSON is limited to MAX_WHITESPACE
-characters in a row, because a model in a loop would fill its context with it. Timings: docs/performance.md.
+lock inside llguidance and are computed one after another. Timings: docs/performance.md. json_schema.py rewrites schemas
+before they are compiled.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import from_json
 
 from tcdeploy.engine.constraint import MatchStatus
 from tcdeploy.planning.extras import is_installed
+from tcdeploy.server.json_schema import exact_schema
 from tcdeploy.server.output_constraint import OutputConstraint
 from tcdeploy.server.protocol import ApiError, bad_request
+from tcdeploy.server.schema_numbers import UnsupportedSchemaError
 from tcdeploy.server.validation import count_chars
 
 if TYPE_CHECKING:  # importing numpy takes 0.1 s; the socket answers before
@@ -40,7 +42,6 @@ MAX_SCHEMA_CHARS = 128 << 10
 MAX_PROPERTIES = 2000  # 9,000 take 7 s to compile, and 40 ms to free while the GIL is held
 MAX_CHARS = {"regex": 8 << 10, "grammar": 32 << 10, "choice": 32 << 10}  # by kind; of all choices together
 MAX_PATTERN_CHARS, MAX_PATTERNS_CHARS = 4 << 10, 32 << 10  # of one regex in a schema, and of all
-MAX_WHITESPACE = 40
 COMPILE_THREADS, MASK_THREADS = 2, 4
 PARSER_LIMITS = {
     "max_items_in_row": 8_000,  # an object with 1,000 optional fields needs 4,007
@@ -56,6 +57,7 @@ GRAMMAR_LIMITS = {
     **PARSER_LIMITS, "max_items_in_row": 1_000, "step_max_items": 5_000, "initial_lexer_fuel": 16_000,
 }  # fmt: skip
 CHOICE_LIMITS = {**GRAMMAR_LIMITS, "initial_lexer_fuel": 200_000}  # literal texts are cheap, but need more fuel
+T = TypeVar("T")
 LARK_LINE = re.compile(r"%llguidance\b|start(\.\d+)?\s*:(?!:=)")
 NOT_INSTALLED = "requires llguidance, which is not installed: pip install 'tcdeploy[structured]'"
 log = logging.getLogger("tcdeploy.server")
@@ -136,37 +138,41 @@ class StructuredOutputBackend:
                 f"the {constraint.kind} in {constraint.field} is empty{' or contains an empty string' * is_choice}"
             )
             raise bad_request(message, constraint.field)
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile_constraint, constraint)
+        return await self._run(self._compile_constraint, constraint)
 
     async def compile_json_schema(self, schema: dict[str, Any], field: str) -> CompiledGrammar:
         """The grammar of a JSON schema. Raises ApiError 400 that names `field`, which contained the schema."""
         await self.check_available(field)
         self.check_size([schema], field)
-        text = json.dumps(with_bounded_whitespace(schema), ensure_ascii=False)
-        return await self._compile_in_thread("json_schema", text, field)
+        return await self._run(self._compile_json_schema, schema, field)
 
     async def compile_lark(self, lark: str, field: str) -> CompiledGrammar:
         """The same for a grammar in llguidance's Lark syntax, built from schemas in `field`."""
         await self.check_available(field)
-        return await self._compile_in_thread("lark", lark, field)
+        return await self._run(self._compile_schema, "lark", lark, field)
 
-    async def _compile_in_thread(self, syntax: str, text: str, field: str) -> CompiledGrammar:
-        if len(text) > MAX_SCHEMA_CHARS:
-            raise bad_request(f"the schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARS}", field)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._compilers, self._compile_schema, syntax, text, field
-        )
+    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, function, *arguments)
+
+    def _compile_json_schema(self, schema: dict[str, Any], field: str) -> CompiledGrammar:
+        try:
+            text = json.dumps(exact_schema(schema), ensure_ascii=False)
+        except UnsupportedSchemaError as error:
+            raise schema_error(error, field) from None
+        return self._compile_schema("json_schema", text, field)
 
     def _compile_schema(self, syntax: str, text: str, field: str) -> CompiledGrammar:
         from llguidance import LLMatcher
 
+        if len(text) > MAX_SCHEMA_CHARS:
+            raise bad_request(f"the schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARS}", field)
         try:
             grammar = (
                 LLMatcher.grammar_from_lark(text) if syntax == "lark" else LLMatcher.grammar_from_json_schema(text)
             )
             return self._compile(grammar, PARSER_LIMITS)
         except ValueError as error:
-            raise _constraint_error("schema", str(error), field) from None
+            raise schema_error(error, field) from None
 
     def _compile_constraint(self, constraint: OutputConstraint) -> CompiledGrammar:
         try:
@@ -196,7 +202,7 @@ def _parse_schema(constraint: OutputConstraint) -> dict[str, Any]:
         try:
             schema = from_json(schema)
         except ValueError as error:
-            raise _constraint_error("schema", str(error), field) from None
+            raise schema_error(error, field) from None
     if not isinstance(schema, dict):
         raise bad_request(f"the schema in {field} is not a JSON object", field)
     return schema
@@ -330,9 +336,9 @@ def pattern_lengths(schema: Any) -> list[int]:
     return own + pattern_lengths(list(schema.values()))
 
 
-def with_bounded_whitespace(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with llguidance's option that limits white space to MAX_WHITESPACE characters in a row."""
-    return {**schema, "x-guidance": {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"}}
+def schema_error(error: ValueError, field: str) -> ApiError:
+    """The error for a schema in `field` that cannot be compiled."""
+    return _constraint_error("schema", str(error), field)
 
 
 def _constraint_error(kind: str, reason: str, field: str) -> ApiError:

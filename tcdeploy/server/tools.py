@@ -34,9 +34,9 @@ from tcdeploy.models.tool_formats import (
 )
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.harmony_parser import HarmonyParser
+from tcdeploy.server.json_schema import exact_schema
 from tcdeploy.server.parsed_output import OutputParser
 from tcdeploy.server.protocol import ChatRequest, bad_request
-from tcdeploy.server.structured_output import with_bounded_whitespace
 from tcdeploy.server.tag_parser import TagParser
 from tcdeploy.server.template_parser import REASONING_FIELDS, Markup, TemplateParser, find_markup, literal_delimiter
 
@@ -114,7 +114,11 @@ class ToolSupport:
         return self._hidden_ids[shown_delimiters]
 
     def grammar(self, request: ChatRequest, prompt: str) -> str:
-        """Grammar for calls of `request.forced_tools`, in llguidance's Lark syntax. Raises ApiError 400."""
+        """Grammar for calls of `request.forced_tools`, in llguidance's Lark syntax.
+
+        Raises ApiError 400, and UnsupportedSchemaError for the parameters of a function. Must not run in the event
+        loop's thread, because rewriting large schemas takes some 50 ms.
+        """
         functions = [tool["function"] for tool in request.forced_tools]
         forced = self._format.forced if self._format is not None else None
         markup = find_markup(self._template or {})
@@ -177,7 +181,7 @@ def call_grammar(
     for number, function in enumerate(functions):
         head = f"{{{json.dumps(markup.name_key)}: {json.dumps(function['name'])}, {json.dumps(markup.arguments_key)}: "
         bodies.append(f'{json.dumps(head)} arguments_{number} "}}"')
-        schema = with_bounded_whitespace(function.get("parameters") or {"type": "object"})
+        schema = exact_schema(function.get("parameters") or {"type": "object"})
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     head = "start: call (space call)*" if allow_multiple else "start: call"
     call = f"call: {delimiters[0]} space ({' | '.join(bodies)}) space {delimiters[1]}"
@@ -196,7 +200,7 @@ def forced_call_grammar(
     for number, function in enumerate(functions):
         head = text(f"{forced.before_name}{function['name']}{forced.after_name}")
         bodies.append(f"{head} arguments_{number}")
-        schema = with_bounded_whitespace(function.get("parameters") or {"type": "object"})
+        schema = exact_schema(function.get("parameters") or {"type": "object"})
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     calls = "call"
     if allow_multiple and forced.separator is not None:

@@ -1,0 +1,224 @@
+"""Numbers in JSON schemas, as llguidance 1.9 understands them.
+
+Its parser of JSON (serde_json) reads integers beyond 64 bits and all fractions as float64, and is off by one unit in
+the last place for some numbers of 16 and 17 digits. Schemas then hold every number as float64, and ranges of integers
+are computed as int64: -2^63 is negated without a check, and the recursion ends the process. Texts of numbers are
+compared by their digits, and clients parse them as float64, so `0.49999999999999999999` is not below 0.5 for a client.
+
+Hence bounds are replaced by inclusive ones that are float64 numbers, are read exactly, and lie inside of the range.
+Between 0 and an exclusive bound of 0 there is no nearest number with few digits; SMALLEST takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+Number: TypeAlias = int | float
+MAX_EXACT = 2**53  # integers up to it are float64 numbers
+MAX_INTEGER = 2**63 - 1024  # the largest float64 number that is an int64
+MAX_NUMBER = 9.2e18  # of bounds for fractions
+MIN_DIGITS_19 = 10**18  # llguidance cannot compute a range above it that has no upper bound
+SMALLEST = 1e-18  # the smallest number whose fraction llguidance reads as an int64 other than 0
+# A prime factor other than 2 and 5 multiplies the states of the lexer: 9,973 takes 0.3 s to compile, 1,000,003 over
+# 20 s. Common multiples are computed as uint32, without a check.
+MAX_MULTIPLE_STATES, MAX_MULTIPLES_PRODUCT = 10_000, 2**32 - 1
+SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+NUMBER_KEYWORDS = frozenset({"enum", "const", "multipleOf", *LOWER, *UPPER, *SIZES})
+
+
+class UnsupportedSchemaError(ValueError):
+    """A schema that llguidance would not follow. The message contains the place in the schema."""
+
+    def __init__(self, reason: str, steps: tuple[str, ...] | None = None) -> None:
+        place = "" if not steps else f" (at {'/'.join(('#', *steps))[:200]})"
+        super().__init__(f"{reason}{place}")
+        self._reason, self._steps = reason, steps
+
+    def at(self, steps: tuple[str, ...]) -> UnsupportedSchemaError:
+        """The error with its place; an error that has a place is returned unchanged."""
+        return self if self._steps is not None else UnsupportedSchemaError(self._reason, steps)
+
+
+def integral_sizes(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with sizes such as 2.0 as integers, which llguidance expects."""
+    floats = {key: schema[key] for key in SIZES if isinstance(schema.get(key), float)}
+    return {**schema, **{key: int(value) for key, value in floats.items() if value.is_integer()}}
+
+
+def check_values(schema: dict[str, Any]) -> None:
+    """Raises UnsupportedSchemaError if llguidance would change a number in `enum` or `const`."""
+    values = schema.get("enum")
+    for value in (*(values if isinstance(values, list) else ()), schema.get("const")):
+        for number in () if isinstance(value, str) else _numbers(value):
+            if not (abs(number) <= MAX_EXACT and isinstance(number, int)) and not _is_kept(number):
+                raise UnsupportedSchemaError(
+                    f"the value {str(number)[:40]} cannot be generated exactly: integers must be at most 2^53, and "
+                    "fractions have at most 15 digits"
+                )
+
+
+def _numbers(value: Any) -> list[Number]:
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return [number for item in items for number in _numbers(item)]
+    return [value] if _is_number(value) else []
+
+
+def _is_kept(number: Number) -> bool:
+    """Whether llguidance generates this value."""
+    if isinstance(number, int):
+        return abs(number) <= MAX_INTEGER and int(float(number)) == number
+    return abs(number) <= MAX_EXACT and _is_read_exactly(number)
+
+
+def with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with inclusive bounds that llguidance computes exactly."""
+    bounds = {key: schema[key] for key in (*LOWER, *UPPER) if key in schema}
+    if not bounds:
+        return schema
+    if not all(_is_number(value) or isinstance(value, bool) for value in bounds.values()):
+        return schema  # llguidance's error names the value
+    if any(value != value for value in bounds.values()):
+        raise UnsupportedSchemaError("a bound is not a number")
+    rest = {key: value for key, value in schema.items() if key not in bounds}
+    _replace_flags(bounds)
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    is_integer = "integer" in types and "number" not in types
+    make_bounds = _integer_bounds if is_integer else _number_bounds
+    lower, upper = make_bounds(_finite(bounds, LOWER, -math.inf), _finite(bounds, UPPER, math.inf))
+    inclusive = {"minimum": lower, "maximum": upper}
+    return {**rest, **{key: value for key, value in inclusive.items() if value is not None}}
+
+
+def _replace_flags(bounds: dict[str, Any]) -> None:
+    """Replace the boolean `exclusiveMinimum` and `exclusiveMaximum` of draft 4 by numbers."""
+    for inclusive, exclusive in (LOWER, UPPER):
+        flag = bounds.get(exclusive)
+        if isinstance(flag, bool):
+            del bounds[exclusive]
+            if flag and inclusive in bounds:
+                bounds[exclusive] = bounds.pop(inclusive)
+
+
+def _finite(bounds: dict[str, Any], keys: tuple[str, str], none: float) -> dict[str, Number]:
+    """The bounds of one side, by "inclusive" and "exclusive", without an infinity that bounds nothing."""
+    named = zip(("inclusive", "exclusive"), keys, strict=True)
+    found = {name: _capped(bounds[key]) for name, key in named if key in bounds and bounds[key] != none}
+    if any(abs(value) == math.inf for value in found.values()):
+        raise UnsupportedSchemaError("a bound is infinite, so no number satisfies it")
+    return found
+
+
+def _capped(bound: Number) -> Number:
+    """An integer that may be too large for float64 as one that is still beyond all limits."""
+    return max(-(2**70), min(bound, 2**70)) if isinstance(bound, int) else bound
+
+
+def _integer_bounds(lower: dict[str, Number], upper: dict[str, Number]) -> tuple[int | None, int | None]:
+    lows = [math.ceil(lower["inclusive"])] if "inclusive" in lower else []
+    lows += [math.floor(lower["exclusive"]) + 1] if "exclusive" in lower else []
+    highs = [math.floor(upper["inclusive"])] if "inclusive" in upper else []
+    highs += [math.ceil(upper["exclusive"]) - 1] if "exclusive" in upper else []
+    low = _representable(max(lows), up=True) if lows else None
+    high = _representable(min(highs), up=False) if highs else None
+    if lows and highs and max(lows) <= min(highs) and low is not None and high is not None and low > high:
+        raise UnsupportedSchemaError(f"integers from {max(lows)} to {min(highs)} cannot be generated exactly")
+    return _closed(low, high, MAX_INTEGER)
+
+
+def _representable(bound: int, up: bool) -> int:
+    """The nearest integer at or inside of a bound that is a float64 and an int64 number."""
+    if not up:
+        return -_representable(-bound, up=True)
+    if bound > MAX_INTEGER:
+        raise UnsupportedSchemaError(f"numbers beyond {'' if up else '-'}2^63 cannot be generated exactly")
+    bound = max(bound, -MAX_INTEGER)
+    nearest = int(float(bound))
+    return nearest if nearest >= bound else int(math.nextafter(float(bound), math.inf))
+
+
+def _number_bounds(lower: dict[str, Number], upper: dict[str, Number]) -> tuple[Number | None, Number | None]:
+    low = max((_inside(bound, is_exclusive=name == "exclusive") for name, bound in lower.items()), default=None)
+    high = min((-_inside(-bound, is_exclusive=name == "exclusive") for name, bound in upper.items()), default=None)
+    return _closed(low, high, MAX_NUMBER)
+
+
+def _inside(bound: Number, is_exclusive: bool) -> Number:
+    """The nearest number at or above a lower bound that llguidance reads exactly; above it if it is exclusive."""
+    if bound > MAX_NUMBER:
+        raise UnsupportedSchemaError("numbers beyond 2^63 cannot be generated exactly")
+    if bound < -MAX_NUMBER:
+        return -MAX_NUMBER
+    if not is_exclusive and abs(bound) <= MAX_EXACT and bound == int(bound):
+        return int(bound)
+    if is_exclusive and bound == 0:
+        return SMALLEST
+    candidate = float(bound)
+    while not (_decimal(candidate) >= _decimal(bound) and _is_read_exactly(candidate)) or (
+        is_exclusive and candidate <= bound
+    ):
+        candidate = math.nextafter(candidate, math.inf)
+    return candidate
+
+
+def _closed(low: Any, high: Any, limit: Number) -> tuple[Any, Any]:
+    """The bounds; a bound of 19 digits gets another one on its other side."""
+    if low is not None and low >= MIN_DIGITS_19 and high is None:
+        high = limit
+    if high is not None and high <= -MIN_DIGITS_19 and low is None:
+        low = -limit
+    return low, high
+
+
+class Multiples:
+    """The values of `multipleOf` in one schema, whose common multiple the lexer may have to count."""
+
+    def __init__(self) -> None:
+        self._values: set[Fraction] = set()
+
+    def add(self, schema: dict[str, Any]) -> None:
+        """Raises UnsupportedSchemaError if the values together need too many states."""
+        value = schema.get("multipleOf")
+        if value is None or not _is_number(value) or not 0 < value < math.inf:
+            return  # llguidance refuses it
+        self._values.add(Fraction(_decimal(value)))
+        scale = max(value.denominator for value in self._values)
+        product = math.prod(int(value * scale) for value in self._values)
+        states = math.prod(_without_tens(value.numerator) for value in self._values)
+        if states > MAX_MULTIPLE_STATES or (len(self._values) > 1 and product > MAX_MULTIPLES_PRODUCT):
+            raise UnsupportedSchemaError(f"multipleOf {value} is too large, or there are too many different ones")
+
+
+def _without_tens(number: int) -> int:
+    for factor in (2, 5):
+        while number % factor == 0:
+            number //= factor
+    return number
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _decimal(number: Number) -> Decimal:
+    """The number that the shortest text of a float64 number denotes."""
+    return Decimal(repr(number))
+
+
+def _is_read_exactly(number: float) -> bool:
+    """Whether serde_json reads the text of a number as the same number.
+
+    It rounds the digits to float64, and then multiplies or divides by a power of ten, which rounds again.
+    """
+    _, digits, exponent = _decimal(number).as_tuple()
+    assert isinstance(exponent, int)
+    if abs(exponent) > 300:
+        return False
+    significand = float(int("".join(map(str, digits))))
+    power = float(f"1e{abs(exponent)}")
+    return (significand * power if exponent >= 0 else significand / power) == abs(number)
