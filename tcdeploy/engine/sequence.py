@@ -57,7 +57,9 @@ PARAM_CHECKS = {
         "temperature", float, lambda t: 0 <= t <= MAX_FLOAT, f"{NUMBER}, 0 or more", "0 is greedy"
     ),
     "top_k": ParamCheck("top-k", int, lambda k: 0 <= k <= MAX_TOP_K, f"{INTEGER}, 0 to {MAX_TOP_K}", "0 keeps all"),
-    "top_p": ParamCheck("top-p", float, lambda p: 0 < p <= 1, f"{NUMBER} above 0 and at most 1", "1 keeps all"),
+    "top_p": ParamCheck(
+        "top-p", float, lambda p: 0 <= p <= 1, f"{NUMBER} from 0 to 1", "0 keeps one token, 1 keeps all"
+    ),
     "min_p": ParamCheck("min-p", float, lambda p: 0 <= p < 1, f"{NUMBER} from 0 to below 1", "0 keeps all"),
     "repetition_penalty": ParamCheck(
         "repetition penalty", float, lambda p: 0 < p <= MAX_FLOAT, f"{NUMBER} above 0", "1 changes nothing"

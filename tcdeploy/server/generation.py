@@ -64,8 +64,8 @@ async def generate(state: ServerState, raw_request: Request, api: GenerationApi)
             check(translated.request)
             state.admission.check_open()
             service = state.require_service()
-            extra = body.model_extra or {}
-            service.count_unknown_fields([name for name in extra if name not in api.inert_values])
+            unknown = [name for name in body.model_extra or {} if name not in api.inert_values]
+            service.count_unknown_fields([*unknown, *body._unknown_nested])
             service.check_model(translated.request.model)
             return await _run(service, raw_request, translated, reservation)
         except ApiError as error:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 from pydantic_core import PydanticCustomError
 
+from tcdeploy.server.nested_fields import NestedFields
 from tcdeploy.server.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -79,7 +80,12 @@ def _as_blocks(content: Any) -> Any:
     return content
 
 
-class TextBlock(BaseModel):
+class _BlockFields(NestedFields):
+    place = "messages.content"
+    no_effect = frozenset({"cache_control", "citations", "signature", "caller", "id"})
+
+
+class TextBlock(_BlockFields):
     type: Literal["text"]
     text: StrictStr
 
@@ -91,19 +97,19 @@ TextBlocks: TypeAlias = Annotated[
 ]
 
 
-class ThinkingBlock(BaseModel):
+class ThinkingBlock(_BlockFields):
     type: Literal["thinking"]
     thinking: StrictStr
 
 
-class ToolUseBlock(BaseModel):
+class ToolUseBlock(_BlockFields):
     type: Literal["tool_use"]
     id: StrictStr
     name: StrictStr
     input: dict[str, Any]
 
 
-class ToolResultBlock(BaseModel):
+class ToolResultBlock(_BlockFields):
     type: Literal["tool_result"]
     tool_use_id: StrictStr
     content: TextBlocks | None = None
@@ -113,7 +119,10 @@ class ToolResultBlock(BaseModel):
 Block: TypeAlias = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class MessageParam(BaseModel):
+class MessageParam(NestedFields):
+    place = "messages"
+    no_effect = frozenset({"id", "model", "type", "usage", "stop_reason", "stop_sequence"})  # of an earlier answer
+
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         list[Block],
@@ -131,7 +140,12 @@ def _check_tool(tool: Any) -> Any:
     return tool
 
 
-class MessagesTool(BaseModel):
+class MessagesTool(NestedFields):
+    place = "tools"
+    no_effect = frozenset(
+        {"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "input_examples"}
+    )
+
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=TOOL_NAME_PATTERN, strict=True)]
     description: StrictStr | None = None
@@ -142,24 +156,34 @@ class MessagesTool(BaseModel):
 CheckedTool: TypeAlias = Annotated[MessagesTool, BeforeValidator(_check_tool)]
 
 
-class MessagesToolChoice(BaseModel):
+class MessagesToolChoice(NestedFields):
+    place = "tool_choice"
+
     type: Literal["auto", "any", "tool", "none"]
     name: StrictStr | None = None
     disable_parallel_tool_use: StrictBool | None = None
 
 
-class ThinkingConfig(BaseModel):
+class ThinkingConfig(NestedFields):
+    place = "thinking"
+
     type: Literal["adaptive", "enabled", "disabled"]
     budget_tokens: StrictInt | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
-class JsonOutputFormat(BaseModel):
+class JsonOutputFormat(NestedFields):
+    place = "output_config.format"
+    no_effect = frozenset({"name", "description", "strict"})
+
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(NestedFields):
+    place = "output_config"
+    inert_values = {"task_budget": ()}
+
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonOutputFormat | None = None
 

@@ -37,7 +37,7 @@ def field_limits(vocab_size: int | None) -> dict[str, Schema]:
         "min_tokens": {"minimum": 0},
         "temperature": {"minimum": 0},
         "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
-        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "top_p": {"minimum": 0, "maximum": 1},
         "min_p": {"minimum": 0, "exclusiveMaximum": 1},
         "repetition_penalty": {"exclusiveMinimum": 0},
         "presence_penalty": {"minimum": -2, "maximum": 2},

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
+from tcdeploy.server.nested_fields import NestedFields
+
 ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
 MAX_ALTERNATIVES = 1024  # alternatives of one constraint
 Choices: TypeAlias = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MAX_ALTERNATIVES)]
@@ -29,16 +31,33 @@ class OutputConstraint(NamedTuple):
     field: str  # name of the request field
 
 
-class TextFormat(BaseModel):
+class _Format(NestedFields):
+    """A response format. The unsupported fields are those of other servers, and those of another type."""
+
+    place = "response_format"
+    inert_values = dict.fromkeys(
+        ("schema", "json_schema", "response_schema", "value", "regex", "pattern", "grammar", "format"), ()
+    )
+    alternatives = dict.fromkeys(
+        ("schema", "json_schema", "response_schema", "value"), "use the type json_schema with json_schema.schema"
+    ) | dict.fromkeys(("regex", "pattern", "grammar"), "use structured_outputs")
+
+
+class TextFormat(_Format):
     type: Literal["text"]
 
 
-class JsonObjectFormat(BaseModel):
+class JsonObjectFormat(_Format):
+    """With `schema`, as in llama.cpp's and Together's APIs, the output follows that schema."""
+
     type: Literal["json_object"]
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(NestedFields):
     """The output always follows the schema, whatever the value of `strict`."""
+
+    place = "response_format.json_schema"
 
     name: StrictStr | None = None
     description: StrictStr | None = None
@@ -46,7 +65,7 @@ class JsonSchema(BaseModel):
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(_Format):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -104,7 +123,10 @@ class ConstraintFields(BaseModel):
                 OutputConstraint("json", self.response_format.json_schema.json_schema, "response_format")
             )
         elif isinstance(self.response_format, JsonObjectFormat):
-            constraints.append(OutputConstraint("json", {"type": "object"}, "response_format"))
+            schema = self.response_format.json_schema
+            constraints.append(
+                OutputConstraint("json", {"type": "object"} if schema is None else schema, "response_format")
+            )
         if self.structured_outputs is not None:
             constraints += self.structured_outputs.constraints()
         guided: list[tuple[ConstraintKind, Any]] = [

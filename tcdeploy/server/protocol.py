@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -27,6 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tcdeploy.server.json_steps import Integers
+from tcdeploy.server.nested_fields import NestedFields
 from tcdeploy.server.output_constraint import ConstraintFields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -100,9 +102,12 @@ StringList: TypeAlias = Annotated[list[StrictStr], Field(fail_fast=True, max_len
 TokenIdLists: TypeAlias = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
-class StreamOptions(BaseModel):
-    include_usage: StrictBool = False
-    continuous_usage_stats: StrictBool = False
+class StreamOptions(NestedFields):
+    place = "stream_options"
+    inert_values = {"include_obfuscation": (False,)}
+
+    include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
 
 
 class SamplingRequest(BaseModel):
@@ -126,6 +131,7 @@ class SamplingRequest(BaseModel):
     skip_special_tokens: StrictBool | None = None
     bad_words: StringList | None = None
     stream: StrictBool | None = None
+    _unknown_nested: frozenset[str] = PrivateAttr(default=frozenset())  # names of unknown fields inside of others
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -203,33 +209,45 @@ class CompletionRequest(GenerationRequest):
         return self.prompt  # type: ignore[return-value]
 
 
-class TextPart(BaseModel):
+class TextPart(NestedFields):
     """A text. The other types are those of the Responses API, which clients send in chats too."""
+
+    place = "messages.content"
+    no_effect = frozenset({"cache_control", "annotations"})
 
     type: Literal["text", "input_text", "output_text"]
     text: StrictStr
 
 
-class RefusalPart(BaseModel):
+class RefusalPart(NestedFields):
+    place = "messages.content"
+    no_effect = frozenset({"cache_control"})
+
     type: Literal["refusal"]
     text: StrictStr = Field(alias="refusal")
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(NestedFields):
+    place = "messages.tool_calls.function"
+
     name: StrictStr
     arguments: StrictStr  # JSON
 
 
-class ToolCall(BaseModel):
+class ToolCall(NestedFields):
     """A tool call of an earlier assistant message."""
 
+    place = "messages.tool_calls"
+    no_effect = frozenset({"index"})
+
     id: StrictStr | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
         call_id = {} if self.id is None else {"id": self.id}
-        return {**call_id, "type": self.type, "function": self.function.model_dump()}
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {**call_id, "type": "function", "function": function}
 
 
 class Function(BaseModel):
@@ -241,31 +259,47 @@ class Function(BaseModel):
     strict: StrictBool | None = None
 
 
-class Tool(BaseModel):
+class Tool(NestedFields):
+    place = "tools"
+    no_effect = frozenset({"cache_control"})
+    inert_values = {"defer_loading": (False,), "allowed_callers": (["direct"],), "custom": ()}
+
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(NestedFields):
+    place = "tool_choice.function"
+
     name: StrictStr
 
 
-class NamedToolChoice(BaseModel):
+class _ToolChoiceFields(NestedFields):
+    place = "tool_choice"
+    inert_values = {"disable_parallel_tool_use": (False,), "mode": ()}
+    alternatives = {"disable_parallel_tool_use": "use parallel_tool_calls"}
+
+
+class NamedToolChoice(_ToolChoiceFields):
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTool(BaseModel):
+class AllowedTool(NestedFields):
+    place = "tool_choice.allowed_tools.tools"
+
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(BaseModel):
+class AllowedTools(NestedFields):
+    place = "tool_choice.allowed_tools"
+
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Field(fail_fast=True, min_length=1)]
 
 
-class AllowedToolsChoice(BaseModel):
+class AllowedToolsChoice(_ToolChoiceFields):
     """OpenAI's `tool_choice` that restricts a request to some of its tools."""
 
     type: Literal["allowed_tools"]
@@ -300,8 +334,12 @@ Part: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Parts: TypeAlias = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
-class Message(BaseModel):
+class Message(NestedFields):
+    """A message. The chat template gets its unknown fields too, so they are not counted."""
+
     model_config = ConfigDict(extra="allow")
+    inert_values = {"audio": (), "prefix": (False,), "partial": (False,), "images": ([],), "files": ([],)}
+    alternatives = dict.fromkeys(("prefix", "partial"), "use continue_final_message")
 
     role: StrictStr
     content: Annotated[StrictStr | Parts | None, BeforeValidator(_check_parts)] = None

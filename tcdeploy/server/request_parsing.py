@@ -19,6 +19,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from tcdeploy.server.json_steps import JsonLimitError, JsonLimits, JsonSteps, TooLongError
+from tcdeploy.server.nested_fields import UNSUPPORTED_FIELD
 from tcdeploy.server.protocol import (
     MAX_MESSAGES,
     MEDIA,
@@ -43,7 +44,7 @@ RequestT = TypeVar("RequestT", bound=BaseModel)
 def parse(request_type: type[RequestT], body: bytes | bytearray) -> RequestT:
     """Parse and validate a small body. Raises ApiError 400."""
     try:
-        return _validate(request_type, from_json(body))
+        return _validate(request_type, from_json(body), set())
     except ValueError as error:
         raise _json_error(str(error)) from None
 
@@ -59,10 +60,11 @@ class RequestParser:
         async with self._lock:
             with _collector_paused():
                 fields = await _parse_in_steps(request_type, body, limits)
+            unknown_names: set[str] = set()
             for name in PROMPT_LISTS:
                 if isinstance(fields, dict) and name in request_type.model_fields:
-                    await _validate_list(request_type, fields, name)
-        return _validate(request_type, fields)
+                    await _validate_list(request_type, fields, name, unknown_names)
+        return _validate(request_type, fields, unknown_names)
 
 
 @contextlib.contextmanager
@@ -115,7 +117,9 @@ def _unsupported_part(location: Sequence[str | int], path: str, reason: str) -> 
     return bad_request(f"{place}: {reason}", f"{''.join(steps).removeprefix('.')}{path}"[:MAX_PATH_CHARS])
 
 
-async def _validate_list(request_type: type[BaseModel], fields: dict[str, Any], name: str) -> None:
+async def _validate_list(
+    request_type: type[BaseModel], fields: dict[str, Any], name: str, unknown_names: set[str]
+) -> None:
     """Validate a list of messages or items in slices, in place. pydantic does not validate the results again."""
     messages = fields.get(name)
     if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
@@ -124,7 +128,7 @@ async def _validate_list(request_type: type[BaseModel], fields: dict[str, Any], 
     validated: list[Any] = []
     for piece in _slices(messages):
         try:
-            validated += adapter.validate_python(piece)
+            validated += adapter.validate_python(piece, context=unknown_names)
         except ValidationError as error:
             raise _validation_error(error, (name, len(validated))) from None
         await asyncio.sleep(0)
@@ -151,13 +155,17 @@ def _slices(messages: list[Any]) -> Iterator[list[Any]]:
     yield messages[start:]
 
 
-def _validate(request_type: type[RequestT], value: Any) -> RequestT:
+def _validate(request_type: type[RequestT], value: Any, unknown_names: set[str]) -> RequestT:
+    """The request of a parsed body. `unknown_names`: unknown fields of messages that have been validated."""
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         raise bad_request(f"the body has {len(value)} fields; the limit is {MAX_FIELDS}", None)
     try:
-        return request_type.model_validate(value)
+        request = request_type.model_validate(value, context=unknown_names)
     except ValidationError as error:
         raise _validation_error(error) from None
+    if isinstance(request, SamplingRequest):
+        request._unknown_nested = frozenset(unknown_names)
+    return request
 
 
 def _validation_error(error: ValidationError, list_offset: tuple[str, int] | None = None) -> ApiError:
@@ -174,7 +182,8 @@ def _validation_error(error: ValidationError, list_offset: tuple[str, int] | Non
     param = str(location[0])[:MAX_PATH_CHARS] if location else None
     if first["type"] == UNSUPPORTED_PART:
         return _unsupported_part(location, first["ctx"]["path"], first["msg"])
-    return bad_request(f"{path[:MAX_PATH_CHARS] or 'the body'}: {first['msg'][:MAX_MESSAGE_CHARS]}", param)
+    code = "unsupported_parameter" if first["type"] == UNSUPPORTED_FIELD else None
+    return bad_request(f"{path[:MAX_PATH_CHARS] or 'the body'}: {first['msg'][:MAX_MESSAGE_CHARS]}", param, code)
 
 
 def _json_error(reason: str) -> ApiError:

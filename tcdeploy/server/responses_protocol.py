@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StrictBool, StrictInt, StrictStr, Tag
+from pydantic import BeforeValidator, Discriminator, Field, StrictBool, StrictInt, StrictStr, Tag
 from pydantic_core import PydanticCustomError
 
 from tcdeploy.server.messages_protocol import TOOL_NAME_PATTERN, check_kind
+from tcdeploy.server.nested_fields import NestedFields
 from tcdeploy.server.output_constraint import JsonObjectFormat, TextFormat
 from tcdeploy.server.protocol import (
     MAX_MESSAGES,
@@ -53,14 +54,19 @@ RESPONSES_FIELD_NAMES = {  # field of ChatRequest -> its name in this API
 }
 
 
-class Part(BaseModel):
+class Part(NestedFields):
     """A text in a message, in the result of a call or in reasoning."""
+
+    place = "input.content"
+    no_effect = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: StrictStr
 
 
-class RefusalPart(BaseModel):
+class RefusalPart(NestedFields):
+    place = "input.content"
+
     type: Literal["refusal"]
     text: StrictStr = Field(alias="refusal")
 
@@ -77,26 +83,31 @@ Content: TypeAlias = Annotated[
 ]
 
 
-class MessageItem(BaseModel):
-    type: Literal["message"] = "message"
+class _ItemFields(NestedFields):
+    place = "input"
+    no_effect = frozenset({"id", "status", "phase", "encrypted_content", "caller"})  # of an earlier answer
+
+
+class MessageItem(_ItemFields):
+    type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
-class FunctionCallItem(BaseModel):
+class FunctionCallItem(_ItemFields):
     type: Literal["function_call"]
     call_id: StrictStr
     name: StrictStr
     arguments: StrictStr  # JSON
 
 
-class FunctionCallOutputItem(BaseModel):
+class FunctionCallOutputItem(_ItemFields):
     type: Literal["function_call_output"]
     call_id: StrictStr
     output: Content
 
 
-class ReasoningItem(BaseModel):
+class ReasoningItem(_ItemFields):
     """An earlier reasoning item. `content` is the whole text; other servers may return a `summary` instead."""
 
     type: Literal["reasoning"]
@@ -146,7 +157,10 @@ def _check_tool(tool: Any) -> Any:
     return tool
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(NestedFields):
+    place = "tools"
+    no_effect = frozenset({"defer_loading", "allowed_callers", "async"})  # `_check_tool` examines them
+
     type: Literal["function"]
     name: Annotated[str, Field(pattern=TOOL_NAME_PATTERN, strict=True)]
     description: StrictStr | None = None
@@ -157,12 +171,16 @@ class FunctionTool(BaseModel):
 CheckedTool: TypeAlias = Annotated[FunctionTool, BeforeValidator(_check_tool)]
 
 
-class FunctionToolChoice(BaseModel):
+class FunctionToolChoice(NestedFields):
+    place = "tool_choice"
+
     type: Literal["function"]
     name: StrictStr
 
 
-class ReasoningConfig(BaseModel):
+class ReasoningConfig(NestedFields):
+    place = "reasoning"
+
     effort: ReasoningEffort | None = None
     summary: StrictStr | None = None
     generate_summary: StrictStr | None = None
@@ -170,8 +188,11 @@ class ReasoningConfig(BaseModel):
     context: StrictStr | None = None
 
 
-class JsonSchemaTextFormat(BaseModel):
+class JsonSchemaTextFormat(NestedFields):
     """The output always follows the schema, whatever the value of `strict`."""
+
+    place = "text.format"
+    inert_values = {"json_schema": ()}
 
     type: Literal["json_schema"]
     name: StrictStr | None = None
@@ -180,12 +201,16 @@ class JsonSchemaTextFormat(BaseModel):
     strict: StrictBool | None = None
 
 
-class TextConfig(BaseModel):
+class TextConfig(NestedFields):
+    place = "text"
+
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaTextFormat, Field(discriminator="type")] | None = None
     verbosity: StrictStr | None = None
 
 
-class ResponseStreamOptions(BaseModel):
+class ResponseStreamOptions(NestedFields):
+    place = "stream_options"
+
     include_obfuscation: StrictBool | None = None
 
 
