@@ -25,6 +25,7 @@ SMALLEST = 1e-18  # the smallest number whose fraction llguidance reads as an in
 # A prime factor other than 2 and 5 multiplies the states of the lexer: 9,973 takes 0.3 s to compile, 1,000,003 over
 # 20 s. Common multiples are computed as uint32, without a check.
 MAX_MULTIPLE_STATES, MAX_MULTIPLES_PRODUCT = 10_000, 2**32 - 1
+TOO_LARGE = "numbers beyond 2^63 cannot be generated exactly"
 SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 NUMBER_KEYWORDS = frozenset({"enum", "const", "multipleOf", *LOWER, *UPPER, *SIZES})
@@ -120,38 +121,45 @@ def _capped(bound: Number) -> Number:
 
 
 def _integer_bounds(lower: dict[str, Number], upper: dict[str, Number]) -> tuple[int | None, int | None]:
-    lows = [math.ceil(lower["inclusive"])] if "inclusive" in lower else []
-    lows += [math.floor(lower["exclusive"]) + 1] if "exclusive" in lower else []
-    highs = [math.floor(upper["inclusive"])] if "inclusive" in upper else []
-    highs += [math.ceil(upper["exclusive"]) - 1] if "exclusive" in upper else []
-    low = _representable(max(lows), up=True) if lows else None
-    high = _representable(min(highs), up=False) if highs else None
-    if lows and highs and max(lows) <= min(highs) and low is not None and high is not None and low > high:
-        raise UnsupportedSchemaError(f"integers from {max(lows)} to {min(highs)} cannot be generated exactly")
+    first, last = _first_integer(lower), _negated(_first_integer(_mirrored(upper)))
+    low, high = _representable(first), _negated(_representable(_negated(last)))
+    if None not in (low, high) and first <= last and low > high:  # type: ignore[operator]
+        raise UnsupportedSchemaError(f"integers from {first} to {last} cannot be generated exactly")
     return _closed(low, high, MAX_INTEGER)
 
 
-def _representable(bound: int, up: bool) -> int:
-    """The nearest integer at or inside of a bound that is a float64 and an int64 number."""
-    if not up:
-        return -_representable(-bound, up=True)
+def _first_integer(lower: dict[str, Number]) -> int | None:
+    """The smallest integer that lower bounds allow."""
+    integers = [
+        math.floor(_value(bound)) + 1 if name == "exclusive" else math.ceil(_value(bound))
+        for name, bound in lower.items()
+    ]
+    return max(integers, default=None)
+
+
+def _representable(bound: int | None) -> int | None:
+    """The smallest integer at or above a lower bound that is a float64 and an int64 number."""
+    if bound is None:
+        return None
     if bound > MAX_INTEGER:
-        raise UnsupportedSchemaError(f"numbers beyond {'' if up else '-'}2^63 cannot be generated exactly")
-    bound = max(bound, -MAX_INTEGER)
-    nearest = int(float(bound))
-    return nearest if nearest >= bound else int(math.nextafter(float(bound), math.inf))
+        raise UnsupportedSchemaError(TOO_LARGE)
+    nearest = float(max(bound, -MAX_INTEGER))
+    return int(nearest if nearest >= bound else math.nextafter(nearest, math.inf))
 
 
 def _number_bounds(lower: dict[str, Number], upper: dict[str, Number]) -> tuple[Number | None, Number | None]:
-    low = max((_inside(bound, is_exclusive=name == "exclusive") for name, bound in lower.items()), default=None)
-    high = min((-_inside(-bound, is_exclusive=name == "exclusive") for name, bound in upper.items()), default=None)
-    return _closed(low, high, MAX_NUMBER)
+    return _closed(_first_number(lower), _negated(_first_number(_mirrored(upper))), MAX_NUMBER)
+
+
+def _first_number(lower: dict[str, Number]) -> Number | None:
+    """The smallest number that lower bounds allow and that llguidance reads exactly."""
+    numbers = [_inside(bound, is_exclusive=name == "exclusive") for name, bound in lower.items()]
+    return max(numbers, default=None)
 
 
 def _inside(bound: Number, is_exclusive: bool) -> Number:
-    """The nearest number at or above a lower bound that llguidance reads exactly; above it if it is exclusive."""
     if bound > MAX_NUMBER:
-        raise UnsupportedSchemaError("numbers beyond 2^63 cannot be generated exactly")
+        raise UnsupportedSchemaError(TOO_LARGE)
     if bound < -MAX_NUMBER:
         return -MAX_NUMBER
     if not is_exclusive and abs(bound) <= MAX_EXACT and bound == int(bound):
@@ -159,11 +167,27 @@ def _inside(bound: Number, is_exclusive: bool) -> Number:
     if is_exclusive and bound == 0:
         return SMALLEST
     candidate = float(bound)
-    while not (_decimal(candidate) >= _decimal(bound) and _is_read_exactly(candidate)) or (
-        is_exclusive and candidate <= bound
+    while (
+        (candidate <= bound if is_exclusive else candidate < bound)
+        or _decimal(candidate) < _value(bound)
+        or not _is_read_exactly(candidate)
     ):
         candidate = math.nextafter(candidate, math.inf)
     return candidate
+
+
+def _value(lower: Number) -> Decimal:
+    """The larger of the numbers that a lower bound may mean: its shortest text, or beyond 2^53 its float64 value."""
+    return max(_decimal(lower), Decimal(lower)) if abs(lower) > MAX_EXACT else _decimal(lower)
+
+
+def _mirrored(bounds: dict[str, Number]) -> dict[str, Number]:
+    """Upper bounds as lower bounds of the negated number."""
+    return {name: -bound for name, bound in bounds.items()}
+
+
+def _negated(number: Any) -> Any:
+    return None if number is None else -number
 
 
 def _closed(low: Any, high: Any, limit: Number) -> tuple[Any, Any]:

@@ -100,7 +100,7 @@ def test_floats_without_a_fraction_are_integers() -> None:
 
 
 def test_parameters_that_only_sampling_uses_are_not_checked_if_do_sample_is_false() -> None:
-    invalid = {"temperature": -1, "top_p": 0, "top_k": -5, "min_p": 2}
+    invalid = {"temperature": -1, "top_p": -1, "top_k": -5, "min_p": 2}
     assert resolve({**invalid, "do_sample": False}) == GenerationDefaults(temperature=0.0, stop_token_ids=(CONFIG_ID,))
     assert resolve({"top_p": 0.9, "do_sample": False}).top_p == 0.9, "the default of requests that set a temperature"
     with pytest.raises(ModelError, match="repetition_penalty"):
@@ -190,7 +190,7 @@ def test_values_that_change_nothing_are_no_warning() -> None:
 
 def test_keys_that_only_sampling_uses_are_no_warning_if_do_sample_is_false() -> None:
     assert ignored({"typical_p": 0.9, "eta_cutoff": 0.1, "do_sample": False}) == []
-    assert ignored({"top_p": 0, "num_beams": 2, "do_sample": False}) == ["num_beams", "top_p"], "an invalid top_p"
+    assert ignored({"top_p": -1, "num_beams": 2, "do_sample": False}) == ["num_beams", "top_p"], "an invalid top_p"
 
 
 # Files that are refused

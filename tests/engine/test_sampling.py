@@ -140,7 +140,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, expected: set[int
     assert chi_square(tokens, {token: PROBABILITIES[token] for token in expected}) < 30
 
 
-@pytest.mark.parametrize(("p", "num_tokens"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)])
+@pytest.mark.parametrize(("p", "num_tokens"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)])
 def test_top_p_keeps_a_set_that_reaches_p_exactly(p: float, num_tokens: int) -> None:
     assert set(draws(torch.zeros(4), 400, top_p=p)) == set(range(num_tokens))
 

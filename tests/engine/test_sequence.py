@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
         ({"temperature": INF}, "temperature is inf"),
         ({"temperature": -INF}, "temperature is -inf"),
         ({"top_k": -1}, "top-k is -1"),
-        ({"top_p": 0.0}, "top-p is 0.0"),
+        ({"top_p": -0.1}, "top-p is -0.1"),
         ({"top_p": -0.5}, "top-p is -0.5"),
         ({"top_p": 1.0001}, "top-p is 1.0001"),
         ({"top_p": NAN}, "top-p is nan"),

@@ -338,7 +338,7 @@ def test_32_concurrent_requests_get_the_same_output_as_alone(server: ServerProce
         ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 2**63}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"), ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": 1024}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"), ({"top_k": 2**40}, "top_k"), ({"min_p": 1}, "min_p"), ({"n": 0}, "n"),
+        ({"top_p": -0.1}, "top_p"), ({"top_k": 2**40}, "top_k"), ({"min_p": 1}, "min_p"), ({"n": 0}, "n"),
         ({"messages": []}, "messages"), ({"top_logprobs": 2}, "top_logprobs"), ({"bad_words": [""]}, "bad_words"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"stop_token_ids": [5] * 600}, "stop_token_ids"), ({"echo": True}, "echo"),

@@ -39,10 +39,10 @@ def parse_and_count(request_type: Any, body: bytes, monkeypatch: pytest.MonkeyPa
         return step(steps)
 
     def counting_adapter(request_type: Any, name: str) -> Any:
-        def counting_validate(messages: list[Any]) -> Any:
+        def counting_validate(messages: list[Any], context: Any) -> Any:
             calls[-1] += 1
             slices.append(messages)
-            return list_adapter(request_type, name).validate_python(messages)
+            return list_adapter(request_type, name).validate_python(messages, context=context)
 
         return SimpleNamespace(validate_python=counting_validate)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from tcdeploy.server.messages_protocol import MESSAGES_INERT_VALUES
+from tcdeploy.server.json_steps import JsonLimits
+from tcdeploy.server.messages_protocol import MESSAGES_INERT_VALUES, MessagesRequest
+from tcdeploy.server.output_constraint import OutputConstraint
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
-from tcdeploy.server.request_parsing import parse
-from tcdeploy.server.responses_protocol import RESPONSES_INERT_VALUES
+from tcdeploy.server.request_parsing import RequestParser, parse
+from tcdeploy.server.responses_protocol import RESPONSES_INERT_VALUES, ResponsesRequest
+from tcdeploy.server.responses_translation import to_chat_request
 from tcdeploy.server.unsupported_fields import (
     ALTERNATIVES,
     CONSTRAINT_INERT_VALUES,
@@ -73,6 +77,111 @@ def test_null_and_every_value_that_changes_nothing_are_accepted_and_others_are_n
         for value in INERT_VALUES[name]:
             check(make(**{name: value}))
         assert refusal(make(**{name: {"another": "value"}}))[0] == name
+
+
+SCHEMA = {"type": "boolean"}
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"response_format": {"type": "json_object", "response_schema": SCHEMA}}, "response_format",
+         "response_schema is not supported; use the type json_schema"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format", "schema is not supported"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}}, "response_format",
+         "json_schema is not supported"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "schema": {}}},
+         "response_format", "schema is not supported"),
+        ({"response_format": {"type": "json_object", "regex": "a"}}, "response_format", "use structured_outputs"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options", "include_obfuscation"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools", "defer_loading is not supported"),
+        ({"tools": [TOOL], "tool_choice": {**NAMED, "disable_parallel_tool_use": True}}, "tool_choice",
+         "disable_parallel_tool_use is not supported; use parallel_tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages",
+         "prefix is not supported; use continue_final_message"),
+        ({"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "messages", "images is not supported"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_unsupported_field_inside_of_another_is_refused_by_name(
+    fields: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(ApiError) as rejection:
+        chat(**fields)
+    error = rejection.value
+    assert (error.status, error.param, error.code) == (400, param, "unsupported_parameter") and message in error.message
+
+
+def test_null_and_unknown_fields_inside_of_others_are_accepted_and_collected() -> None:
+    request = chat(
+        response_format={"type": "text", "schema": None, "x1": 1},
+        tools=[{**TOOL, "cache_control": {}, "x2": 1}], stream=True,
+        stream_options={"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": False, "x3": 1},
+        messages=[
+            {"role": "user", "name": "n", "prefix": False, "content": [{"type": "text", "text": "a", "x4": 1}]},
+            {"role": "assistant", "tool_calls": [{"type": None, "function": {"name": "f", "arguments": ""}}]},
+        ],
+    )  # fmt: skip
+    check(request)
+    assert request._unknown_nested == {"response_format.x1", "tools.x2", "stream_options.x3", "messages.content.x4"}
+    assert request.usable_tools == [TOOL], "an unknown field of a tool is not part of the prompt"
+    assert request.messages[0].for_template()["name"] == "n", "the template gets the other fields of a message"
+
+
+def test_unknown_fields_of_large_bodies_are_collected_too() -> None:
+    part = {"type": "text", "text": "a" * 100, "x": 1}
+    body = {"messages": [{"role": "user", "content": [part] * 300}] * 3, "stream_options": {"y": 1}, "stream": True}
+    request = asyncio.run(
+        RequestParser().parse(ChatRequest, json.dumps(body).encode(), JsonLimits(string_chars=1000, integers=10))
+    )
+    assert request._unknown_nested == {"messages.content.x", "stream_options.y"}
+
+
+@pytest.mark.parametrize(
+    ("request_type", "fields", "unknown"),
+    [
+        (ResponsesRequest, {"input": [{"type": None, "role": "user", "content": "a", "id": "i", "x": 1}]}, "input.x"),
+        (ResponsesRequest, {"input": "a", "text": {"x": 1}}, "text.x"),
+        (ResponsesRequest, {"input": "a", "tools": [{**FUNCTION, "type": "function", "x": 1}]}, "tools.x"),
+        (MessagesRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+         "messages.content.x"),
+        (MessagesRequest, {"messages": [], "tools": [{"name": "f", "input_schema": {}, "cache_control": {}, "x": 1}]},
+         "tools.x"),
+        (MessagesRequest, {"messages": [], "thinking": {"type": "disabled", "x": 1}}, "thinking.x"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_unknown_fields_inside_of_others_are_collected_in_the_other_apis(
+    request_type: Any, fields: dict[str, Any], unknown: str
+) -> None:
+    request = parse(request_type, json.dumps({"max_tokens": 1, **fields}).encode())
+    assert request._unknown_nested == {unknown}
+
+
+def test_unsupported_fields_inside_of_others_are_refused_in_the_other_apis() -> None:
+    bodies: list[tuple[Any, dict[str, Any]]] = [
+        (MessagesRequest, {"messages": [], "max_tokens": 1, "output_config": {"task_budget": {"type": "tokens"}}}),
+        (ResponsesRequest, {"input": "a", "text": {"format": {"type": "text", "schema": SCHEMA}}}),
+    ]
+    for request_type, fields in bodies:
+        with pytest.raises(ApiError, match="is not supported") as rejection:
+            parse(request_type, json.dumps(fields).encode())
+        assert rejection.value.code == "unsupported_parameter"
+
+
+def test_json_object_with_a_schema_is_constrained_by_it() -> None:
+    for schema in (SCHEMA, {}):
+        request = chat(response_format={"type": "json_object", "schema": schema})
+        assert request.output_constraint == OutputConstraint("json", schema, "response_format")
+    plain = chat(response_format={"type": "json_object", "schema": None}).output_constraint
+    assert plain == OutputConstraint("json", {"type": "object"}, "response_format")
+    body = {"input": "a", "text": {"format": {"type": "json_object", "schema": SCHEMA}}}
+    responses_request = parse(ResponsesRequest, json.dumps(body).encode())
+    translated = to_chat_request(responses_request, [])
+    assert translated.output_constraint == OutputConstraint("json", SCHEMA, "response_format")
 
 
 def test_a_client_may_send_all_sliders_turned_off() -> None:
