@@ -169,11 +169,12 @@ def _validate(request_type: type[RequestT], value: Any, unknown_names: set[str])
 
 
 def _validation_error(error: ValidationError, list_offset: tuple[str, int] | None = None) -> ApiError:
-    """The response for the first error.
+    """The response for the first error, or for the first unsupported field.
 
     `list_offset`: if only some items of a list were validated, the name of its field and the index of the first item.
     """
-    first = error.errors(include_url=False, include_input=False)[0]
+    errors = error.errors(include_url=False, include_input=False)
+    first = next((item for item in errors if item["type"] == UNSUPPORTED_FIELD), errors[0])
     location: tuple[int | str, ...] = first["loc"]
     if list_offset is not None:
         index, *rest = location or (0,)

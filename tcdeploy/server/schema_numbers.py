@@ -3,10 +3,12 @@
 Its parser of JSON (serde_json) reads integers beyond 64 bits and all fractions as float64, and is off by one unit in
 the last place for some numbers of 16 and 17 digits. Schemas then hold every number as float64, and ranges of integers
 are computed as int64: -2^63 is negated without a check, and the recursion ends the process. Texts of numbers are
-compared by their digits, and clients parse them as float64, so `0.49999999999999999999` is not below 0.5 for a client.
+compared by their digits; a client that reads float64 may round 0.49999999999999999999 to an exclusive bound of 0.5.
 
-Hence bounds are replaced by inclusive ones that are float64 numbers, are read exactly, and lie inside of the range.
-Between 0 and an exclusive bound of 0 there is no nearest number with few digits; SMALLEST takes its place.
+Hence bounds are replaced by float64 numbers that are read exactly and lie inside of the range. An exclusive bound on
+the side of zero becomes the next number, because llguidance includes it if the other bound has the same integer part.
+Beside 0, that is SMALLEST: the next float64 number has 324 digits. On the other side, exclusive bounds are kept: with
+1 as 0.9999999999999999, the texts 0.9 and 0.99 would not be allowed.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from __future__ import annotations
 import math
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 Number: TypeAlias = int | float
+Bounds: TypeAlias = "tuple[_Bound | None, _Bound | None]"
 MAX_EXACT = 2**53  # integers up to it are float64 numbers
 MAX_INTEGER = 2**63 - 1024  # the largest float64 number that is an int64
 MAX_NUMBER = 9.2e18  # of bounds for fractions
@@ -91,9 +94,11 @@ def with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
     types = types if isinstance(types, list) else [types]
     is_integer = "integer" in types and "number" not in types
     make_bounds = _integer_bounds if is_integer else _number_bounds
-    lower, upper = make_bounds(_finite(bounds, LOWER, -math.inf), _finite(bounds, UPPER, math.inf))
-    inclusive = {"minimum": lower, "maximum": upper}
-    return {**rest, **{key: value for key, value in inclusive.items() if value is not None}}
+    sides = make_bounds(_finite(bounds, LOWER, -math.inf), _finite(bounds, UPPER, math.inf))
+    for keys, bound in zip((LOWER, UPPER), sides, strict=True):
+        if bound is not None:
+            rest[keys[bound.is_exclusive]] = bound.number
+    return rest
 
 
 def _replace_flags(bounds: dict[str, Any]) -> None:
@@ -120,12 +125,22 @@ def _capped(bound: Number) -> Number:
     return max(-(2**70), min(bound, 2**70)) if isinstance(bound, int) else bound
 
 
-def _integer_bounds(lower: dict[str, Number], upper: dict[str, Number]) -> tuple[int | None, int | None]:
+class _Bound(NamedTuple):
+    """A lower bound. Of two, the larger one holds. An upper bound is the negation of a lower one."""
+
+    number: Number
+    is_exclusive: bool = False
+
+    def negated(self) -> _Bound:
+        return _Bound(-self.number, self.is_exclusive)
+
+
+def _integer_bounds(lower: dict[str, Number], upper: dict[str, Number]) -> Bounds:
     first, last = _first_integer(lower), _negated(_first_integer(_mirrored(upper)))
     low, high = _representable(first), _negated(_representable(_negated(last)))
     if None not in (low, high) and first <= last and low > high:  # type: ignore[operator]
         raise UnsupportedSchemaError(f"integers from {first} to {last} cannot be generated exactly")
-    return _closed(low, high, MAX_INTEGER)
+    return _closed(low if low is None else _Bound(low), high if high is None else _Bound(high), MAX_INTEGER)
 
 
 def _first_integer(lower: dict[str, Number]) -> int | None:
@@ -147,25 +162,28 @@ def _representable(bound: int | None) -> int | None:
     return int(nearest if nearest >= bound else math.nextafter(nearest, math.inf))
 
 
-def _number_bounds(lower: dict[str, Number], upper: dict[str, Number]) -> tuple[Number | None, Number | None]:
-    return _closed(_first_number(lower), _negated(_first_number(_mirrored(upper))), MAX_NUMBER)
+def _number_bounds(lower: dict[str, Number], upper: dict[str, Number]) -> Bounds:
+    low, high = _first_number(lower), _first_number(_mirrored(upper))
+    return _closed(low, high and high.negated(), MAX_NUMBER)
 
 
-def _first_number(lower: dict[str, Number]) -> Number | None:
-    """The smallest number that lower bounds allow and that llguidance reads exactly."""
-    numbers = [_inside(bound, is_exclusive=name == "exclusive") for name, bound in lower.items()]
-    return max(numbers, default=None)
+def _first_number(lower: dict[str, Number]) -> _Bound | None:
+    """The largest of some lower bounds, as one that llguidance computes exactly."""
+    return max((_inside(bound, name == "exclusive") for name, bound in lower.items()), default=None)
 
 
-def _inside(bound: Number, is_exclusive: bool) -> Number:
+def _inside(bound: Number, is_exclusive: bool) -> _Bound:
     if bound > MAX_NUMBER:
         raise UnsupportedSchemaError(TOO_LARGE)
     if bound < -MAX_NUMBER:
-        return -MAX_NUMBER
-    if not is_exclusive and abs(bound) <= MAX_EXACT and bound == int(bound):
-        return int(bound)
+        return _Bound(-MAX_NUMBER)
+    is_whole = abs(bound) <= MAX_EXACT and bound == int(bound)
+    if is_whole and (not is_exclusive or bound < 0):
+        return _Bound(int(bound), is_exclusive)
     if is_exclusive and bound == 0:
-        return SMALLEST
+        return _Bound(SMALLEST)
+    if is_exclusive and -MAX_EXACT <= bound < 0 and _is_read_exactly(bound):
+        return _Bound(bound, is_exclusive=True)
     candidate = float(bound)
     while (
         (candidate <= bound if is_exclusive else candidate < bound)
@@ -173,7 +191,7 @@ def _inside(bound: Number, is_exclusive: bool) -> Number:
         or not _is_read_exactly(candidate)
     ):
         candidate = math.nextafter(candidate, math.inf)
-    return candidate
+    return _Bound(candidate)
 
 
 def _value(lower: Number) -> Decimal:
@@ -190,12 +208,12 @@ def _negated(number: Any) -> Any:
     return None if number is None else -number
 
 
-def _closed(low: Any, high: Any, limit: Number) -> tuple[Any, Any]:
+def _closed(low: _Bound | None, high: _Bound | None, limit: Number) -> Bounds:
     """The bounds; a bound of 19 digits gets another one on its other side."""
-    if low is not None and low >= MIN_DIGITS_19 and high is None:
-        high = limit
-    if high is not None and high <= -MIN_DIGITS_19 and low is None:
-        low = -limit
+    if low is not None and low.number >= MIN_DIGITS_19 and high is None:
+        high = _Bound(limit)
+    if high is not None and high.number <= -MIN_DIGITS_19 and low is None:
+        low = _Bound(-limit)
     return low, high
 
 

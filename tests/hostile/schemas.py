@@ -6,7 +6,8 @@ compiled as for a request. Then random tokens that the grammar allows are drawn,
 parsed with exact integers and decimals, and validated by `jsonschema`. An attack succeeds if an output is not valid,
 if a schema ends the process or takes longer than MAX_COMPILE_S to compile, or if it is refused without a reason.
 
-Numbers are compared twice: the digits of the text, and the float64 number that a client reads.
+Numbers are compared twice: the digits of the text, and the float64 number that a client reads, which may be rounded to
+an exclusive bound.
 """
 
 from __future__ import annotations
@@ -242,7 +243,8 @@ def _is_number(value: Any) -> bool:
 def _bound(is_valid: Callable[[Decimal, Decimal], bool], name: str) -> Any:
     def check(_: Any, bound: Any, value: Any, __: Any) -> Any:
         meanings = {_exact(bound), Decimal(bound)} if abs(bound) > 2**53 else {_exact(bound)}
-        if _is_number(value) and not all(is_valid(_exact(value), meaning) for meaning in meanings):
+        rounded = isinstance(value, float) and name.startswith("exclusive") and value == bound
+        if _is_number(value) and not rounded and not all(is_valid(_exact(value), meaning) for meaning in meanings):
             yield jsonschema.ValidationError(f"{value} violates {name} {bound}")
 
     return check
