@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from decimal import Decimal
 from typing import Any
 
 from tcdeploy.server.json_text import dump
@@ -81,7 +82,7 @@ def convert(value: str, schema: Any) -> Any:
     try:
         parsed = json.loads(_PYTHON_CONSTANTS.get(text, text))
         if isinstance(parsed, float) and parsed.is_integer() and "number" not in types:
-            parsed = int(parsed)
+            parsed = int(Decimal(text))  # float64 would change integers beyond 2^53
         dump(parsed)  # refuses NaN and numbers beyond a float's range, which json.loads accepts
     except (ValueError, RecursionError):
         return value
