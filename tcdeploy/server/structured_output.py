@@ -27,7 +27,7 @@ from pydantic_core import from_json
 
 from tcdeploy.engine.constraint import MatchStatus
 from tcdeploy.planning.extras import is_installed
-from tcdeploy.server.json_schema import exact_schema
+from tcdeploy.server.json_schema import MAX_PROPERTIES, count_properties, exact_schemas
 from tcdeploy.server.output_constraint import OutputConstraint
 from tcdeploy.server.protocol import ApiError, bad_request
 from tcdeploy.server.schema_numbers import UnsupportedSchemaError
@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # importing numpy takes 0.1 s; the socket answers before
     from numpy.typing import NDArray
 
 MAX_SCHEMA_CHARS = 128 << 10
-MAX_PROPERTIES = 2000  # 9,000 take 7 s to compile, and 40 ms to free while the GIL is held
 MAX_CHARS = {"regex": 8 << 10, "grammar": 32 << 10, "choice": 32 << 10}  # by kind; of all choices together
 MAX_PATTERN_CHARS, MAX_PATTERNS_CHARS = 4 << 10, 32 << 10  # of one regex in a schema, and of all
 COMPILE_THREADS, MASK_THREADS = 2, 4
@@ -156,7 +155,8 @@ class StructuredOutputBackend:
 
     def _compile_json_schema(self, schema: dict[str, Any], field: str) -> CompiledGrammar:
         try:
-            text = json.dumps(exact_schema(schema), ensure_ascii=False)
+            [exact] = exact_schemas([schema])
+            text = json.dumps(exact, ensure_ascii=False)
         except UnsupportedSchemaError as error:
             raise schema_error(error, field) from None
         return self._compile_schema("json_schema", text, field)
@@ -311,17 +311,6 @@ class GrammarMatcher:
             log.warning("a grammar failed: %s", self.ll_matcher.get_error())
             return "error"
         return "stop" if self.ll_matcher.is_stopped() else ""
-
-
-def count_properties(schema: Any) -> int:
-    """The number of properties of all objects in a JSON schema."""
-    if isinstance(schema, list):
-        return sum(map(count_properties, schema))
-    if not isinstance(schema, dict):
-        return 0
-    properties = schema.get("properties")
-    own = len(properties) if isinstance(properties, dict) else 0
-    return own + sum(map(count_properties, schema.values()))
 
 
 def pattern_lengths(schema: Any) -> list[int]:

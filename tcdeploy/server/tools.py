@@ -34,7 +34,7 @@ from tcdeploy.models.tool_formats import (
 )
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.harmony_parser import HarmonyParser
-from tcdeploy.server.json_schema import exact_schema
+from tcdeploy.server.json_schema import exact_schemas
 from tcdeploy.server.parsed_output import OutputParser
 from tcdeploy.server.protocol import ChatRequest, bad_request
 from tcdeploy.server.tag_parser import TagParser
@@ -177,15 +177,18 @@ def call_grammar(
     functions: list[dict[str, Any]], markup: Markup, delimiters: tuple[str, str], allow_multiple: bool
 ) -> str:
     """Grammar of one call, or of several in a row. Each schema is a document of its own, so that its $refs resolve."""
-    bodies, rules = [], []
+    bodies, rules, schemas = [], [], _parameter_schemas(functions)
     for number, function in enumerate(functions):
         head = f"{{{json.dumps(markup.name_key)}: {json.dumps(function['name'])}, {json.dumps(markup.arguments_key)}: "
         bodies.append(f'{json.dumps(head)} arguments_{number} "}}"')
-        schema = exact_schema(function.get("parameters") or {"type": "object"})
-        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        rules.append(f"arguments_{number}: %json {json.dumps(schemas[number])}")
     head = "start: call (space call)*" if allow_multiple else "start: call"
     call = f"call: {delimiters[0]} space ({' | '.join(bodies)}) space {delimiters[1]}"
     return "\n".join([head, call, *rules, r"space: /[ \n]{0,2}/"])
+
+
+def _parameter_schemas(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return exact_schemas([function.get("parameters") or {"type": "object"} for function in functions])
 
 
 def forced_call_grammar(
@@ -196,12 +199,11 @@ def forced_call_grammar(
     allow_multiple: bool,
 ) -> str:
     """Grammar of one call, or of several. `text` returns the terminals of a fixed text."""
-    bodies, rules = [], []
+    bodies, rules, schemas = [], [], _parameter_schemas(functions)
     for number, function in enumerate(functions):
         head = text(f"{forced.before_name}{function['name']}{forced.after_name}")
         bodies.append(f"{head} arguments_{number}")
-        schema = exact_schema(function.get("parameters") or {"type": "object"})
-        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        rules.append(f"arguments_{number}: %json {json.dumps(schemas[number])}")
     calls = "call"
     if allow_multiple and forced.separator is not None:
         calls = f"call ({text(forced.separator)} call)*"

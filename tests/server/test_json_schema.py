@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from tcdeploy.server.json_schema import exact_schema
+from tcdeploy.server.json_schema import exact_schema, exact_schemas
 from tcdeploy.server.schema_numbers import UnsupportedSchemaError
 from tcdeploy.server.structured_output import PARSER_LIMITS
 
@@ -163,6 +163,18 @@ def test_property_names_are_restricted(names: Any, allowed: list[str], refused: 
     )  # fmt: skip
     assert all(is_allowed(f'{{"{name}":1}}') for name in allowed) and is_allowed("{}")
     assert not any(is_allowed(f'{{"{name}":1}}') for name in refused) and not is_allowed('{"a":"text"}')
+
+
+def test_many_property_names_are_refused_before_they_are_copied() -> None:
+    names = {"enum": [f"name{number}" for number in range(1500)]}
+    one = {"propertyNames": {"$ref": "#/$defs/names"}, "additionalProperties": {"type": "null"}}
+    schema = {"properties": {"a": one, "b": one}, "$defs": {"names": names}}
+    with pytest.raises(UnsupportedSchemaError, match="makes 3002 properties; the limit is 2000"):
+        exact_schemas([schema])
+    with pytest.raises(UnsupportedSchemaError, match="makes 3000 properties"):
+        exact_schemas([{**one, "$defs": {"names": names}}] * 2)
+    with pytest.raises(UnsupportedSchemaError, match="lists 1500 names for a long schema"):
+        exact_schema({"propertyNames": names, "additionalProperties": {"enum": list(range(1000))}})
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from tcdeploy.server import structured_output as structured_output_module
+from tcdeploy.server.json_schema import MAX_PROPERTIES
 from tcdeploy.server.output_constraint import ConstraintKind, OutputConstraint
 from tcdeploy.server.protocol import ApiError, ChatRequest
 from tcdeploy.server.request_parsing import parse
 from tcdeploy.server.structured_output import (
     MAX_CHARS,
     MAX_PATTERN_CHARS,
-    MAX_PROPERTIES,
     MAX_SCHEMA_CHARS,
     GrammarMatcher,
     StructuredOutputBackend,
