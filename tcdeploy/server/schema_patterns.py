@@ -2,8 +2,8 @@
 
 - Rust has set operators (`&&`, `--`, `~~`) and nested classes inside of brackets. In ECMAScript and Python these are
   plain characters, so they are escaped.
-- pydantic writes Decimal as a regex with look-arounds: not only signs and points, and a maximum of digits. Its forms
-  are replaced by regexes without look-around, which allow no additional zeros if the digits are limited.
+- pydantic's regexes for Decimal and zod's for e-mail addresses and durations have look-arounds. Several regexes without
+  look-around that must all match take their place. Those for a limited number of digits allow no additional zeros.
 
 A regex with another look-around is refused by llguidance.
 """
@@ -14,27 +14,52 @@ import re
 from typing import Any
 
 SET_OPERATORS = ("&&", "--", "~~")
-# The regexes of pydantic 2 for Decimal. Digits of the integer part and of the fraction are limited, both or neither.
-_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*"
-_NO_LIMIT = r"\d*\.?\d*$"
+# Look-ahead at the start of a regex -> a regex that matches the same texts, or fewer.
+_LEADING = {
+    r"(?!^[-+.]*$)": "[^-+.]",  # pydantic's Decimal
+    r"(?!\.)": r"^(?s:[^.].*)?$",  # zod's e-mail
+    r"(?!.*\.\.)": r"^(?s:\.?[^.])*\.?$",
+}
+_DURATION = (  # zod's
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+)
+_DURATION_PATTERNS = [
+    r"^P(?:\d+W|(\d+Y)?(\d+M)?(\d+D)?(T(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$", r"^PT?\d", r"^[^T]*(?:T\d[^T]*)?$",
+]  # fmt: skip
+# The rest of pydantic's regexes for Decimal, after the sign and leading zeros.
+_DECIMAL = "^[+-]?0*"
 _PLACES = re.compile(r"\\d\*\\\.\?\\d\{0,(\d+)\}0\*\$")
 _DIGITS = re.compile(
     r"\(\?:\\d\{0,(?P<whole>\d+)\}\|\(\?=\[\\d\.\]\{1,(?P<chars>\d+)\}0\*\$\)"
-    r"(?:\\d\{0,\d+\}\\\.\\d\{0,(?P<places>\d+)\}0\*\$|\\d\*\\\.\\d\*0\*\$)\)"
+    r"(?:\\d\{0,\d+\}\\\.\\d\{0,(?P<places>\d+)\}0\*\$|\\d\*\\\.\\d\*0\*\$)\)\$?"
 )
 
 
 def with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema with a `pattern` that llguidance understands as the client does."""
-    pattern = schema.get("pattern")
+    pattern, others = schema.get("pattern"), schema.get("allOf", [])
     if not isinstance(pattern, str):
         return schema
-    others = schema.get("allOf", [])
-    is_decimal = pattern.startswith(_DECIMAL) and isinstance(others, list)
-    if is_decimal and (replacement := _decimal_patterns(pattern.removeprefix(_DECIMAL))):
-        conditions = [*others, *({"pattern": item} for item in replacement)]
-        return {**{key: value for key, value in schema.items() if key != "pattern"}, "allOf": conditions}
-    return {**schema, "pattern": rewrite_pattern(pattern)}
+    patterns = _without_look_ahead(pattern)
+    if len(patterns) == 1 or not isinstance(others, list):
+        return {**schema, "pattern": rewrite_pattern(patterns[0])}
+    rest = {key: value for key, value in schema.items() if key != "pattern"}
+    return {**rest, "allOf": [*others, *({"pattern": rewrite_pattern(item)} for item in patterns)]}
+
+
+def _without_look_ahead(pattern: str) -> list[str]:
+    """Regexes that all match where `pattern` matches. A look-ahead that is not known is kept."""
+    if "(?" not in pattern:
+        return [pattern]
+    if pattern == _DURATION:
+        return _DURATION_PATTERNS
+    conditions = []
+    while leading := next((item for item in _LEADING if pattern.startswith(f"^{item}")), None):
+        conditions.append(_LEADING[leading])
+        pattern = f"^{pattern[1 + len(leading) :]}"
+    if pattern.startswith(_DECIMAL):
+        return _decimal_patterns(pattern) + conditions
+    return [pattern, *conditions]
 
 
 def rewrite_pattern(pattern: str) -> str:
@@ -66,25 +91,16 @@ def _escaped(piece: str, before: list[str]) -> str:
     return "\\[" if piece == "[" else piece
 
 
-def _decimal_patterns(rest: str) -> list[str]:
-    """Regexes that together allow what pydantic's regex for Decimal allows; [] if it is another one.
-
-    `rest`: the regex after the sign and leading zeros.
-    """
-    number = rf"^[+-]?0*{_NO_LIMIT}"
-    some_digit = "[0-9]"
-    if rest == _NO_LIMIT:
-        return [number, some_digit]
+def _decimal_patterns(pattern: str) -> list[str]:
+    """Regexes that together replace the rest of one of pydantic's for Decimal, if it limits the digits."""
+    rest = pattern.removeprefix(_DECIMAL)
     if match := _PLACES.fullmatch(rest):
-        return [rf"^[+-]?\d*(\.\d{{0,{match[1]}}})?$", some_digit]
-    if match := _DIGITS.fullmatch(rest.removesuffix("$") if rest.endswith(")$") else rest):
+        return [rf"^[+-]?\d*(\.\d{{0,{match[1]}}})?$"]
+    if match := _DIGITS.fullmatch(rest):
         digits, whole = int(match["chars"]) - 1, int(match["whole"])
         if match["places"] is not None:
             places = min(int(match["places"]), digits - whole)
-            return [rf"^[+-]?\d{{0,{whole}}}(\.\d{{0,{places}}})?$", some_digit]
-        return [
-            rf"^[+-]?(\d{{1,{digits}}}|[\d.]{{2,{digits + 1}}})$",
-            rf"^[+-]?(\d{{1,{digits}}}|\d*\.\d*)$",
-            some_digit,
-        ]
-    return []
+            return [rf"^[+-]?\d{{0,{whole}}}(\.\d{{0,{places}}})?$"]
+        limited = rf"\d{{1,{digits}}}"
+        return [rf"^[+-]?({limited}|[\d.]{{2,{digits + 1}}})$", rf"^[+-]?({limited}|\d*\.\d*)$"]
+    return [pattern]

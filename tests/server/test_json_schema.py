@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from decimal import Decimal
@@ -202,6 +203,23 @@ def test_the_items_of_other_sets_may_repeat() -> None:
 )  # fmt: skip
 def test_pydantics_regexes_for_decimals_are_followed(rest: str, allowed: list[str], refused: list[str]) -> None:
     is_allowed = accepts({"type": "string", "pattern": DECIMAL + rest})
+    assert all(is_allowed(f'"{text}"') for text in allowed) and not any(is_allowed(f'"{text}"') for text in refused)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "allowed", "refused"),
+    [
+        (r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+         ["a@b.de", "a.b+c@d.e.org"], [".a@b.de", "a..b@c.de", "a@b", "a.@b.de"]),
+        (r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",
+         ["P3W", "P1Y2M3DT4H5M6.7S", "PT5M", "P1D"], ["P", "PT", "P1DT", "P1Y2W", "T5M", "P1H"]),
+        (r"^(?!\.).*$", ["", "a.b"], [".", ".a"]), (r"^(?!.*\.\.)[.a]*$", ["", ".a.a.", "a"], ["..", "a..a"]),
+    ],
+)  # fmt: skip
+def test_zods_regexes_with_look_ahead_are_followed(pattern: str, allowed: list[str], refused: list[str]) -> None:
+    for text in allowed + refused:
+        assert bool(re.search(pattern, text)) == (text in allowed), "the test is wrong"
+    is_allowed = accepts({"type": "string", "pattern": pattern})
     assert all(is_allowed(f'"{text}"') for text in allowed) and not any(is_allowed(f'"{text}"') for text in refused)
 
 
