@@ -17,6 +17,7 @@ import decimal
 import json
 import random
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
@@ -199,7 +200,8 @@ def draw(source: random.Random, grammar: Any, tokenizer: ByteTokenizer) -> str |
     for _ in range(MAX_TOKENS):
         masks = numpy.zeros((1, words), dtype=numpy.int32)
         matcher.masker.fill([(matcher, 0)], masks)
-        allowed = [token for token in range(tokenizer.num_tokens) if masks[0, token // 32] >> token % 32 & 1]
+        bits = numpy.unpackbits(masks.view(numpy.uint8)[0], bitorder="little", count=tokenizer.num_tokens)
+        allowed = numpy.flatnonzero(bits).tolist()
         if not allowed:
             return None
         token = EOS if EOS in allowed and (ends_early or len(allowed) == 1) else _choose(source, allowed, tokenizer)
@@ -227,7 +229,8 @@ def problem(text: str, schema: dict[str, Any]) -> str:
     """Why an output is not valid, or "". Formats are annotations."""
     for name, parse_float in (("exact", Decimal), ("float64", float)):
         value = json.loads(text, parse_float=parse_float)
-        with decimal.localcontext(decimal.Context(prec=400, Emax=10_000, Emin=-10_000)):
+        with decimal.localcontext(decimal.Context(prec=400, Emax=10_000, Emin=-10_000)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of Python's `re`, for `&&` and `[` in a class
             error = jsonschema.exceptions.best_match(_VALIDATOR(schema).iter_errors(value))
         if error is not None:
             return f"{name}: {error.message[:200]}"
