@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from tcdeploy.models.tool_formats import TOOL_FORMATS
 from tcdeploy.server.json_schema import exact_schema, exact_schemas
 from tcdeploy.server.schema_numbers import UnsupportedSchemaError
 from tcdeploy.server.structured_output import PARSER_LIMITS
+from tcdeploy.server.template_parser import Markup
+from tcdeploy.server.tools import call_grammar, forced_call_grammar
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*"  # the beginning of pydantic's regexes for Decimal
@@ -257,6 +260,28 @@ def test_the_original_is_not_changed() -> None:
     text = json.dumps(schema)
     exact_schema(schema)
     assert json.dumps(schema) == text
+
+
+def forced_calls(parameters: dict[str, Any]) -> dict[str, str]:
+    """The text before the arguments -> the grammar of a forced call, for each kind of grammar."""
+    functions = [{"name": "f", "parameters": parameters}]
+    markup = Markup("<call>", "</call>", "name", "arguments")
+    forced = TOOL_FORMATS["hermes"].forced
+    assert forced is not None
+    return {
+        '<call>{"name": "f", "arguments": ': call_grammar(functions, markup, ('"<call>"', '"</call>"'), False),
+        '<tool_call>\n{"name": "f", "arguments": ': forced_call_grammar(functions, forced, "", json.dumps, False),
+    }
+
+
+def test_the_parameters_of_forced_calls_are_rewritten_or_refused() -> None:
+    for text, lark in forced_calls({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}).items():
+        matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(lark), log_level=0)
+        for arguments, is_valid in (("0}", False), ("0.5}", True), ("0.25}", True)):
+            tokens = list(f"{text}{arguments}".encode())
+            assert (matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)) is is_valid, arguments
+    with pytest.raises(UnsupportedSchemaError, match="9007199254740993"):
+        forced_calls({"const": 2**53 + 1})
 
 
 def test_large_schemas_are_rewritten_in_linear_time() -> None:

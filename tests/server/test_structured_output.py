@@ -107,6 +107,11 @@ def test_json_object_allows_any_object(server: ServerProcess) -> None:
     assert all(choice.message.content.startswith("{") for choice in choices)
 
 
+def test_json_object_with_a_schema_follows_it(server: ServerProcess) -> None:
+    [choice] = chat(server, extra_body={"response_format": {"type": "json_object", "schema": PERSON}}).choices
+    jsonschema.validate(json.loads(choice.message.content), PERSON)
+
+
 def test_the_text_format_changes_nothing(server: ServerProcess) -> None:
     plain, text = chat(server, max_tokens=20), chat(server, max_tokens=20, response_format={"type": "text"})
     assert plain.choices == text.choices
@@ -205,6 +210,7 @@ for _ in range(150):
     [
         {"type": "yaml"}, {}, "json", {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "x"}},
         json_schema_format({"type": "strange"}), json_schema_format({"const": 2**53 + 1}),
+        json_schema_format({"const": -(2**63)}), {"type": "json_object", "schema": {"multipleOf": 1000003}},
         json_schema_format({"$ref": "#/$defs/none"}), json_schema_format({"$ref": "https://example.com/schema.json"}),
         json_schema_format({"type": "object", "properties": {"a": False}, "required": ["a"]}),
         json_schema_format({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
