@@ -213,12 +213,14 @@ def _pointer(reference: str) -> tuple[str, ...] | None:
 
 
 def _with_value_at(document: Any, steps: tuple[str, ...], value: Any) -> Any:
-    """A copy of the document with `value` at a pointer that exists."""
+    """A copy of the document with `value` at a pointer. Raises UnsupportedSchemaError if the place was rewritten."""
     if not steps:
         return value
     first, rest = steps[0], steps[1:]
     if isinstance(document, list):
         return [_with_value_at(item, rest, value) if str(i) == first else item for i, item in enumerate(document)]
+    if not isinstance(document, dict) or first not in document:
+        raise UnsupportedSchemaError(f"a $ref to {first[:80]!r} is not supported")
     return {**document, first: _with_value_at(document[first], rest, value)}
 
 

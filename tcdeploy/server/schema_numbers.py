@@ -84,7 +84,9 @@ def with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
     bounds = {key: schema[key] for key in (*LOWER, *UPPER) if key in schema}
     if not bounds:
         return schema
-    if not all(_is_number(value) or isinstance(value, bool) for value in bounds.values()):
+    if not all(
+        _is_number(value) or (isinstance(value, bool) and key in (LOWER[1], UPPER[1])) for key, value in bounds.items()
+    ):
         return schema  # llguidance's error names the value
     if any(value != value for value in bounds.values()):
         raise UnsupportedSchemaError("a bound is not a number")
@@ -180,8 +182,8 @@ def _inside(bound: Number, is_exclusive: bool) -> _Bound:
     is_whole = abs(bound) <= MAX_EXACT and bound == int(bound)
     if is_whole and (not is_exclusive or bound < 0):
         return _Bound(int(bound), is_exclusive)
-    if is_exclusive and bound == 0:
-        return _Bound(SMALLEST)
+    if abs(bound) < SMALLEST:  # float64 numbers have hundreds of digits there
+        return _Bound(SMALLEST if bound > 0 or (bound == 0 and is_exclusive) else 0)
     if is_exclusive and -MAX_EXACT <= bound < 0 and _is_read_exactly(bound):
         return _Bound(bound, is_exclusive=True)
     candidate = float(bound)

@@ -49,6 +49,9 @@ def accepts(schema: dict[str, Any]) -> Callable[[str], bool]:
         ({"exclusiveMinimum": 1}, ["2", "1.5"], ["1", "1.00000000000000000001"]),
         ({"exclusiveMinimum": -1, "exclusiveMaximum": 1}, ["0.9", "-0.99", "0"], ["1", "1.0", "-1"]),
         ({"minimum": 1, "exclusiveMinimum": 1, "maximum": 9}, ["2"], ["1"]),
+        # too small for a text of few digits
+        ({"minimum": 5e-324, "maximum": 1}, ["0.5", "1"], ["0", "0.0"]), ({"exclusiveMinimum": 1e-300}, ["3"], ["0"]),
+        ({"minimum": -5e-324}, ["0", "1"], ["-1", "-0.1"]), ({"exclusiveMaximum": 1e-20}, ["0", "-1"], ["1", "0.1"]),
         # the flags of draft 4
         ({"minimum": 1, "exclusiveMinimum": True}, ["2"], ["1"]),
         ({"minimum": 1, "exclusiveMinimum": False}, ["1"], []),
@@ -112,6 +115,7 @@ def test_a_listed_number_that_llguidance_would_change_is_refused(value: Any) -> 
         ({"propertyNames": {"not": {}}}, "propertyNames with not"), ({"propertyNames": {"type": "integer"}}, "strings"),
         ({"propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "cannot be combined with properties"),
         ({"$ref": "#/x/y", "x": {"y": {"const": 2**53 + 1}}}, "at #/x/y"),
+        ({"$ref": "#/propertyNames", "propertyNames": {"enum": ["a"]}}, "'propertyNames' is not supported"),
     ],
     ids=str,
 )  # fmt: skip
@@ -300,7 +304,8 @@ def test_large_schemas_are_rewritten_in_linear_time() -> None:
     [
         {"format": [1]}, {"uniqueItems": 1}, {"uniqueItems": True, "items": {"enum": [1]}, "maxItems": "x"},
         {"enum": 5}, {"properties": []}, {"allOf": {}, "pattern": DECIMAL + r"\d*\.?\d*$"}, {"pattern": 5},
-        {"$ref": 5}, {"$ref": "#/a/99999"}, {"minimum": "1"}, {"minimum": True}, {"multipleOf": -1}, {"maxLength": 2.5},
+        {"$ref": 5}, {"$ref": "#/a/99999"}, {"minimum": "1"}, {"minimum": True},
+        {"maximum": False, "type": "integer"}, {"multipleOf": -1}, {"maxLength": 2.5},
         {"propertyNames": 5}, {"propertyNames": {"enum": 5}}, {"items": [5]}, {"pattern": "["}, {"pattern": "[a\\"},
     ],
     ids=str,
