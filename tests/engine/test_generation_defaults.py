@@ -200,7 +200,7 @@ def test_keys_that_only_sampling_uses_are_no_warning_if_do_sample_is_false() -> 
     ("name", "value"),
     [
         ("temperature", -1), ("temperature", "0.6"), ("temperature", float("nan")), ("temperature", True),
-        ("top_p", 2), ("top_p", 0), ("top_p", [0.9]), ("top_k", -2), ("top_k", 50.5), ("top_k", 2**40),
+        ("top_p", 2), ("top_p", -0.5), ("top_p", [0.9]), ("top_k", -2), ("top_k", 50.5), ("top_k", 2**40),
         ("min_p", 1.0), ("min_p", -0.1), ("repetition_penalty", 0), ("repetition_penalty", float("inf")),
         ("max_new_tokens", 0), ("max_new_tokens", 1.5), ("do_sample", "yes"), ("do_sample", 1),
         ("eos_token_id", "</s>"), ("eos_token_id", True), ("eos_token_id", [3, None]), ("eos_token_id", 3.5),
