@@ -1,4 +1,8 @@
-"""Incremental detokenization with tokenizers' DecodeStream, which withholds text until its UTF-8 is complete."""
+"""Incremental detokenization with tokenizers' DecodeStream, which withholds text until its UTF-8 is complete.
+
+DecodeStream decodes all withheld tokens again with each token. They may be many: bytes that are no UTF-8, or special
+tokens that are skipped (10,000 bytes took 17 s). A stream that withholds MAX_WITHHELD tokens is therefore replaced.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,9 @@ from tokenizers.decoders import DecodeStream
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.conversation import render_conversation
+
+MAX_WITHHELD = 16  # tokens; a character has at most four bytes
+MAX_CUT_BYTES = 3  # of a character that is not complete
 
 
 class IncrementalDetokenizer:
@@ -22,19 +29,43 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._ids: list[int] = []
-        self._sent = 0  # characters returned so far
+        self._context: list[int] = []  # the tokens of the last text; decoders treat the start of a text differently
+        self._withheld: list[int] = []  # the tokens since then
 
     def push(self, token_id: int) -> str:
         """The text completed by `token_id`; "" while a character is incomplete."""
-        self._ids.append(token_id)
-        piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id) or ""
-        self._sent += len(piece)
-        return piece
+        self._withheld.append(token_id)
+        try:
+            piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
+        except Exception:  # with byte fallback, an invalid byte changes the text of earlier bytes, which was returned
+            piece = self._text_of(self._withheld)
+            self._stream = DecodeStream(ids=self._withheld, skip_special_tokens=self._skip)
+        if piece is not None:
+            self._context, self._withheld = self._withheld, []
+            return str(piece)
+        return self._release() if len(self._withheld) == MAX_WITHHELD else ""
 
     def finish(self) -> str:
         """The withheld rest: a replacement character if the last token left a character incomplete."""
-        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)[self._sent :]
+        return self._text_of(self._withheld)
+
+    def _text_of(self, ids: list[int]) -> str:
+        """The text of withheld tokens."""
+        if not ids:
+            return ""
+        before, text = self._decode(self._context), self._decode([*self._context, *ids])
+        return text[len(before) :] if text.startswith(before) else self._decode(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=self._skip))
+
+    def _release(self) -> str:
+        """The text of the withheld tokens, except the last ones, which may begin a character. They stay withheld."""
+        released, kept = self._withheld[:-MAX_CUT_BYTES], self._withheld[-MAX_CUT_BYTES:]
+        text = self._text_of(released)
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
+        self._withheld = []
+        return text + "".join(map(self.push, kept))
 
 
 def chat_prompt(tokenizer: Any, message: str) -> list[int]:
