@@ -38,8 +38,8 @@ class ToolFormat:
     """Format of tool calls.
 
     openings: texts that begin a call, or a list of calls.
-    header: regex for the text between an opening and the JSON object. If it captures `name`, the object contains only
-        the arguments.
+    header: regex for the text between an opening and the JSON object, without backtracking. If it captures `name`, the
+        object contains only the arguments.
     separator: between two objects after one opening; "" if each call has an opening.
     closings: dropped after a call.
     header_delimiters: delimiters that `header` matches, as texts.
@@ -91,14 +91,14 @@ TOOL_FORMATS = {
         # Mistral: a list of objects, or since Large 2411 a name before the arguments
         ToolFormat(
             "mistral", "json", ("[TOOL_CALLS]",),
-            header=r"\s*(?:\[\s*|(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?)?",
+            header=r"\s*+(?:\[\s*+|(?P<name>[\w.-]++)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?(?:\[ARGS\]\s*+)?)?",
             header_delimiters=("[CALL_ID]", "[ARGS]"), separator=",", closings=("]",), id_length=9,
             forced=ForcedCall('{"name": "', '", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
         ),
         # DeepSeek V3 and R1 (with a code fence), V3.1
         ToolFormat(
             "deepseek_v3", "json", ("<｜tool▁call▁begin｜>",),
-            header=r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*",
+            header=r"\s*+(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]++)\s*+(?:<｜tool▁sep｜>\s*+)?(?:```json\s*+)?",
             header_delimiters=("<｜tool▁sep｜>",),
             closings=("```", "<｜tool▁call▁end｜>"), dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         ),

@@ -228,9 +228,11 @@ class ActiveRequest:
 
 async def full_body(active: ActiveRequest) -> bytes:
     """The JSON of the response of a request that is not streamed, after its last token."""
-    texts = [""] * len(active.choices)
+    texts: list[list[str]] = [[] for _ in active.choices]
     async for deltas in active.deltas():
         for index, text in deltas.items():
-            texts[index] += text
-    choices = [active.builder.full_json(choice, text) for choice, text in zip(active.choices, texts, strict=True)]
+            texts[index].append(text)
+    choices = [
+        active.builder.full_json(choice, "".join(pieces)) for choice, pieces in zip(active.choices, texts, strict=True)
+    ]
     return await active.builder.body(active.builder.envelope(choices, active.usage))

@@ -43,7 +43,7 @@ class Choice:
     unsent_token_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[ScoredToken] = field(default_factory=list)
     unsent_calls: list[ParsedToolCall] = field(default_factory=list)
-    unsent_reasoning: str = ""
+    unsent_reasoning: list[str] = field(default_factory=list)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -103,16 +103,17 @@ class Choice:
 
     def _store_parsed(self, parsed: ParsedDelta) -> str:
         self.unsent_calls += parsed.calls
-        self.unsent_reasoning += parsed.reasoning
+        if parsed.reasoning:
+            self.unsent_reasoning.append(parsed.reasoning)
         return parsed.content
 
     def take_calls(self) -> list[ParsedToolCall]:
         calls, self.unsent_calls = self.unsent_calls, []
         return calls
 
-    def take_reasoning(self) -> dict[str, str]:
-        reasoning, self.unsent_reasoning = self.unsent_reasoning, ""
-        return {"reasoning_content": reasoning} if reasoning else {}
+    def take_reasoning(self) -> str:
+        reasoning, self.unsent_reasoning = "".join(self.unsent_reasoning), []
+        return reasoning
 
     def take_token_ids(self) -> dict[str, list[int]]:
         """vLLM's field `token_ids` if the request asks for it."""

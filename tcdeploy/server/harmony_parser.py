@@ -17,6 +17,7 @@ from tcdeploy.server.stop_strings import partial_match_length
 MESSAGE = "<|message|>"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 MAX_HEADER_CHARS = 512
+MAX_REPARSED_CHARS = 8192  # at the end of the output, of arguments that do not end
 _TEXT_ENDS = re.compile(r"^(<\|(end|call|return)\|>)+")
 _HEADER_START = re.compile(r"\s*(<\|(start|channel|constrain)\|>|to=|$)")
 _FIRST_MARK = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
@@ -40,8 +41,11 @@ class HarmonyParser(SteppingParser):
         if self._step == self._read_arguments and end == "length":
             self._builder.add_call(self._recipient, self._buffer.strip())
             return self._builder.finish()
-        if self._step == self._read_arguments:
+        while self._step == self._read_arguments:  # messages may follow in the text that is not a call
             self._fail("the output ends inside the call", is_malformed=end == "complete")
+            text, self._buffer = self._buffer, ""
+            self._parse(text[:MAX_REPARSED_CHARS])
+            self._buffer += text[MAX_REPARSED_CHARS:]
         self._run_steps(is_last=True)
         return self._builder.finish()
 

@@ -10,6 +10,8 @@ _STRING_STOP = re.compile(r'["\\]')
 # A quote or bracket, or a character that is not valid in JSON outside of strings.
 _STRUCTURE = re.compile(r'["{}\[\]]|[^\s\w:,+.\-]')
 _SPACE = re.compile(r"\s*")
+_CONTROL = re.compile(r"[\x00-\x1f]")
+MAX_MEMBERS = 64  # of an object that is split into its members: a call has up to five
 
 
 def _reject_constant(name: str) -> Any:
@@ -54,35 +56,59 @@ class ObjectScanner:
                     return match.end()
 
 
-def object_members(text: str) -> dict[str, str]:
+def object_members(text: str, *, is_complete: bool = False) -> dict[str, str]:
     """The raw text of each value of a JSON object. If the object is truncated, the last value may be too.
 
-    Raises ValueError if the text does not begin with an object.
+    Raises ValueError if the text does not begin with an object, or if it has more than MAX_MEMBERS members; with
+    `is_complete`, also if it is not exactly one object, apart from control characters in strings.
     """
+    members, end = _split_members(text)
+    if is_complete and text[end:].strip() != "}":
+        raise ValueError("it is not a JSON object")
+    return members
+
+
+def _split_members(text: str) -> tuple[dict[str, str], int]:
+    """The members, and the index up to which the text has been read: of the closing brace in a complete object."""
     members: dict[str, str] = {}
     position = _skip_space(text, 0)
     if not text.startswith("{", position):
         raise ValueError("it is not a JSON object")
     position = _skip_space(text, position + 1)
+    num_members = 0
     while text.startswith('"', position):
+        if num_members == MAX_MEMBERS:  # len(members) does not count a key that is repeated
+            raise ValueError(f"it has more than {MAX_MEMBERS} members")
+        num_members += 1
         try:
             key, position = _DECODER.raw_decode(text, position)
         except ValueError:  # the key is truncated
-            return members
+            return members, position
         position = _skip_space(text, position)
         if not text.startswith(":", position):
-            return members
+            return members, position
         start = _skip_space(text, position + 1)
         try:
             _, position = _DECODER.raw_decode(text, start)
         except ValueError:
             members[key] = text[start:]
-            return members
+            return members, start
         members[key] = text[start:position]
         position = _skip_space(text, position)
-        if text.startswith(",", position):
-            position = _skip_space(text, position + 1)
-    return members
+        if not text.startswith(",", position):
+            break
+        position = _skip_space(text, position + 1)
+    return members, position
+
+
+def arguments_object(raw: str) -> str:
+    """The arguments of a call, from the raw text of a member: a JSON object, or the text of one in a string.
+
+    Raises ValueError and RecursionError for anything else.
+    """
+    if raw.startswith("{") and not _CONTROL.search(raw):
+        return raw  # was decoded when the members were split
+    return valid_object(string_value(raw) or raw)
 
 
 def valid_object(raw: str) -> str:
@@ -93,10 +119,11 @@ def valid_object(raw: str) -> str:
     value = _DECODER.decode(raw)
     if not isinstance(value, dict):
         raise ValueError("the arguments are not a JSON object")
-    try:
-        json.loads(raw)
-    except ValueError:
-        return dump(value)
+    if _CONTROL.search(raw):
+        try:
+            json.loads(raw)
+        except ValueError:
+            return dump(value)
     return raw
 
 

@@ -23,16 +23,17 @@ class OutputParts:
 
     def __init__(self) -> None:
         self._parts: list[OutputPart] = []
-        self._last_kind = ""
+        self._pieces: list[str] = []  # of reasoning or text that follows these parts; its kind is `_last_kind`
+        self._last_kind: Literal["", "reasoning", "text", "call"] = ""
         self.num_reasoning_tokens = 0
 
     def receive(self, choice: Choice, text: str) -> None:
         """Record the output that one token added to the choice. `text` is its content."""
-        reasoning, calls = choice.unsent_reasoning, choice.take_calls()
-        choice.unsent_reasoning = ""
-        self._append("reasoning", reasoning)
+        calls = choice.take_calls()
+        self._append("reasoning", choice.take_reasoning())
         self._append("text", text)
         for call in calls:
+            self._join_pieces()
             self._parts.append(OutputPart("call", "", call))
             self._last_kind = "call"
         if self._last_kind == "reasoning":  # a token inside a reasoning block, with or without text
@@ -41,13 +42,18 @@ class OutputParts:
     def _append(self, kind: Literal["reasoning", "text"], text: str) -> None:
         if not text:
             return
-        if self._parts and self._parts[-1].kind == kind:
-            self._parts[-1] = OutputPart(kind, self._parts[-1].text + text)
-        else:
-            self._parts.append(OutputPart(kind, text))
+        if self._last_kind != kind:
+            self._join_pieces()
+        self._pieces.append(text)
         self._last_kind = kind
+
+    def _join_pieces(self) -> None:
+        if self._pieces and self._last_kind in ("reasoning", "text"):
+            self._parts.append(OutputPart(self._last_kind, "".join(self._pieces)))
+        self._pieces = []
 
     def take(self) -> list[OutputPart]:
         """The parts since the last call. A part may continue the last one of the same kind."""
+        self._join_pieces()
         parts, self._parts = self._parts, []
         return parts

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the output ended
+PIECE_CHARS = 1024  # of a text that is parsed at once
 log = logging.getLogger("tcdeploy.server")
 
 
@@ -102,6 +103,7 @@ class DeltaBuilder:
         self._content = self._reasoning = ""
         self._calls: list[ParsedToolCall] = []
         self.num_calls = 0
+        self.ends_with_call = False  # whether no content follows the last call
 
     def add_content(self, text: str) -> None:
         if self._skips_space:
@@ -109,7 +111,7 @@ class DeltaBuilder:
             self._skips_space = not text
         if text := self._trailing_space.push(text):
             self._content += self._separator + text
-            self._separator, self._has_content = "", True
+            self._separator, self._has_content, self.ends_with_call = "", True, False
 
     def end_content(self) -> None:
         """Called at each delimiter."""
@@ -122,6 +124,7 @@ class DeltaBuilder:
 
     def add_call(self, name: str, arguments: str) -> None:
         """Calls beyond `max_calls` are dropped."""
+        self.ends_with_call = True
         if self.num_calls == self._max_calls:
             return
         call_id = uuid.uuid4().hex[: self._id_length] if self._id_length else f"call_{uuid.uuid4().hex}"
@@ -147,7 +150,8 @@ def log_malformed(reason: object) -> None:
 class SteppingParser:
     """An `OutputParser` that is a state machine: `_step` parses some of the buffer, and selects the next step.
 
-    Each step gets whether no more text comes, and returns whether another step may follow without more text.
+    Each step gets whether no more text comes, and returns whether another step may follow without more text. A step
+    removes what it parsed from the buffer, which copies the rest, so long texts are parsed in pieces.
     """
 
     _step: Callable[[bool], bool]
@@ -161,10 +165,23 @@ class SteppingParser:
     def has_calls(self) -> bool:
         return self._builder.num_calls > 0
 
+    @property
+    def ends_with_call(self) -> bool:
+        return self._builder.ends_with_call
+
     def push(self, text: str) -> ParsedDelta:
-        self._buffer += text
-        self._run_steps(is_last=False)
+        self._parse(text)
         return self._builder.take()
+
+    def _parse(self, text: str) -> None:
+        for start in range(0, len(text), PIECE_CHARS):
+            # CPython extends a string in place if a local variable holds the only reference. `self._buffer += text`
+            # would copy all of a long call with each token.
+            buffer, self._buffer = self._buffer, ""
+            buffer += text[start : start + PIECE_CHARS]
+            self._buffer = buffer
+            del buffer
+            self._run_steps(is_last=False)
 
     def _run_steps(self, *, is_last: bool) -> None:
         while self._step(is_last):

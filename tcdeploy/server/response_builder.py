@@ -130,7 +130,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return self._chunk_choice(choice, {"role": "assistant", "content": ""}, None)
 
     def delta(self, choice: Choice, text: str) -> dict[str, Any]:
-        delta: dict[str, Any] = {**choice.take_reasoning(), **({"content": text} if text else {})}
+        delta: dict[str, Any] = {**_reasoning_field(choice), **({"content": text} if text else {})}
         if calls := choice.take_calls():
             delta["tool_calls"] = [{"index": call.number, **call.json()} for call in calls]
         return self._chunk_choice(choice, delta, self._logprobs(choice))
@@ -141,7 +141,7 @@ class ChatResponseBuilder(ResponseBuilder):
         message = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         return {
             "index": choice.index,
-            "message": {**message, **choice.take_reasoning(), **({"tool_calls": calls} if calls else {})},
+            "message": {**message, **_reasoning_field(choice), **({"tool_calls": calls} if calls else {})},
             "logprobs": self._logprobs(choice),
             "finish_reason": choice.finish_reason,
             **choice.take_token_ids(),
@@ -172,3 +172,8 @@ class ChatResponseBuilder(ResponseBuilder):
             "logprob": logprob,
             "bytes": list(self.vocabulary.bytes(token_id)),
         }
+
+
+def _reasoning_field(choice: Choice) -> dict[str, str]:
+    reasoning = choice.take_reasoning()
+    return {"reasoning_content": reasoning} if reasoning else {}

@@ -3,6 +3,10 @@
 The parser is a state machine with a buffer of the text that is not parsed yet: a step searches the next delimiter, or
 the end of a call. The end of a JSON object is found by its structure, so delimiters inside strings are text. The text
 of a malformed call becomes content.
+
+A model may call a tool without closing its reasoning. Text from an opening in the reasoning on is therefore held back
+until the reasoning is closed, and a second parser parses it. If the output ends before, and with a call, the results of
+that parser are used.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tcdeploy.models.tool_formats import ReasoningFormat, ToolFormat
-from tcdeploy.server.json_text import ObjectScanner, object_members, string_value, valid_object
+from tcdeploy.server.json_text import ObjectScanner, arguments_object, object_members, string_value, valid_object
 from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, SteppingParser, log_malformed
-from tcdeploy.server.python_calls import PythonListScanner, parse_calls
+from tcdeploy.server.python_calls import PythonListParser
 from tcdeploy.server.stop_strings import partial_match_length
 from tcdeploy.server.xml_calls import XmlCall
 
@@ -41,15 +45,20 @@ class TagParser(SteppingParser):
     ) -> None:
         super().__init__(DeltaBuilder(max_calls, tool_format.id_length if tool_format else 0))
         self._format, self._reasoning = tool_format, reasoning
+        self._tools, self._max_calls = tools, max_calls
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self._end: OutputEnd | None = None
         self._may_reason = True  # False after the reasoning
         self._opening = ""  # of the open call
         self._is_listed = False  # whether the open call is not the first one after its opening
+        self._is_closed = False  # whether a closing delimiter followed the last call
+        self._num_searched = 0  # characters of held reasoning
+        self._held_parser: TagParser | None = None  # parses held reasoning as if it were closed
+        self._held_deltas: list[ParsedDelta] = []
         self._name: str | None = None  # of the open call, if its header contains it
         self._body = 0  # index of the arguments, or of the object, in the buffer
         self._scanner = ObjectScanner()
-        self._list_scanner = PythonListScanner()
+        self._list = PythonListParser()
         self._xml = XmlCall("", {}, 0)
         self._step = self._read_reasoning if starts_in_reasoning else self._read_start
 
@@ -91,7 +100,7 @@ class TagParser(SteppingParser):
         """Whether a text without an opening begins a call; None if more text is needed to decide."""
         assert self._format is not None
         if self._format.syntax == "python":
-            match, start = re.match(r"\[\s*([\w.]+)\(", text), r"(\[\s*[\w.]*)?"
+            match, start = re.match(r"\[\s*([\w.-]+)\(", text), r"(\[\s*[\w.-]*)?"
             known_names = set(self._schemas)
         else:
             match, start = re.match(r'\{\s*"(\w+)"', text), r'(\{\s*("\w*)?)?'
@@ -101,11 +110,10 @@ class TagParser(SteppingParser):
         return None if len(text) <= MAX_HEADER_CHARS and re.fullmatch(start, text) else False
 
     def _read_content(self, is_last: bool) -> bool:
-        openings, dropped = (self._format.openings, self._format.dropped) if self._format else ((), ())
-        literal = self._find((*openings, *dropped), is_last, self._builder.add_content)
+        literal = self._find(self._call_marks, is_last, self._builder.add_content)
         if literal is None:
             return False
-        if literal in openings:
+        if self._format is not None and literal in self._format.openings:
             self._open_call(literal)
             return True
         self._buffer = self._buffer[len(literal) :]
@@ -114,14 +122,51 @@ class TagParser(SteppingParser):
 
     def _read_reasoning(self, is_last: bool) -> bool:
         assert self._reasoning is not None
-        literal = self._find((self._reasoning.closing,), is_last, self._builder.add_reasoning)
+        literal = self._find((self._reasoning.closing, *self._call_marks), is_last, self._builder.add_reasoning)
         if literal is None:
             return False
+        if literal != self._reasoning.closing:
+            self._num_searched, self._step = 0, self._read_held_reasoning
+            self._held_parser = TagParser(self._format, None, self._tools, max_calls=self._max_calls)
+            self._held_deltas = []
+            return True
         self._buffer = self._buffer[len(literal) :]
         self._may_reason = False
         self._builder.end_content()
         self._step = self._read_start
         return True
+
+    def _read_held_reasoning(self, is_last: bool) -> bool:
+        """The buffer begins with an opening, and is reasoning if the end of the reasoning follows."""
+        assert self._reasoning is not None and self._held_parser is not None
+        closing = self._reasoning.closing
+        index = self._buffer.find(closing, max(0, self._num_searched - len(closing)))
+        if index >= 0:
+            self._builder.add_reasoning(self._buffer[:index])
+            self._buffer, self._step = self._buffer[index:], self._read_reasoning
+            return True
+        self._held_deltas.append(self._held_parser.push(self._buffer[self._num_searched :]))
+        self._num_searched = len(self._buffer)
+        if is_last:
+            self._end_held_reasoning(self._held_parser)
+        return False
+
+    def _end_held_reasoning(self, parser: TagParser) -> None:
+        assert self._end is not None
+        last = parser.finish(self._end)
+        if parser.ends_with_call:
+            for delta in (*self._held_deltas, last):
+                self._builder.add_reasoning(delta.content)
+                for call in delta.calls:
+                    self._builder.add_call(call.name, call.arguments)
+        else:
+            self._builder.add_reasoning(self._buffer)
+        self._buffer = ""
+
+    @property
+    def _call_marks(self) -> tuple[str, ...]:
+        """Delimiters that begin a call or a list of calls."""
+        return (*self._format.openings, *self._format.dropped) if self._format else ()
 
     def _read_rest(self, is_last: bool) -> bool:
         self._builder.add_content(self._buffer)
@@ -150,7 +195,7 @@ class TagParser(SteppingParser):
     # Calls. The buffer begins with the opening until the call is complete.
 
     def _open_call(self, opening: str, is_listed: bool = False) -> None:
-        self._opening, self._is_listed, self._name = opening, is_listed, None
+        self._opening, self._is_listed, self._is_closed, self._name = opening, is_listed, False, None
         self._body = len(opening)
         self._step = self._read_header
 
@@ -169,7 +214,7 @@ class TagParser(SteppingParser):
             return self._fail("the text between its opening delimiter and its arguments is not valid")
         self._name, self._body = header.groupdict().get("name"), index
         if self._format.syntax == "python":
-            self._list_scanner, self._step = PythonListScanner(index), self._read_python
+            self._list, self._step = PythonListParser(index), self._read_python
         else:
             self._scanner, self._step = ObjectScanner(index), self._read_object
         return True
@@ -189,12 +234,16 @@ class TagParser(SteppingParser):
         """Name and arguments of a call. Raises PARSE_ERRORS."""
         if self._name is not None:
             return self._name, valid_object(text)
-        members = object_members(valid_object(text))
+        members = object_members(text, is_complete=True)
         name = string_value(members.get("name", ""))
         raw = next((members[key] for key in ARGUMENT_KEYS if key in members), "null")
-        if name is None or (self._has_no_opening and name not in self._schemas):
+        if name is None or (self._has_no_opening and not self._is_plain_call(name, members)):
             raise ValueError("it has no function name")
-        return name, "{}" if raw == "null" else valid_object(string_value(raw) or raw)
+        return name, "{}" if raw == "null" else arguments_object(raw)
+
+    def _is_plain_call(self, name: str, members: dict[str, str]) -> bool:
+        """Whether an object without opening delimiter is a call."""
+        return name in self._schemas and members.keys() <= CALL_KEYS
 
     @property
     def _has_no_opening(self) -> bool:
@@ -202,15 +251,14 @@ class TagParser(SteppingParser):
         return not self._opening and not self._is_listed
 
     def _read_python(self, is_last: bool) -> bool:
-        end = self._list_scanner.find_end(self._buffer)
+        try:
+            end = self._list.find_end(self._buffer)
+        except PARSE_ERRORS as error:
+            return self._fail(error, self._list.position)
         if end is None:
             return is_last and self._fail_at_end()
-        try:
-            calls = parse_calls(self._buffer[self._body : end])
-        except PARSE_ERRORS as error:
-            return self._fail(error, end)
-        for name, arguments in calls:
-            self._builder.add_call(name, arguments)
+        for call in self._list.calls:
+            self._builder.add_call(*call)
         return self._close_call(end)
 
     def _read_xml_header(self, is_last: bool) -> bool:
@@ -231,6 +279,8 @@ class TagParser(SteppingParser):
     def _read_xml(self, is_last: bool) -> bool:
         try:
             end = self._xml.find_end(self._buffer)
+            if end is None and is_last and self._end == "complete":
+                end = self._xml.find_last_end(self._buffer)
         except ValueError as error:
             return self._fail(error, self._xml.position)
         if end is None:
@@ -245,7 +295,10 @@ class TagParser(SteppingParser):
         return True
 
     def _read_after_call(self, is_last: bool) -> bool:
-        """Drop closing delimiters, and open the next call of a list."""
+        """Drop closing delimiters, and open the next call of a list.
+
+        The separator may be missing: models write one object per line, or several between the delimiters of one call.
+        """
         assert self._format is not None
         text = self._buffer = self._buffer.lstrip()
         separator = self._format.separator if self._name is None else ""
@@ -255,13 +308,24 @@ class TagParser(SteppingParser):
             self._buffer = text[len(ending) :]
             self._step = self._read_next_object
         elif ending:
-            self._buffer = text[len(ending) :]
+            self._buffer, self._is_closed = text[len(ending) :], True
         elif any(ending.startswith(text) for ending in endings) and not (is_last and self._end == "complete"):
             self._buffer = "" if is_last else self._buffer  # drop a truncated delimiter
             return False
+        elif (follows := self._object_follows(text)) is None and not is_last:
+            return False
+        elif follows:
+            self._open_call("", is_listed=bool(self._format.closings))
         else:
             self._step = self._read_content
         return True
+
+    def _object_follows(self, text: str) -> bool | None:
+        """Whether the object of another call follows a call; None if more text is needed to decide."""
+        assert self._format is not None
+        if self._format.syntax != "json" or self._name is not None or self._is_closed or not text.startswith("{"):
+            return False
+        return True if self._format.closings else self._begins_call(text)
 
     def _read_next_object(self, is_last: bool) -> bool:
         text = self._buffer = self._buffer.lstrip()
@@ -309,7 +373,7 @@ class TagParser(SteppingParser):
         if self._step == self._read_xml:
             return [(self._xml.name, self._xml.arguments_json()[:-1])]
         if self._step == self._read_python:
-            return [tuple(call) for call in self._list_scanner.cut_calls(self._buffer)]  # type: ignore[misc]
+            return [(call.name, call.arguments) for call in self._list.cut_calls()]
         if self._step != self._read_object:
             return []
         text = self._buffer[self._body :]

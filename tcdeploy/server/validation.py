@@ -26,6 +26,7 @@ from tcdeploy.server.unsupported_fields import check_unsupported_fields
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's error code
 MAX_CHOICES = 128  # n
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000  # of one: with each token, a beginning of it is searched at the end of the output
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOOLS = 128  # OpenAI's limit
 MAX_PROMPT_LOGPROBS = 1_000_000  # log-probabilities of prompts in one response: some 80 MB of JSON
@@ -58,6 +59,8 @@ def check(request: GenerationRequest) -> None:
         raise bad_request(message, "stop")
     if not all(request.stop_strings):
         raise bad_request("stop contains an empty string", "stop")
+    if (longest := max(map(len, request.stop_strings), default=0)) > MAX_STOP_CHARS:
+        raise bad_request(f"stop has a string of {longest} characters; the limit is {MAX_STOP_CHARS}", "stop")
     if len(request.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
         message = f"stop_token_ids has {len(request.stop_token_ids or ())} ids; the limit is {MAX_STOP_TOKEN_IDS}"
         raise bad_request(message, "stop_token_ids")

@@ -1,7 +1,9 @@
 """Calls in the syntax of Qwen3-Coder: `<function=NAME><parameter=KEY>VALUE</parameter>...</function>`.
 
 Values have no escapes and no types. A `</parameter>` ends a value only if another parameter or the end of the call
-follows. The type of a value is that of its property in the function's schema.
+follows. If it is missing, `</function>` ends the value, if the end of the call or another call follows. At the end of
+the output all closing tags may be missing, as in Qwen's own parser. The type of a value is that of its property in the
+function's schema.
 """
 
 from __future__ import annotations
@@ -14,9 +16,14 @@ from typing import Any
 from tcdeploy.server.json_text import dump
 
 END, PARAMETER, PARAMETER_END = "</function>", "<parameter=", "</parameter>"
+CALL_END = "</tool_call>"
+# Closing tag of a value -> texts of which one follows it, so that it is not part of the value.
+FOLLOWERS = {PARAMETER_END: (PARAMETER, END, CALL_END), END: (CALL_END, "<tool_call>", "<function=")}
 MAX_SPACE = 1000  # between two parameters
 MAX_PARAMETER_CHARS = 200  # of `<parameter=KEY>`
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,188})>")
+_VALUE_END = re.compile("|".join(FOLLOWERS))
+_LAST_VALUE_END = re.compile(rf"{PARAMETER_END}|{PARAMETER}|{END}|\Z")
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _SPACE = re.compile(r"\s*")
 
@@ -31,46 +38,71 @@ class XmlCall:
         properties = schema.get("properties")
         self._properties = properties if isinstance(properties, dict) else {}
         self.position = start  # after the last complete argument and white space
-        self._search = start  # where the search for `</parameter>` continues
+        self._search = start  # where the search for the end of a value continues
 
     def arguments_json(self) -> str:
         return dump(self.arguments)
 
     def find_end(self, text: str) -> int | None:
-        """The index after `</function>`; None if `text` does not contain it yet. Raises ValueError if malformed."""
+        """The index after the call; None if `text` does not contain its end yet. Raises ValueError if malformed."""
         while True:
             start = self.position = _skip_space(text, self.position)
-            if text.startswith(END, start):
-                return start + len(END)
+            if text.startswith((END, CALL_END), start):
+                return start + len(END) if text.startswith(END, start) else start
             head = _PARAMETER.match(text, start)
             if head is None:
                 rest = text[start : start + MAX_PARAMETER_CHARS]
                 may_follow = PARAMETER.startswith(rest[: len(PARAMETER)]) and "\n" not in rest
-                if END.startswith(rest) or may_follow and len(rest) < MAX_PARAMETER_CHARS:
+                if _may_begin(rest, (END, CALL_END)) or may_follow and len(rest) < MAX_PARAMETER_CHARS:
                     return None
                 raise ValueError(f"it contains {rest[:20]!r} outside of its parameters")
             value_end = self._find_value_end(text, max(self._search, head.end()))
             if value_end is None:
                 return None
-            value = text[head.end() : value_end].removeprefix("\n").removesuffix("\n")
-            self.arguments[head[1].strip()] = convert(value, self._properties.get(head[1].strip()))
-            self.position = self._search = value_end + len(PARAMETER_END)
+            self._add(head[1], text[head.end() : value_end])
+            is_closed = text.startswith(PARAMETER_END, value_end)
+            self.position = self._search = value_end + (len(PARAMETER_END) if is_closed else 0)
+
+    def find_last_end(self, text: str) -> int:
+        """The same for a call that `find_end` did not find the end of, at the end of the output.
+
+        Raises ValueError if not only closing tags are missing.
+        """
+        while True:
+            start = self.position = _skip_space(text, self.position)
+            if start == len(text):
+                return start
+            if text.startswith(END, start):
+                return start + len(END)
+            head = _PARAMETER.match(text, start)
+            if head is None:
+                raise ValueError(f"it contains {text[start : start + 20]!r} outside of its parameters")
+            value_end = _LAST_VALUE_END.search(text, head.end())
+            assert value_end is not None
+            self._add(head[1], text[head.end() : value_end.start()])
+            self.position = value_end.end() if value_end[0] == PARAMETER_END else value_end.start()
+
+    def _add(self, key: str, value: str) -> None:
+        value = value.removeprefix("\n").removesuffix("\n")
+        self.arguments[key.strip()] = convert(value, self._properties.get(key.strip()))
 
     def _find_value_end(self, text: str, start: int) -> int | None:
-        while True:
-            end = text.find(PARAMETER_END, start)
-            if end < 0:
-                self._search = max(start, len(text) - len(PARAMETER_END))
+        while (match := _VALUE_END.search(text, start)) is not None:
+            next_start = _skip_space(text, match.end())
+            if text.startswith(FOLLOWERS[match[0]], next_start):
+                return match.start()
+            is_close = next_start - match.start() <= MAX_SPACE  # otherwise this space would be read with each token
+            if is_close and _may_begin(text[next_start : next_start + len(CALL_END)], FOLLOWERS[match[0]]):
+                self._search = match.start()
                 return None
-            next_start = _skip_space(text, end + len(PARAMETER_END))
-            rest = text[next_start : next_start + len(PARAMETER)]
-            if rest in (PARAMETER, END):
-                return end
-            is_close = next_start - end <= MAX_SPACE  # otherwise this white space would be read with each token
-            if is_close and (PARAMETER.startswith(rest) or END.startswith(rest)):
-                self._search = end
-                return None
-            start = end + 1
+            start = match.end()
+        self._search = max(start, len(text) - len(PARAMETER_END))
+        return None
+
+
+def _may_begin(text: str, literals: tuple[str, ...]) -> bool:
+    """Whether `text` is the beginning of one of `literals`."""
+    return any(literal.startswith(text) for literal in literals)
 
 
 def convert(value: str, schema: Any) -> Any:

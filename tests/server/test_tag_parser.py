@@ -163,6 +163,9 @@ def test_a_call_that_does_not_end_is_content_and_counted_unless_a_stop_string_cu
     for reason, num_malformed in (("complete", 1), ("stop_string", 0)):
         parser = new_parser(name)
         cut_content, _, calls = read(parser, [text[:end]], reason)  # type: ignore[arg-type]
+        if name == "qwen3_coder" and reason == "complete":  # whose closing tags may be missing at the end
+            assert calls[:1] == CALLS[:1] and [called for called, _ in calls] == ["clock", "note"]
+            continue
         is_one_list = name == "pythonic"  # whose calls are parsed together
         assert calls == ([] if is_one_list else CALLS[:1])
         assert name == "openai" or cut_content.endswith(text[end - 30 : end])  # its delimiters are tokens, not text
@@ -184,7 +187,7 @@ MALFORMED = {
     "deepseek_v3": ["<｜tool▁call▁begin｜>two words<｜tool▁sep｜>{}", "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>5"],
     "qwen3_coder": [
         "<tool_call>\n{}</tool_call>", "<function=clock>text</function>",
-        "<function=clock><parameter=utc>true</function> x",
+        "<function=clock><parameter=utc>true</parameter> x",
         "<function=" + "a" * 300, "<tool_call>\n<function>",
         "<function=clock><parameter=" + "a" * 300,
     ],
@@ -213,6 +216,68 @@ def test_a_malformed_call_is_content_and_the_next_call_is_read(
     assert "cannot parse a tool call" in caplog.text
     if text.endswith((">", "]", "}")):
         assert read(new_parser(name), [text, good[name]]) == (text, "", [("clock", {})])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "num_calls"),
+    [
+        ("llama3_json", '{"name": "clock"}\n{"name": "clock"}', "", 2),
+        ("llama3_json", '{"name": "clock"} {"name": "clock", "parameters": {}};\n {"name": "clock"}', "", 3),
+        ("llama3_json", '<|python_tag|>{"name": "clock"}\n\n{"name": "clock"}\nDone.', "Done.", 2),
+        ("llama3_json", '{"name": "clock"}\n{"answer": 5}', '{"answer": 5}', 1),
+        ("llama3_json", '{"name": "clock"}\n{"name": "Bob"}', '{"name": "Bob"}', 1),
+        ("llama3_json", '{"name": "clock", "age": 5}', '{"name": "clock", "age": 5}', 0),
+        ("hermes", '<tool_call>{"name": "clock"}\n{"name": "clock"}</tool_call>', "", 2),
+        ("hermes", '<tool_call>{"name": "clock"}</tool_call>{"a": 1}', '{"a": 1}', 1),
+        ("hermes", '<tool_call>{"name": "clock"}', "", 1),
+        ("mistral", '[TOOL_CALLS] [{"name": "clock"}\n{"name": "clock"}]', "", 2),
+        ("mistral", '[TOOL_CALLS] [{"name": "clock"}, {"name": "clock"}', "", 2),
+        ("mistral", '[TOOL_CALLS] [{"name": "clock"}] {"a": 1}', '{"a": 1}', 1),
+        ("mistral", '[TOOL_CALLS]clock[ARGS]{} {"a": 1}', '{"a": 1}', 1),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}", "", 1),
+        ("qwen3_coder", "<function=clock>", "", 1),
+        ("qwen3_coder", "<tool_call>\n<function=clock>\n<parameter=utc>\nyes", "", 1),
+        ("qwen3_coder", "<function=clock><parameter=utc>yes</parameter>\n", "", 1),
+        ("qwen3_coder", "<tool_call><function=clock><parameter=utc>yes</parameter></tool_call>Done.", "Done.", 1),
+        ("qwen3_coder", "<function=clock><parameter=utc>yes</function> x", "x", 1),
+        ("qwen3_coder", "<function=clock><parameter=utc>yes\n<parameter=other>a</function>", "", 1),
+        ("qwen3_coder", "<tool_call><function=clock><parameter=utc>yes\n</function>\n</tool_call>\n" * 3, "", 3),
+        ("qwen3_coder", "<function=clock><parameter=utc>yes</function>" * 3, "", 3),
+        ("pythonic", "[get-time(zone='\\x41' 'b\nc'), clock(utc=(True),)]", "", 2),
+        ("openai", harmony("commentary to=functions.clock", '{"a": "') + harmony("final", "Yes."), '{"a": "\nYes.', 0),
+    ],
+)  # fmt: skip
+def test_missing_separators_and_closing_delimiters(name: str, text: str, content: str, num_calls: int) -> None:
+    """As the models' own parsers read them."""
+    tools = [*TOOLS, {"type": "function", "function": {"name": "get-time"}}]
+    for pieces in ([text], characters(text)):
+        is_harmony = name == "openai"
+        parser = HarmonyParser() if is_harmony else TagParser(TOOL_FORMATS[name], None, tools)
+        found, _, calls = read(parser, pieces)
+        assert (found, len(calls)) == (content, num_calls)
+        for _, arguments in calls:
+            assert arguments in ({}, {"utc": "yes"}, {"utc": "yes", "other": "a"}, {"zone": "Ab\nc"}, {"utc": True})
+
+
+@pytest.mark.parametrize(("name", "text", "content"), CASES)
+def test_a_call_is_found_in_reasoning_that_is_not_closed(name: str, text: str, content: str) -> None:
+    """It must end the output, and begin with a delimiter."""
+    if name == "openai" or not text.startswith(("I look", "<", "[TOOL")):
+        return
+    call = text[: text.index("Done.")] if "Done." in text else text
+    for pieces in ([f"<think>Hm {call}"], characters(f"<think>Hm {call}")):
+        found, reasoning, calls = read(new_parser(name), pieces)
+        assert (found, calls) == ("", CALLS) and reasoning.split() == f"Hm {content[:7]}".split()
+    for ending in ("Done.", "</think>Done."):
+        text = f"<think>Hm {call}{ending}"
+        for pieces in ([text], characters(text)):
+            found, reasoning, calls = read(new_parser(name), pieces)
+            assert (found, reasoning, calls) == (
+                "Done." if "/" in ending else "", f"Hm {call}".strip() if "/" in ending else f"Hm {call}Done.", []
+            )  # fmt: skip
+    cut = f"<think>Hm {call[: call.index('note') + 50]}"
+    found, reasoning, calls = read(new_parser(name), characters(cut), "length")
+    assert found == "" and calls[:1] == CALLS[:1] and reasoning.startswith("Hm")
 
 
 def test_a_text_without_delimiter_is_a_call_only_at_the_start_and_of_a_known_function() -> None:
