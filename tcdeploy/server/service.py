@@ -20,10 +20,11 @@ from tcdeploy.server.bad_words import BadWords
 from tcdeploy.server.json_steps import JsonLimits
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.missed_shapes import MissedShapes
+from tcdeploy.server.output_constraint import OutputConstraint
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.schema_numbers import UnsupportedSchemaError
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.server.structured_output import StructuredOutputBackend, schema_error
+from tcdeploy.server.structured_output import CompiledGrammar, StructuredOutputBackend, parse_schema, schema_error
 from tcdeploy.server.system_fingerprint import system_fingerprint
 from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tokenization import Prompt, PromptTokenizer
@@ -109,8 +110,6 @@ class Service:
 
     async def constraint(self, request: CompletionRequest | ChatRequest, prompts: list[Prompt]) -> Constraint | None:
         """The grammar that the request's output must follow, or its bad words, or None. Raises ApiError 400."""
-        if request.output_constraint is not None:
-            return await self.structured_output.compile(request.output_constraint)
         if isinstance(request, ChatRequest) and request.forced_tools:
             await self.structured_output.check_available("tool_choice")
             schemas = [tool["function"].get("parameters") for tool in request.forced_tools]
@@ -120,9 +119,29 @@ class Service:
             except UnsupportedSchemaError as error:
                 raise schema_error(error, "tools") from None
             return await self.structured_output.compile_lark(lark, "tools")
+        if request.output_constraint is not None:
+            if isinstance(request, ChatRequest) and request.usable_tools:
+                return await self._calls_or_content(request, request.output_constraint, prompts[0].text or "")
+            return await self.structured_output.compile(request.output_constraint)
         if request.bad_words and (bad_words := await self.tokenizer.bad_words(request.bad_words)):
             return BadWords(bad_words)
         return None
+
+    async def _calls_or_content(
+        self, request: ChatRequest, constraint: OutputConstraint, prompt: str
+    ) -> CompiledGrammar:
+        """The grammar of tool calls, or JSON that follows `constraint`. Raises ApiError 400."""
+        backend = self.structured_output
+        await backend.check_available(constraint.field)
+        schema = parse_schema(constraint)
+        backend.check_size([schema], constraint.field)
+        backend.check_size([tool["function"].get("parameters") for tool in request.usable_tools], "tools")
+        try:
+            lark = await asyncio.to_thread(self.tools.calls_or_content_grammar, request, prompt, schema)
+            return await backend.compile_lark(lark, "tools")
+        except (ApiError, UnsupportedSchemaError) as error:
+            await backend.compile_json_schema(schema, constraint.field)  # raises an error that names the right field
+            raise error if isinstance(error, ApiError) else schema_error(error, "tools") from None
 
 
 def build_service(

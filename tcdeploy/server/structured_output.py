@@ -125,7 +125,7 @@ class StructuredOutputBackend:
     async def compile(self, constraint: OutputConstraint) -> CompiledGrammar:
         """The grammar of a constraint. Raises ApiError 400 that names its field."""
         if constraint.kind == "json":
-            return await self.compile_json_schema(_parse_schema(constraint), constraint.field)
+            return await self.compile_json_schema(parse_schema(constraint), constraint.field)
         await self.check_available(constraint.field)
         is_choice = constraint.kind == "choice"
         num_chars = sum(map(len, constraint.value)) if is_choice else len(constraint.value)
@@ -193,7 +193,7 @@ class StructuredOutputBackend:
         return CompiledGrammar(ll_matcher, self._masker)
 
 
-def _parse_schema(constraint: OutputConstraint) -> dict[str, Any]:
+def parse_schema(constraint: OutputConstraint) -> dict[str, Any]:
     """The schema of a JSON constraint, which may be JSON text. Raises ApiError 400."""
     schema, field = constraint.value, constraint.field
     if isinstance(schema, str):

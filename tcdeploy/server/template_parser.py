@@ -2,7 +2,8 @@
 
 ResponseParser raises an exception for a malformed call and cannot continue. Its events contain neither the text of
 delimiters nor the groups that their patterns captured, so this module keeps the text since the last call, and searches
-it with the same patterns when a call is malformed or truncated.
+it with the same patterns when a call is malformed or truncated. Its time is quadratic in the length of white space
+outside of calls (20 s for 120,000 spaces), so the rest of a long run is dropped.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from tcdeploy.server.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates
 # Raised by ResponseParser for malformed calls.
 PARSER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+MAX_SPACE = 256  # white space in a row that reaches ResponseParser, outside of calls
 # Splits text after characters that may end a delimiter, so that ResponseParser reports a call before the next one
-# fails.
-_PIECE = re.compile(r"[^>\]}\n]*[>\]}\n]?")
+# fails. Its time is quadratic in the length of a piece.
+_PIECE = re.compile(r"[^>\]}\n]{0,256}[>\]}\n]?")
 
 
 class Markup(NamedTuple):
@@ -46,8 +48,9 @@ class TemplateParser:
         self._field = template.get("fields", {}).get("tool_calls", {})
         self._markup = find_markup(template)
         self._builder = DeltaBuilder(max_calls, trims_content=True)
-        self._text = ""  # since the last call, or the last reasoning
-        self._body: str | None = None  # the reported text of the open call; None: no call is open
+        self._text: list[str] = []  # since the last call, or the last reasoning
+        self._body: list[str] | None = None  # the reported text of the open call; None: no call is open
+        self._num_spaces = 0  # at the end of the text
         self._is_broken = False
 
     @property
@@ -63,11 +66,20 @@ class TemplateParser:
         if self._is_broken:
             self._builder.add_content(piece)
             return
-        self._text += piece
+        if self._body is None:
+            piece = self._without_long_space(piece)
+        self._text.append(piece)
         try:
             self._collect(self._parser.feed(piece))
         except PARSER_ERRORS as error:
             self._break(error)
+
+    def _without_long_space(self, piece: str) -> str:
+        num_leading = len(piece) - len(piece.lstrip())
+        num_kept = min(num_leading, max(0, MAX_SPACE - self._num_spaces))
+        is_space = num_leading == len(piece)
+        self._num_spaces = self._num_spaces + num_leading if is_space else len(piece) - len(piece.rstrip())
+        return piece[num_leading - num_kept :]
 
     def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
         if self._is_broken:
@@ -89,17 +101,18 @@ class TemplateParser:
             kind, field = event["type"], event["field"]
             if field == "tool_calls":
                 if kind == "region_open":
-                    self._body = ""
+                    self._body = []
                 elif kind == "region_chunk":
-                    self._body = (self._body or "") + event["text"]
+                    assert self._body is not None  # a chunk follows the opening of its region
+                    self._body.append(event["text"])
                 else:
                     self._add_calls(event["value"])
-                    self._body, self._text = None, ""
+                    self._body, self._text = None, []
             elif kind == "region_chunk" and field == "content":
                 self._builder.add_content(event["text"])
             elif kind == "region_chunk" and field in REASONING_FIELDS:
                 self._builder.add_reasoning(event["text"])
-                self._text = ""
+                self._text = []
 
     def _add_calls(self, value: Any) -> None:
         calls = []
@@ -123,27 +136,29 @@ class TemplateParser:
 
     def _text_of_call(self) -> str:
         """The text from the opening of the call on."""
-        match = _find_opening(self._field, self._text)
-        return self._text[match.start() :].lstrip() if match else self._text
+        text = "".join(self._text)
+        match = _find_opening(self._field, text)
+        return text[match.start() :].lstrip() if match else text
 
     def _cut_call(self) -> tuple[str, str] | None:
         """Name of the open call, and its arguments so far; None if the name is incomplete."""
         assert self._body is not None
+        body = "".join(self._body)
         if self._markup is not None:
             try:
-                members = object_members(self._body)
+                members = object_members(body)
             except (ValueError, RecursionError):
                 return None
             name = string_value(members.get(self._markup.name_key, ""))
             return None if name is None else (name, members.get(self._markup.arguments_key, ""))
-        opening = _find_opening(self._field, self._text)
+        opening = _find_opening(self._field, "".join(self._text))
         name = opening.groupdict().get("name") if opening else None
         if name is None:
             return None
         tag_pattern = self._field.get("content_args", {}).get("tag_pattern")
         if tag_pattern is None:
-            return name, self._body.strip()
-        arguments = {match["key"]: match["value"] for match in re.finditer(tag_pattern, self._body, re.DOTALL)}
+            return name, body.strip()
+        arguments = {match["key"]: match["value"] for match in re.finditer(tag_pattern, body, re.DOTALL)}
         return name, dump(arguments)[:-1]
 
 

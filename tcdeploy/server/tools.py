@@ -9,9 +9,10 @@ looked up in transformers' table of response templates.
 Outputs are parsed while tokens arrive. Content is streamed as it arrives, except text that may start a call; a call is
 sent when it is complete. parsed_output.py describes the handling of truncated and malformed calls.
 
-Arguments are guaranteed to follow their schema only if `tool_choice` forces a call: then a grammar enforces the
-format's delimiters and the schema. Such a grammar is available for formats with plain JSON between fixed texts, and
-only if the parser parses an example call after the same prompt.
+Arguments are guaranteed to follow their schema only if `tool_choice` forces a call, or for strict tools if the request
+has a format of the output: then a grammar enforces the delimiters of calls and the schema. Such a grammar is available
+for formats with plain JSON between fixed texts. To force a call, the parser must also parse an example call after the
+same prompt.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tcdeploy.models.response_template import response_template
 from tcdeploy.models.template_probe import template_form
 from tcdeploy.models.tool_formats import (
     HARMONY_TOKENS,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
     ForcedCall,
     ReasoningFormat,
     reasoning_format,
@@ -33,8 +36,9 @@ from tcdeploy.models.tool_formats import (
     tool_format,
 )
 from tcdeploy.planning.extras import is_installed
+from tcdeploy.server.calls_or_content import CallsOrContent, calls_or_content, open_calls, plain_calls
 from tcdeploy.server.harmony_parser import HarmonyParser
-from tcdeploy.server.json_schema import exact_schemas
+from tcdeploy.server.json_schema import exact_schema, exact_schemas
 from tcdeploy.server.parsed_output import OutputParser
 from tcdeploy.server.protocol import ChatRequest, bad_request
 from tcdeploy.server.tag_parser import TagParser
@@ -84,10 +88,19 @@ class ToolSupport:
     def output_parser(self, request: ChatRequest, prompt: str) -> SelectedParser:
         """The parser for one choice. `prompt`: the rendered chat, which may end inside the reasoning.
 
-        Output that follows a constraint of the request is content: its grammar does not allow reasoning.
+        Without tools, output that follows a constraint of the request is content: its grammar does not allow reasoning.
         """
-        if request.output_constraint is not None:
+        if request.output_constraint is None:
+            return self._call_parser(request, prompt)
+        if not request.usable_tools:
             return SelectedParser(None)
+        selected = self._call_parser(request, prompt)
+        assert selected.parser is not None
+        if request.forced_tools:
+            return selected
+        return SelectedParser(CallsOrContent(selected.parser), selected.shown_delimiters or self._template_delimiters)
+
+    def _call_parser(self, request: ChatRequest, prompt: str) -> SelectedParser:
         max_calls = 1 if request.parallel_tool_calls is False else None
         tools, reasoning = request.usable_tools, self._reasoning
         if tools and self._template is not None:
@@ -136,6 +149,60 @@ class ToolSupport:
         assert markup is not None
         delimiters = self._grammar_delimiter(markup.opening), self._grammar_delimiter(markup.closing)
         return call_grammar(functions, markup, delimiters, request.allows_multiple_calls)
+
+    def calls_or_content_grammar(self, request: ChatRequest, prompt: str, schema: dict[str, Any]) -> str:
+        """Grammar for calls of the tools that the model may call, or JSON of `schema`.
+
+        The arguments of a call follow the schema of their function if it is `strict`. Raises ApiError 400, and
+        UnsupportedSchemaError for a schema. Must not run in the event loop's thread, as `grammar`.
+        """
+        functions = [
+            function if function.get("strict") else {**function, "parameters": {"type": "object"}}
+            for function in (tool["function"] for tool in request.usable_tools)
+        ]
+        allow_multiple = request.parallel_tool_calls is not False
+        used, markup = self._format, find_markup(self._template or {})
+        reasoning = self._reasoning if self._template is None else _reasoning_of_template(self._template)
+        if (used is not None and used.syntax == "harmony") or _is_harmony(self._reasoning):
+            used, reasoning = TOOL_FORMATS["openai"], REASONING_FORMATS["openai_gptoss"]
+        starts_in_reasoning = reasoning is not None and _opens_reasoning(prompt, reasoning, request)
+        if used is not None and used.starts_output and used.syntax == "json":
+            calls = plain_calls(functions)
+        elif used is not None and used.forced is not None:
+            calls = forced_call_grammar(functions, used.forced, "", self._grammar_text, allow_multiple)
+        elif markup is not None:
+            delimiters = self._grammar_delimiter(markup.opening), self._grammar_delimiter(markup.closing)
+            calls = call_grammar(functions, markup, delimiters, allow_multiple)
+        elif openings := self._openings(functions):
+            calls = open_calls(openings, self._grammar_text)
+        else:
+            field = request.constraint_field
+            raise bad_request(
+                f"{field} cannot be combined with tools, unless tool_choice is none or forces a call: calls in this "
+                "model's format do not begin with a fixed text", field, "unsupported_parameter",
+            )  # fmt: skip
+        is_harmony = used is not None and used.syntax == "harmony"
+        return calls_or_content(
+            calls, exact_schema(schema), self._grammar_text,
+            reasoning=reasoning, starts_in_reasoning=starts_in_reasoning,
+            after_reasoning="<|start|>assistant" if is_harmony else "",
+            before_content="<|channel|>final<|message|>" if is_harmony else "",
+        )  # fmt: skip
+
+    def _openings(self, functions: list[dict[str, Any]]) -> list[str]:
+        """Texts of which one begins each call."""
+        if self._format is None:
+            return [opening] if (opening := self._template_delimiters[0]) else []
+        names = [f"[{function['name']}(" for function in functions] if self._format.syntax == "python" else []
+        return [*self._format.openings, *self._format.dropped, *names]
+
+    @property
+    def _template_delimiters(self) -> tuple[str, ...]:
+        """The fixed delimiters of the response template: of calls, and of reasoning. "" if a text is not fixed."""
+        template = self._template or {}
+        field, reasoning = template.get("fields", {}).get("tool_calls", {}), _reasoning_of_template(template)
+        calls = literal_delimiter(field, "open") or "", literal_delimiter(field, "close") or ""
+        return (*calls, reasoning.opening, reasoning.closing) if reasoning else calls
 
     def _parses_example(self, example: str, request: ChatRequest, prompt: str) -> bool:
         """Whether the parser parses `example` as one call without content."""

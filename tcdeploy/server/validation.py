@@ -127,9 +127,10 @@ def _check_tools(request: ChatRequest) -> None:
         raise bad_request("tool_choice names a function that is not in tools", "tool_choice")
     if request.tool_mode == "required" and not request.usable_tools:
         raise bad_request("tool_choice requires a call, but tools is empty or missing", "tool_choice")
-    if request.usable_tools and request.output_constraint is not None:
-        field = request.output_constraint.field
-        raise bad_request(f"{field} cannot be combined with tools, unless tool_choice is none", field)
+    constraint = request.output_constraint
+    if request.usable_tools and constraint is not None and constraint.kind != "json":
+        message = f"{constraint.field} ({constraint.kind}) cannot be combined with tools, unless tool_choice is none"
+        raise bad_request(message, constraint.field)
 
 
 def to_sampling_params(

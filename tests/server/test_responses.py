@@ -161,10 +161,6 @@ def test_parameters_are_translated() -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "that is not in tools"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "send the request to /v1/chat/completions"),
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice"),
-        (
-            {"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format",
-            "text.format cannot be combined with tools",
-        ),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "Previous response with id 'resp_x' not found."),
     ],
     ids=lambda value: str(value)[:50],

@@ -317,7 +317,7 @@ def test_a_server_without_transformers_rejects_tools_with_the_command_that_insta
         ({"tool_choice": allowed_tools("any", "clock")}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"), ({"tool_choice": {"type": "web"}}, "tool_choice"),
         ({"tools": [], "tool_choice": allowed_tools("auto", "clock")}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_regex": "a"}, "guided_regex"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tool_choice": "required", "min_tokens": 5}, "min_tokens"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"), ({"functions": [CLOCK["function"]]}, "functions"),
