@@ -1,8 +1,8 @@
 """Hostile model outputs: sends random texts through every parser of tool calls and reasoning, in random pieces.
 
 An attack is one output. It succeeds if the result depends on how the text is cut into pieces, if a word of the text is
-neither in the content, nor in the reasoning, nor in a call, or if a parser raises an exception. It also measures the CPU
-time of each parser for repeated delimiters in two sizes.
+neither in the content, nor in the reasoning, nor in a call, or if a parser raises an exception. The CPU time of each
+parser is measured for repeated delimiters in two sizes.
 """
 
 from __future__ import annotations
@@ -43,31 +43,10 @@ TEMPLATE = {
 CALLS = [
     '{"name": "clock", "arguments": {"utc": true}}', '{"name": "note", "parameters": {"text": "WORD"}}',
     '{"name": "other", "arguments": {"text": "WORD"}}', '[clock(utc=True), note(text="WORD")]', "[note(text='WORD'",
-    "<function=note><parameter=text>WORD</parameter></function>", "<function=note><parameter=text>WORD", '{"utc": true}',
-    '{"text": "WORD"}', "clock", "note",
+    "<function=note><parameter=text>WORD</parameter></function>", "<function=note><parameter=text>WORD",
+    '{"utc": true}', '{"text": "WORD"}', "clock", "note",
 ]  # fmt: skip
-FRAGMENTS = [
-    "{",
-    "}",
-    "[",
-    "]",
-    '"',
-    "'",
-    "\\",
-    ",",
-    ";",
-    ":",
-    "(",
-    ")",
-    "\n",
-    " ",
-    "   ",
-    "WORD",
-    "WORD",
-    "```",
-    "</",
-    "<",
-]
+FRAGMENTS = [*"{}[]\"'\\,;:()\n <", "   ", "WORD", "WORD", "```", "</"]
 
 
 def new_parser(name: str, *, thinks: bool) -> OutputParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -329,6 +330,29 @@ def test_a_call_inside_of_a_malformed_one_is_text() -> None:
         for pieces in ([text], characters(text)):
             parser = new_parser("hermes")
             assert (read(parser, pieces), parser.num_malformed) == ((text, "", []), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "unit", "sizes"),
+    [
+        ("pythonic", "[note(text=f'", "{1}", (10_000, 40_000)),
+        ("openai", "", "<|start|>", (10_000, 40_000)),
+        ("hermes", '<tool_call>{"name": "note"', ', "a": 1', (10_000, 40_000)),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>a", " ", (60, 240)),
+    ],
+)
+@pytest.mark.parametrize("size", [4, 1 << 20], ids=["tokens", "whole"])
+def test_the_time_is_linear(name: str, start: str, unit: str, sizes: tuple[int, int], size: int) -> None:
+    def cpu_seconds(num_chars: int) -> float:
+        text = f"{start}{unit * (num_chars // len(unit))}x{{"
+        text *= 20 if num_chars < 1000 else 1
+        parser = new_parser(name)
+        begin = time.thread_time()
+        read(parser, [text[index : index + size] for index in range(0, len(text), size)])
+        return time.thread_time() - begin
+
+    small, large = (min(cpu_seconds(num_chars) for _ in range(3)) for num_chars in sizes)
+    assert large < 9 * max(small, 0.002), (small, large)  # 16 times if it is quadratic
 
 
 def test_many_malformed_calls_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -270,6 +270,19 @@ def test_families_of_transformers_table_are_parsed(tmp_path: Path) -> None:
     assert '"<tool_call>"' in qwen.grammar(chat_request(tool_choice="required"), "<|im_start|>assistant\n")
 
 
+def test_long_white_space_does_not_reach_transformers_parser(tools: ToolSupport) -> None:
+    """Its time is quadratic in the length of white space."""
+    parser = tools.output_parser(chat_request(), PROMPT).parser
+    assert isinstance(parser, TemplateParser)
+    for text in ("A", *[" "] * 5000, "B", *[" "] * 200, "C", *["\n"] * 5000, WEATHER_TEXT):
+        delta = parser.push(text)
+        assert delta.content.strip() == text.strip().replace(WEATHER_TEXT, "")
+    assert [call.name for call in delta.calls] == ["get_weather"]
+    text = '<call>{"name": "clock", "arguments": {"text": "' + " " * 5000 + '"}}</call>'
+    [call] = parser.push(text).calls
+    assert json.loads(call.arguments) == {"text": " " * 5000}
+
+
 # Rejections
 
 
@@ -317,7 +330,7 @@ def test_a_server_without_transformers_rejects_tools_with_the_command_that_insta
         ({"tool_choice": allowed_tools("any", "clock")}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"), ({"tool_choice": {"type": "web"}}, "tool_choice"),
         ({"tools": [], "tool_choice": allowed_tools("auto", "clock")}, "tool_choice"),
-        ({"guided_regex": "a"}, "guided_regex"),
+        ({"guided_regex": "a"}, "guided_regex"), ({"stop": ["a", "a" * 1001]}, "stop"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tool_choice": "required", "min_tokens": 5}, "min_tokens"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"), ({"functions": [CLOCK["function"]]}, "functions"),
