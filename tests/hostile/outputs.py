@@ -114,7 +114,7 @@ def attack(source: random.Random, name: str) -> str:
 
 
 def may_lose(name: str, text: str, end: OutputEnd) -> bool:
-    """Whether text may be lost: of a truncated call, of Harmony's headers, and of members that are repeated or unknown."""
+    """Whether text may be lost: of a cut call, of a header of Harmony, and of members that are repeated or unknown."""
     is_unknown = name == "template" and '"parameters"' in text  # the response template reads `arguments` only
     is_repeated = name == "qwen3_coder" and text.count("<parameter=text>") > 1
     return end == "length" or name == "openai" or is_unknown or is_repeated
