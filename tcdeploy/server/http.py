@@ -13,12 +13,25 @@ from typing import Any
 
 from tcdeploy.server.protocol import ApiError
 from tcdeploy.server.settings import ServerSettings
+from tcdeploy.torch_compat.uvicorn_connection import ConnectionObserver
 from tcdeploy.torch_compat.uvicorn_protocol import ABORT, IS_BODY_RECEIVED, IS_WRITE_PAUSED, bounded_protocol
 
 
-def http_protocol(stall_timeout_s: float = ServerSettings.stall_timeout) -> Any:
+class _NoObserver:
+    """For servers that accept connections without a limit."""
+
+    def mark_idle(self, connection: Any) -> None: ...
+
+    def mark_busy(self, connection: Any) -> None: ...
+
+    def remove(self, connection: Any) -> None: ...
+
+
+def http_protocol(
+    stall_timeout_s: float = ServerSettings.stall_timeout, observer: ConnectionObserver | None = None
+) -> Any:
     """The `http` argument of uvicorn.Config."""
-    return bounded_protocol(_error_body, stall_timeout_s)
+    return bounded_protocol(_error_body, stall_timeout_s, observer or _NoObserver())
 
 
 def _error_body(status: int, message: str) -> bytes:

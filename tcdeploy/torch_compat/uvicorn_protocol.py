@@ -3,12 +3,17 @@
 uvicorn's own class reads a head of any size, and waits without a time limit for the rest of a request and for clients
 that do not read a response, whose unsent part it keeps in memory. It uses chunked transfer encoding also for HTTP/1.0
 clients, which do not support it. It parses up to 256 KiB in one call, which can contain thousands of pipelined
-requests, headers or chunks, and it answers bytes that are not HTTP with plain text. The subclass relies on the parser
-callbacks `on_message_begin`, `on_url`, `on_header`, `on_headers_complete`, `on_body` and `on_message_complete`, on
-httptools' `on_chunk_header`, on `send_400_response`, on asyncio's `pause_writing` and `resume_writing`, and on the
-attributes `scope`, `flow`, `cycle`, `pipeline`, `transport` and `loop`; of the cycle on `send`, `chunked_encoding` and
+requests, headers or chunks, and it answers bytes that are not HTTP with plain text. After an offer to upgrade the
+connection (h2c of Java's HTTP client, WebSocket) it takes the body for the next request; here the offer is ignored, and
+the request answered in HTTP/1.1 (RFC 9110, section 7.8).
+
+The subclass relies on the parser callbacks `on_message_begin`, `on_url`, `on_header`, `on_headers_complete`, `on_body`
+and `on_message_complete`, on httptools' `on_chunk_header`, `feed_data`, `should_upgrade` and its two exceptions, on
+`on_response_complete`, `shutdown` and `_unset_keepalive_if_required`, on asyncio's `pause_writing` and
+`resume_writing`, and on the attributes `scope`, `url`, `headers`, `flow`, `cycle`, `pipeline`, `parser`, `transport`
+and `loop`; of the cycle on `send`, `transport`, `keep_alive`, `disconnected`, `message_event`, `chunked_encoding` and
 `expected_content_length`. It stops the parser with an exception in a callback. The subclass also puts three functions
-into the ASGI scope's extensions.
+into the ASGI scope's extensions. uvicorn_connection.py has the part that ends connections.
 
 If one of these names is missing, the server runs uvicorn's own protocol without limits, and warns.
 tests/server/test_http.py and test_abuse.py fail when the class changes. server/http.py reads the extensions.
@@ -16,35 +21,27 @@ tests/server/test_http.py and test_abuse.py fail when the class changes. server/
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.uvicorn_connection import Connection, ConnectionObserver, Rejection
 
 PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
 CYCLE = "uvicorn.protocols.http.httptools_impl:RequestResponseCycle"
 CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete")
 METHODS = (
-    "connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing", "send_400_response",
-    *CALLBACKS,
+    "connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing", "on_response_complete",
+    "shutdown", "_unset_keepalive_if_required", *CALLBACKS,
 )  # fmt: skip
 MAX_HEADER_BYTES = 64 << 10  # of the head, of the trailers, and (plus one packet) of chunk extensions
 MAX_HEADER_LINES = 1000  # of head and trailers together
 MAX_PIPELINED = 32  # requests that wait for the responses to earlier ones of their connection
 MAX_TINY_CHUNKS, MIN_CHUNK_BYTES = 1024, 16  # a body may have more chunks if they are larger on average
 CHUNK_FRAME_BYTES = 16  # estimate for a chunk's size and line breaks; chunk extensions count as trailers
-MIN_READ_BYTES = 32 << 10  # that a client must read in each `stall_timeout_s` while more than 64 KiB are unsent
 REQUEST_TIMEOUT_S = 30.0  # from the connection or the first byte of the next request; a running response extends it
 ABORT, IS_WRITE_PAUSED, IS_BODY_RECEIVED = "tcdeploy.abort", "tcdeploy.is_write_paused", "tcdeploy.is_body_received"
-log = logging.getLogger("tcdeploy.server")
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as _Base
-else:
-    _Base = object  # `bounded_protocol` adds uvicorn's class, which only a server imports
 
 
 def supported() -> bool:
@@ -52,11 +49,16 @@ def supported() -> bool:
     if "uvicorn" not in sys.modules:
         return True
     protocol = find(PROTOCOL)
+    attributes = ("scope", "url", "headers", "flow", "cycle", "transport", "loop", "pipeline", "parser")
+    of_cycle = (
+        "chunked_encoding", "expected_content_length", "send", "transport", "keep_alive", "disconnected",
+        "message_event", "response_started",
+    )  # fmt: skip
     return (
         all(callable(getattr(protocol, name, None)) for name in METHODS)
-        and mentions(protocol, "scope", "flow", "cycle", "transport", "loop", "pipeline", "response_complete")
+        and mentions(protocol, *attributes, "response_complete", "should_upgrade", "feed_data")
         and hasattr(find("uvicorn.protocols.http.flow_control:FlowControl"), "pause_writing")
-        and mentions(find(CYCLE), "chunked_encoding", "expected_content_length", "send")
+        and mentions(find(CYCLE), *of_cycle)
     )
 
 
@@ -69,7 +71,9 @@ INTERNAL = Internal(
 )
 
 
-def bounded_protocol(error_body: Callable[[int, str], bytes], stall_timeout_s: float) -> Any:
+def bounded_protocol(
+    error_body: Callable[[int, str], bytes], stall_timeout_s: float, observer: ConnectionObserver
+) -> Any:
     """The protocol for uvicorn.Config(http=...); "auto", uvicorn's own choice, if the class is not supported.
 
     `error_body` makes the JSON of a response from status and message. A client that reads almost nothing of a response
@@ -77,67 +81,76 @@ def bounded_protocol(error_body: Callable[[int, str], bytes], stall_timeout_s: f
     """
     if not supported():
         return "auto"
-    attributes = {"error_body": staticmethod(error_body), "stall_timeout_s": stall_timeout_s}
+    import httptools
+
+    attributes = {
+        "error_body": staticmethod(error_body), "stall_timeout_s": stall_timeout_s, "observer": observer,
+        "upgrade_offer": httptools.HttpParserUpgrade, "parser_error": httptools.HttpParserError,
+    }  # fmt: skip
     return type("BoundedProtocol", (_Bounds, find(PROTOCOL)), attributes)
 
 
-class _Bounds(_Base):
-    """Closes a connection whose request exceeds a limit, or is not complete in time, with an error response."""
+class _Bounds(Connection):
+    """Rejects a request that is not HTTP/1.1, exceeds a limit, or is not complete in time."""
 
-    error_body: Any  # (status, message) -> JSON
-    stall_timeout_s: float
+    upgrade_offer: type[Exception]  # is raised by the parser after the head of a request that offers an upgrade
+    parser_error: type[Exception]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._in_headers = True
         self._head_bytes = self._trailer_bytes = self._header_lines = 0  # of complete lines
         self._body_bytes = self._num_chunks = 0  # of the current request
         self._parsed_bytes = 0  # of the connection: lines, bodies, and frames of chunks
         self._unparsed_bytes = 0  # of the current request: received, but not counted in `_parsed_bytes`
-        self._has_partial_request = False  # a part of a request has arrived, and not its end
-        self._rejection: tuple[int, str, str] | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
-        self._unsent_bytes = 0  # when the timer was set
+        self._limit_error: Rejection | None = None
+        self._head_without_offer = b""  # of a request that offers an upgrade, until it is parsed again
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._set_deadline()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_deadline()
-        self._cancel_stall_timer()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._set_stall_timer()
-
-    def resume_writing(self) -> None:
-        self._cancel_stall_timer()
-        super().resume_writing()
-
     def data_received(self, data: bytes) -> None:
+        if self._is_input_over:
+            self._drop(len(data))
+            return
         if self.transport.is_closing():
             return
+        self._unset_keepalive_if_required()
         self._has_partial_request = True
         parsed_before = self._parsed_bytes
-        super().data_received(data)
+        try:
+            self._parse(data)
+        except self.parser_error:  # also after an exception in a callback
+            message = "the request is not valid HTTP/1.1"
+            self._reject_request(self._limit_error or Rejection(400, "Bad Request", message))
+            return
         if self._has_partial_request:  # most requests arrive whole and need no timer
             self._set_deadline()
         self._unparsed_bytes += len(data) - (self._parsed_bytes - parsed_before)
         if self._has_partial_request and self._unparsed_bytes > MAX_HEADER_BYTES:
-            self._send_error_and_close(*_too_large("head" if self._in_headers else "trailers"))
+            self._reject_request(_too_large("head" if self._in_headers else "trailers"))
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP, or a rejected request. uvicorn also calls it after an exception in a callback."""
-        self._send_error_and_close(*(self._rejection or (400, "Bad Request", "the request is not valid HTTP/1.1")))
+    def _parse(self, data: bytes) -> None:
+        """Call the parser. It stops after a head with an offer to upgrade, which is parsed again without the offer.
+
+        By a new parser, because the old one accepts no request after `connection: upgrade, close`.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except self.upgrade_offer as stop:
+                data = data[stop.args[0] :]
+            self.parser = type(self.parser)(self)
+            parsed_bytes, head, self._head_without_offer = self._parsed_bytes, self._head_without_offer, b""
+            self.parser.feed_data(head)
+            self._parsed_bytes = parsed_bytes
 
     # Parser callbacks
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._reject(400, "Bad Request", f"more than {MAX_PIPELINED} requests are pipelined")
+            self._stop_parser(400, "Bad Request", f"more than {MAX_PIPELINED} requests are pipelined")
         super().on_message_begin()
         self._has_partial_request = True  # again, because the previous request may have ended in the same packet
         self._in_headers = True
@@ -162,16 +175,32 @@ class _Bounds(_Base):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_headers = False
+        """Start the request. Until its body is complete, a response announces that the connection will be closed."""
+        if self.parser.should_upgrade():
+            self._on_upgrade_offer()
+            return
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+        self._in_headers = False
+        self._open_cycles.append(self.cycle)
+        self.cycle.transport = self._cycle_transport  # type: ignore[assignment]
+        self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        if self.scope["http_version"] == "1.0":
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign,assignment]
+
+    def _on_upgrade_offer(self) -> None:
+        """Rebuild the head without the offer. The parser now calls `on_message_complete`, and then stops."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._stop_parser(501, "Not Implemented", "CONNECT is not supported: this server is not a proxy")
+        request_line = b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())
+        lines = [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        self._head_without_offer = b"\r\n".join([request_line, *lines, b"\r\n"])
 
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
         self._parsed_bytes += CHUNK_FRAME_BYTES
         if self._num_chunks > MAX_TINY_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
-            self._reject(
+            self._stop_parser(
                 400, "Bad Request", f"the body has {self._num_chunks} chunks of less than {MIN_CHUNK_BYTES} bytes"
             )
 
@@ -181,8 +210,13 @@ class _Bounds(_Base):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._head_without_offer:
+            return
         self._in_headers, self._has_partial_request = True, False
         self._cancel_deadline()
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keeps_alive
+            self.observer.mark_busy(self)
         super().on_message_complete()
 
     def _count_line(self, size: int) -> None:
@@ -193,71 +227,26 @@ class _Bounds(_Base):
         else:
             self._trailer_bytes += size
         if max(self._head_bytes, self._trailer_bytes) > MAX_HEADER_BYTES or self._header_lines > MAX_HEADER_LINES:
-            self._reject(*_too_large("head" if self._in_headers else "trailers"))
+            self._stop_parser(*_too_large("head" if self._in_headers else "trailers"))
 
-    # Time limit and errors
+    def _stop_parser(self, status: int, reason: str, message: str) -> NoReturn:
+        """The parser turns the exception into one of its own."""
+        self._limit_error = Rejection(status, reason, message)
+        raise ValueError(message)
+
+    # Time limit
 
     def _set_deadline(self) -> None:
         if self._deadline is None:
             self._deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._on_deadline)
-
-    def _cancel_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
     def _on_deadline(self) -> None:
         self._deadline = None
         if self.cycle is not None and not self.cycle.response_complete:
             self._set_deadline()  # a response is being sent, and has its own time limit
         else:
-            self._send_error_and_close(
-                408, "Request Timeout", f"the request was not complete after {REQUEST_TIMEOUT_S:.0f} s"
-            )
-
-    def _set_stall_timer(self) -> None:
-        self._unsent_bytes = self.transport.get_write_buffer_size()
-        self._stall_timer = self.loop.call_later(self.stall_timeout_s, self._on_stall_timer)
-
-    def _cancel_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
-
-    def _on_stall_timer(self) -> None:
-        """Disconnect a client that does not read. `close` would wait until it has read everything."""
-        if self._unsent_bytes - self.transport.get_write_buffer_size() >= MIN_READ_BYTES:
-            self._set_stall_timer()
-            return
-        log.warning("closed a connection: the client did not read for %.0f s", self.stall_timeout_s)
-        self.transport.abort()
-
-    def _reject(self, status: int, reason: str, message: str) -> NoReturn:
-        """Stop the parser. uvicorn then calls `send_400_response`."""
-        self._rejection = (status, reason, message)
-        raise ValueError(message)
-
-    def _send_error_and_close(self, status: int, reason: str, message: str) -> None:
-        """Reject the current request with an error response; if one cannot be sent, only close the connection."""
-        self._cancel_deadline()
-        if self.transport.is_closing():
-            return
-        if self._can_respond():
-            body = self.error_body(status, message)
-            head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close"
-            self.transport.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        self.transport.close()
-
-    def _can_respond(self) -> bool:
-        """Whether all earlier responses are complete and the current request's has not started.
-
-        uvicorn creates a request's `cycle` when its head is complete.
-        """
-        if self.cycle is None:
-            return True
-        if self._in_headers:
-            return self.cycle.response_complete
-        return not self.pipeline and not self.cycle.response_started
+            message = f"the request was not complete after {REQUEST_TIMEOUT_S:.0f} s"
+            self._reject_request(Rejection(408, "Request Timeout", message))
 
 
 def _without_chunks(cycle: Any) -> Callable[[Any], Any]:
@@ -276,9 +265,9 @@ def _without_chunks(cycle: Any) -> Callable[[Any], Any]:
     return send_without_chunks
 
 
-def _too_large(part: str) -> tuple[int, str, str]:
+def _too_large(part: str) -> Rejection:
     message = (
         f"the request's {part} must not exceed {MAX_HEADER_BYTES} bytes, and head and trailers together "
         f"{MAX_HEADER_LINES} lines"
     )
-    return 431, "Request Header Fields Too Large", message
+    return Rejection(431, "Request Header Fields Too Large", message)

@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +28,16 @@ MAX_SECONDS = 3.0
 
 
 class FakeWorker:
-    failure, stats, hot_path = None, SchedulerStats(0, 0, 0, 0, 0), HotPath()
+    failure, canary, stats, hot_path = None, None, SchedulerStats(0, 0, 0, 0, 0), HotPath()
 
 
 class RunningServer:
     """A server of an application whose model is loading: a valid completion is answered with 503."""
 
-    def __init__(self, app: Any = None, **options: float) -> None:
+    def __init__(
+        self, app: Any = None, loop_factory: Any = None, tls: tuple[str, str] = ("", ""), **options: float
+    ) -> None:
+        """`loop_factory`: None for asyncio's event loop. `tls`: certificate and key. `options`: of the protocol."""
         worker: Any = FakeWorker()
         app = app or make_app(ServerState(ServerSettings(model="tiny"), worker, Admission(1)))
         self.headers: list[tuple[bytes, bytes]] = []
@@ -44,11 +47,23 @@ class RunningServer:
             self.headers = list(scope["headers"])
 
         http = http_protocol(**options)
-        config = uvicorn.Config(recorded, interface="asgi3", http=http, lifespan="off", log_level="critical")
+        config = uvicorn.Config(
+            recorded, interface="asgi3", http=http, ws="none", lifespan="off", log_config=None,
+            ssl_certfile=tls[0] or None, ssl_keyfile=tls[1] or None,
+        )  # fmt: skip
         self.server = uvicorn.Server(config)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self._listener])), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=[loop_factory], daemon=True)
         self._thread.start()
+
+    def _run(self, loop_factory: Any) -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            self._loop = runner.get_loop()
+            runner.run(self.server.serve([self._listener]))
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function in the server's event loop."""
+        self._loop.call_soon_threadsafe(function)
 
     def exchange(self, *packets: bytes) -> tuple[int, bytes, float]:
         """Send the packets. Returns the status, the body of the first response, and the seconds until it came."""
