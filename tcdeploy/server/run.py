@@ -16,7 +16,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -29,6 +29,7 @@ except ImportError:  # not available on every platform
 from tcdeploy.errors import UsageError
 from tcdeploy.server.hot_path import shorten_switch_interval
 from tcdeploy.server.http import http_protocol
+from tcdeploy.server.listener import Listener, connection_limit
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.settings import ServerSettings
 
@@ -46,7 +47,7 @@ def run_server(settings: ServerSettings, deploy: Callable[[], Deployment], on_re
     Raises UsageError if the address cannot be bound, and the exception of `deploy` if the model cannot be loaded.
     """
     _check_certificate(settings)
-    listener = _listen(settings.host, settings.port)
+    listener = Listener(_listen(settings.host, settings.port), connection_limit())
     if settings.hot_path.short_switch_interval:
         shorten_switch_interval()
 
@@ -97,7 +98,7 @@ class _Process:
     """The process of `tcdeploy serve`: the socket, uvicorn, signals and the exit code of one ModelServer."""
 
     def __init__(
-        self, settings: ServerSettings, listener: socket.socket, deploy: Callable[[], Deployment], on_ready: OnReady
+        self, settings: ServerSettings, listener: Listener, deploy: Callable[[], Deployment], on_ready: OnReady
     ) -> None:
         self.settings, self._listener = settings, listener
         self._server = ModelServer(settings, deploy, lambda deployment: on_ready(deployment, self.address), self._fail)
@@ -106,19 +107,25 @@ class _Process:
         self._error: BaseException | None = None
 
     async def run(self) -> int:
-        self._http_server = http_server = uvicorn.Server(_uvicorn_config(self._server.app, self.settings))
+        config = _uvicorn_config(self._server.app, self.settings, self._listener)
+        config.load()
+        self._http_server = http_server = uvicorn.Server(config)
         # Signals are handled below. If uvicorn renames this method, drain is skipped and test_faults.py fails.
         http_server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        listening = asyncio.create_task(http_server.serve(sockets=[self._listener]))
+        is_bounded = not isinstance(config.http, str)  # else uvicorn's own class is served, which has no observer
+        serving = asyncio.create_task(http_server.serve(sockets=[] if is_bounded else [self._listener.socket]))
+        if is_bounded:
+            new_connection: Any = config.http_protocol_class
+            self._listener.start(lambda: new_connection(config, http_server.server_state, app_state={}), config.ssl)
         self._server.start()
-        await asyncio.wait(
-            {listening, asyncio.create_task(self._exit_event.wait())}, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait({serving, asyncio.create_task(self._exit_event.wait())}, return_when=asyncio.FIRST_COMPLETED)
         http_server.should_exit = True
-        await listening
+        if is_bounded:
+            self._listener.close()
+        await serving
         await asyncio.sleep(CANCEL_S)
         self._server.close()
         if self._error is not None and self._server.state.service is None:
@@ -128,7 +135,7 @@ class _Process:
     @property
     def address(self) -> str:
         """The URL of the server, with the port that was bound."""
-        port = self._listener.getsockname()[1]
+        port = self._listener.port
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
         scheme = "https" if self.settings.ssl_certfile else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{self.settings.root_path}"
@@ -153,9 +160,9 @@ class _Process:
         self._exit_event.set()
 
 
-def _uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, settings: ServerSettings, listener: Listener) -> uvicorn.Config:
     return uvicorn.Config(
-        app, interface="asgi3", http=http_protocol(settings.stall_timeout), ws="none", lifespan="off",
+        app, interface="asgi3", http=http_protocol(settings.stall_timeout, listener), ws="none", lifespan="off",
         log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
         timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
