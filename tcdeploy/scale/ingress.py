@@ -1,8 +1,9 @@
 """The ingress: an ASGI app in front of several models, where the `model` of a request chooses the model.
 
-It reads a request's body, forwards the request unchanged to the server of its model, and passes the response on as it
-comes. Validation, API keys and responses are the servers' own. `/v1/models` lists the models for which the client's API
-key is valid. How a request reaches a server is a parameter (`Forward`), so that this module does not import Ray.
+It reads a request's body, decompresses it, forwards the request to the server of its model, and passes the response on
+as it comes. Validation, API keys and responses are the servers' own. `/v1/models` lists the models for which the
+client's API key is valid. How a request reaches a server is a parameter (`Forward`), so that this module does not
+import Ray.
 
 HAProxy can ask a deployment for the replica of each request (Ray's "ingress request router"), which would keep Python
 out of the response. That was rejected: it chooses among the replicas of one deployment, and so of one model.
@@ -30,8 +31,8 @@ from tcdeploy.scale.forwarded_request import ForwardedRequest, Headers, PromptRe
 from tcdeploy.server.admission import Admission, BodyReservation
 from tcdeploy.server.api import REQUEST_MODELS
 from tcdeploy.server.authentication import AuthMiddleware
+from tcdeploy.server.content_encoding import read_decoded_body
 from tcdeploy.server.error_response import MESSAGES_PATH, error_response
-from tcdeploy.server.hot_path import read_body
 from tcdeploy.server.json_steps import JsonLimitError, JsonLimits, JsonSteps
 from tcdeploy.server.messages_protocol import messages_error_body
 from tcdeploy.server.near_routes import MAX_PATH_CHARS, find_near_path, routing_error
@@ -45,6 +46,7 @@ MAX_WAITING_BYTES = 256 << 20  # of large bodies whose responses have not ended
 MAX_PROMPT_CHARS = 32 << 10  # by which a request router chooses a replica
 PROMPT_FIELDS = ("system", "instructions", "prompt", "messages", "input")  # in the order of the model's prompt
 FORWARDED_HEADER = b"x-tcdeploy-ingress"
+BODY_HEADERS = (b"content-encoding", b"content-length")  # of the body as the client sent it
 RETRY_AFTER_S = 1
 
 
@@ -244,7 +246,7 @@ class _BodyReader:
         wait, and 408; ClientDisconnect.
         """
         reservation = memory.enter_context(BodyReservation(self._admission))
-        body = bytes(await read_body(request, self._max_bytes, HotPath(), reservation))
+        body = bytes(await read_decoded_body(request, self._max_bytes, HotPath(), reservation))
         try:
             return body, await _parse_json(body)
         except ValueError as error:
@@ -347,7 +349,11 @@ async def _parse_json(body: bytes) -> Any:
 
 
 def _forwarded(request: Request, path: str, body: bytes = b"") -> ForwardedRequest:
-    headers = (*((bytes(name), bytes(value)) for name, value in request.scope["headers"]), (FORWARDED_HEADER, b"1"))
+    """`body`: without the request's content encodings."""
+    kept = [(bytes(name), bytes(value)) for name, value in request.scope["headers"] if name not in BODY_HEADERS]
+    if body:
+        kept.append((b"content-length", str(len(body)).encode()))
+    headers = (*kept, (FORWARDED_HEADER, b"1"))
     return ForwardedRequest(request.method, path, request.scope["query_string"], headers, body)
 
 

@@ -21,7 +21,7 @@ from tcdeploy.errors import TcdeployError
 from tcdeploy.server.active_request import ActiveRequest
 from tcdeploy.server.admission import BodyReservation
 from tcdeploy.server.answer import Answer, ChunkAnswer
-from tcdeploy.server.hot_path import read_body
+from tcdeploy.server.content_encoding import read_decoded_body
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
 from tcdeploy.server.request_log import set_usage
 from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestT, parse
@@ -131,7 +131,7 @@ async def parse_body(
     content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, f"the content type is {content_type[:80]!r}; it must be application/json")
-    body = await read_body(request, state.settings.max_body_bytes, state.settings.hot_path, reservation)
+    body = await read_decoded_body(request, state.settings.max_body_bytes, state.settings.hot_path, reservation)
     if len(body) <= SMALL_BODY_BYTES:
         return parse(request_type, body)
     state.admission.check_open()  # the limits of large bodies depend on the model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import pickle
 import socket
@@ -112,6 +113,29 @@ def test_the_model_of_the_body_chooses_the_server_which_gets_the_request_unchang
                 request, received = apps[name].received[-1]
                 assert received == body.encode() and request.headers["x-own"] == "1"
                 assert request.url.query == "a=b%20c" and request.method == "POST"
+
+    asyncio.run(run())
+
+
+def test_a_compressed_body_is_forwarded_decompressed() -> None:
+    async def run() -> None:
+        apps, seen = models(), list[ForwardedRequest]()
+        body = json.dumps({"model": "qwen", "messages": [{"role": "user", "content": "Hello"}]}).encode()
+        async with client(ingress(apps, seen)) as http:
+            headers = {"content-encoding": "gzip"}
+            response = await http.post("/v1/chat/completions", content=gzip.compress(body), headers=headers)
+            assert (response.status_code, response.json()) == (418, {"by": "qwen"})
+            request, received = apps["qwen"].received[-1]
+            assert received == body and "content-encoding" not in request.headers
+            assert request.headers["content-length"] == str(len(body))
+            assert isinstance(seen[-1], PromptRequest) and seen[-1].prompt == "Hello"
+            for encoding, content, status in (
+                ("br", body, 415), ("gzip", body, 400), ("gzip", gzip.compress(bytes(5000)), 413),
+            ):  # fmt: skip
+                headers = {"content-encoding": encoding}
+                response = await http.post("/v1/chat/completions", content=content, headers=headers)
+                assert response.status_code == status and response.json()["error"]["message"]
+            assert response.status_code == 413 and len(apps["qwen"].received) == 1
 
     asyncio.run(run())
 
