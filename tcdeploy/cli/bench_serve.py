@@ -22,6 +22,7 @@ from tcdeploy.cli.bench_options import (
 )
 from tcdeploy.cli.report_options import Json
 from tcdeploy.planning.extras import require_extra
+from tcdeploy.server.settings import check_api_keys
 
 
 def serve(
@@ -121,6 +122,7 @@ def serve(
     """Measure throughput and latencies of any OpenAI-compatible server."""
     require_extra("serve", "send requests to a server")
     first_key = next(iter((api_key or "").split()), None)  # `serve` accepts several keys in this variable
+    check_api_keys(() if first_key is None else (first_key,))
     settings = ServeSettings(
         url=url.rstrip("/"), label=label, served_model=served_model, api_key=first_key, requests=requests,
         duration=duration, request_rate=parse_rate(request_rate), burstiness=burstiness, concurrency=concurrency,

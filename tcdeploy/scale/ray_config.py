@@ -22,7 +22,7 @@ from tcdeploy.planning.recipe import Recipe, build_recipe
 from tcdeploy.scale.ingress import IngressModel
 from tcdeploy.scale.replica import ReplicaSettings
 from tcdeploy.server.hot_path import hot_path_from_environment
-from tcdeploy.server.settings import ServerSettings, check_settings
+from tcdeploy.server.settings import ServerSettings, check_api_keys, check_settings
 
 DEPLOYMENT = "Model"  # name of the deployment class in ray.py
 IMPORT_PATH = "tcdeploy.scale.ray:build"
@@ -159,7 +159,10 @@ def _ingress_arguments(entries: Sequence[ModelEntry], http_options: Mapping[str,
 
 def read_ingress_arguments(arguments: Mapping[str, Any]) -> IngressSettings:
     """Raises UsageError for unknown keys and invalid values."""
-    return _validate(IngressSettings, "args", arguments)
+    settings = _validate(IngressSettings, "args", arguments)
+    for model in settings.models.values():
+        check_api_keys(model.api_keys)
+    return settings
 
 
 def deployment_options(entry: ModelEntry) -> dict[str, Any]:

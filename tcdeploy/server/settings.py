@@ -6,6 +6,7 @@ Does not import torch or the server's packages.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +30,8 @@ class HotPath:
 StartTier = Literal["warm", "eager"]
 RequestLogFormat = Literal["off", "text", "json"]
 MAX_PORT = 65535
+MAX_API_KEY_CHARS = 8192  # the head of a request is limited to 64 KiB
+API_KEY_INVALID_CHARACTER = re.compile(r"[^!-~]")
 ROOT_PATH_PATTERN = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 OTLP_ENDPOINT_PATTERN = re.compile(r"https?://[^?#\s]+(?<!/)(?<!/v1/traces)")
@@ -66,8 +69,7 @@ class ServerSettings:
 
 def check_settings(settings: ServerSettings) -> None:
     """Raise UsageError for values that are invalid, or that exclude each other."""
-    if not all(key.strip() for key in settings.api_keys):
-        raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
+    check_api_keys(settings.api_keys)
     if not 0 <= settings.port <= MAX_PORT:
         raise UsageError(f"--port is {settings.port}; it must be 0 to {MAX_PORT}", "--port 0 selects a free port")
     _check_root_path(settings.root_path)
@@ -93,6 +95,24 @@ def check_settings(settings: ServerSettings) -> None:
             "the address of OTLP over HTTP, without /v1/traces, such as http://localhost:4318",
         )
     _check_canary(settings)
+
+
+def check_api_keys(keys: Sequence[str]) -> None:
+    """Raise UsageError for a key that no request could send. The message does not contain the key."""
+    for number, key in enumerate(keys, 1):
+        if not key.strip():
+            raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
+        if invalid := API_KEY_INVALID_CHARACTER.search(key):
+            raise UsageError(
+                f"API key {number} of {len(keys)} has the character U+{ord(invalid[0]):04X} at position "
+                f"{invalid.start() + 1}, which cannot be part of a key in an Authorization header",
+                "use letters, digits and punctuation of ASCII, without spaces: openssl rand -hex 32",
+            )
+        if len(key) > MAX_API_KEY_CHARS:
+            raise UsageError(
+                f"API key {number} of {len(keys)} has {len(key)} characters; the limit is {MAX_API_KEY_CHARS}",
+                "use a shorter key: openssl rand -hex 32",
+            )
 
 
 def _check_root_path(root_path: str) -> None:

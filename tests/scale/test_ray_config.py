@@ -64,6 +64,7 @@ def test_the_arguments_of_an_application_are_read_back_as_they_were(tmp_path: Pa
     ("arguments", "message"),
     [
         ({"settings": {"api_keys": [""]}}, "the API key is empty"),
+        ({"settings": {"api_keys": ["key", "k\u00e9y"]}}, "API key 2 of 2 has the character U+00E9 at position 2"),
         ({"settings": {"api_keys": "secret"}}, "settings.api_keys is invalid"),
         ({"settings": {"max_queued": "x"}}, "settings.max_queued is invalid"),
         ({"settings": {"start": "foo"}}, "settings.start is invalid"),
@@ -81,6 +82,12 @@ def test_invalid_arguments_of_an_application_are_refused(arguments: dict[str, An
     with pytest.raises(UsageError) as error:
         read_arguments({"recipe": {"model": TINY}, **arguments})
     assert message in error.value.message
+
+
+def test_a_key_of_the_ingress_that_no_request_could_send_is_refused() -> None:
+    models = {"m": {"names": ["m"], "api_keys": [" lead"]}}
+    with pytest.raises(UsageError, match="character U\\+0020 at position 1"):
+        read_ingress_arguments({"models": models, "proxy_url": "http://127.0.0.1:8000", "max_body_bytes": 1})
 
 
 def test_variables_without_effect_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +197,7 @@ def config(text: str, tmp_path: Path) -> str:
         ("models: [{serve: builtin:tiny}]\nhttp_options: {prt: 1}\n", "no field prt"),
         ("models: [{serve: builtin:tiny}]\nhttp_options: 8000\n", "http_options must be a mapping"),
         ("models: [{serve: builtin:tiny --port 80}]\n", "--port has no effect on Ray Serve"),
+        ("models: [{serve: \"builtin:tiny --api-key 'a b'\"}]\n", "the character U+0020 at position 2"),
         ("models: [{serve: builtin:tiny --max-queued x}]\n", "model 1: Invalid value for '--max-queued'"),
         ("models: [{serve: builtin:tiny --unknown}]\n", "model 1: No such option: --unknown"),
         ("models: [{serve: builtin:tiny --budget 3s}]\n", "--budget has no effect"),

@@ -22,7 +22,7 @@ from tcdeploy.cli.serve import serve as serve_command
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import SERVE_OPTIONS, Recipe
 from tcdeploy.server.run import run_server
-from tcdeploy.server.settings import ServerSettings
+from tcdeploy.server.settings import ServerSettings, check_settings
 from tests.conftest import TINY, RunCLI
 from tests.server.test_api import loading_state, send_request
 
@@ -179,6 +179,8 @@ def test_files_that_are_no_certificate_and_key_are_refused_before_the_model_is_l
         (("--log-requests", "xml"), "it must be off, text or json"),
         (("--api-key", ""), "the API key is empty"),
         (("--api-key", "key", "--api-key", " "), "the API key is empty"),
+        (("--api-key", "k\u00e9 y"), "API key 1 of 1 has the character U+00E9 at position 2"),
+        (("--api-key", "key", "--api-key", " lead"), "API key 2 of 2 has the character U+0020 at position 1"),
     ],
 )
 def test_invalid_options_are_refused(flags: tuple[str, ...], message: str, run_cli: RunCLI) -> None:
@@ -199,6 +201,25 @@ def test_options_can_be_set_by_variables(run_cli: RunCLI) -> None:
     ):
         result = run_cli("serve", TINY, **variables)
         assert result.returncode == 2 and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    "key", ["trail ", "tab\t", "line\nbreak", "\x7f", "nul\x00", "\u20ac", "Bearer key", "a" * 8193]
+)
+def test_a_key_that_no_request_could_send_is_refused_without_printing_it(key: str) -> None:
+    for keys in ((key,), ("valid", key)):
+        with pytest.raises(UsageError) as error:
+            check_settings(ServerSettings(api_keys=keys))
+        assert f"API key {len(keys)} of {len(keys)} has" in error.value.message
+        assert key not in error.value.message + error.value.hint
+
+
+def test_a_key_may_have_all_visible_characters_of_ascii() -> None:
+    key = "".join(map(chr, range(0x21, 0x7F)))
+    check_settings(ServerSettings(api_keys=(key,)))
+    state = settings_state(api_keys=(key,))
+    assert send_request(state, "GET", "/version", None, authorization=f"Bearer {key}").status_code == 200
+    assert send_request(state, "GET", "/version", None, **{"x-api-key": key}).status_code == 200
 
 
 def test_every_option_of_the_command_has_a_variable() -> None:
