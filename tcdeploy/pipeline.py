@@ -78,7 +78,7 @@ from tcdeploy.start_factors import start_factors
 from tcdeploy.start_recorder import StartRecorder
 from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
-from tcdeploy.torch_compat.inductor_settings import torch_settings
+from tcdeploy.torch_compat.inductor_settings import settings_digest, torch_settings
 from tcdeploy.torch_compat.inductor_workers import patch_compile_workers
 from tcdeploy.torch_compat.installation_hashes import start_hashing
 from tcdeploy.torch_compat.kernel_environment import set_kernel_variable
@@ -393,7 +393,7 @@ def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> Previ
     if earlier is None:
         return PreviousRun()
     origin, earlier_origin = origin_of(planned), earlier.origin
-    is_same = (origin.sources, origin.torch_settings) == (earlier_origin.sources, earlier_origin.torch_settings)
+    is_same = not diff_sources(origin, earlier_origin) and origin.torch_settings == earlier_origin.torch_settings
     names = frozenset(record.bucket for record in earlier.buckets) if is_same else frozenset()
     return PreviousRun(names, earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
 

@@ -53,7 +53,7 @@ class StartRecord:
     """The content of the JSON file.
 
     defaults, decisions: by WITH_TOKENIZER or WITHOUT_TOKENIZER.
-    compiler, triton, install_paths: as in `Environment`.
+    compiler, triton, install_paths, torch_settings: as in `Environment`.
     sources: sha256 of files of transformers, by path in its folder.
     variables: `compiler_variables` of the start that wrote the record.
     weights: by name in the model, as `weight_sources.WeightSource`.
@@ -70,6 +70,7 @@ class StartRecord:
     compiler: str
     triton: str
     install_paths: str
+    torch_settings: str
     sources: dict[str, str]
     variables: dict[str, str]
     missing_internals: tuple[tuple[str, str], ...]

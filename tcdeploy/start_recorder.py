@@ -125,6 +125,7 @@ class StartRecorder:
             compiler=environment.compiler,
             triton=environment.triton,
             install_paths=environment.install_paths,
+            torch_settings=environment.torch_settings,
             sources=sources,
             variables=compiler_variables(),
             missing_internals=environment.missing_internals,

@@ -28,6 +28,7 @@ from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS, Bucket, Plan
 # Plan fields that are in no program.
 NON_BUCKET_FIELDS = IGNORED_PLAN_FIELDS | {
     "cache_dir", "decisions", "key", "buckets", "mode", "weight_bytes", "alternative_attention",
+    "environment_key",  # its factors are compared one by one
 }  # fmt: skip
 DEFAULTS_OF_NEW_FIELDS = {"programs": "jit"}  # plan fields that older manifests lack, with the value they had in effect
 PREFILL_FIELDS = {"prefill_attention", "max_prefill_sequences", "mixed_steps"}

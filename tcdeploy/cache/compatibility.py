@@ -35,13 +35,15 @@ class Recorded(Protocol):
     def install_paths(self) -> str: ...
     @property
     def missing_internals(self) -> tuple[tuple[str, str], ...]: ...
+    @property
+    def torch_settings(self) -> str: ...
 
 
 def assume_recorded(environment: Environment, recorded: Recorded) -> Environment:
     """`environment`, with the recorded values for packages that are missing here and for facts that starts ignore.
 
-    A C++ compiler and transformers are never needed, Triton only on a GPU. `install_paths` affects only compilation, so
-    the recorded value is used.
+    A C++ compiler and transformers are never needed, Triton only on a GPU. `install_paths` and `torch_settings` affect
+    only compilation, so the recorded values are used.
     """
     return dataclasses.replace(
         environment,
@@ -50,6 +52,7 @@ def assume_recorded(environment: Environment, recorded: Recorded) -> Environment
         triton=environment.triton or ("" if environment.gpus else recorded.triton),
         install_paths=recorded.install_paths,
         missing_internals=recorded.missing_internals,
+        torch_settings=recorded.torch_settings,
     )
 
 

@@ -134,7 +134,7 @@ class AotForward(PackagedForward):
             return
         check_cxx_runtime()
         partial = path.with_suffix(".partial.pt2")  # a failed compilation may leave a part of the file
-        compile_package(exported, str(partial), inductor_options(variant, self._plan.graphs))
+        compile_package(exported, str(partial), inductor_options(variant, self._plan))
         os.replace(partial, path)
         aot_counts.packages_compiled += 1
         self._exchange.offer(path)

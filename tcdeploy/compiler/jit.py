@@ -28,18 +28,19 @@ class JitLoader:
     """Loads programs by torch.compile. Two keys with equal Inductor options share compiled code where guards allow."""
 
     def __init__(self, plan: Plan, num_regions: int) -> None:
-        self._graphs = plan.graphs
+        self._plan = plan
         _raise_recompile_limits(sum(len(plan.variants(bucket)) for bucket in plan.buckets), num_regions)
 
     def load(self, key: ProgramKey) -> Program:
-        options = inductor_options(key.variant, self._graphs)
+        options = inductor_options(key.variant, self._plan)
         return torch.compile(run_region, fullgraph=True, dynamic=False, options=options)
 
 
-def inductor_options(variant: Variant, graphs: str) -> dict[str, Any]:
+def inductor_options(variant: Variant, plan: Plan) -> dict[str, Any]:
     """The Inductor options of a variant, with our pass. All of them enter torch's cache key."""
-    graph_pass = post_grad_pass(variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
-    inductor_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
+    flags = (variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
+    graph_pass = post_grad_pass(*flags, plan.environment_key)
+    inductor_graphs = {"triton.cudagraphs": True} if plan.graphs == "region" else {}
     return {**pass_options(graph_pass), **inductor_graphs, **dict(variant.inductor_config)}
 
 

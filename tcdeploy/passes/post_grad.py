@@ -8,9 +8,11 @@
     silu_mul.py, rms_norm.py         with skinny_gemm and fused_epilogues
     residual_add.py (in place)       with inplace_residual
 
-The `uuid` makes programs that went through the pass cacheable. It hashes the sources of the passes and of the ops,
-whose Python bodies are in no other key of torch's caches. torch's `cache_key_tag` cannot hold that hash: it is also
-part of the key of autotuning results, and Inductor's compile workers do not see it, so every start would tune again.
+The `uuid` makes programs that went through the pass cacheable, and is part of their key. It holds what torch's own key
+lacks: the sources of the passes and of the ops, and the environment. For example, torch's key does not hold the
+instruction set, and generated C++ code for AVX-512 writes past the end of its buffers when it is compiled for AVX2.
+torch's `cache_key_tag` cannot hold that: it is also part of the key of autotuning results, and Inductor's compile
+workers do not see it, so every start would tune again.
 """
 
 from __future__ import annotations
@@ -38,12 +40,20 @@ HASHED_COMPAT_FILES = ("graph_cache_keys", "eager_input_vals", "torch_flash", "p
 
 
 class PostGradPass(CustomGraphPass):
-    """Run the enabled passes; the three flags are those of a program's Variant (planning/variants.py)."""
+    """Run the enabled passes; the three flags are those of a program's Variant (planning/variants.py).
+
+    environment_key: of the plan. Programs that were compiled in another environment are not used.
+    """
 
     def __init__(
-        self, skinny_gemm: bool = False, inplace_residual: bool = False, fused_epilogues: bool = False
+        self,
+        skinny_gemm: bool = False,
+        inplace_residual: bool = False,
+        fused_epilogues: bool = False,
+        environment_key: str = "",
     ) -> None:
         self.skinny_gemm, self.inplace_residual, self.fused_epilogues = skinny_gemm, inplace_residual, fused_epilogues
+        self.environment_key = environment_key
 
     def __call__(self, graph: Graph) -> None:
         read_sizes_from_inputs(graph)
@@ -64,7 +74,7 @@ class PostGradPass(CustomGraphPass):
 
     def uuid(self) -> bytes:
         flags = f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}"
-        return f"{combined_digest(op_source_digests())} {flags}".encode()
+        return f"{combined_digest(op_source_digests())} {self.environment_key} {flags}".encode()
 
 
 @functools.cache

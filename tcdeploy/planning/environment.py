@@ -11,15 +11,17 @@ flash-attn packages are located without importing them: importing FlashAttention
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +44,13 @@ class GPU:
 class Environment:
     """Versions and hardware of one machine. `gpus` lists all GPUs that torch sees; deployments use the first.
 
-    compiler: first line of `g++ --version`; empty without g++.
+    cpu: the instruction set that torch uses, which ATEN_CPU_CAPABILITY limits, and the extensions of AVX-512 and SVE.
+    compiler: first line of `g++ --version`, or of the compiler that CXX names; empty without it.
     flash_packages: (backend, version) of each installed package.
     install_paths: of Python's headers and of torch; they enter the cache keys of CPU programs.
     inductor_cache_dir: TORCHINDUCTOR_CACHE_DIR, if the user set it.
     user_cache_dir: $XDG_CACHE_HOME, or ~/.cache.
+    torch_settings: digest of the settings that torch_compat/inductor_settings.py reads; empty if they were not read.
     """
 
     python: str
@@ -65,6 +69,7 @@ class Environment:
     inductor_cache_dir: str = ""
     user_cache_dir: str = ""
     missing_internals: tuple[tuple[str, str], ...] = ()  # (name, consequence) of what torch_compat does not find
+    torch_settings: str = ""
 
     @property
     def gpu(self) -> str:
@@ -104,13 +109,28 @@ class Environment:
                 factors[name] = value
         return {**factors, "python": ".".join(self.python.split(".")[:2])}
 
+    @property
+    def cache_key(self) -> str:
+        """16 hex digits. Equal for two environments in which the same graph compiles to the same program.
+
+        It is part of the plan's key and of torch's key of each program. torch's own key lacks some of the factors, such
+        as the instruction set: a program for another one would be loaded, and would damage memory.
+        """
+        factors = {**self.cache_factors(), "torch_settings": self.torch_settings}
+        return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:16]
+
 
 STAGING_PREFIX = ".start-"  # the prefix of staging folders in a cache folder (cache/staging.py)
 GPU_FACTORS = ("gpu", "gpu_capability", "gpu_multiprocessors")
 CPU_ONLY_FACTORS = {"compiler", "install_paths", "cpu", "cpu_threads"}
 AOT_PACKAGES = "ahead-of-time packages"  # of torch, as torch_compat/aot_package.py names it
 DYNAMIC_SIZES = "dynamic sizes"  # the private interface of torch, as torch_compat/mark_dynamic.py names it
-IGNORED_FACTORS = {"inductor_cache_dir", "user_cache_dir", "driver", "host_memory_bytes", "missing_internals"}
+# `torch_settings` is a factor too, but manifests hold the settings one by one.
+IGNORED_FACTORS = {
+    "inductor_cache_dir", "user_cache_dir", "driver", "host_memory_bytes", "missing_internals", "torch_settings",
+}  # fmt: skip
+# Of /proc/cpuinfo: extensions for which Inductor generates other code, which torch's name of the CPU does not tell.
+CPU_EXTENSIONS = ("avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "amx_fp16", "sve", "sve2", "bf16")
 
 
 @dataclass(frozen=True)
@@ -171,10 +191,10 @@ def detect_environment() -> Environment:
         cuda=torch.version.cuda or "" if gpus else "",
         driver=_driver_version() if gpus else "",
         gpus=gpus,
-        cpu=torch.backends.cpu.get_cpu_capability(),
+        cpu=describe_cpu(torch.backends.cpu.get_cpu_capability(), platform.machine(), _cpu_flags()),
         cpu_threads=torch.get_num_threads(),
         host_memory_bytes=host_memory_bytes(),
-        compiler=_first_output_line("g++", "--version"),
+        compiler=_first_output_line(os.environ.get("CXX", "g++"), "--version"),
         flash_packages=installed_flash_packages(),
         install_paths=f"{sysconfig.get_path('include')} {os.path.dirname(torch.__file__)}",
         inductor_cache_dir=requested_inductor_cache_dir(),
@@ -286,6 +306,27 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def describe_cpu(capability: str, machine: str, flags: Collection[str]) -> str:
+    """torch's name of the instruction set, and the extensions that Inductor may use with it.
+
+    `capability`: as torch names it. `machine`, `flags`: of the CPU, as Linux names them. On x86, AVX2 and DEFAULT have
+    no extensions.
+    """
+    if machine == "x86_64" and capability != "AVX512":
+        return capability
+    return " ".join([capability, *(name for name in CPU_EXTENSIONS if name in flags)])
+
+
+def _cpu_flags() -> set[str]:
+    """The features of the first core; empty outside of Linux."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return set(value.split())
+    return set()
 
 
 def _driver_version() -> str:

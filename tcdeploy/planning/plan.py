@@ -86,6 +86,7 @@ class Plan:
         are not mixed.
     workspace_bytes: predicted device memory beyond weights and KV while serving; 0 on a CPU.
     rank, world_size: of tensor parallelism; sizes and bytes are those of one rank.
+    environment_key: of the environment, which is part of torch's key of each program (passes/post_grad.py).
     key: names the manifest and the lease. Plans that compile the same programs on equal machines have equal keys.
     """
 
@@ -119,6 +120,7 @@ class Plan:
     workspace_bytes: int
     rank: int
     world_size: int
+    environment_key: str
     cache_dir: str
     decisions: tuple[Decision, ...]
     key: str
@@ -241,14 +243,15 @@ def make_plan(
         workspace_bytes=workspace_bytes,
         rank=0,
         world_size=1,
+        environment_key=environment.cache_key,
         cache_dir=cache_dir,
         decisions=(*decisions, *model_decisions),
         key="",
     )
-    return dataclasses.replace(plan, key=_plan_key(plan, environment, architecture))
+    return dataclasses.replace(plan, key=_plan_key(plan, architecture))
 
 
-def _plan_key(plan: Plan, environment: Environment, architecture: Architecture) -> str:
+def _plan_key(plan: Plan, architecture: Architecture) -> str:
     """16 hex digits. Equal for a model and its fine-tunes, with weights or without: `architecture` covers the config.
 
     The checkpoint's dtype does not enter: programs depend on the plan's dtypes only.
@@ -261,7 +264,7 @@ def _plan_key(plan: Plan, environment: Environment, architecture: Architecture) 
     program_fields = {name: value for name, value in program_fields.items() if name not in ignored}
     remote_code = (plan.model, plan.revision) if plan.trust_remote_code else None
     architecture = dataclasses.replace(architecture, dtype="")
-    plain = [CACHE_EPOCH, program_fields, remote_code, environment.cache_factors(), architecture]
+    plain = [CACHE_EPOCH, program_fields, remote_code, architecture]
     document = json.dumps(plain, sort_keys=True, default=dataclasses.asdict)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 

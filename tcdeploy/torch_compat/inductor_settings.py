@@ -9,6 +9,11 @@ Without that list, `cache why` may name settings that do not matter.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+
 import torch
 
 from tcdeploy.torch_compat.internal import Internal, find
@@ -16,6 +21,8 @@ from tcdeploy.torch_compat.internal import Internal, find
 CONFIG = "torch._inductor.config"
 MATMUL_SETTINGS = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 CACHE_SETTINGS = ("fx_graph_cache", "force_disable_caches")  # not in torch's key, but nothing is found without them
+# Read by torch._inductor.cpp_builder itself. They change flags of the C++ compiler, and so the names of its outputs.
+CPP_VARIABLES = ("TORCHINDUCTOR_DEBUG_COMPILE", "TORCHINDUCTOR_DEBUG_SYMBOL")
 
 
 def supported() -> bool:
@@ -41,7 +48,14 @@ def torch_settings() -> dict[str, str]:
         "deterministic": repr(torch.are_deterministic_algorithms_enabled()),
         "default_dtype": repr(torch.get_default_dtype()),
         "matmul": repr(tuple(getattr(matmul, name, None) for name in MATMUL_SETTINGS)),
+        **{name: os.environ[name] for name in CPP_VARIABLES if os.environ.get(name, "0") != "0"},
     }
+
+
+def settings_digest(settings: Mapping[str, str]) -> str:
+    """The digest of `torch_settings()` that enters plan keys: of those that change programs, or the names of files."""
+    factors = {name: value for name, value in settings.items() if name not in CACHE_SETTINGS}
+    return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _inductor_settings() -> dict[str, str]:

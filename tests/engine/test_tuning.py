@@ -306,10 +306,10 @@ def test_a_variant_that_does_not_compile_is_skipped_and_recorded(
     class OutOfResources(Exception):
         pass
 
-    def failing_options(variant: Any, graphs: str) -> Any:
+    def failing_options(variant: Any, plan: Any) -> Any:
         if variant.name == "default":
             raise OutOfResources("shared memory, required: 262144")
-        return inductor_options(variant, graphs)
+        return inductor_options(variant, plan)
 
     monkeypatch.setattr(jit, "inductor_options", failing_options)
     for record in prepare_auto().records:
@@ -343,7 +343,7 @@ def test_a_fast_variant_that_fails_its_parity_check_is_skipped_and_recorded(
 
 
 def test_if_no_variant_compiles_the_last_error_is_raised(prepare_auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing_options(variant: Any, graphs: str) -> Any:
+    def failing_options(variant: Any, plan: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(jit, "inductor_options", failing_options)

@@ -15,6 +15,7 @@ import pytest
 from tcdeploy.planning.environment import (
     Difference,
     Environment,
+    describe_cpu,
     detect_environment,
     diff_environments,
     installed_flash_packages,
@@ -25,7 +26,8 @@ from tests.machines import ALL_FLASH, GPU_FIELDS, H100, LAPTOP, LLAMA_8B, change
 
 ONLY_OF_A_CPU = {"compiler", "install_paths", "cpu", "cpu_threads"}
 IRRELEVANT = {
-    "driver", "gpu_memory_bytes", "host_memory_bytes", "inductor_cache_dir", "missing_internals", "user_cache_dir",
+    "driver", "gpu_memory_bytes", "host_memory_bytes", "inductor_cache_dir", "missing_internals", "torch_settings",
+    "user_cache_dir",
 }  # fmt: skip
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -53,6 +55,49 @@ def test_a_difference_is_listed_exactly_when_programs_depend_on_it(name: str) ->
         ]
         expected = Difference(name, str(sides[0]), str(sides[1]))
         assert diff_environments(here, there) == ([] if name in irrelevant else [expected])
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_cache_key_changes_exactly_when_programs_depend_on_a_field(name: str) -> None:
+    """A field that somebody adds is part of the key, unless it is listed here too."""
+    irrelevant = IRRELEVANT - {"torch_settings"}  # not listed as a difference, because manifests hold each setting
+    machines = [(H100, irrelevant | ONLY_OF_A_CPU)] + ([(LAPTOP, irrelevant)] if name not in GPU_FIELDS else [])
+    for here, ignored in machines:
+        there = with_other_value(here, name)
+        assert (there.cache_key == here.cache_key) == (name in ignored)
+
+
+@pytest.mark.parametrize("machine", [H100, LAPTOP, replace(LAPTOP, cpu="DEFAULT"), replace(H100, torch_settings="x")])
+def test_the_key_of_the_environment_is_part_of_the_plan(machine: Environment) -> None:
+    plan = make_plan(make_recipe(context=4096), machine, LLAMA_8B)
+    assert plan.environment_key == machine.cache_key
+    other = make_plan(make_recipe(context=4096), replace(machine, torch="2.12.0"), LLAMA_8B)
+    assert other.key != plan.key
+
+
+@pytest.mark.parametrize(
+    ("machine", "capability", "flags", "expected"),
+    [
+        ("x86_64", "AVX2", {"avx512_vnni", "amx_tile"}, "AVX2"),
+        ("x86_64", "DEFAULT", {"amx_tile"}, "DEFAULT"),
+        ("x86_64", "AVX512", {"avx2", "sse2"}, "AVX512"),
+        ("x86_64", "AVX512", {"amx_tile", "amx_bf16", "avx512_vnni"}, "AVX512 avx512_vnni amx_tile amx_bf16"),
+        ("aarch64", "DEFAULT", {"sve", "bf16", "asimd"}, "DEFAULT sve bf16"),
+    ],
+)
+def test_extensions_for_which_inductor_generates_other_code_are_part_of_the_cpu(
+    machine: str, capability: str, flags: set[str], expected: str
+) -> None:
+    """torch calls CPUs with and without AMX "AVX512", and a program with AMX instructions ends a process without it."""
+    assert describe_cpu(capability, machine, flags) == expected
+
+
+def test_the_compiler_is_the_one_that_cxx_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = tmp_path / "other-g++"
+    other.write_text("#!/bin/sh\necho other 1.2\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("CXX", str(other))
+    assert detect_environment().compiler == "other 1.2"
 
 
 def test_differences_are_in_field_order_and_have_two_sides() -> None:

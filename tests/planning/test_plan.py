@@ -948,7 +948,7 @@ def test_one_rank_does_not_enter_the_key_and_several_do() -> None:
     plan = plan_for(**SMALL)
     assert (plan.rank, plan.world_size) == (0, 1)
     keys = [
-        _plan_key(replace(plan, rank=rank, world_size=world_size), H100, LLAMA_8B)
+        _plan_key(replace(plan, rank=rank, world_size=world_size), LLAMA_8B)
         for rank, world_size in ((0, 1), (0, 2), (1, 2))
     ]
     assert keys[0] == plan.key and len(set(keys)) == 3
