@@ -66,6 +66,9 @@ class Deployment:
     stage_seconds: dict[str, float]
     import_seconds: dict[str, float]  # by package, longest first: imports of this process so far, in all stages
     cache_dir: str  # the folder in use: `plan.cache_dir`, or a private copy if that folder is read-only
+    is_recorded: bool = (
+        True  # False if torch did not store all programs; the plan in the cache folder is unchanged then
+    )
     workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
     weights_read: ReadTotal | None = None  # of our reader threads; None: transformers read the files, or none were read
     loaded_tokenizer: Any = None  # None: not loaded by `prepare`
@@ -123,6 +126,11 @@ class Warmed(NamedTuple):
     records: list[BucketRecord]
     costs: StepCosts
     used_paths: list[str]
+
+    @property
+    def uncached_buckets(self) -> list[str]:
+        """Names of the buckets with a program that torch compiled and did not store."""
+        return [record.bucket for record in self.records if record.outcome == "uncached"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +237,14 @@ def record_start(
     """
     workspace_bytes = publish_manifest(start, warmed, more_paths, stages, keeps_manifest)
     engine = Engine(runner, warmed.costs)
-    return make_deployment(start, engine, stages, records=tuple(warmed.records), workspace_bytes=workspace_bytes)
+    return make_deployment(
+        start,
+        engine,
+        stages,
+        records=tuple(warmed.records),
+        workspace_bytes=workspace_bytes,
+        is_recorded=not warmed.uncached_buckets,
+    )
 
 
 def make_deployment(start: Start, engine: Engine, stages: StageTimer, **fields: Any) -> Deployment:
@@ -252,6 +267,8 @@ def publish_manifest(
 ) -> int | None:
     """Write the manifest, with all files that were used and `more_paths`. Returns the workspace in bytes.
 
+    Writes nothing, and warns, if torch did not store a program: a later start would not find it.
+
     keeps_manifest: write nothing if the new manifest would differ only in seconds, memory and check results. Only for
         starts from packages, because their programs are fixed files.
 
@@ -261,7 +278,12 @@ def publish_manifest(
     with stages.stage("record"):
         used_paths = [*warmed.used_paths, *more_paths]
         workspace_bytes = _workspace_bytes(start.plan)
-        if keeps_manifest and earlier is not None and not _would_change(start, warmed, used_paths, earlier):
+        if names := warmed.uncached_buckets:
+            log.warning(
+                "torch did not store the programs of %s, so the plan is not recorded, and each start compiles them",
+                ", ".join(names),
+            )
+        elif keeps_manifest and earlier is not None and not _would_change(start, warmed, used_paths, earlier):
             mark_started(staging, start.plan.key)
         else:
             files = hash_used_files(staging, used_paths, earlier, is_first_start())

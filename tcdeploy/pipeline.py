@@ -60,6 +60,7 @@ from tcdeploy.engine.program_setup import install_programs
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.stored_reference import read_reference, reference_path, stores_references, write_reference
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets, warmup_order
+from tcdeploy.errors import UsageError
 from tcdeploy.models.early_weights import EarlyWeights
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model
 from tcdeploy.models.location import local_folder
@@ -78,7 +79,7 @@ from tcdeploy.start_factors import start_factors
 from tcdeploy.start_recorder import StartRecorder
 from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
-from tcdeploy.torch_compat.inductor_settings import settings_digest, torch_settings
+from tcdeploy.torch_compat.inductor_settings import disabling_settings, settings_digest, torch_settings
 from tcdeploy.torch_compat.inductor_workers import patch_compile_workers
 from tcdeploy.torch_compat.installation_hashes import start_hashing
 from tcdeploy.torch_compat.kernel_environment import set_kernel_variable
@@ -145,6 +146,7 @@ def _prepare(
     factors = start_factors(recipe, local_folder(recipe.model, recipe.revision))
     planned = decide(recipe, progress, stages, needs_tokenizer)
     plan, prompts = planned.plan, _check_prompts(planned)
+    _require_caches(plan)
     with stages.stage("load"):
         start_hashing()
         staging = _activate(planned, plan.key)
@@ -194,6 +196,20 @@ def _prepare(
     if workers:
         remove_published_folders(staging)
     return deployment
+
+
+def _require_caches(plan: Plan) -> None:
+    """Raise UsageError if torch would neither find programs in the cache folder nor store them there.
+
+    Ahead-of-time packages are stored by tcdeploy.
+    """
+    settings = disabling_settings() if plan.programs == "jit" else []
+    if settings:
+        raise UsageError(
+            f"{settings[0]} switches torch's compile caches off, so each start would compile every program, and the "
+            f"cache folder {plan.cache_dir} would stay empty",
+            f"unset {settings[0].partition('=')[0]}; to compile everything once more, use an empty --cache-dir",
+        )
 
 
 @dataclass

@@ -93,7 +93,7 @@ class BucketRecord:
     """Costs and results of warming one bucket. None: not measured."""
 
     bucket: str
-    outcome: str  # hit, miss, reused (compiled by this process before) or unknown (torch's counters are missing)
+    outcome: str  # hit, miss, uncached, reused or unknown (compiler/compile_stats.py)
     compile_seconds: float  # in the process that runs the bucket, which may load what another process has compiled
     capture_seconds: float
     check_seconds: float

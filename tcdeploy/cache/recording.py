@@ -31,7 +31,7 @@ def record_finished_bucket(
     `is_cold`: the plan was not in the cache. Then a bucket whose programs another plan has compiled may use Triton
     kernels that this start has compiled before it.
     """
-    if is_cold or record.outcome == "miss":
+    if record.outcome == "miss" or (is_cold and record.outcome != "uncached"):
         add_used_files_to_journal(staging, plan_key, tracker)
 
 

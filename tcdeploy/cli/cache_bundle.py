@@ -208,7 +208,7 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay
         from tcdeploy.start import prepare
 
         deployment = prepare(build_recipe(flags, bundle_recipe=original_recipe(packed)), progress)
-    missed = [record.bucket for record in deployment.records if record.outcome == "miss"]
+    missed = [record.bucket for record in deployment.records if record.outcome in ("miss", "uncached")]
     if missed:
         raise ThresholdError(
             f"on this machine {', '.join(missed)} had to compile", "tcdeploy cache why lists what differs"

@@ -19,7 +19,7 @@ from tcdeploy.cli.remote_cache import (
     require_cache_from,
 )
 from tcdeploy.cli.report_options import DryRun, Json
-from tcdeploy.errors import ThresholdError, UsageError
+from tcdeploy.errors import CompileError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def warm(
     display.show_warm_report(deployment, json)
     if require_hit:
         _enforce_hits(deployment)
+    _require_record(deployment)
     enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
     if cache_to is not None:
         cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
@@ -101,7 +102,7 @@ def _enforce_hits(deployment: Deployment) -> None:
     missed = [
         record.bucket if record.cache_misses else f"{record.bucket} (only {record.kernels_compiled} kernels)"
         for record in deployment.records
-        if record.outcome == "miss"
+        if record.outcome in ("miss", "uncached")
     ]
     unknown = [record.bucket for record in deployment.records if record.outcome == "unknown"]
     if unknown:
@@ -110,7 +111,17 @@ def _enforce_hits(deployment: Deployment) -> None:
             "the warnings above name what is missing; install a tested version of torch",
         )
     if missed:
+        state = "they are in the cache now" if deployment.is_recorded else "they are not in the cache now either"
         raise ThresholdError(
             f"{len(missed)} of {len(deployment.records)} buckets had to compile: {', '.join(missed)}",
-            "they are in the cache now; in CI, restore the cache folder of an earlier `tcdeploy warm`",
+            f"{state}; in CI, restore the cache folder of an earlier `tcdeploy warm`",
+        )
+
+
+def _require_record(deployment: Deployment) -> None:
+    if not deployment.is_recorded:
+        names = [record.bucket for record in deployment.records if record.outcome == "uncached"]
+        raise CompileError(
+            f"torch did not store the programs of {', '.join(names)}, so the plan is not in {deployment.cache_dir}",
+            "unset variables that change torch.compile, such as TORCHINDUCTOR_FREEZING, and run again",
         )

@@ -1,8 +1,9 @@
 """Compile statistics: counts of programs, compilations, cache hits and graph breaks, and seconds.
 
 A bucket is a *hit* when it compiled something and every program came from the cache, a *miss* when any code was
-generated, and *reused* when the process already had its programs. Where the installed torch or Triton does not let us
-count (torch_compat), the outcome is *unknown*, never a hit. Seconds are recorded too, because a hit can still be slow.
+generated, *uncached* when torch did not store that code, and *reused* when the process already had its programs. Where
+the installed torch or Triton does not let us count (torch_compat), the outcome is *unknown*, never a hit. Seconds are
+recorded too, because a hit can still be slow.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class CompileCounts:
 
     @property
     def outcome(self) -> str:
-        """hit, miss, reused or unknown."""
+        """hit, miss, uncached, reused or unknown."""
+        if self.is_complete and (self.cache_bypasses or self.cache_hits + self.cache_misses < self.programs):
+            return "uncached"
         if self.cache_misses or self.cache_bypasses or self.kernels_compiled > 0 or self.cache_hits < self.programs:
             return "miss"
         if not self.is_complete:

@@ -21,6 +21,20 @@ from tcdeploy.torch_compat.internal import Internal, find
 CONFIG = "torch._inductor.config"
 MATMUL_SETTINGS = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 CACHE_SETTINGS = ("fx_graph_cache", "force_disable_caches")  # not in torch's key, but nothing is found without them
+# Settings with which torch stores no program in its cache folder: (setting, value, variables that set it).
+DISABLING_SETTINGS = (
+    (
+        "torch.compiler.config:force_disable_caches", True,
+        ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCH_COMPILE_FORCE_DISABLE_CACHES"),
+    ),
+    (
+        f"{CONFIG}:fx_graph_cache", False,
+        ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT"),
+    ),
+    ("torch._dynamo.config:disable", True, ("TORCH_COMPILE_DISABLE",)),
+    ("torch._dynamo.config:caching_precompile", True, ("TORCH_CACHING_PRECOMPILE",)),
+)  # fmt: skip
+DYNAMO_DISABLE = "TORCHDYNAMO_DISABLE"  # read by each call of torch.compile, which then returns the function itself
 # Read by torch._inductor.cpp_builder itself. They change flags of the C++ compiler, and so the names of its outputs.
 CPP_VARIABLES = ("TORCHINDUCTOR_DEBUG_COMPILE", "TORCHINDUCTOR_DEBUG_SYMBOL")
 
@@ -50,6 +64,16 @@ def torch_settings() -> dict[str, str]:
         "matmul": repr(tuple(getattr(matmul, name, None) for name in MATMUL_SETTINGS)),
         **{name: os.environ[name] for name in CPP_VARIABLES if os.environ.get(name, "0") != "0"},
     }
+
+
+def disabling_settings() -> list[str]:
+    """What keeps torch from storing programs, as `NAME=VALUE`: the variable if it is set, else the setting."""
+    found = [f"{DYNAMO_DISABLE}=1"] if os.environ.get(DYNAMO_DISABLE) == "1" else []
+    for setting, value, variables in DISABLING_SETTINGS:
+        if find(setting) is value:
+            assigned = [f"{name}={os.environ[name]}" for name in variables if os.environ.get(name)]
+            found.append(next(iter(assigned), f"{setting.replace(':', '.')}={value}"))
+    return found
 
 
 def settings_digest(settings: Mapping[str, str]) -> str:
