@@ -37,7 +37,7 @@ from tcdeploy.cache import toolchain
 from tcdeploy.cache.contents import REFERENCES_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
-from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, make_origin, manifest_path
+from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, diff_sources, make_origin, manifest_path
 from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.recording import add_used_files_to_journal
 from tcdeploy.cache.signing import default_trusted_keys_folder
@@ -66,6 +66,7 @@ from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, 
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe_model
+from tcdeploy.models.sources import model_sources as hash_model_sources
 from tcdeploy.models.tokenizer import load_tokenizer
 from tcdeploy.parallel_compile import CompileWorkers, start_workers
 from tcdeploy.passes.post_grad import op_source_digests
@@ -416,7 +417,8 @@ def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> Previ
 
 def origin_of(planned: PlannedDeployment) -> Origin:
     """What programs depend on besides the plan and the machine."""
-    return make_origin(planned.recipe, config_to_dict(planned.config), op_source_digests(), torch_settings())
+    sources, model_sources = op_source_digests(), hash_model_sources(planned.fake_model)
+    return make_origin(planned.recipe, config_to_dict(planned.config), sources, torch_settings(), model_sources)
 
 
 def release_memory() -> None:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import threading
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,6 +160,7 @@ class Origin:
     model_config: dict[str, Any]  # of transformers
     sources: dict[str, str]  # digest of each source file of our ops and graph passes, by its path in the package
     torch_settings: dict[str, str]  # those in torch's cache key
+    model_sources: dict[str, str] = field(default_factory=dict)  # sha256 of each file of the model's code, by module
 
 
 @dataclass(frozen=True)
@@ -220,17 +221,30 @@ def make_manifest(
 
 
 def make_origin(
-    recipe: Recipe, model_config: dict[str, Any], sources: dict[str, str], torch_settings: dict[str, str]
+    recipe: Recipe,
+    model_config: dict[str, Any],
+    sources: dict[str, str],
+    torch_settings: dict[str, str],
+    model_sources: dict[str, str],
 ) -> Origin:
-    return Origin(asdict(recipe), model_config, sources, torch_settings)
+    return Origin(asdict(recipe), model_config, sources, torch_settings, model_sources)
 
 
 def diff_sources(here: Origin, there: Origin) -> list[Difference]:
-    """Each source file of our ops and graph passes that differs, with the first digits of its digests."""
-    digests_here, digests_there = (
-        {path: digest[:12] for path, digest in origin.sources.items()} for origin in (here, there)
-    )
-    return diff_mappings(digests_here, digests_there, "tcdeploy/")
+    """Each source file of our ops and passes, and of the model, that differs, with the first digits of its digests.
+
+    Files of the model are compared if both have them: older manifests have none.
+    """
+    shared = sorted(here.model_sources.keys() & there.model_sources.keys())
+    model_here, model_there = ({name: item.model_sources[name] for name in shared} for item in (here, there))
+    return [
+        *diff_mappings(_shorten(here.sources), _shorten(there.sources), "tcdeploy/"),
+        *diff_mappings(_shorten(model_here), _shorten(model_there)),
+    ]
+
+
+def _shorten(digests: dict[str, str]) -> dict[str, str]:
+    return {path: digest[:12] for path, digest in digests.items()}
 
 
 def plan_keys(folder: str | Path) -> set[str]:
@@ -347,7 +361,10 @@ def _with_fields_of(document: dict[str, Any], content: dict[str, Any]) -> dict[s
         {**record, **{name: written[name] for name in OBSOLETE_BUCKET_FIELDS if name in written}}
         for record, written in zip(content["buckets"], document["buckets"], strict=True)
     ]
-    return {name: value for name, value in {**content, "buckets": buckets}.items() if name in document}
+    origin = {name: value for name, value in content["origin"].items() if name in document["origin"]}
+    return {
+        name: value for name, value in {**content, "origin": origin, "buckets": buckets}.items() if name in document
+    }
 
 
 def _check_date(seconds: Any) -> None:
@@ -359,7 +376,7 @@ def _check_date(seconds: Any) -> None:
 
 def _read_origin(document: dict[str, Any]) -> Origin:
     origin = Origin(**document)
-    if not all(isinstance(digest, str) for digest in origin.sources.values()):
+    if not all(isinstance(digest, str) for digest in (*origin.sources.values(), *origin.model_sources.values())):
         raise TypeError("a digest of a source file is not a string")
     return origin
 

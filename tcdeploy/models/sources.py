@@ -14,14 +14,28 @@ UNHASHED_PACKAGES = {"torch", "tcdeploy", *sys.stdlib_module_names}
 
 
 def model_sources(model: nn.Module) -> dict[str, str]:
-    """The sha256 of each file that defines a class of the model's modules, by Python module.
+    """The sha256 of each file that defines a class of the model's modules, by Python module, in sorted order.
 
-    Files with functions that these classes call, such as transformers' activations, count only by the package's
-    version, which is in the plan's key. Raises OSError if a file has been removed.
+    The files that define the functions which these modules import count too, such as those for rotary frequencies.
+    What those functions call counts only by the package's version, which is in the plan's key. Raises OSError if a file
+    has been removed.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
-    modules = {kind.__module__: source_file(kind) for kind in classes if _is_hashed(kind.__module__)}
-    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in modules.items() if file}
+    names = {kind.__module__ for kind in classes} | _imported_modules({type(module) for module in model.modules()})
+    files = {name: _file_of(name) for name in sorted(names) if _is_hashed(name)}
+    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
+
+
+def _imported_modules(classes: set[type]) -> set[str]:
+    """The modules of the functions that the modules of these classes have imported."""
+    modules = [sys.modules[name] for name in {kind.__module__ for kind in classes} if _is_hashed(name)]
+    return {value.__module__ for module in modules for value in vars(module).values() if inspect.isfunction(value)}
+
+
+def _file_of(module: str) -> str | None:
+    """The source of an imported module; None if it has none."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file if file and file.endswith(".py") else None
 
 
 def source_file(kind: type) -> str | None:

@@ -86,9 +86,8 @@ def manifest_for(
     recipe = make_recipe(context=4096, buckets=(bucket,), batch_sizes=(1,), cache_dir=str(folder))
     environment = as_installed()
     plan = make_plan(recipe, environment, LLAMA_8B)
-    origin = make_origin(
-        recipe, {"model_type": "llama", "hidden_size": 4096}, {"linear/ops.py": "5" * 64}, {"epilogue_fusion": "True"}
-    )
+    config = {"model_type": "llama", "hidden_size": 4096}
+    origin = make_origin(recipe, config, {"linear/ops.py": "5" * 64}, {"epilogue_fusion": "True"}, {"model": "6" * 64})
     buckets = [record_of(f"prefill:{bucket}", outcome), record_of("decode:1")]
     manifest = make_manifest(plan, environment, origin, {"compile": 1.0}, buckets, hash_files(folder, files), 1 << 20)
     return replace(manifest, **differences)

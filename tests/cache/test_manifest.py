@@ -29,6 +29,7 @@ from tcdeploy.cache.manifest import (
     Origin,
     Parity,
     Trial,
+    diff_sources,
     make_manifest,
     make_origin,
     manifest_path,
@@ -72,6 +73,7 @@ ORIGIN = make_origin(
     {"model_type": "llama", "rope_theta": 500000.0},
     {"linear/ops.py": hashlib.sha256(b"sources").hexdigest()},
     {"epilogue_fusion": "True"},
+    {"transformers.models.llama.modeling_llama": hashlib.sha256(b"model").hexdigest()},
 )
 FILES = (
     FileRecord("fxgraph/ab/fabc/def", 1234, hashlib.sha256(b"one").hexdigest()),
@@ -341,9 +343,20 @@ def test_a_missing_field_of_the_greedy_tokens_is_named(written: Path, section: s
     assert name in corruption(written).message
 
 
+def test_an_older_manifest_has_no_sources_of_the_model(written: Path) -> None:
+    """They are not compared with those of this machine then."""
+    change(written, lambda document: document["origin"].pop("model_sources"))
+    older = read_manifest(written)
+    assert older is not None and older.origin == replace(ORIGIN, model_sources={})
+    assert diff_sources(ORIGIN, older.origin) == diff_sources(older.origin, ORIGIN) == []
+    edited = replace(ORIGIN, model_sources={"transformers.models.llama.modeling_llama": "0" * 64})
+    assert [item.name for item in diff_sources(ORIGIN, edited)] == ["transformers.models.llama.modeling_llama"]
+
+
 @pytest.mark.parametrize(
     ("section", "name"),
-    [("origin", item.name) for item in fields(Origin)] + [("file", item.name) for item in fields(FileRecord)],
+    [("origin", item.name) for item in fields(Origin) if item.name != "model_sources"]
+    + [("file", item.name) for item in fields(FileRecord)],
 )
 def test_a_missing_field_of_the_origin_and_of_a_file_is_named(written: Path, section: str, name: str) -> None:
     change(written, lambda document: SECTIONS[section](document).pop(name))
