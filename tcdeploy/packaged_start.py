@@ -45,6 +45,7 @@ from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder
 from tcdeploy.compiler.packages import MissingPackageError, PackagedForward
+from tcdeploy.compiler.stances import refuse_compilation
 from tcdeploy.deployment import Deployment, Start, count_start, record_start, warm
 from tcdeploy.engine.check_prompts import CheckPrompts
 from tcdeploy.engine.gpu_initialization import initializing_gpu
@@ -109,7 +110,8 @@ def start_from_packages(
             with stages.stage("decide"):
                 found = find_record(recipe, needs_tokenizer)
             if found is not None:
-                return _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer, gpu)
+                with contextlib.nullcontext() if recipe.compile else refuse_compilation(found.plan):
+                    return _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer, gpu)
         reason = "the cache folder has no start record of this model"
     except _FALL_BACK as error:  # do not store `error`: its traceback would keep the weights in memory
         reason = str(error)

@@ -34,7 +34,7 @@ from tcdeploy.attention.kv_cache import allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
-from tcdeploy.cache.contents import REFERENCES_DIR, FileAccessTracker
+from tcdeploy.cache.contents import GRAPHS_DIR, REFERENCES_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
 from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, diff_sources, make_origin, manifest_path
@@ -43,6 +43,7 @@ from tcdeploy.cache.recording import add_used_files_to_journal
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets, remove_published_folders
 from tcdeploy.compiler.aot import PackageExchange
+from tcdeploy.compiler.stances import naming_refusal, refuse_compilation
 from tcdeploy.deployment import Deployment, Start, Warmed, count_start, make_deployment, record_start, warm
 from tcdeploy.eager_start import (
     ProgramSwaps,
@@ -78,6 +79,7 @@ from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress, Progress
 from tcdeploy.start_factors import start_factors
 from tcdeploy.start_recorder import StartRecorder
+from tcdeploy.torch_compat import compile_refusal
 from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
 from tcdeploy.torch_compat.inductor_settings import disabling_settings, settings_digest, torch_settings
@@ -142,20 +144,25 @@ def _prepare(
     early_weights: EarlyWeights | None,
     cleanup: ExitStack,
 ) -> Deployment:
-    """`cleanup` ends the compile workers and the recording of kernels."""
+    """`cleanup` ends the compile workers, the recording of kernels and the refusal of compilation."""
     stages = StageTimer(progress)
     factors = start_factors(recipe, local_folder(recipe.model, recipe.revision))
     planned = decide(recipe, progress, stages, needs_tokenizer)
     plan, prompts = planned.plan, _check_prompts(planned)
     _require_caches(plan)
+    if not recipe.compile:
+        cleanup.enter_context(refuse_compilation(plan))
     with stages.stage("load"):
         start_hashing()
         staging = _activate(planned, plan.key)
         policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
         earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
-        _set_up_compiler(planned, staging, earlier, eager)
+        if earlier is None:
+            _refuse_cold_start(plan, staging)
+        compiles_here = earlier is None and recipe.compile and not eager
+        _set_up_compiler(planned, staging, compiles_here)
         workers = CompileWorkers(staging)
-        if earlier is None and not eager and not staging.is_private_copy:
+        if compiles_here and not staging.is_private_copy:
             workers = cleanup.enter_context(_start_workers(planned, staging, early_weights))
         recorder = cleanup.enter_context(StartRecorder(factors if _may_add_files(staging) else None))
         with recorder.recording_sources():
@@ -163,7 +170,7 @@ def _prepare(
     if eager:  # before kernels are precompiled: eager buckets need none for CUDA graphs
         switch_to_eager_steps(runner)
     kernel_buckets: Collection[Bucket] = ()  # their Triton kernels are compiled in threads; () in a warm start
-    if earlier is None:
+    if earlier is None and recipe.compile:
         kernel_buckets = eager_check_buckets(plan) if eager else warmup_order(plan)[:1] if workers else plan.buckets
     tracker = FileAccessTracker(staging.path)
     with stages.stage("reference"), compiling_kernels_of(runner, kernel_buckets, prompts, tracker):
@@ -222,11 +229,18 @@ class _CheckedModel:
     uses_stored_reference: bool
 
 
-def _set_up_compiler(planned: PlannedDeployment, staging: StagingFolder, earlier: Manifest | None, eager: bool) -> None:
-    """Make the compiler's headers available to a start that compiles, and replay a recorded compiler."""
-    if earlier is None:
+def _refuse_cold_start(plan: Plan, staging: StagingFolder) -> None:
+    """With `--no-compile`, raise before the weights are loaded if the cache folder has no program of any plan."""
+    if plan.programs == "aot" or not Path(staging.path, GRAPHS_DIR).is_dir():
+        with naming_refusal(plan, warmup_order(plan)[0].name):
+            compile_refusal.check("a program")
+
+
+def _set_up_compiler(planned: PlannedDeployment, staging: StagingFolder, compiles: bool) -> None:
+    """Make the compiler's headers available if this process compiles a cold start, and replay a recorded compiler."""
+    if compiles:
         staging.link_headers()
-    use_precompiled_headers(earlier is None and not eager, staging.headers_folder)  # the worker compiles, if any
+    use_precompiled_headers(compiles, staging.headers_folder)
     if planned.cached_toolchain:
         toolchain.install_compiler_stub(planned.cached_toolchain)
 
@@ -444,7 +458,11 @@ def decide(
     progress = progress or NullProgress()
     stages = stages or StageTimer(progress)
     with stages.stage("decide"):
-        environment = dataclasses.replace(detect_environment(), missing_internals=missing_internals())
+        environment = dataclasses.replace(
+            detect_environment(),
+            missing_internals=missing_internals(),
+            torch_settings=settings_digest(torch_settings()),
+        )
         config = load_config(recipe)
         architecture, expected_tensors, fake_model = probe_model(config, recipe.trust_remote_code)
         stored_dtype = check_checkpoint(recipe, config, expected_tensors)

@@ -26,7 +26,7 @@ READ_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # of configs
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file
 # Fields of a recipe that are not compared. `model` and `revision`: the files are hashed instead. The others change no
 # program.
-IGNORED_FIELDS = {"model", "revision", "cache_dir", "on_bad_cache", "trust_cache_dir", "require_signed"}
+IGNORED_FIELDS = {"model", "revision", "cache_dir", "on_bad_cache", "trust_cache_dir", "require_signed", "compile"}
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ def run_warm_start(folder: Path, plan_key: str) -> None:
     manifest = read_manifest(manifest_path(folder, plan_key))
     assert manifest is not None
     settings = {name: value for name, value in manifest.origin.recipe.items() if value is not None}
-    settings.pop("require_signed", None)  # a later start may have compiled some of the plan's files
+    for name in ("require_signed", "compile"):  # the start may compile files that an earlier one did not use
+        settings.pop(name, None)
     with temporary_folder("pack") as work_dir:
         recipe = Path(work_dir, "recipe.yaml")
         recipe.write_text(yaml.safe_dump({**settings, "cache_dir": str(folder.absolute())}), encoding="utf-8")

@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from tcdeploy.torch_compat import compile_refusal
+
 CHUNK_BYTES = 1 << 20
 HASHING_THREADS = 4
 TRITON_DIR, TOOLCHAIN_DIR = "triton", "toolchain"
@@ -32,7 +34,8 @@ AOT_DIR = "aot"  # ahead-of-time packages (compiler/packages.py) and start recor
 AUTOTUNE_DIR = "cache"  # torch's timings of the choices of max-autotune, in one file per kind of machine
 REFERENCES_DIR = "references"  # logits that buckets are compared with (engine/stored_reference.py)
 # Beside these, torch makes folders named by the first two characters of a source file's hash.
-CACHE_DIRS = ("fxgraph", "aotautograd", AOT_DIR, AUTOTUNE_DIR, TRITON_DIR, TOOLCHAIN_DIR, REFERENCES_DIR)
+GRAPHS_DIR = "fxgraph"
+CACHE_DIRS = (GRAPHS_DIR, "aotautograd", AOT_DIR, AUTOTUNE_DIR, TRITON_DIR, TOOLCHAIN_DIR, REFERENCES_DIR)
 
 
 @dataclass(frozen=True)
@@ -121,14 +124,17 @@ def _audit_hook(event: str, args: tuple[object, ...]) -> None:
         _active_tracker.add(args[0])  # torch only lists a kernel's folder before C++ code loads from it
     elif event == "subprocess.Popen":
         _active_tracker.add(args[1])
-        _count_library(args[1], _active_tracker.folder)
+        _count_outputs(args[1], _active_tracker.folder)
 
 
-def _count_library(command: object, folder: str) -> None:
+def _count_outputs(command: object, folder: str) -> None:
+    """Count a library that a C++ compiler is about to write into the folder. Raises CompilationRefused."""
     global libraries_compiled
     words = [os.fsdecode(word) for word in command] if isinstance(command, list | tuple) else []
     outputs = words[words.index("-o") + 1 :][:1] if "-o" in words else []
-    libraries_compiled += any(path.startswith(folder) and path.endswith(".so") for path in outputs)
+    if any(path.startswith(folder) for path in outputs):
+        compile_refusal.check("a C++ library")
+        libraries_compiled += outputs[0].endswith(".so")
 
 
 def _companion_files(root: Path, path: Path) -> Iterator[Path]:

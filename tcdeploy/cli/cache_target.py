@@ -95,6 +95,6 @@ def read_plan_manifest(folder: Path, plan_key: str) -> Manifest:
 
 
 def original_recipe(manifest: Manifest) -> dict[str, Any]:
-    """The recipe that filled a cache, without the keys for that cache's location and trust."""
-    excluded = ("cache_dir", "trust_cache_dir", "require_signed")
+    """The recipe that filled a cache, without the keys for that cache's location and use."""
+    excluded = ("cache_dir", "trust_cache_dir", "require_signed", "compile")
     return {key: value for key, value in manifest.origin.recipe.items() if value is not None and key not in excluded}

@@ -37,8 +37,8 @@ PANELS = {
         "ttft_limit", "tpot_limit", "price_per_hour", "seed", "measure", "kernels",
     ),
     "Cache": (
-        "cache_dir", "cache_from", "cache_to", "require_hit", "on_bad_cache", "trust_cache_dir", "older_than",
-        "max_size", "unlisted", "any_environment", "plan", "run",
+        "cache_dir", "cache_from", "cache_to", "require_hit", "compile", "on_bad_cache", "trust_cache_dir",
+        "older_than", "max_size", "unlisted", "any_environment", "plan", "run",
     ),
     "Signatures": ("key", "require_signed", "allow_unsigned", "allow_rollback", "trusted_keys"),
     "Output": (

@@ -34,6 +34,7 @@ from tcdeploy.models.sources import model_sources
 from tcdeploy.planning.keys import source_digests
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
+from tcdeploy.torch_compat import compile_refusal
 from tcdeploy.torch_compat.aot_package import compile_package
 from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 
@@ -91,6 +92,7 @@ class AotForward(PackagedForward):
         return super().__call__(inputs)
 
     def _make(self, key: StepVariant, inputs: StepInputs) -> StepProgram:
+        compile_refusal.check(f"a package of variant {key.variant.name}")
         exported_step = self._export(key, inputs)
         programs = list(exported_step.exported.items())
         if self._is_copy:

@@ -11,8 +11,11 @@ from typing import Literal
 
 import torch
 
-from tcdeploy.errors import RecompileError
+from tcdeploy.errors import RecompileError, ThresholdError, UsageError
+from tcdeploy.planning.plan import Plan
+from tcdeploy.torch_compat import compile_refusal
 from tcdeploy.torch_compat.compile_counters import is_compiler_imported
+from tcdeploy.torch_compat.compile_threads import without_compile_workers
 
 Stance = Literal["compile", "eager", "fail"]
 _stance: Stance = "compile"
@@ -43,6 +46,28 @@ def fail_on_recompile() -> Iterator[None]:
                 "warm a bucket for this shape: tcdeploy warm MODEL --buckets ... --batch-sizes ...",
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def refuse_compilation(plan: Plan) -> Iterator[None]:
+    """Compile nothing: neither Inductor's programs, nor C++ libraries, nor Triton kernels. Raises ThresholdError."""
+    if is_compiler_imported() and not compile_refusal.supported():
+        symbol = compile_refusal.INTERNAL.symbol
+        raise UsageError(f"--no-compile cannot be used, because this version of torch moved {symbol}", "omit it")
+    with without_compile_workers(), naming_refusal(plan, "the start"), compile_refusal.refusing():
+        yield
+
+
+@contextlib.contextmanager
+def naming_refusal(plan: Plan, user: str) -> Iterator[None]:
+    """Raise ThresholdError in place of a refusal. `user`: what needs the program, such as a bucket's name."""
+    try:
+        yield
+    except compile_refusal.CompilationRefused as refused:
+        raise ThresholdError(
+            f"{user} needs {refused.what} that is not in the cache folder {plan.cache_dir}, and --no-compile was given",
+            f"nothing was compiled; tcdeploy cache why {plan.cache_dir} {plan.model} shows what differs",
+        ) from None
 
 
 def _torch_stance(stance: str) -> contextlib.AbstractContextManager[object]:

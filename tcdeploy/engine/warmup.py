@@ -19,6 +19,7 @@ import torch
 from tcdeploy.cache.manifest import BucketRecord, Compilation, Trial
 from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, read_counts
 from tcdeploy.compiler.errors import translate_compile_errors
+from tcdeploy.compiler.stances import naming_refusal
 from tcdeploy.engine.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.timing import measure_step_times
@@ -133,7 +134,7 @@ def warm_buckets(
         compilation = wait_for_worker(bucket)
         known = previous if compilation is None else previous.with_programs({bucket.name: compilation})
         tune_seconds = tuning_left / (len(order) - number + 1)  # an equal share for each bucket left
-        with translate_compile_errors(plan, cache_dir):
+        with naming_refusal(plan, bucket.name), translate_compile_errors(plan, cache_dir):
             compiled = prepared[bucket] if prepared else None
             warmed = _warm_bucket(runner, bucket, known, checker, tune_seconds, compiled)
         if compilation is not None:

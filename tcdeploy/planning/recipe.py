@@ -119,6 +119,9 @@ class Recipe:
     )
     memory_fraction: float = _option(0.9, "fraction of GPU memory that this process may use")
     cache_dir: str | None = _option(None, "compile cache folder; the plan shows the default")
+    compile: bool = _option(
+        True, "compile programs that are not in the cache; --no-compile: exit with code 6 at the first one instead"
+    )
     on_bad_cache: OnBadCache = _option(
         "refuse", "refuse: exit with code 5 if a cached file is damaged; rebuild: compile again"
     )

@@ -19,6 +19,7 @@ from tcdeploy.torch_compat import (
     compile_callback,
     compile_counters,
     compile_errors,
+    compile_refusal,
     compile_stack,
     compile_threads,
     compile_trace,
@@ -51,7 +52,7 @@ INTERNALS: tuple[Internal, ...] = tuple(
     module.INTERNAL
     for module in (
         aot_package, aot_pdl, attention_registry, autotune_cache, benchmarker, body_forward, compile_callback,
-        compile_counters, compile_errors, compile_stack, compile_threads, compile_trace, compiled_call,
+        compile_counters, compile_errors, compile_refusal, compile_stack, compile_threads, compile_trace, compiled_call,
         compiler_queries, custom_graph_pass, dispatch_mode, eager_input_vals, fake_tensors, float32_tensors,
         graph_cache_keys, inductor_settings, inductor_workers, installation_hashes, kernel_environment, mark_dynamic,
         pdl, precompiled_headers, stored_kernels, torch_flash, transformers_import, triton_cache, triton_platform_key,

@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tcdeploy.torch_compat import compile_refusal
 from tcdeploy.torch_compat.internal import Internal, find, is_installed, mentions
 
 CACHE_MANAGER = "triton.runtime.cache:FileCacheManager"
@@ -70,8 +71,24 @@ class RelocatableCacheManager(FileCacheManager):
     def put_group(self, filename: str, group: dict[str, str]) -> str:
         return str(super().put_group(filename, {name: name for name in group}))
 
+    def get_file(self, filename: str) -> str | None:
+        """The path of a file; None if it is missing. Triton then builds it, if it is a library."""
+        path: str | None = super().get_file(filename)
+        if path is None and filename.endswith(".so"):
+            compile_refusal.check(f"the library {filename} of Triton")
+        return path
+
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """Name -> path of the kernel's files; None if the list is missing or unreadable, or a file is gone."""
+        """Name -> path of the kernel's files; None, and Triton compiles it, if the list or one of its files is missing.
+
+        Raises CompilationRefused instead of returning None if nothing may be compiled.
+        """
+        group = self._read_group(filename)
+        if group is None:
+            compile_refusal.check(f"the Triton kernel {Path(filename).stem}")
+        return group
+
+    def _read_group(self, filename: str) -> dict[str, str] | None:
         path = self.get_file(f"__grp__{filename}")
         if path is None:
             return None

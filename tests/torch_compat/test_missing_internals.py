@@ -74,6 +74,7 @@ MOVED = {
     "ahead-of-time packages": ("aot_package", "LOADER", "torch:_C.moved"),
     "dependent launch in packages": ("aot_pdl", "KERNEL_CALL", "torch._inductor.moved"),
     "compile errors": ("compile_errors", "UNSUPPORTED", "Moved"),
+    "compile refusal": ("compile_refusal", "COMPILE_FX", "torch._inductor.moved"),
     "C++ compiler queries": ("compiler_queries", "BUILDER", "torch._inductor.moved"),
     "rotary fusion": ("eager_input_vals", "KEY", "moved_input_vals"),
     "operation dispatch": ("dispatch_mode", "DISPATCH_MODE", "torch.utils.moved:TorchDispatchMode"),

@@ -1,0 +1,62 @@
+"""Within `refusing`, neither Inductor nor the C++ compiler nor Triton compiles, and what is in a cache still runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.compiler.jit import inductor_options  # noqa: F401 - imports Inductor, as a start does
+from tcdeploy.torch_compat import compile_refusal
+from tcdeploy.torch_compat.compile_refusal import CompilationRefused, refusing
+
+
+def test_inductor_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that this process has is still called, and the next block compiles again."""
+    lowered: list[str] = []
+    monkeypatch.setattr(
+        "torch._inductor.graph.GraphLowering.run", lambda *_: lowered.append("") or pytest.fail("Inductor compiles")
+    )
+    compiled = torch.compile(lambda value: value * 3 + 1, fullgraph=True)
+    with refusing(), pytest.raises(CompilationRefused, match="a program"):
+        compiled(torch.ones(4))
+    assert lowered == []
+    compile_refusal.check("anything")
+
+
+def test_the_cpp_compiler_is_refused_before_it_runs(tmp_path: Path) -> None:
+    source, library, elsewhere = tmp_path / "a.cpp", tmp_path / "cache" / "a.so", tmp_path / "b.so"
+    source.write_text("int f() { return 1; }\n")
+    library.parent.mkdir()
+    command = ["g++", "-shared", "-fPIC", str(source), "-o"]
+    with FileAccessTracker(library.parent).track():
+        with refusing(), pytest.raises(CompilationRefused, match="C\\+\\+ library"):
+            subprocess.run([*command, str(library)], check=True)
+        assert not library.exists()
+        with refusing():  # another program's library, or a query of the compiler's version
+            subprocess.run([*command, str(elsewhere)], check=True)
+        subprocess.run([*command, str(library)], check=True)
+    assert library.exists() and elsewhere.exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_kernel_that_is_not_in_tritons_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tcdeploy.torch_compat.triton_cache import RelocatableCacheManager
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cached: Any = RelocatableCacheManager("0" * 64)
+    cached.put_group("kernel.json", {"kernel.cubin": cached.put(b"code", "kernel.cubin")})
+    cached.put(b"code", "launcher.so")
+    with refusing():
+        assert set(cached.get_group("kernel.json")) == {"kernel.cubin"}
+        assert cached.get_file("launcher.so") and cached.get_file("other.txt") is None
+        with pytest.raises(CompilationRefused, match="the Triton kernel other"):
+            cached.get_group("other.json")
+        with pytest.raises(CompilationRefused, match=r"other\.so"):
+            cached.get_file("other.so")
+    assert cached.get_group("other.json") is None and cached.get_file("other.so") is None
