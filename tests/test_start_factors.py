@@ -93,7 +93,7 @@ def test_the_files_of_the_model_are_factors_and_its_path_and_name_are_not(tmp_pa
 @pytest.mark.parametrize(
     "ignored",
     [{"revision": "1"}, {"cache_dir": "/elsewhere"}, {"on_bad_cache": "rebuild"}, {"trust_cache_dir": True},
-     {"require_signed": True}],
+     {"require_signed": True}, {"compile": False}],
     ids=str,
 )  # fmt: skip
 def test_fields_of_the_recipe_that_change_no_program_are_no_factors(ignored: dict[str, Any]) -> None:

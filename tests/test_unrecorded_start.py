@@ -37,7 +37,10 @@ def start(fork_server: ForkServer, folder: Path, script: str, *flags: str) -> su
 @pytest.mark.parametrize(
     ("script", "named"),
     [
-        ("import torch.compiler.config as c; c.force_disable_caches = True", "torch.compiler.config.force_disable_caches"),
+        (
+            "import torch; torch.compiler.config.force_disable_caches = True",
+            "torch.compiler.config.force_disable_caches",
+        ),
         ("import torch._inductor.config as c; c.fx_graph_cache = False", "torch._inductor.config.fx_graph_cache"),
         ("import torch._dynamo.config as c; c.disable = True", "torch._dynamo.config.disable"),
         ("import torch._dynamo.config as c; c.caching_precompile = True", "torch._dynamo.config.caching_precompile"),

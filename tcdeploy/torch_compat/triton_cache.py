@@ -64,6 +64,7 @@ class RelocatableCacheManager(FileCacheManager):
 
     def put(self, data: str | bytes, filename: str, binary: bool = True) -> str:
         global kernels_compiled
+        compile_refusal.check(f"{filename} of Triton")  # with TRITON_ALWAYS_COMPILE=1, which ignores what is cached
         if filename.startswith("__grp__") or filename.endswith(".so"):  # the last file of a kernel; a library
             kernels_compiled += 1
         return str(super().put(data, filename, binary))

@@ -23,7 +23,7 @@ def test_recipe_flags_round_trip() -> None:
     while words:
         word = words.pop(0).removeprefix("--")
         name = word.removeprefix("no-").replace("-", "_")
-        if name in ("trust_remote_code", "trust_cache_dir", "require_signed"):
+        if name in ("trust_remote_code", "trust_cache_dir", "require_signed", "compile"):
             flags[name] = not word.startswith("no-")
         else:
             flags[word.replace("-", "_")] = words.pop(0)

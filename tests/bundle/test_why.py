@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,6 @@ CASES = [
     Case("deterministic algorithms", ALL, before="import torch; torch.use_deterministic_algorithms(True)"),
     Case("a setting of Inductor", ALL, before=INDUCTOR + "c.epilogue_fusion = False"),
     Case("a setting that makes no difference", before=INDUCTOR + "c.compile_threads = 1"),
-    Case("caches switched off", ALL, before=INDUCTOR + "c.force_disable_caches = True"),
     Case("tag of the cache key", ALL, before="import torch; torch.compiler.config.cache_key_tag = 'x'"),
     Case("context, layers, a bucket", ("prefill:64",), {"context": 200, "buckets": "16,64"}, {"num_hidden_layers": 1}),
     Case("batch size and epsilon", ("prefill:16", "decode:2"), {"batch_sizes": "2"}, {"rms_norm_eps": 1e-5}),
@@ -223,6 +223,15 @@ def test_other_sources_of_our_ops_are_a_miss_that_names_them(manifest: Manifest)
     assert "tcdeploy/linear/ops.py" in [difference.name for difference in predicted.differences]
 
 
+def test_caches_that_are_switched_off_are_a_miss_that_names_the_setting(manifest: Manifest) -> None:
+    """Such a start is refused (pipeline.py)."""
+    plan, environment = planned(manifest)
+    settings = {**manifest.origin.torch_settings, "force_disable_caches": "True"}
+    other = dataclasses.replace(manifest.origin, torch_settings=settings)
+    predicted = forecast(manifest, plan, environment, other)
+    assert [bucket.reasons for bucket in predicted.misses] == [("torch.force_disable_caches",)] * 4
+
+
 def test_an_unknown_bucket_costs_the_median_of_its_phase(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
     more = dataclasses.replace(plan, buckets=(*plan.buckets, Bucket("decode", 9)), key="0" * 16)
@@ -344,6 +353,40 @@ def test_the_command_detects_changed_sources_of_its_own_package(cached: Cached, 
         source.write("CHANGED = True\n")
     done = run_cli("cache", "why", str(cached.folder), PYTHONPATH=str(package), cwd=str(package))
     assert done.returncode == 3 and "tcdeploy/attention/reference.py" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "edited"),
+    [
+        ("models.llama.modeling_llama", "residual + hidden_states\n", "1.0001 * residual + hidden_states\n"),
+        ("modeling_rope_utils", "attention_factor = 1.0\n", "attention_factor = 1.5\n"),  # the model imports a function
+    ],
+)
+def test_the_command_detects_an_edit_of_the_models_code(
+    cached: Cached, run_cli: Any, tmp_path: Path, module: str, line: str, edited: str
+) -> None:
+    """transformers has the same version, so only its files tell."""
+    packages = overlay_transformers(tmp_path / "edited", module, line, edited)
+    done = run_cli("cache", "why", str(cached.folder), PYTHONPATH=packages)
+    assert done.returncode == 3 and f"transformers.{module}" in done.stdout, done.stderr
+
+
+def overlay_transformers(folder: Path, module: str, line: str, edited: str) -> str:
+    """A value of PYTHONPATH with which a process imports transformers with one edited file. The rest are links."""
+    import transformers
+
+    original, copy = Path(transformers.__file__).parent, folder / "transformers"
+    path = Path(*module.split(".")).with_suffix(".py")
+    for parent in reversed(path.parents):
+        (copy / parent).mkdir(parents=True)
+        edited_names = {(copy / path).relative_to(copy / parent).parts[0], "__pycache__"}
+        for item in (original / parent).iterdir():
+            if item.name not in edited_names:
+                (copy / parent / item.name).symlink_to(item)
+    source = (original / path).read_text()
+    assert line in source
+    (copy / path).write_text(source.replace(line, edited))
+    return os.pathsep.join([str(folder), str(ROOT)])
 
 
 def test_a_folder_without_a_plan_is_refused(run_cli: Any, tmp_path: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.utils
 from torch import nn
 
+from tcdeploy.compiler.jit import inductor_options
 from tcdeploy.passes.post_grad import PostGradPass
+from tcdeploy.planning.plan import make_plan
+from tcdeploy.planning.variants import DEFAULT
+from tcdeploy.torch_compat.custom_graph_pass import OPTION
 from tests.conftest import reset_programs
+from tests.machines import H100, LAPTOP, LLAMA_8B, make_recipe
 
 
 class SlicedGemv(nn.Module):
@@ -44,3 +51,15 @@ def test_a_decomposed_product_is_merged_and_its_slices_are_views() -> None:
         assert (sums, views) == ([1], [3])
         for actual, expected in zip(compiled, module(x), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_the_environment_is_part_of_the_key_of_each_program() -> None:
+    """torch takes a program with an equal key, whatever instruction set it was compiled for."""
+    recipe = make_recipe(context=4096)
+    machines = [LAPTOP, replace(LAPTOP, cpu="DEFAULT"), replace(LAPTOP, torch_settings="other"), H100]
+    passes = []
+    for machine in (*machines, replace(LAPTOP, driver="1")):
+        plan = make_plan(recipe, machine, LLAMA_8B)
+        passes.append(inductor_options(DEFAULT, plan)[OPTION])
+    assert len({graph_pass.uuid() for graph_pass in passes}) == len(machines)
+    assert passes[-1] is passes[0], "programs do not depend on the driver, and torch compares a pass by identity"

@@ -55,6 +55,8 @@ def test_a_kernel_that_is_not_in_tritons_cache_is_refused(tmp_path: Path, monkey
     with refusing():
         assert set(cached.get_group("kernel.json")) == {"kernel.cubin"}
         assert cached.get_file("launcher.so") and cached.get_file("other.txt") is None
+        with pytest.raises(CompilationRefused, match="kernel.ttir of Triton"):
+            cached.put(b"code", "kernel.ttir")
         with pytest.raises(CompilationRefused, match="the Triton kernel other"):
             cached.get_group("other.json")
         with pytest.raises(CompilationRefused, match=r"other\.so"):
