@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tcdeploy.regular_file import open_regular
+
 SYNC_THREADS = 4
 
 
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait if the name leads to a FIFO now
     try:
         os.fsync(descriptor)
     finally:
@@ -40,7 +42,7 @@ def copy_durably(source: Path, target: Path) -> None:
     """
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")  # target.name may be too long for a suffix
     try:
-        with open(source, "rb") as read, open(temporary, "wb") as written:
+        with open_regular(source) as read, open_regular(temporary, "xb") as written:
             shutil.copyfileobj(read, written)
             written.flush()
             os.fsync(written.fileno())

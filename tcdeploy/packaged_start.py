@@ -22,7 +22,6 @@ _import_stage = ImportStage()
 import contextlib
 import dataclasses
 import gc
-import hashlib
 import itertools
 import logging
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache.contents import TRITON_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
-from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest
+from tcdeploy.cache.manifest import Manifest
 from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder
@@ -54,7 +53,7 @@ from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.stored_reference import read_reference
 from tcdeploy.engine.tuning import CompiledVariant
 from tcdeploy.engine.warmup import PreviousRun, prepare_buckets
-from tcdeploy.errors import CompileError, IntegrityError, MismatchError, SpaceError, TcdeployError, UsageError
+from tcdeploy.errors import CompileError, MismatchError, SpaceError, TcdeployError, UsageError
 from tcdeploy.linear import ops as linear_ops  # noqa: F401 - registers the ops that packages call
 from tcdeploy.models.checkpoint_reader import stored_tensors
 from tcdeploy.models.stored_tokenizer import load_stored_tokenizer
@@ -64,6 +63,7 @@ from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
 from tcdeploy.record_lookup import DoesNotFit, FoundRecord, defaults_name, find_record
+from tcdeploy.regular_file import read_regular
 from tcdeploy.start_factors import weight_files
 from tcdeploy.start_record import StartRecord
 from tcdeploy.torch_compat import pdl
@@ -88,6 +88,7 @@ RECORD_HINT = (
     "use the cache folder, the versions, the model files and the flags that the packages were made with, or "
     "pip install 'tcdeploy[compile]'"
 )
+MAX_KERNELS_BYTES = 1 << 30  # some hundred kernels in base64
 # After these, the model is loaded with transformers.
 _FALL_BACK = (DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers, DriverError)
 
@@ -108,7 +109,7 @@ def start_from_packages(
             if recipe.device != "cpu":
                 gpu.enter_context(initializing_gpu())
             with stages.stage("decide"):
-                found = find_record(recipe, needs_tokenizer)
+                found = find_record(recipe, needs_tokenizer, trusted_keys or default_trusted_keys_folder())
             if found is not None:
                 with contextlib.nullcontext() if recipe.compile else refuse_compilation(found.plan):
                     return _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer, gpu)
@@ -157,9 +158,8 @@ def _start(
 
                 patch_platform_key()
             acquire_lease(staging.target, plan.key)
-            # The plan's files are verified while the weights are read, which takes about 0.1 s. If the record itself is
-            # damaged, nothing is read, and `restore_plan` reports it.
-            weights = _start_reading(found, reading) if _is_as_listed(found) else None
+            # The plan's files are verified while the weights are read, which takes about 0.1 s.
+            weights = _start_reading(found, reading)
             policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
             # Stored kernels replace Triton's files, of which a plan has hundreds. With `require_signed` a damaged one
             # must end the start, so all are compared now.
@@ -170,7 +170,6 @@ def _start(
             )  # fmt: skip
             _check_files(found, staging, earlier)
             assert earlier is not None
-            weights = weights or _start_reading(found, reading)
             if record.kernels:
                 _use_kernels(record, staging)
             with _checkpoint_errors(plan):
@@ -227,16 +226,6 @@ def _start(
     return dataclasses.replace(deployment, weights_read=weights.total)
 
 
-def _is_as_listed(found: FoundRecord) -> bool:
-    """Whether the record's text has the hash that the plan's manifest lists."""
-    with contextlib.suppress(IntegrityError):
-        manifest = read_manifest(manifest_path(found.plan.cache_dir, found.plan.key))
-        digest = hashlib.sha256(found.text.encode()).hexdigest()
-        files = manifest.files if manifest is not None else ()
-        return any((file.path, file.sha256) == (found.path, digest) for file in files)
-    return False
-
-
 def _start_reading(found: FoundRecord, reading: contextlib.ExitStack) -> LoadingWeights:
     """Read the weights until `reading` is closed."""
     with _checkpoint_errors(found.plan):
@@ -251,7 +240,7 @@ def _check_files(found: FoundRecord, staging: StagingFolder, earlier: Manifest |
     for path in (found.path, *record.files()):
         if path not in paths:
             raise DoesNotFit(f"{path} is not listed in the plan's manifest")
-    if Path(staging.path, found.path).read_text() != found.text:
+    if read_regular(Path(staging.path, found.path)) != found.content:
         raise DoesNotFit(f"{found.path} has changed while it was read")
 
 
@@ -262,9 +251,9 @@ def _is_of_triton(path: str) -> bool:
 def _use_kernels(record: StartRecord, staging: StagingFolder) -> None:
     """Launch our Triton kernels without Triton. Raises DoesNotFit if their file cannot be read."""
     try:
-        kernels = StoredKernels(Path(staging.path, record.kernels).read_text())
+        kernels = StoredKernels(read_regular(Path(staging.path, record.kernels), MAX_KERNELS_BYTES).decode())
         use_stored_kernels(kernels, prepare_triton=lambda: _restore_triton_files(staging))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DoesNotFit(f"{record.kernels} cannot be read: {error}") from error
     pdl.use_recorded_support(pdl.INTERNAL.name not in dict(record.missing_internals))
 

@@ -484,6 +484,7 @@ def decide(
 
 def _with_cached_toolchain(planned: PlannedDeployment) -> PlannedDeployment:
     """Replan for a recorded C++ compiler whose programs are in the cache; without one, returns `planned` unchanged."""
+    cache_folder.check_folder(planned.plan.cache_dir, planned.recipe.trust_cache_dir)
     for recorded in toolchain.load_toolchains(planned.plan.cache_dir):
         replanned = with_cxx_compiler(planned, recorded.version)
         if manifest_path(replanned.plan.cache_dir, replanned.plan.key).is_file():

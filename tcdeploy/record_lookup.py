@@ -13,8 +13,12 @@ from typing import NamedTuple
 
 from tcdeploy.cache.compatibility import HINT as MISMATCH_HINT
 from tcdeploy.cache.compatibility import assume_recorded, environment_mismatch, join_differences
+from tcdeploy.cache.folder import check_folder
+from tcdeploy.cache.listed_files import DAMAGE_HINT, ListedFile
 from tcdeploy.cache.manifest import manifest_path, plan_keys, read_manifest
-from tcdeploy.errors import IntegrityError, MismatchError
+from tcdeploy.cache.provenance import SigningPolicy
+from tcdeploy.cache.signing import default_trusted_keys_folder
+from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError
 from tcdeploy.models.executed_sources import changed_sources
 from tcdeploy.models.location import local_folder
 from tcdeploy.planning.environment import Environment, detect_environment
@@ -44,7 +48,7 @@ class FoundRecord(NamedTuple):
 
     record: StartRecord
     path: str  # in the cache folder
-    text: str
+    content: bytes  # as the plan's manifest lists it
     folder: Path  # of the model's files
     environment: Environment
     plan: Plan
@@ -54,11 +58,12 @@ class DoesNotFit(Exception):  # noqa: N818 - not an error: another start follows
     """Why the packages cannot be used."""
 
 
-def find_record(recipe: Recipe, needs_tokenizer: bool) -> FoundRecord | None:
+def find_record(recipe: Recipe, needs_tokenizer: bool, trusted_keys: Path) -> FoundRecord | None:
     """The newest record of this recipe that can be used on this machine; None if the cache folder has no record.
 
-    Raises DoesNotFit if records exist but cannot be used, and MismatchError if the hardware, versions or tcdeploy's
-    source files are the reason.
+    Only records that a plan lists are read, and nothing of a record is used before its sha256 is compared. Raises
+    DoesNotFit if records exist but cannot be used, MismatchError if the hardware, versions or tcdeploy's source files
+    are the reason, and TrustError or IntegrityError if the folder, the record or its plan is not trusted or damaged.
     """
     folder = local_folder(recipe.model, recipe.revision)
     try:
@@ -70,31 +75,57 @@ def find_record(recipe: Recipe, needs_tokenizer: bool) -> FoundRecord | None:
     assert folder is not None
     environment = detect_environment()
     cache_dir = decide_cache_dir(recipe, environment)
-    reasons: list[DoesNotFit | MismatchError] = []
-    for path, text in find_records(cache_dir, factors.key):
+    check_folder(cache_dir, recipe.trust_cache_dir)
+    policy = SigningPolicy(trusted_keys, recipe.require_signed)
+    found = find_records(cache_dir, policy, factors.key)
+    reasons: list[DoesNotFit | TcdeployError] = []
+    for listed in found.files:
         try:
-            record = parse_record(text)
-        except (ValueError, KeyError, TypeError) as error:
-            reasons.append(DoesNotFit(f"{path} cannot be read: {error}"))
-            continue
-        if not manifest_path(cache_dir, record.plan_key).is_file():  # the plan was removed
-            continue
-        if defaults_name(needs_tokenizer) not in record.decisions:
-            reasons.append(DoesNotFit(f"{path} has no tokenizer, because none could be loaded when it was written"))
-            continue
-        assumed = assume_recorded(environment, record)
-        plan = make_plan(recipe, assumed, record.architecture, record.decisions[defaults_name(needs_tokenizer)])
-        if reason := _mismatch(record, assumed, plan, cache_dir):
+            record = _parse(listed, factors.key)
+            assumed = assume_recorded(environment, record)
+            plan = _plan(listed, record, recipe, assumed, defaults_name(needs_tokenizer))
+            if mismatch := _mismatch(record, assumed, plan, cache_dir):
+                raise mismatch
+        except (DoesNotFit, MismatchError, IntegrityError) as reason:
             reasons.append(reason)
         else:
-            return FoundRecord(record, path, text, folder, assumed, plan)
+            return FoundRecord(record, listed.path, listed.content, folder, assumed, plan)
+    reasons += found.problems
     if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
-        reason = environment_mismatch(cache_dir, plan_keys(cache_dir), environment, recipe.model)
-        reason = reason or _factor_mismatch(cache_dir, factors, environment, recipe.model)
-        reasons += [reason] if reason is not None else []
+        difference = environment_mismatch(
+            cache_dir, plan_keys(cache_dir), environment, recipe.model
+        ) or _factor_mismatch(cache_dir, factors, environment, recipe.model)
+        reasons += [difference] if difference is not None else []
     if reasons:
+        if isinstance(reasons[0], IntegrityError) and recipe.on_bad_cache == "rebuild" and not recipe.require_signed:
+            raise DoesNotFit(reasons[0].message)  # the other start discards the plan
         raise reasons[0]
     return None
+
+
+def _parse(listed: ListedFile, key: str) -> StartRecord:
+    """Raises IntegrityError for a file that its plan lists, but that no start has written."""
+    try:
+        record = parse_record(listed.content)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(listed, str(error)) from error
+    if record.factors.key != key or record.plan_key != listed.plan_key:
+        raise _invalid(listed, "it belongs to another start")
+    return record
+
+
+def _plan(listed: ListedFile, record: StartRecord, recipe: Recipe, environment: Environment, name: str) -> Plan:
+    """`name`: of the decisions that are used. Raises DoesNotFit, and IntegrityError for a model that cannot exist."""
+    if name not in record.decisions or name not in record.defaults:
+        raise DoesNotFit(f"{listed.path} has no tokenizer, because none could be loaded when it was written")
+    try:
+        return make_plan(recipe, environment, record.architecture, record.decisions[name])
+    except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise _invalid(listed, f"no plan can be made of it: {type(error).__name__}: {error}") from error
+
+
+def _invalid(listed: ListedFile, reason: str) -> IntegrityError:
+    return IntegrityError(f"the start record {listed.path} of plan {listed.plan_key} is invalid: {reason}", DAMAGE_HINT)
 
 
 def _factor_mismatch(
@@ -107,11 +138,9 @@ def _factor_mismatch(
     """
     compared: list[StartDifferences] = []
     path_of_other_version = ""
-    for path, text in find_records(cache_dir):
-        with contextlib.suppress(
-            IntegrityError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
-        ):
-            plan_key, recorded = parse_factors(text)
+    for plan_key, path, content in find_records(cache_dir, SigningPolicy(default_trusted_keys_folder())).files:
+        with contextlib.suppress(IntegrityError, OSError, ValueError, RecursionError):
+            recorded = parse_factors(content)
             manifest = read_manifest(manifest_path(cache_dir, plan_key))
             if manifest is None or environment_mismatch(cache_dir, [plan_key], environment):
                 continue

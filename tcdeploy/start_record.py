@@ -16,27 +16,30 @@ them has changed, or if another version of transformers is installed. Does not i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tcdeploy.cache.contents import AOT_DIR
+from tcdeploy.cache.listed_files import ListedFiles, read_listed
+from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.models.stored_tokenizer import TokenizerRecord
-from tcdeploy.planning.architecture import Architecture, AttentionSpec
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision
 from tcdeploy.start_factors import StartFactors
+from tcdeploy.typed_json import from_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = 3
+SCHEMA: Literal[3] = 3
 # Names of the two entries of `defaults` and `decisions`: of commands that generate text, and of others.
 WITH_TOKENIZER, WITHOUT_TOKENIZER = "with tokenizer", "without tokenizer"
 # Set by tcdeploy or by torch itself, so not compared.
@@ -45,7 +48,6 @@ SET_VARIABLES = {
 }  # fmt: skip
 # Of variables that may change what is compiled.
 COMPILER_PREFIXES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "TORCHDYNAMO_", "AOT_INDUCTOR_", "TRITON_")
-log = logging.getLogger("tcdeploy.pipeline")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class StartRecord:
     weights: dict[str, Any]
     tokenizer: TokenizerRecord | None
     tokenizer_problem: str
-    schema: int = SCHEMA
+    schema: Literal[3] = SCHEMA
 
     def files(self) -> list[str]:
         """The paths of the files that belong to the record, in the cache folder."""
@@ -134,53 +136,24 @@ def to_json(record: StartRecord) -> str:
     return json.dumps(dataclasses.asdict(record))
 
 
-def parse_record(text: str) -> StartRecord:
-    """The inverse of `to_json`. Raises ValueError, KeyError or TypeError for another text."""
-    values: dict[str, Any] = json.loads(text)
-    if values["schema"] != SCHEMA:
-        raise ValueError(f"schema {values['schema']}")
-    architecture = values["architecture"]
-    tokenizer = values["tokenizer"]
-    layers = tuple(AttentionSpec(**spec) for spec in architecture["attention_layers"])
-    packed = tuple(tuple(group) for group in architecture["packed_linears"])
-    return StartRecord(
-        **{
-            **values,
-            "factors": StartFactors(**values["factors"]),
-            "missing_internals": tuple((name, text) for name, text in values["missing_internals"]),
-            "architecture": Architecture(**{**architecture, "attention_layers": layers, "packed_linears": packed}),
-            "defaults": {name: _defaults(item) for name, item in values["defaults"].items()},
-            "decisions": {
-                name: tuple(Decision(**item) for item in items) for name, items in values["decisions"].items()
-            },
-            "tokenizer": tokenizer and TokenizerRecord(**{**tokenizer, "special_ids": tuple(tokenizer["special_ids"])}),
-        }
-    )
+def parse_record(content: bytes) -> StartRecord:
+    """The inverse of `to_json`. Raises ValueError or RecursionError for another text."""
+    return from_json(StartRecord, json.loads(content), "the record")
 
 
-def parse_factors(text: str) -> tuple[str, StartFactors | None]:
-    """(plan key, factors) of a record that another version of tcdeploy may have written. None: it has no such factors.
+def parse_factors(content: bytes) -> StartFactors | None:
+    """The factors of a record that another version of tcdeploy may have written. None: it has no such factors.
 
-    Raises ValueError, KeyError, TypeError or RecursionError if the text is not a record.
+    Raises ValueError or RecursionError if the text is not a record.
     """
-    values: dict[str, Any] = json.loads(text)
-    plan_key = str(values["plan_key"])
-    try:
-        return plan_key, StartFactors(**{item.name: values["factors"][item.name] for item in fields(StartFactors)})
-    except (KeyError, TypeError):
-        return plan_key, None
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        raise ValueError("it is not a JSON object")
+    with contextlib.suppress(ValueError):
+        return from_json(StartFactors, values.get("factors"))
+    return None
 
 
-def _defaults(values: Mapping[str, Any]) -> GenerationDefaults:
-    return GenerationDefaults(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
-
-
-def find_records(cache_dir: str | Path, key: str | None = None) -> list[tuple[str, str]]:
-    """(path in the folder, text) of the records with this key, newest first. None: of all keys."""
-    found: list[tuple[float, str, str]] = []
-    for path in Path(cache_dir, AOT_DIR).glob(f"start-{key or '*'}-*.json"):
-        try:
-            found.append((path.stat().st_mtime, path.relative_to(cache_dir).as_posix(), path.read_text()))
-        except (OSError, ValueError) as error:
-            log.debug("%s cannot be read: %s", path, error)
-    return [(path, text) for _, path, text in sorted(found, reverse=True)]
+def find_records(cache_dir: str | Path, policy: SigningPolicy, key: str = "") -> ListedFiles:
+    """The records with this key that a plan lists, newest first. "": of all keys."""
+    return read_listed(cache_dir, f"{AOT_DIR}/start-{f'{key}-' if key else ''}", ".json", policy)

@@ -23,7 +23,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
 LAYERS = (  # from the bottom up; packages of one layer do not import each other
-    {"cuda_context", "custom_op", "durable", "errors", "gc_policy", "import_times", "temporary_files"},
+    {"regular_file"},
+    {"cuda_context", "custom_op", "durable", "errors", "gc_policy", "import_times", "temporary_files", "typed_json"},
     {"planning"},
     {"progress", "torch_compat"},
     {"stages"},
@@ -43,7 +44,7 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
-    "cuda_context", "errors",
+    "cuda_context", "errors", "regular_file", "typed_json", "cache.listed_files",
     "gc_policy", "import_times", "planning.recipe", "planning.environment", "planning.architecture",
     "planning.variants", "planning.capability", "planning.memory", "planning.keys", "planning.plan",
     "planning.tested_versions",

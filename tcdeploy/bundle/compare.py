@@ -12,6 +12,7 @@ from tcdeploy.cache.manifest import Manifest, diff_sources
 from tcdeploy.cache.signed_header import read_signed_header
 from tcdeploy.errors import IntegrityError, TrustError
 from tcdeploy.planning.environment import Difference, diff_mappings
+from tcdeploy.regular_file import open_regular
 
 
 @dataclass(frozen=True)
@@ -67,5 +68,5 @@ def check_not_older(new: Path, existing: Path) -> None:
 
 
 def _read_header(path: Path) -> Header:
-    with open(path, "rb") as file:
+    with open_regular(path, follows_links=True) as file:
         return parse_header(read_signed_header(file, str(path)), str(path))

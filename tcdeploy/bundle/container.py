@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 import shutil
 import tarfile
@@ -31,6 +30,7 @@ from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, stored_path
 from tcdeploy.cache.signed_header import Signature, SignedHeader, damaged_error, signed_header_bytes
 from tcdeploy.durable import sync_folders
 from tcdeploy.errors import IntegrityError
+from tcdeploy.regular_file import open_regular
 from tcdeploy.temporary_files import temporary_file
 
 ZSTD_LEVEL = 9
@@ -47,7 +47,7 @@ def write_bundle(
     `target` is replaced atomically. Raises OSError, and IntegrityError for a file that differs from its record.
     """
     with temporary_file(target) as payload_path:
-        with open(payload_path, "wb") as payload_file:
+        with open_regular(payload_path, "r+b") as payload_file:
             _write_payload(folder, files, payload_file)
         payload = Payload(payload_path.stat().st_size, _sha256_from(payload_path, 0))
         _write_atomically(target, make_signed_header(payload), payload_path, 0)
@@ -62,7 +62,7 @@ def replace_signatures(path: Path, signed_header: SignedHeader, signatures: tupl
 def _write_atomically(target: Path, signed_header: bytes, payload: Path, offset: int) -> None:
     """Write the signed header and the bytes of `payload` from `offset` on; rename to `target` after fsync."""
     with temporary_file(target) as staging:
-        with open(staging, "wb") as out, open(payload, "rb") as source:
+        with open_regular(staging, "r+b") as out, open_regular(payload, follows_links=True) as source:
             out.write(signed_header)
             source.seek(offset)
             shutil.copyfileobj(source, out, CHUNK_BYTES)
@@ -91,7 +91,7 @@ def read_files(
     import zstandard
 
     name = str(path)
-    with open(path, "rb") as file, _translate_zstd_errors(name):
+    with open_regular(path, follows_links=True) as file, _translate_zstd_errors(name):
         file.seek(signed_header.payload_offset)
         _check_single_frame(file, name)
         file.seek(signed_header.payload_offset)
@@ -174,7 +174,7 @@ def _write_payload(folder: Path, files: tuple[FileRecord, ...], out: IO[bytes]) 
         for file in files:
             stream.write(_tar_header(file))
             digest, length = hashlib.sha256(), 0
-            with open(folder / stored_path(folder, file), "rb") as source:
+            with open_regular(folder / stored_path(folder, file)) as source:
                 while chunk := source.read(CHUNK_BYTES):
                     digest.update(chunk)
                     length += len(chunk)
@@ -201,7 +201,7 @@ def _padding(length: int) -> int:
 
 def _sha256_from(path: Path, offset: int) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=io.DEFAULT_BUFFER_SIZE) as file:
+    with open_regular(path, follows_links=True) as file:
         file.seek(offset)
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)

@@ -36,6 +36,7 @@ from tcdeploy.cache.signed_header import read_signed_header, signed_header_bytes
 from tcdeploy.cache.signing import default_trusted_keys_folder, sign
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX
+from tcdeploy.regular_file import open_regular
 from tcdeploy.temporary_files import temporary_folder
 
 
@@ -151,7 +152,7 @@ def single_plan_key(folder: Path) -> str:
 def add_signature(path: Path, secret_key: Path) -> None:
     """Add a signature to a bundle. An earlier signature of the same key is replaced; those of other keys stay."""
     with _translate_os_errors(path):
-        with open(path, "rb") as file:
+        with open_regular(path, follows_links=True) as file:
             signed_header = read_signed_header(file, str(path))
         added = sign(signed_header.header, secret_key)
         others = tuple(signature for signature in signed_header.signatures if signature.key != added.key)

@@ -31,11 +31,18 @@ from tcdeploy.cache.integrity import remove_unlisted, stored_paths
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
 from tcdeploy.cache.provenance import read_stored_bundle, stored_header_path
-from tcdeploy.cache.signed_header import SignedHeader, read_signed_header, signed_header_bytes
+from tcdeploy.cache.signed_header import (
+    MAX_HEADER_BYTES,
+    MAX_SIGNATURES_BYTES,
+    SignedHeader,
+    read_signed_header,
+    signed_header_bytes,
+)
 from tcdeploy.cache.signing import TrustedKey, verify_signature
 from tcdeploy.cache.trust import check_no_links, make_private_folder
 from tcdeploy.durable import sync_files, sync_folders
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError
+from tcdeploy.regular_file import UnsafeFileError, open_regular, read_regular
 
 SPARE_BYTES = 16 << 20
 FILE_MODE = 0o600
@@ -67,7 +74,7 @@ def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) ->
     Raises TrustError, IntegrityError, and TcdeployError for a file that cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, follows_links=True) as file:
             signed_header = read_signed_header(file, str(path))
         signer = verify_signature(signed_header, str(path), trusted_keys, allow_unsigned)
         header = parse_header(signed_header, str(path))
@@ -166,7 +173,7 @@ def _stage_and_publish(opened: OpenedBundle, folder: Path, already_present: bool
         shutil.rmtree(stale, ignore_errors=True)
     manifest, key = opened.header.manifest, opened.header.plan_key
     stored_header, content = stored_header_path(folder, key), _stored_header_content(opened)
-    is_header_present = stored_header.is_file() and stored_header.read_bytes() == content
+    is_header_present = _read_stored_header(stored_header) == content
     replaced = stored_paths(folder, key) | {file.path for file in manifest.files}
     staging = Path(tempfile.mkdtemp(prefix=UNPACKING_PREFIX, dir=folder))
     try:
@@ -212,14 +219,22 @@ def _write_files(opened: OpenedBundle, staging: Path) -> None:
         if target.parent not in created:
             make_private_folder(target.parent)
             created.add(target.parent)
-        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE), "wb") as out:
+        with open_regular(target, "xb", permissions=FILE_MODE) as out:
             for chunk in chunks:
                 out.write(chunk)
 
 
 def _write_bytes(path: Path, content: bytes) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE), "wb") as file:
+    with open_regular(path, "xb", permissions=FILE_MODE) as file:
         file.write(content)
+
+
+def _read_stored_header(path: Path) -> bytes | None:
+    """None if the file is missing, or is not a regular file; it is replaced then."""
+    try:
+        return read_regular(path, MAX_HEADER_BYTES + MAX_SIGNATURES_BYTES + 1024)
+    except (FileNotFoundError, UnsafeFileError):
+        return None
 
 
 def _stored_header_content(opened: OpenedBundle) -> bytes:

@@ -12,11 +12,9 @@ the same stem, and all files in the same folder of Triton's cache. Does not impo
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from tcdeploy.regular_file import UnsafeFileError, open_regular
 from tcdeploy.torch_compat import compile_refusal
 
 CHUNK_BYTES = 1 << 20
@@ -251,19 +250,16 @@ def read_checked(folder: Path, file: FileRecord, write: Callable[[bytes], object
     Otherwise the bytes passed to `write` must not be used. Raises OSError only from `write`.
     """
     try:
-        descriptor = os.open(folder / stored_path(folder, file), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        opened = open_regular(folder / stored_path(folder, file))
     except FileNotFoundError:
         return DamagedFile(file.path, "is missing")
-    except OSError as error:
-        is_link = error.errno == errno.ELOOP
-        return DamagedFile(file.path, "is not a regular file" if is_link else f"cannot be read: {error.strerror}")
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
+    except UnsafeFileError:
         return DamagedFile(file.path, "is not a regular file")
-    with os.fdopen(descriptor, "rb", buffering=0) as source:
-        if status.st_size != file.bytes:
-            return DamagedFile(file.path, f"has {status.st_size} bytes instead of {file.bytes}")
+    except OSError as error:
+        return DamagedFile(file.path, f"cannot be read: {error.strerror}")
+    with opened as source:
+        if (size := os.fstat(source.fileno()).st_size) != file.bytes:
+            return DamagedFile(file.path, f"has {size} bytes instead of {file.bytes}")
         digest, size = hashlib.sha256(), 0
         while True:
             try:
@@ -283,7 +279,7 @@ def read_checked(folder: Path, file: FileRecord, write: Callable[[bytes], object
 def sha256_of(path: Path) -> str:
     """In hex. Raises OSError."""
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

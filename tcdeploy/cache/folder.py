@@ -25,9 +25,10 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from tcdeploy.cache.contents import CACHE_DIRS, CONFLICTS_DIR, TRITON_DIR
+from tcdeploy.cache.contents import AOT_DIR, CACHE_DIRS, CONFLICTS_DIR, TRITON_DIR
 from tcdeploy.cache.folder_error import folder_error, translate_os_errors
 from tcdeploy.cache.leases import LEASES_DIR, LOCK_FILE, folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, manifest_path
@@ -89,8 +90,13 @@ def check_folder(root: str | Path, is_trusted: bool = False, must_exist: bool = 
         if not is_trusted:
             check_ownership(root, must_exist)
             if Path(root).is_dir():
-                manifests = (path.relative_to(root).as_posix() for path in Path(root, MANIFESTS_DIR).glob("*.json"))
-                check_contents(root, [MANIFESTS_DIR, *manifests])
+                check_contents(root, [MANIFESTS_DIR, *_documents(root)])
+
+
+def _documents(root: str | Path) -> Iterator[str]:
+    """The files that a start parses before it copies its plan, relative to the folder."""
+    for pattern in (f"{MANIFESTS_DIR}/*.json", f"{BUNDLES_DIR}/*{HEADER_SUFFIX}", f"{AOT_DIR}/start-*.json"):
+        yield from (path.relative_to(root).as_posix() for path in Path(root).glob(pattern))
 
 
 def _create_staging_folder(root: str, plan_key: str, num_buckets: int, is_trusted: bool) -> StagingFolder:

@@ -40,6 +40,7 @@ from tcdeploy.cache.provenance import (
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder, remove_published_folders, take_over_finished_buckets
 from tcdeploy.errors import IntegrityError, TrustError
+from tcdeploy.regular_file import read_regular
 
 READ_ATTEMPTS = 3  # if another process replaces the plan during each of them, the start fails
 log = logging.getLogger("tcdeploy.cache")
@@ -168,7 +169,7 @@ def _may_be_shared(file: FileRecord) -> bool:
 def _content(path: Path) -> bytes:
     """The bytes of a file; none if it cannot be read."""
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError:
         return b""
 

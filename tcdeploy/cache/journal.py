@@ -20,6 +20,7 @@ from typing import Any
 
 from tcdeploy.cache.contents import FileRecord, is_cache_file, is_plain_record
 from tcdeploy.planning.environment import STAGING_PREFIX
+from tcdeploy.regular_file import open_regular, read_regular
 from tcdeploy.temporary_files import HOST
 
 JOURNAL, LOCK = "finished.jsonl", "lock"
@@ -36,8 +37,8 @@ class FinishedBucket:
 def append_to_journal(folder: Path, bucket: FinishedBucket) -> None:
     """Append a bucket and flush the journal. The caller has flushed the files. Raises OSError."""
     line = json.dumps({"plan": bucket.plan_key, "files": [asdict(file) for file in bucket.files]})
-    with open(folder / JOURNAL, "a", encoding="utf-8") as journal:
-        journal.write(line + "\n")
+    with open_regular(folder / JOURNAL, "ab", must_own=True) as journal:
+        journal.write(line.encode() + b"\n")
         journal.flush()
         os.fsync(journal.fileno())
 
@@ -45,10 +46,14 @@ def append_to_journal(folder: Path, bucket: FinishedBucket) -> None:
 def read_journal(folder: Path) -> list[FinishedBucket]:
     """The buckets in a folder's journal. Lines that are incomplete or damaged are skipped."""
     try:
-        lines = (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = _read_lines(folder)
     except OSError:
         return []
     return [bucket for line in lines if (bucket := _parse_line(line)) is not None]
+
+
+def _read_lines(folder: Path) -> list[str]:
+    return read_regular(folder / JOURNAL).decode("utf-8", errors="replace").splitlines()
 
 
 def _parse_line(line: str) -> FinishedBucket | None:
@@ -90,7 +95,7 @@ def remove_abandoned_folders(folders: Iterable[Path], plan_keys: Collection[str]
 def _has_other_plans(folder: Path, plan_keys: Collection[str]) -> bool:
     """Whether the journal has buckets of other plans, also in a format of another version of tcdeploy."""
     try:
-        lines = (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = _read_lines(folder)
     except FileNotFoundError:
         return False
     except OSError:  # it may have some
@@ -109,7 +114,8 @@ def _parse_json(line: str) -> Any:
 def _is_locked(folder: Path) -> bool:
     """Whether a process holds the lock. An unknown error, as on a file system without locks, counts as locked."""
     try:
-        with open(folder / LOCK, "r+b") as file:  # NFS refuses an exclusive lock on a file that is open for reading
+        # NFS refuses an exclusive lock on a file that is open for reading.
+        with open_regular(folder / LOCK, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:  # the process was killed before it created the lock file
         return False

@@ -21,6 +21,7 @@ from typing import IO
 
 from tcdeploy.cache.folder_error import folder_error
 from tcdeploy.errors import TcdeployError
+from tcdeploy.regular_file import open_regular
 
 LEASES_DIR, LOCK_FILE = "leases", ".lock"
 LOCK_TIMEOUT_S = 600.0  # how long to wait for another process that unpacks or removes
@@ -35,11 +36,11 @@ def acquire_lease(folder: str, plan_key: str) -> None:
     with folder_lock(folder):
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)  # read-only: works on another user's file too
+            file = open_regular(path, creates=True, permissions=0o644)  # for reading: it may be another user's
         except OSError as error:
             raise folder_error(folder, error) from error
-        _leases[path] = os.fdopen(descriptor, "rb")
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        _leases[path] = file
+        fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def is_leased(folder: str | Path, plan_key: str) -> bool:
@@ -49,7 +50,7 @@ def is_leased(folder: str | Path, plan_key: str) -> bool:
     """
     path = Path(folder) / LEASES_DIR / plan_key
     try:  # NFS refuses an exclusive lock on a file that is open for reading
-        with open(path, "r+b" if os.access(path, os.W_OK) else "rb") as file:
+        with open_regular(path, "r+b" if os.access(path, os.W_OK) else "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -65,8 +66,7 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
     Raises TcdeployError after LOCK_TIMEOUT_S, and if the folder is not writable.
     """
     try:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-        file = os.fdopen(os.open(Path(folder) / LOCK_FILE, flags, 0o600), "ab")
+        file = open_regular(Path(folder) / LOCK_FILE, "ab", permissions=0o600)
     except OSError as error:
         raise folder_error(str(folder), error) from error
     with file:
@@ -94,8 +94,8 @@ def _open_lock_file(folder: str | Path) -> IO[bytes] | None:
     The owner of a folder could not use a lock file that another user, such as root, has created in it.
     """
     try:
-        creates = os.O_CREAT if os.stat(folder).st_uid == os.geteuid() else 0
-        return os.fdopen(os.open(Path(folder) / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | creates, 0o600), "rb")
+        creates = os.stat(folder).st_uid == os.geteuid()
+        return open_regular(Path(folder) / LOCK_FILE, creates=creates, permissions=0o600)
     except OSError:
         return None
 

@@ -27,6 +27,7 @@ from tcdeploy.errors import IntegrityError, SpaceError
 from tcdeploy.planning.environment import Difference, Environment, diff_mappings
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.regular_file import UnsafeFileError, open_regular, read_regular
 
 SCHEMA_VERSION = 7
 MANIFESTS_DIR = "manifests"
@@ -261,8 +262,9 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     staging = path.with_name(f".{path.stem}-{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(staging, "w", encoding="utf-8") as file:
-            file.write(manifest_text(manifest))
+        staging.unlink(missing_ok=True)  # of a killed process
+        with open_regular(staging, "xb") as file:
+            file.write(manifest_text(manifest).encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, path)
@@ -291,15 +293,20 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def read_manifest(path: Path) -> Manifest | None:
-    """The manifest; None if there is no file or if it has another schema. Raises IntegrityError if it is damaged."""
+def read_manifest(path: Path, containing: str = "") -> Manifest | None:
+    """The manifest; None if there is no file or if it has another schema. Raises IntegrityError if it is damaged.
+
+    `containing`: also None if the file does not contain this text. It is not parsed then.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except FileNotFoundError:
         return None
-    except (ValueError, IsADirectoryError) as error:  # bad UTF-8 is a ValueError
+    except UnsafeFileError as error:
+        raise _corruption_error(path, str(error.strerror)) from error
+    except ValueError as error:  # bad UTF-8
         raise _corruption_error(path, str(error)) from error
-    return None if _has_other_schema(text) else parse_manifest(text, path)
+    return None if containing not in text or _has_other_schema(text) else parse_manifest(text, path)
 
 
 def read_manifests(folder: str | Path, skip_damaged: bool = False) -> dict[str, Manifest]:

@@ -24,6 +24,7 @@ from tcdeploy.cache.signed_header import SignedHeader, read_signed_header
 from tcdeploy.cache.signing import TrustedKey, verify_signature
 from tcdeploy.cache.trust import check_no_links
 from tcdeploy.errors import IntegrityError, TrustError
+from tcdeploy.regular_file import open_regular
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def read_stored_header(folder: str | Path, plan_key: str) -> SignedHeader | None
     path = stored_header_path(folder, plan_key)
     check_no_links(folder, [path.relative_to(folder).as_posix()])
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             signed_header = read_signed_header(file, str(path))
             if file.read(1):
                 raise IntegrityError(f"the stored header {path} has trailing bytes", "unpack the bundle again")

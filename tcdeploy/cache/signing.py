@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcdeploy.cache.signed_header import Signature, SignedHeader
 from tcdeploy.errors import TcdeployError, TrustError, UsageError
+from tcdeploy.regular_file import read_regular, write_new
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 SIGNATURE_CONTEXT = (
     b"tcdeploy bundle header\n"  # prefix of the signed message; excludes signatures made for other purposes
 )
+MAX_KEY_BYTES = 1 << 16
 SECRET_SUFFIX, PUBLIC_SUFFIX = ".key", ".pub"
 
 
@@ -75,12 +77,13 @@ def trust(name: str, public: Path, folder: Path) -> TrustedKey:
     if not name or name.startswith(".") or os.sep in name:
         raise UsageError(f"{name!r} is not a valid key name", "use a file name, such as ci or release-2026")
     path = folder / f"{name}{PUBLIC_SUFFIX}"
-    key = _read_public(public)
-    if path.exists() and fingerprint(_read_public(path)) != fingerprint(key):
+    key = _parse_public(public, Path.read_bytes)  # the user names the file, which may be a pipe
+    if path.exists() and fingerprint(_read_trusted(path)) != fingerprint(key):
         raise UsageError(f"another key is already trusted as {name}: {path}", "delete it first, or choose another name")
     with _translate_os_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_public_pem(key))
+        if not path.exists():
+            write_new(path, _public_pem(key))
     return TrustedKey(name, fingerprint(key))
 
 
@@ -128,7 +131,7 @@ def fingerprint(key: Ed25519PublicKey) -> str:
 
 
 def _load_trusted_keys(folder: Path) -> dict[str, tuple[str, Ed25519PublicKey]]:
-    keys = {path.stem: _read_public(path) for path in sorted(folder.glob(f"*{PUBLIC_SUFFIX}"))}
+    keys = {path.stem: _read_trusted(path) for path in sorted(folder.glob(f"*{PUBLIC_SUFFIX}"))}
     return {fingerprint(key): (name, key) for name, key in keys.items()}
 
 
@@ -138,12 +141,17 @@ def _public_pem(key: Ed25519PublicKey) -> bytes:
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
-def _read_public(path: Path) -> Ed25519PublicKey:
+def _read_trusted(path: Path) -> Ed25519PublicKey:
+    """A key in the folder of trusted keys, where it may be a link, as in a mounted Secret of Kubernetes."""
+    return _parse_public(path, lambda path: read_regular(path, MAX_KEY_BYTES, follows_links=True))
+
+
+def _parse_public(path: Path, read: Callable[[Path], bytes]) -> Ed25519PublicKey:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     try:
-        key = serialization.load_pem_public_key(path.read_bytes())
+        key = serialization.load_pem_public_key(read(path))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is not a public key: {error}", "create a pair: tcdeploy cache keygen NAME") from error
     if not isinstance(key, Ed25519PublicKey):

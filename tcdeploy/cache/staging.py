@@ -60,6 +60,7 @@ from tcdeploy.cache.stored_headers import HEADERS_DIR, link_headers, publish_hea
 from tcdeploy.cache.trust import check_contents, check_no_links, check_ownership, make_private_folder
 from tcdeploy.durable import copy_durably, sync_files, sync_folders
 from tcdeploy.errors import SpaceError, TcdeployError, TrustError
+from tcdeploy.regular_file import open_regular
 from tcdeploy.temporary_files import create_temporary_folder
 
 if TYPE_CHECKING:
@@ -372,7 +373,7 @@ def remove_published_folders(staging: StagingFolder) -> None:
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:
     path = target / file.path
     temporary = path.with_name(f".{secrets.token_hex(8)}.copy")  # path.name may be too long for an additional suffix
-    with open(temporary, "wb") as copy:
+    with open_regular(temporary, "xb") as copy:
         damage = read_checked(folder, file, copy.write)
     if damage is None:
         os.replace(temporary, path)

@@ -19,6 +19,7 @@ from pathlib import Path
 from tcdeploy.cache.contents import FileRecord, find_damage, hash_files, is_plain_record
 from tcdeploy.cache.trust import FOLDER_MODE
 from tcdeploy.durable import sync
+from tcdeploy.regular_file import read_regular, write_new
 
 HEADERS_DIR = "precompiled_headers"
 log = logging.getLogger("tcdeploy.cache")
@@ -70,14 +71,14 @@ def _record_path(compiled: Path) -> Path:
 
 def _write_records(compiled: Path, files: tuple[FileRecord, ...]) -> None:
     temporary = compiled.with_name(f".{compiled.name}.tmp")
-    temporary.write_text(json.dumps([asdict(file) for file in files]), encoding="utf-8")
+    write_new(temporary, json.dumps([asdict(file) for file in files]).encode())
     os.replace(temporary, _record_path(compiled))
 
 
 def _read_records(compiled: Path) -> tuple[FileRecord, ...] | None:
     """The records of a header's two files; None if they are missing or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        files = tuple(FileRecord(**record) for record in json.loads(_record_path(compiled).read_text("utf-8")))
+        files = tuple(FileRecord(**record) for record in json.loads(read_regular(_record_path(compiled), 1 << 20)))
         names = {compiled.name, compiled.with_suffix("").name}
         if all(map(is_plain_record, files)) and {file.path for file in files} == names:
             return files

@@ -11,6 +11,7 @@ torch_compat/compiler_queries.py lists Inductor's queries.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import json
 import os
@@ -21,6 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tcdeploy.cache.contents import TOOLCHAIN_DIR
+from tcdeploy.cache.listed_files import read_listed
+from tcdeploy.cache.provenance import SigningPolicy
+from tcdeploy.cache.signing import default_trusted_keys_folder
+from tcdeploy.regular_file import write_new
 from tcdeploy.temporary_files import create_temporary_folder
 from tcdeploy.torch_compat.compiler_queries import COMPILER_QUERIES
 
@@ -61,7 +66,7 @@ def save_toolchain(folder: str | Path) -> str | None:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = path.with_suffix(f".{os.getpid()}.tmp")
-        staging.write_text(document, encoding="utf-8")
+        write_new(staging, document.encode())
         os.replace(staging, path)
     return path.relative_to(folder).as_posix()
 
@@ -73,16 +78,15 @@ def _run_query(query: str) -> CompilerOutput:
 
 
 def load_toolchains(folder: str | Path) -> list[Toolchain]:
-    """The compilers that are recorded in the folder; unreadable files are skipped."""
-    toolchains = []
-    for path in sorted(Path(folder, TOOLCHAIN_DIR).glob("*.json")):
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+    """The compilers that the folder's plans list; unreadable files are skipped."""
+    policy, toolchains = SigningPolicy(default_trusted_keys_folder()), dict[str, Toolchain]()
+    for listed in read_listed(folder, f"{TOOLCHAIN_DIR}/", ".json", policy).files:
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            document = json.loads(listed.content)
             outputs = {query: CompilerOutput(*document[query]) for query in COMPILER_QUERIES}
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        toolchains.append(Toolchain(path.relative_to(folder).as_posix(), outputs))
-    return toolchains
+            if all(isinstance(text, str) for output in outputs.values() for text in output):
+                toolchains[listed.path] = Toolchain(listed.path, outputs)
+    return [toolchains[path] for path in sorted(toolchains)]
 
 
 def install_compiler_stub(toolchain: Toolchain) -> None:

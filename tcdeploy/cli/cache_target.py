@@ -62,6 +62,7 @@ def read_manifests(target: Path) -> list[Manifest]:
     from tcdeploy.cache import manifest
     from tcdeploy.cache.bundle_header import parse_header
     from tcdeploy.cache.signed_header import read_signed_header
+    from tcdeploy.regular_file import open_regular
 
     if target.is_dir():
         manifests = list(manifest.read_manifests(target).values())
@@ -71,7 +72,7 @@ def read_manifests(target: Path) -> list[Manifest]:
             )
         return manifests
     try:
-        with open(target, "rb") as file:
+        with open_regular(target, follows_links=True) as file:
             return [parse_header(read_signed_header(file, str(target)), str(target)).manifest]
     except OSError as error:
         raise UsageError(f"{target} cannot be read: {error.strerror}", "name a bundle or a cache folder") from error

@@ -18,6 +18,7 @@ from tcdeploy.doctor.result import Request, Result, blocking, note, ok, unchecke
 from tcdeploy.errors import IntegrityError, TcdeployError
 from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings, parse_environment
 from tcdeploy.planning.memory import gib
+from tcdeploy.regular_file import open_regular
 
 CHOOSE = "choose a writable folder: --cache-dir DIR, or TCDEPLOY_CACHE_DIR=DIR"
 MAX_NAMED = 3  # plans, or differences of a plan
@@ -163,7 +164,7 @@ def check_leftovers(request: Request) -> Result:
 def _is_being_written(folder: Path) -> bool:
     """Whether a process holds the folder's lock, as an unpack does."""
     try:
-        with open(folder / LOCK_FILE, "rb") as file:
+        with open_regular(folder / LOCK_FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tcdeploy.errors import UsageError
+from tcdeploy.regular_file import open_regular
 
 BUNDLE_SUFFIX = ".tcb"
 NON_SECRET_QUERIES = ("insecure",)  # not a secret, and the URL does not work without it
@@ -39,8 +40,8 @@ def bundle_name_of(file: Path, plan_key: str) -> BundleName:
     """Hash the file. Raises UsageError if it cannot be read or `plan_key` is invalid."""
     check_plan_key(plan_key)
     try:
-        with open(file, "rb") as content:
-            return BundleName(plan_key, hashlib.file_digest(content, "sha256").hexdigest())
+        with open_regular(file, follows_links=True) as content:
+            return BundleName(plan_key, hashlib.file_digest(content, "sha256").hexdigest())  # type: ignore[arg-type]  # IO lacks readinto
     except OSError as error:
         raise UsageError(
             f"the bundle {file} cannot be read: {error.strerror}", "create one: tcdeploy cache pack MODEL -o FILE.tcb"

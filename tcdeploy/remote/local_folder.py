@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tcdeploy.durable import sync
+from tcdeploy.regular_file import open_regular
 from tcdeploy.remote.address import CHUNK_BYTES, BundleName, parse_bundle_name
 from tcdeploy.remote.store import Body, ObjectInfo, StoredBundle
 from tcdeploy.temporary_files import temporary_file
@@ -36,13 +37,13 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def read(self, name: BundleName) -> Iterator[Body]:
-        with open(self.path / str(name), "rb", buffering=0) as file:
+        with open_regular(self.path / str(name), follows_links=True) as file:
             yield Body(os.fstat(file.fileno()).st_size, iter(lambda: file.read(CHUNK_BYTES), b""))
 
     def write(self, name: BundleName, file: Path) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         with temporary_file(self.path / str(name)) as staging:
-            with open(file, "rb") as source, open(staging, "wb") as target:
+            with open_regular(file, follows_links=True) as source, open_regular(staging, "r+b") as target:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
                 target.flush()
                 os.fsync(target.fileno())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Literal
@@ -17,9 +18,11 @@ from typing import Literal
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.regular_file import open_regular, read_regular
 
 FILE_NAME = "missed_shapes.jsonl"
 HINT = f"a server writes {FILE_NAME} into its cache folder"
+MAX_FILE_BYTES = 16 << 20
 MAX_BUCKET_SIZE = {"prefill": 16384, "decode": 512}  # larger buckets are not worth their memory
 Phase = Literal["prefill", "decode"]
 log = logging.getLogger("tcdeploy.server")
@@ -43,9 +46,14 @@ class MissedShapes:
         if shape in self._written_shapes:
             return
         self._written_shapes.add(shape)
+        line = json.dumps({"phase": phase, "size": bucket_size_for(phase, size)}) + "\n"
+        # Not on the event loop, which a slow disk would block. A daemon does not delay the end of the process.
+        threading.Thread(target=self._append, args=(shape, line.encode()), daemon=True).start()
+
+    def _append(self, shape: str, line: bytes) -> None:
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"phase": phase, "size": bucket_size_for(phase, size)}) + "\n")
+            with open_regular(self._path, "ab", must_own=True) as file:
+                file.write(line)
         except OSError as error:
             log.warning("cannot write the missed shape %s to %s: %s", shape, self._path, error.strerror)
 
@@ -58,13 +66,14 @@ def read_missed_shapes(path: str) -> dict[str, set[int]]:
     """Bucket sizes by phase. Raises UsageError if the file is missing or malformed."""
     sizes: dict[str, set[int]] = {"prefill": set(), "decode": set()}
     try:
-        for line in Path(path).read_text("utf-8").splitlines():
+        content = read_regular(path, MAX_FILE_BYTES, follows_links=True)
+        for line in content.decode().splitlines():
             shape = json.loads(line)
             phase = shape["phase"] if "phase" in shape else shape["kind"]  # "kind": files of release 0.2 and earlier
             sizes[phase].add(int(shape["size"]))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", HINT) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path} is not a file of missed shapes", HINT) from error
     return sizes
 

@@ -39,6 +39,7 @@ from tcdeploy.cache.manifest import (
 )
 from tcdeploy.errors import IntegrityError, SpaceError
 from tcdeploy.planning.plan import make_plan
+from tcdeploy.regular_file import open_regular
 from tests.machines import H100, LLAMA_8B, make_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -397,7 +398,7 @@ def test_a_second_manifest_replaces_the_first(written: Path) -> None:
     assert names_beside(written) == [written.name]
 
 
-WRITE_STEPS = {"folder": "Path.mkdir", "write": "open", "sync": "os.fsync", "rename": "os.replace"}
+WRITE_STEPS = {"folder": "Path.mkdir", "write": "open_regular", "sync": "os.fsync", "rename": "os.replace"}
 
 
 def fail_at(step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,11 +408,11 @@ def fail_at(step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) ->
         raise error
 
     def opened(*arguments: Any, **options: Any) -> Any:
-        file = open(*arguments, **options)  # noqa: SIM115 - it is the caller's
+        file = open_regular(*arguments, **options)
         write = file.write
 
-        def write_half(text: str) -> None:
-            write(text[: len(text) // 2])
+        def write_half(content: bytes) -> None:
+            write(content[: len(content) // 2])
             file.flush()
             raise error
 
@@ -419,7 +420,7 @@ def fail_at(step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) ->
         return file
 
     target = f"tcdeploy.cache.manifest.{WRITE_STEPS[step]}"
-    monkeypatch.setattr(target, opened if step == "write" else fail, raising=step != "write")
+    monkeypatch.setattr(target, opened if step == "write" else fail)
 
 
 @pytest.mark.parametrize("step", WRITE_STEPS)

@@ -1,0 +1,120 @@
+"""Converts parsed JSON to dataclasses, and refuses values of another type.
+
+Files of a cache folder may hold anything. Code that reads a record relies on the types of its fields, so a field of
+another type must be an error that names it, and not an AttributeError somewhere in the planner. The types come from the
+annotations of the dataclass. pydantic does the same and more, but it is not installed where a bundle is only run.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def from_json(kind: type[T], value: Any, name: str = "it") -> T:
+    """The dataclass `kind` from a JSON object with exactly its fields; those with a default may be missing.
+
+    Lists become tuples where the annotation says so. Raises ValueError that names the field, `name` for the whole.
+    """
+    converted: T = _convert(kind, value, name)
+    return converted
+
+
+def check_fields(kind: type[Any], value: Any, name: str = "it") -> None:
+    """Check the types of those fields of a JSON object that the dataclass `kind` has. Raises ValueError.
+
+    Another version may have written the object, so fields may be missing, and there may be others.
+    """
+    if not isinstance(value, dict):
+        raise _wrong_type("a JSON object", value, name)
+    for field, hint in _hints(kind).items():  # type: ignore[arg-type]  # mypy does not regard a type as hashable
+        if field in value:
+            _convert(hint, value[field], f"{name}.{field}")
+
+
+@functools.cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _to_dataclass(kind, value, name)
+    if origin in (Union, types.UnionType):
+        return _to_union(arguments, value, name)
+    if origin is Literal:
+        if value not in arguments or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r:.50}; it must be one of {', '.join(map(repr, arguments))}")
+        return value
+    if origin is tuple:
+        return _to_tuple(arguments, value, name)
+    if origin in (dict, Mapping):
+        if not isinstance(value, dict):
+            raise _wrong_type("a JSON object", value, name)
+        return {key: _convert(arguments[1], item, f"{name}.{key:.50}") for key, item in value.items()}
+    return _to_scalar(kind, value, name)
+
+
+def _to_dataclass(kind: Any, value: Any, name: str) -> Any:
+    if not isinstance(value, dict):
+        raise _wrong_type("a JSON object", value, name)
+    required = {
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
+    hints = _hints(kind)
+    if wrong := sorted((required - value.keys()) | (value.keys() - hints.keys())):
+        raise ValueError(f"{name}.{wrong[0]:.50} {'is missing' if wrong[0] in required else 'is unknown'}")
+    return kind(**{field: _convert(hints[field], item, f"{name}.{field}") for field, item in value.items()})
+
+
+def _to_union(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
+    problems = []
+    for kind in kinds:
+        try:
+            return _convert(kind, value, name)
+        except ValueError as problem:
+            problems.append(problem)
+    raise problems[0]
+
+
+def _to_tuple(kinds: tuple[Any, ...], value: Any, name: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _wrong_type("a list", value, name)
+    if kinds[1:] == (Ellipsis,):
+        return tuple(_convert(kinds[0], item, f"{name}[{index}]") for index, item in enumerate(value))
+    if len(value) != len(kinds):
+        raise ValueError(f"{name} has {len(value)} elements instead of {len(kinds)}")
+    return tuple(
+        _convert(kind, item, f"{name}[{index}]") for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _to_scalar(kind: Any, value: Any, name: str) -> Any:
+    if kind in (None, types.NoneType):
+        if value is not None:
+            raise _wrong_type("null", value, name)
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return value  # as JSON has it, so that equal documents give equal text
+    is_finite = kind is not float or not isinstance(value, float) or math.isfinite(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not is_finite:
+        raise _wrong_type(f"of type {kind.__name__}", value, name)
+    return value
+
+
+def _wrong_type(expected: str, value: Any, name: str) -> ValueError:
+    return ValueError(f"{name} is {value!r:.50}; it must be {expected}")
