@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.cache.manifest import Compilation
+from tcdeploy.cache.staging import own_staging_folder
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.temporary_files import create_temporary_folder
 
@@ -34,6 +35,12 @@ MAX_FAILURE_LINES = 5
 READ_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 0.02
 log = logging.getLogger("tcdeploy.pipeline")
+
+
+def _private_parent(recipe: Recipe) -> str | None:
+    """The private folder of this start's staging folders; None if they are in the cache folder."""
+    staging = own_staging_folder(recipe.cache_dir, clear=False) if recipe.cache_dir else None
+    return staging.parent if staging is not None and staging.parent != staging.source else None
 
 
 class CompileProcess:
@@ -79,7 +86,7 @@ class CompileProcess:
             reader.start()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # `poll` reports that it has ended
-            request = {"recipe": fields, "plan": plan_key, "buckets": self.buckets}
+            request = {"recipe": fields, "plan": plan_key, "buckets": self.buckets, "staging": _private_parent(recipe)}
             stdin.write(json.dumps({"parent": os.getpid(), "reports": reports_end, **request}))
         log.info("process %d compiles %s", self._process.pid, ", ".join(self.buckets))
 

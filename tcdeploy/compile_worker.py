@@ -41,7 +41,8 @@ def main() -> None:
     """Read a request from stdin, and compile its buckets.
 
     It has "parent", the id of the other process, "reports", the descriptor for reports, "recipe", fields of a Recipe,
-    "plan", the key of the plan to which the programs belong, and "buckets", their names.
+    "plan", the key of the plan to which the programs belong, "buckets", their names, and "staging", the folder for its
+    staging folder, null for the cache folder.
     """
     request = json.load(sys.stdin)
     _die_with(request["parent"])
@@ -50,6 +51,9 @@ def main() -> None:
     enable_fast_transformers_import()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     from tcdeploy import pipeline  # imports torch, which takes seconds
+    from tcdeploy.cache import staging
+
+    staging.worker_parent = request["staging"]
 
     try:
         with open(request["reports"], "w", encoding="utf-8") as reports:

@@ -86,7 +86,7 @@ def check_folder(root: str | Path, is_trusted: bool = False, must_exist: bool = 
     check. Raises TcdeployError if the path cannot be followed.
     """
     with translate_os_errors(str(root)):
-        check_no_links(root, OWN_NAMES)
+        check_no_links(root, (*OWN_NAMES, *_documents(root)))
         if not is_trusted:
             check_ownership(root, must_exist)
             if Path(root).is_dir():

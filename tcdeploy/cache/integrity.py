@@ -39,6 +39,7 @@ from tcdeploy.cache.provenance import (
 )
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder, remove_published_folders, take_over_finished_buckets
+from tcdeploy.cache.trust import check_no_links
 from tcdeploy.errors import IntegrityError, TrustError
 from tcdeploy.regular_file import read_regular
 
@@ -129,6 +130,7 @@ def _fill(
 
 def _read_manifest_of(folder: str, plan_key: str) -> Manifest | None:
     path = manifest_path(folder, plan_key)
+    check_no_links(folder, [manifest_path("", plan_key).as_posix()])
     if stored_header_path(folder, plan_key).exists() and not path.exists():
         raise IntegrityError(
             f"plan {plan_key} was unpacked into {folder}, but its manifest is missing",

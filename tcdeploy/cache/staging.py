@@ -13,7 +13,12 @@ to the cache folder, and then the manifest is written. A start that is killed or
 next start that has to compile takes over the buckets in its journal.
 
 If the cache folder is read-only (a container image, a read-only mount), the staging folder is created in TMPDIR, and
-the manifest is written into it. Does not import torch.
+the manifest is written into it.
+
+If other users can change the cache folder, which `--trust-cache-dir` accepts, they could rename the staging folder once
+its files are compared, and put another one in its place. It is then created in a private folder in TMPDIR, and new
+files are published as usual. A start that is killed leaves no finished buckets there. Precompiled headers are not
+shared, because a hard link shares the file with its owner. Does not import torch.
 """
 
 from __future__ import annotations
@@ -70,6 +75,8 @@ log = logging.getLogger("tcdeploy.cache")
 COPY_THREADS = 4
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _own_folders: dict[str, StagingFolder] = {}  # those of this process, by the real path of their cache folder
+worker_parent: str | None = None  # in a compile worker whose start has a private folder: that folder
+_parent_lock: int | None = None  # held until the process ends
 
 
 class StagingFolder:
@@ -78,12 +85,17 @@ class StagingFolder:
     path: the folder that torch uses.
     source: the cache folder.
     target: the folder that receives new files and the manifest: `source`, or `path` if `source` is read-only.
+    parent: the folder that contains the staging folders of this start and of its compile workers: `source`, or a
+        private folder in TMPDIR.
     is_trusted: whether to use the cache folder even if other users can change it.
     bundle: the bundle that the plan was unpacked from, once `restore_plan` has read it; None for a local plan.
     """
 
-    def __init__(self, path: str, source: str, target: str, lock: int, is_trusted: bool = False) -> None:
+    def __init__(
+        self, path: str, source: str, target: str, lock: int, is_trusted: bool = False, parent: str | None = None
+    ) -> None:
         self.path, self.source, self.target, self.is_trusted = os.path.realpath(path), source, target, is_trusted
+        self.parent = parent or source
         self._lock, self._pid = lock, os.getpid()  # the lock is a descriptor, held until the process ends
         self._copied: set[FileRecord] = set()  # files that the cache folder has too
         self._in_journal: dict[str, FileRecord] = {}  # by path
@@ -94,6 +106,11 @@ class StagingFolder:
     @property
     def is_private_copy(self) -> bool:
         return self.target != self.source
+
+    @property
+    def shares_headers(self) -> bool:
+        """Whether precompiled headers are linked from the cache folder and into it."""
+        return self.parent == self.source == self.target
 
     @property
     def headers_folder(self) -> str:
@@ -173,7 +190,7 @@ class StagingFolder:
 
     def link_headers(self) -> None:
         """Make the precompiled headers of the cache folder available to this start."""
-        if not self.is_private_copy:
+        if self.shares_headers:
             link_headers(Path(self.source), Path(self.path))
 
     def add_to_journal(self, plan_key: str, paths: Iterable[str]) -> None:
@@ -237,7 +254,8 @@ class StagingFolder:
                 published.append(path)
         sync_folders(root, published)
         self._copied.update(files)
-        publish_headers(Path(self.path), root)
+        if self.shares_headers:
+            publish_headers(Path(self.path), root)
 
     def clear(self) -> None:
         """Remove all files but the lock, precompiled headers, and finished buckets that have not been published."""
@@ -257,7 +275,9 @@ class StagingFolder:
 
     def remove(self) -> None:
         """Delete the folder, unless its journal has buckets that a later start can take over."""
-        if self.is_usable and not Path(self.path, JOURNAL).exists():
+        if self.is_usable and self.parent != self.source:
+            shutil.rmtree(self.path if self.parent == worker_parent else self.parent, ignore_errors=True)
+        elif self.is_usable and not Path(self.path, JOURNAL).exists():
             shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -272,12 +292,55 @@ def own_staging_folder(root: str, clear: bool = True) -> StagingFolder | None:
 
 
 def create_staging_folder(root: str, is_trusted: bool = False) -> StagingFolder:
-    """Create the staging folder of this process in the cache folder. Raises TcdeployError and OSError."""
+    """Create the staging folder of this process: in the cache folder, unless other users can change it.
+
+    Raises TcdeployError and OSError.
+    """
+    parent = worker_parent or (_private_parent(root) if is_trusted and _others_can_change(root) else root)
     with folder_lock(root):  # without it, another process could delete the new folder before its lock is taken
-        path = tempfile.mkdtemp(prefix=HOST_PREFIX, dir=root)
+        path = tempfile.mkdtemp(prefix=HOST_PREFIX, dir=parent)
         lock = os.open(Path(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-    return _register(StagingFolder(path, root, root, lock, is_trusted))
+    return _register(StagingFolder(path, root, root, lock, is_trusted, parent))
+
+
+def _others_can_change(root: str) -> bool:
+    try:
+        check_ownership(root)
+    except TrustError:
+        return True
+    return False
+
+
+def _private_parent(root: str) -> str:
+    """A folder in TMPDIR for the staging folders of this start. Raises TcdeployError."""
+    global _parent_lock
+    try:
+        parent, _parent_lock = create_temporary_folder("staging")
+    except OSError as error:
+        raise TcdeployError(
+            f"other users can change the cache folder {root}, and no private folder can be made for the files that are "
+            f"loaded: {error.strerror}",
+            "set TMPDIR to a writable folder, or choose another --cache-dir",
+        ) from error
+    _check_parent(str(parent), is_trusted=True)
+    return str(parent)
+
+
+def _check_parent(folder: str, is_trusted: bool) -> None:
+    """Raise TrustError if other users could replace this folder in TMPDIR; with `is_trusted`, only log it.
+
+    In a pod of Kubernetes, TMPDIR is a volume that every user of the pod can change, and there is no other folder.
+    """
+    try:
+        check_ownership(folder)
+    except TrustError as error:
+        if not is_trusted:
+            raise
+        log.warning(
+            "other users can change %s, and so could replace files between their check and their use: %s; set TMPDIR "
+            "to a folder that only this user can change", os.path.dirname(folder), error.message,
+        )  # fmt: skip
 
 
 def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
@@ -293,8 +356,7 @@ def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
             "set TMPDIR to a writable folder, or choose another --cache-dir",
         ) from error
     staging = _register(StagingFolder(str(path), root, str(path), lock, is_trusted))
-    if not is_trusted:
-        check_ownership(staging.path)
+    _check_parent(staging.path, is_trusted)
     return staging
 
 
@@ -327,8 +389,8 @@ def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> TakenOv
         return TakenOver(0, 0)
     with folder_lock(staging.target):
         complete = plan_keys(staging.target) - {plan_key}  # its manifest may be of another version of tcdeploy
-        num_folders = remove_abandoned_folders(abandoned_folders(staging.target), complete)
-        folders = unlocked_folders(staging.target)
+        num_folders = remove_abandoned_folders(abandoned_folders(staging.parent), complete)
+        folders = unlocked_folders(staging.parent)
         entries = 0
         for folder in folders:
             try:
@@ -336,7 +398,7 @@ def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> TakenOv
             except TrustError as error:
                 log.warning("%s is not used: %s", folder, error.message)
         # Only folders listed above: if a process ended after that, its buckets have not been copied.
-        abandoned = set(folders).intersection(abandoned_folders(staging.target))
+        abandoned = set(folders).intersection(abandoned_folders(staging.parent))
         num_folders += remove_abandoned_folders(abandoned, {plan_key, *complete})
     return TakenOver(num_folders, entries)
 
@@ -347,7 +409,7 @@ def copy_finished_buckets(staging: StagingFolder) -> None:
     Files that do not match their records are not copied, and untrusted folders are skipped with a warning. Raises
     SpaceError and TcdeployError.
     """
-    for folder in sorted(Path(staging.source).glob(f"{HOST_PREFIX}*")):
+    for folder in sorted(Path(staging.parent).glob(f"{HOST_PREFIX}*")):
         if folder.is_symlink() or os.path.realpath(folder) == staging.path:
             continue
         listed = {file for bucket in read_journal(folder) for file in bucket.files}
@@ -367,7 +429,7 @@ def remove_published_folders(staging: StagingFolder) -> None:
     """Delete the staging folders of ended processes whose journals list only buckets of complete plans."""
     if not staging.is_private_copy:
         with folder_lock(staging.source):
-            remove_abandoned_folders(abandoned_folders(staging.source), plan_keys(staging.source))
+            remove_abandoned_folders(abandoned_folders(staging.parent), plan_keys(staging.source))
 
 
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:

@@ -29,13 +29,20 @@ def link_headers(root: Path, staging: Path) -> None:
     """Hard-link the undamaged headers of the cache folder into a staging folder. Damaged ones are deleted."""
     for compiled in (root / HEADERS_DIR).glob("*.gch"):
         files = _read_records(compiled)
-        if files is None or find_damage(root / HEADERS_DIR, files):
+        if files is None or find_damage(root / HEADERS_DIR, files) or not _is_own(root / HEADERS_DIR, files):
             log.warning("the precompiled header %s is damaged, and is compiled again", compiled)
             for path in (compiled, compiled.with_suffix(""), _record_path(compiled)):
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
         else:
             _link(files, root / HEADERS_DIR, staging / HEADERS_DIR)
+
+
+def _is_own(folder: Path, files: tuple[FileRecord, ...]) -> bool:
+    """Whether no other user owns a file: a link shares the file, which its owner could change after the comparison."""
+    with contextlib.suppress(OSError):
+        return all((folder / file.path).lstat().st_uid in (0, os.geteuid()) for file in files)
+    return False
 
 
 def publish_headers(staging: Path, root: Path) -> None:
