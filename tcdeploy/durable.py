@@ -35,6 +35,12 @@ def sync_folders(root: Path, paths: Iterable[str]) -> None:
     sync_files(root, (folder.as_posix() for folder in folders))
 
 
+def copy_regular(source: str, target: str) -> None:
+    """Copy a regular file to a new one, as a `copy_function` of shutil. Raises OSError, for a link or a FIFO too."""
+    with open_regular(source) as read, open_regular(target, "xb") as written:
+        shutil.copyfileobj(read, written)
+
+
 def copy_durably(source: Path, target: Path) -> None:
     """Copy to a temporary file, flush and rename it, so that `target` is complete or unchanged at any time.
 

@@ -286,7 +286,7 @@ def _checkpoint_errors(plan: Plan) -> Iterator[None]:
     """Translates the errors of `loading_weights` and `copy_stored`."""
     try:
         yield
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, ValueError, TypeError, OSError) as error:
         raise DoesNotFit(f"the checkpoint does not fit: {error}") from error
     except torch.OutOfMemoryError as error:
         raise SpaceError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -31,13 +30,14 @@ def from_json(kind: type[T], value: Any, name: str = "it") -> T:
 def check_fields(kind: type[Any], value: Any, name: str = "it") -> None:
     """Check the types of those fields of a JSON object that the dataclass `kind` has. Raises ValueError.
 
-    Another version may have written the object, so fields may be missing, and there may be others.
+    Another version may have written the object, so fields may be missing, and there may be others, in nested objects
+    too.
     """
     if not isinstance(value, dict):
         raise _wrong_type("a JSON object", value, name)
     for field, hint in _hints(kind).items():  # type: ignore[arg-type]  # mypy does not regard a type as hashable
         if field in value:
-            _convert(hint, value[field], f"{name}.{field}")
+            _convert(hint, value[field], f"{name}.{field}", is_exact=False)
 
 
 @functools.cache
@@ -46,24 +46,23 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _convert(kind: Any, value: Any, name: str) -> Any:
+def _convert(kind: Any, value: Any, name: str, is_exact: bool = True) -> Any:
+    """`is_exact`: whether objects have exactly the fields of their class, and literals one of the named values."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _to_dataclass(kind, value, name)
+        return _to_dataclass(kind, value, name) if is_exact else check_fields(kind, value, name)
     if origin in (Union, types.UnionType):
-        return _to_union(arguments, value, name)
+        return _to_union(arguments, value, name, is_exact)
     if origin is Literal:
-        if value not in arguments or isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r:.50}; it must be one of {', '.join(map(repr, arguments))}")
-        return value
+        return _to_literal(arguments, value, name, is_exact)
     if origin is tuple:
-        return _to_tuple(arguments, value, name)
+        return _to_tuple(arguments, value, name, is_exact)
     if origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise _wrong_type("a JSON object", value, name)
-        return {key: _convert(arguments[1], item, f"{name}.{key:.50}") for key, item in value.items()}
+        return {key: _convert(arguments[1], item, f"{name}.{key:.50}", is_exact) for key, item in value.items()}
     return _to_scalar(kind, value, name)
 
 
@@ -81,26 +80,31 @@ def _to_dataclass(kind: Any, value: Any, name: str) -> Any:
     return kind(**{field: _convert(hints[field], item, f"{name}.{field}") for field, item in value.items()})
 
 
-def _to_union(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
+def _to_union(kinds: tuple[Any, ...], value: Any, name: str, is_exact: bool) -> Any:
     problems = []
     for kind in kinds:
         try:
-            return _convert(kind, value, name)
+            return _convert(kind, value, name, is_exact)
         except ValueError as problem:
             problems.append(problem)
     raise problems[0]
 
 
-def _to_tuple(kinds: tuple[Any, ...], value: Any, name: str) -> tuple[Any, ...]:
+def _to_literal(values: tuple[Any, ...], value: Any, name: str, is_exact: bool) -> Any:
+    if type(value) not in map(type, values) or (is_exact and value not in values):
+        raise ValueError(f"{name} is {value!r:.50}; it must be one of {', '.join(map(repr, values))}")
+    return value
+
+
+def _to_tuple(kinds: tuple[Any, ...], value: Any, name: str, is_exact: bool) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise _wrong_type("a list", value, name)
     if kinds[1:] == (Ellipsis,):
-        return tuple(_convert(kinds[0], item, f"{name}[{index}]") for index, item in enumerate(value))
+        kinds = kinds[:1] * len(value)
     if len(value) != len(kinds):
         raise ValueError(f"{name} has {len(value)} elements instead of {len(kinds)}")
-    return tuple(
-        _convert(kind, item, f"{name}[{index}]") for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
-    )
+    numbered = enumerate(zip(kinds, value, strict=True))
+    return tuple(_convert(kind, item, f"{name}[{index}]", is_exact) for index, (kind, item) in numbered)
 
 
 def _to_scalar(kind: Any, value: Any, name: str) -> Any:
@@ -110,8 +114,7 @@ def _to_scalar(kind: Any, value: Any, name: str) -> Any:
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return value  # as JSON has it, so that equal documents give equal text
-    is_finite = kind is not float or not isinstance(value, float) or math.isfinite(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not is_finite:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise _wrong_type(f"of type {kind.__name__}", value, name)
     return value
 

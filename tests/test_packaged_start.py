@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import tcdeploy
 from tcdeploy import deployment as deployment_module
 from tcdeploy import packaged_start, pipeline, record_lookup
-from tcdeploy.cache.contents import FileRecord
+from tcdeploy.cache.contents import FileRecord, hash_files
 from tcdeploy.cache.folder import make_private_folder
 from tcdeploy.cache.manifest import manifest_path, read_manifest, read_manifests, write_manifest
 from tcdeploy.cache.staging import create_staging_folder
@@ -38,7 +38,7 @@ from tcdeploy.compiler.step_program import StepProgram, parse_step_program
 from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.step_costs import parse_step_costs
-from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, UsageError
+from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, TrustError, UsageError
 from tcdeploy.models import checkpoint_reader, executed_sources, weight_sources
 from tcdeploy.models import tokenizer as tokenizer_module
 from tcdeploy.models.checkpoint_reader import ReadTotal
@@ -50,7 +50,7 @@ from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress
 from tcdeploy.start import prepare
 from tcdeploy.start_factors import StartFactors
-from tcdeploy.start_record import SCHEMA, WITHOUT_TOKENIZER
+from tcdeploy.start_record import WITHOUT_TOKENIZER
 from tcdeploy.torch_compat.cuda_driver import DriverError
 from tests.conftest import PACKAGES, ROOT, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
 from tests.fork_server import HAS_GPU
@@ -332,6 +332,21 @@ def rewrite_records(folder: str, **changes: Any) -> None:
     """Replace values of all start records, which keep their names."""
     for path in Path(folder, "aot").glob("start-*.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    list_records(folder)
+
+
+def list_records(folder: str) -> None:
+    """Make the only manifest with records list those that the folder has now."""
+    for key, manifest in read_manifests(folder).items():
+        if any(is_record(file.path) for file in manifest.files):
+            others = [file for file in manifest.files if not is_record(file.path)]
+            paths = [path.relative_to(folder).as_posix() for path in Path(folder, "aot").glob("start-*.json")]
+            files = (*others, *hash_files(folder, paths))
+            write_manifest(manifest_path(folder, key), dataclasses.replace(manifest, files=files))
+
+
+def is_record(path: str) -> bool:
+    return path.startswith("aot/start-") and path.endswith(".json")
 
 
 def change_factors(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], files: dict[str, str]) -> None:
@@ -390,10 +405,12 @@ def test_of_several_records_one_of_these_versions_is_compared(own_cache: str, mo
     for name, changed in (("start-1-1.json", older), ("start-2-2.json", other_flags)):
         path.with_name(name).write_text(json.dumps({**values, "factors": changed}))
     path.unlink()
+    list_records(own_cache)
     named = "--buckets 64 (here 32), --context 64 (here no --context);"
     with pytest.raises(UsageError, match=re.escape(f"were made with {named}")):
         start_without_transformers(own_cache, monkeypatch)
     path.with_name("start-2-2.json").unlink()
+    list_records(own_cache)
     with pytest.raises(MismatchError, match=re.escape(f"were made with tcdeploy 0.1 (here {tcdeploy.__version__});")):
         start_without_transformers(own_cache, monkeypatch)
 
@@ -402,7 +419,9 @@ def test_a_record_without_factors_is_of_another_version(own_cache: str, monkeypa
     rewrite_records(own_cache, factors={"recipe": {}})
     with pytest.raises(MismatchError, match=r"aot/start-.* was written by another version of tcdeploy;"):
         start_without_transformers(own_cache, monkeypatch, buckets=(64,))
-    rewrite_records(own_cache, plan_key=1)  # not the key of a plan
+    for path in Path(own_cache, "aot").glob("start-*.json"):
+        path.write_text("[" * 200_000)
+    list_records(own_cache)
     with pytest.raises(UsageError, match="the cache folder has no start record of this model"):
         start_without_transformers(own_cache, monkeypatch, buckets=(64,))
 
@@ -654,12 +673,44 @@ def test_files_of_triton_that_cannot_be_restored_are_logged(
     assert bool(staging.deferred) == (damage == "a link"), "files that were not compared stay deferred"
 
 
-def test_a_record_that_cannot_be_read_is_not_used(own_cache: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"), [("[" * 200_000, "recursion"), ("{}", "is missing"), ("[]", "must be a JSON object")]
+)
+def test_a_listed_record_that_no_start_has_written_is_damage(own_cache: str, content: str, reason: str) -> None:
     [path] = Path(own_cache, "aot").glob("start-*.json")
-    path.write_text(path.read_text().replace(f'"schema": {SCHEMA}', '"schema": 0'))
+    path.write_text(content)
+    list_records(own_cache)
+    with pytest.raises(IntegrityError, match=rf"the start record aot/start-.* is invalid: .*{reason}"):
+        start(own_cache)
+
+
+def test_a_damaged_record_is_replaced_if_that_is_allowed(own_cache: str, caplog: pytest.LogCaptureFixture) -> None:
+    rewrite_records(own_cache, architecture=None)
+    recipe = dataclasses.replace(aot_recipe(own_cache), on_bad_cache="rebuild")
     with caplog.at_level(logging.WARNING):
-        assert start(own_cache) is None
-    assert "cannot be read" in caplog.text
+        assert packaged_start.start_from_packages(recipe, NullProgress()) is None
+    assert "architecture is None; it must be a JSON object" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["a copy", "nested", "a FIFO", "a device", "a link"])
+def test_a_newer_record_that_no_plan_lists_is_ignored(own_cache: str, form: str) -> None:
+    """A reader would wait for the FIFO, and the device has no end."""
+    [path] = Path(own_cache, "aot").glob("start-*.json")
+    newer = path.with_name(f"{path.name[:-21]}{'0' * 16}.json")
+    if form == "a FIFO":
+        os.mkfifo(newer)
+    elif form == "a device":
+        newer.symlink_to("/dev/zero")
+    elif form == "a link":
+        newer.symlink_to(path)
+    else:
+        newer.write_text("[" * 200_000 if form == "nested" else path.read_text().replace('"float32"', '"float33"'))
+    if newer.is_symlink():
+        with pytest.raises(TrustError, match="is a symbolic link"):
+            start(own_cache)
+        newer.unlink()
+    found = record_lookup.find_record(aot_recipe(own_cache), False, Path("no keys"))
+    assert found is not None and found.path == f"aot/{path.name}"
 
 
 def test_no_record_is_written_for_packages_that_call_ops_of_other_libraries(

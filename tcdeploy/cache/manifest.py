@@ -28,6 +28,7 @@ from tcdeploy.planning.environment import Difference, Environment, diff_mappings
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.regular_file import UnsafeFileError, open_regular, read_regular
+from tcdeploy.typed_json import check_fields, from_json
 
 SCHEMA_VERSION = 7
 MANIFESTS_DIR = "manifests"
@@ -351,9 +352,10 @@ def parse_manifest(text: str, path: Path) -> Manifest:
                 **document,
                 "origin": _read_origin(document["origin"]),
                 "buckets": tuple(_read_record(item) for item in document["buckets"]),
-                "files": tuple(FileRecord(**item) for item in document["files"]),
+                "files": tuple(from_json(FileRecord, item, "a file") for item in document["files"]),
             }
         )
+        _check_types(manifest)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _corruption_error(path, f"{type(error).__name__}: {error}") from error
     content = _with_fields_of(document, asdict(manifest))
@@ -372,6 +374,17 @@ def _with_fields_of(document: dict[str, Any], content: dict[str, Any]) -> dict[s
     return {
         name: value for name, value in {**content, "origin": origin, "buckets": buckets}.items() if name in document
     }
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Check what commands read of a manifest. Raises ValueError and KeyError."""
+    check_fields(Manifest, {**asdict(manifest), "buckets": [], "files": []}, "the manifest")
+    check_fields(Plan, manifest.plan, "the plan")
+    check_fields(Environment, manifest.environment, "the environment")
+    for name in ("key", "model", "compute_dtype", "mode"):
+        manifest.plan[name]
+    for record in manifest.buckets:
+        check_fields(BucketRecord, json.loads(json.dumps(asdict(record))), "a bucket")
 
 
 def _check_date(seconds: Any) -> None:

@@ -435,8 +435,8 @@ def remove_published_folders(staging: StagingFolder) -> None:
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:
     path = target / file.path
     temporary = path.with_name(f".{secrets.token_hex(8)}.copy")  # path.name may be too long for an additional suffix
-    with open_regular(temporary, "xb") as copy:
-        damage = read_checked(folder, file, copy.write)
+    with open_regular(temporary, "xb") as written:
+        damage = read_checked(folder, file, written.write)
     if damage is None:
         os.replace(temporary, path)
     else:

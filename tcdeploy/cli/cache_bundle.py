@@ -186,9 +186,11 @@ def _copy_plans(source: Path, folder: Path) -> None:
     no plan, and other processes remove them at any time. Precompiled headers are only used by starts that compile.
     """
     from tcdeploy.cache.stored_headers import HEADERS_DIR
+    from tcdeploy.durable import copy_regular
 
     try:
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".*", HEADERS_DIR), dirs_exist_ok=True)
+        ignored = shutil.ignore_patterns(".*", HEADERS_DIR)
+        shutil.copytree(source, folder, ignore=ignored, copy_function=copy_regular, dirs_exist_ok=True)
     except shutil.Error as error:
         path, _, reason = error.args[0][0]
         raise TcdeployError(

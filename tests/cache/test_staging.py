@@ -33,6 +33,7 @@ from tcdeploy.cache.staging import (
     take_over_finished_buckets,
 )
 from tcdeploy.cache.stored_headers import HEADERS_DIR
+from tcdeploy.cache.trust import check_ownership
 from tcdeploy.temporary_files import HOST
 
 FIRST, SECOND = "fxgraph/aa/first", "ab/second.so"
@@ -423,3 +424,91 @@ def test_finished_buckets_are_one_line_each(root: Path) -> None:
     [bucket] = read_journal(Path(folder.path))
     assert bucket == FinishedBucket("plan", (record(FIRST, b"program"),))
     assert json.loads(line) == {"plan": "plan", "files": [asdict(file) for file in bucket.files]}
+
+
+# A cache folder that other users can change
+
+
+OTHER_USER = 12004
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as several users")
+
+
+@pytest.fixture
+def shared_root(root: Path) -> Path:
+    root.chmod(0o777)
+    return root
+
+
+def test_what_was_compared_cannot_be_replaced_by_other_users(shared_root: Path) -> None:
+    """They could rename a staging folder in the cache folder, and put another one in its place."""
+    write(shared_root, FIRST)
+    started = create_staging_folder(str(shared_root), is_trusted=True)
+    check_ownership(started.path, must_exist=True)
+    assert not list(shared_root.glob(".start-*"))
+    assert started.fill(hash_files(shared_root, [FIRST])) == []
+    write(started.path, SECOND, b"new")
+    started.publish(hash_files(started.path, [FIRST, SECOND]), [])
+    assert (shared_root / SECOND).read_bytes() == b"new"
+    started.remove()
+    assert not Path(started.parent).exists()
+
+
+def test_a_worker_shares_the_private_folder_of_its_start(shared_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = create_staging_folder(str(shared_root), is_trusted=True)
+    monkeypatch.setattr(staging, "worker_parent", started.parent)
+    worker = create_staging_folder(str(shared_root), is_trusted=True)
+    assert worker.parent == started.parent and worker.path != started.path
+    worker.add_to_journal("plan", [write(worker.path, FIRST)])
+    copy_finished_buckets(started)
+    assert Path(started.path, FIRST).read_bytes() == b"program"
+    worker.remove()
+    assert Path(started.path).exists()
+    monkeypatch.setattr(staging, "worker_parent", None)
+    started.remove()
+
+
+def test_headers_are_not_shared_with_users_who_can_change_them(shared_root: Path) -> None:
+    make_header(shared_root)
+    started = create_staging_folder(str(shared_root), is_trusted=True)
+    started.link_headers()
+    assert not Path(started.headers_folder).exists()
+    started.remove()
+
+
+@needs_root
+def test_a_header_of_another_user_is_not_linked(root: Path) -> None:
+    """Its owner could change it after it was compared."""
+    compiled = make_header(root)
+    os.chown(compiled, OTHER_USER, OTHER_USER)
+    started = start(root)
+    started.link_headers()
+    assert not Path(started.headers_folder, compiled.name).exists()
+
+
+def make_header(root: Path) -> Path:
+    folder = root / HEADERS_DIR
+    folder.mkdir()
+    (folder / "x.h").write_text("int x;")
+    (folder / "x.h.gch").write_bytes(b"image")
+    records = [asdict(file) for file in hash_files(folder, ["x.h", "x.h.gch"])]
+    (folder / "x.h.gch.json").write_text(json.dumps(records))
+    return folder / "x.h.gch"
+
+
+def test_a_temporary_folder_that_other_users_can_change_is_reported(
+    shared_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a pod there is no other folder, so the start goes on."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o777)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    create_staging_folder(str(shared_root), is_trusted=True).remove()
+    assert f"other users can change {tmp_path / 'tmp'}" in caplog.text
+
+
+@pytest.mark.parametrize("name", [JOURNAL, LOCK])
+def test_a_fifo_in_a_staging_folder_does_not_stop_a_start(root: Path, name: str) -> None:
+    killed = root / ".start-killed"
+    killed.mkdir()
+    os.mkfifo(killed / name)
+    assert read_journal(killed) == [] and take_over_finished_buckets(start(root), "plan").num_entries == 0

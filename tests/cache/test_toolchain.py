@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tcdeploy.cache import toolchain
-from tcdeploy.cache.manifest import Manifest, read_manifest
+from tcdeploy.cache.manifest import Manifest, read_manifest, write_manifest
+from tests.bundle.fake_caches import manifest_for, path_of
 from tests.conftest import TINY, RunCLI, cli_environment, remove_headers
 
 pytestmark = pytest.mark.usefixtures("without_speedups")
@@ -230,6 +231,7 @@ def test_output_with_shell_characters_is_replayed_unchanged(tmp_path: Path, empt
     document = {query: [odd + query, query + odd] for query in toolchain.COMPILER_QUERIES}
     (tmp_path / toolchain.TOOLCHAIN_DIR).mkdir()
     (tmp_path / toolchain.TOOLCHAIN_DIR / "odd.json").write_text(json.dumps(document))
+    list_toolchains(tmp_path)
     *outputs, _, _ = query_stub(tmp_path, empty_path)
     assert outputs == [[0, *document[query]] for query in toolchain.COMPILER_QUERIES]
 
@@ -240,9 +242,18 @@ def test_the_output_is_stored_once_and_names_the_compiler_as_the_environment_doe
     if toolchain.is_compiler_missing():
         pytest.skip("needs a C++ compiler")
     names = {toolchain.save_toolchain(tmp_path) for _ in range(2)}
+    assert names == files_in(tmp_path) and toolchain.load_toolchains(tmp_path) == [], "no plan lists it yet"
+    list_toolchains(tmp_path)
     [recorded] = toolchain.load_toolchains(tmp_path)
-    assert names == {recorded.path} == files_in(tmp_path)
+    assert names == {recorded.path}
     assert recorded.version == detect_environment().compiler != ""
+
+
+def list_toolchains(folder: Path) -> None:
+    """Write the manifest of a plan that lists all recorded compilers."""
+    paths = sorted(folder.glob(f"{toolchain.TOOLCHAIN_DIR}/*.json"))
+    manifest = manifest_for(folder, [path.relative_to(folder).as_posix() for path in paths if path.is_file()])
+    write_manifest(path_of(folder, manifest), manifest)
 
 
 def test_nothing_is_stored_without_g_plus_plus(
@@ -265,6 +276,10 @@ def test_a_file_without_compiler_output_is_skipped(tmp_path: Path) -> None:
     (folder / "folder.json").mkdir()
     (folder / "latin.json").write_bytes(b'{"\xe9": 1}')
     (folder / "three.json").write_text(json.dumps({**whole, "-v": ["a", "b", "c"]}))
+    (folder / "nested.json").write_text("[" * 200_000)
+    (folder / "numbers.json").write_text(json.dumps({query: [1, 2] for query in toolchain.COMPILER_QUERIES}))
     (folder / "whole.json").write_text(json.dumps(whole))
+    list_toolchains(tmp_path)
+    os.mkfifo(folder / "fifo.json")
     assert [item.path for item in toolchain.load_toolchains(tmp_path)] == ["toolchain/whole.json"]
     assert toolchain.load_toolchains(tmp_path / "none") == []
