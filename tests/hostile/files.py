@@ -56,7 +56,6 @@ from tcdeploy.server.missed_shapes import MissedShapes, read_missed_shapes
 from tcdeploy.start_factors import StartFactors
 from tcdeploy.start_record import WITHOUT_TOKENIZER, StartRecord, find_records, to_json
 from tests.bundle.fake_caches import as_installed, key_of, make_small
-from tests.hostile.configs import VALUES
 from tests.machines import LLAMA_8B, make_recipe
 
 DEFAULT_COUNT = 6000
@@ -69,7 +68,10 @@ RECIPE = make_recipe(context=4096, buckets=(32,), batch_sizes=(1,))
 FACTORS = StartFactors({"model": RECIPE.model}, {"torch": "2.13"}, "a" * 64, {"config.json": "b" * 64})
 FORMS = ("link", "link to /dev/zero", "hard link", "fifo", "device", "socket", "foreign owner", "huge", "folder")
 ROOT_FORMS = ("device", "foreign owner")  # only root can make these
-JSON_VALUES: list[Any] = [*(value for value in VALUES if value == value), 2**63, "\ud800", [["x", 1]], {"schema": 7}]
+JSON_VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, -(2**40), 0.0, 0.5, -1.5, 1e300, float("inf"), "", "x", "\ud800",
+    "../../etc/passwd", "a" * 5000, [], [1], ["x"], [None] * 9, {}, {"x": 1}, {"": []}, [[[]]], [{}], [["x", 1]],
+]  # fmt: skip
 
 
 class Target:
