@@ -157,7 +157,7 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
         return [folder / name for name in sorted(names) if Path(name).name == name]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 

@@ -119,7 +119,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # an invalid date raises ValueError
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UsageError(f"{path} cannot be read: {reason}", "FILE is a YAML file with the models to deploy") from error
     models = content.get("models") if isinstance(content, dict) else None

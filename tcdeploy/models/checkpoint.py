@@ -272,7 +272,7 @@ def _path_of(name: str, model: str, revision: str | None, folder: Path | None) -
 def _adapter_error(model: str, folder: Path | None, remedy: str = "") -> UnsupportedModelError:
     """`folder` contains the adapter's config, if it is known. `remedy` ends the hint."""
     base = ""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         name = json.loads((folder / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path") if folder else None
         base = f" for {name}" if name else ""
     return UnsupportedModelError(

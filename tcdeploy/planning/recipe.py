@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -183,7 +184,7 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: Path) -> dict[str, Any]:
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (OSError, ValueError, yaml.YAMLError) as error:  # an invalid date raises ValueError
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # an invalid date raises ValueError
         raise RecipeError(
             f"recipe {path} cannot be read: {error}", "a recipe is a YAML mapping of keys to values"
         ) from error
@@ -244,12 +245,14 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
-            raise RecipeError(f"{source}: {key} is {value!r}{_suggestion(str(value), choices)}", f"one of {choices}")
+            suggestion = _suggestion(value, choices) if isinstance(value, str) else ""
+            raise RecipeError(f"{source}: {key} is {_SHORT.repr(value)}{suggestion}", f"one of {choices}")
         return value
     try:
         return _PARSERS[kind](value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RecipeError(f"{source}: {key} is {value!r}, which is not {_TYPE_NAMES[kind]}", _help_text(key)) from error
+        text = _SHORT.repr(value)
+        raise RecipeError(f"{source}: {key} is {text}, which is not {_TYPE_NAMES[kind]}", _help_text(key)) from error
 
 
 def field_type(hint: Any) -> Any:
@@ -308,6 +311,11 @@ _TYPE_NAMES: dict[Any, str] = {
     float: "a number",
     str: "text",
 }
+
+
+# A few lines of YAML with anchors give a value whose whole text would fill the memory.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
 
 
 def _suggestion(word: str, known: typing.Iterable[str]) -> str:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tcdeploy.errors import RecipeError
-from tcdeploy.planning.recipe import Recipe, build_recipe, field_type, find_recipe, recipe_names
+from tcdeploy.planning.recipe import Recipe, build_recipe, field_type, find_recipe, read_recipe, recipe_names
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -361,3 +361,20 @@ def test_a_renamed_key_is_accepted_with_a_warning(tmp_path: Path, caplog: pytest
 def test_a_renamed_key_does_not_override_its_new_name() -> None:
     old_and_new = {"model": "m", "max_consecutive_prefills": 5, "prefill_burst": 2}
     assert build_recipe(old_and_new, environ={}).max_consecutive_prefills == 5
+
+
+@pytest.mark.parametrize("key", ["model", "buckets", "device", "tune_seconds", "trust_remote_code"])
+def test_a_value_of_anchors_that_would_fill_the_memory_is_named_in_short(tmp_path: Path, key: str) -> None:
+    """Ten lists, each with nine references to the one before it."""
+    lists = ["  - &a0 [x, x, x, x, x, x, x, x, x]"]
+    lists += [f"  - &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]" for number in range(1, 10)]
+    (tmp_path / "recipe.yaml").write_text(f"{key}:\n" + "\n".join(lists))
+    with pytest.raises(RecipeError) as refused:
+        build_recipe(read_recipe(tmp_path / "recipe.yaml"), environ={})
+    assert key in refused.value.message and len(refused.value.message) < 1000
+
+
+def test_a_recipe_that_is_nested_too_deeply_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("{a: " * 5000)
+    with pytest.raises(RecipeError, match="cannot be read: maximum recursion depth"):
+        read_recipe(tmp_path / "recipe.yaml")
