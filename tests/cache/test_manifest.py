@@ -201,7 +201,8 @@ def test_every_flipped_bit_is_found(path: Path) -> None:
     tokens = GreedyTokens("0f", (7,), (-1e-07,))
     record = replace(RECORD, eager_greedy_tokens=tokens, greedy_tokens=tokens, trials=RECORD.trials[1:])
     files = (FileRecord("ab/x", 1234, "2c"),)
-    small = Manifest({"key": "k"}, {}, Origin({}, {}, {"a.py": "s"}, {}), {"load": 0.5}, (record,), files)
+    plan = {"key": "k", "model": "m", "compute_dtype": "d", "mode": "default"}
+    small = Manifest(plan, {}, Origin({}, {}, {"a.py": "s"}, {}), {"load": 0.5}, (record,), files)
     write_manifest(path, small)
     whole = path.read_bytes()
     with open(path, "r+b", buffering=0) as file:  # written in place: to truncate the file takes longer than to read it
