@@ -17,6 +17,7 @@ from tcdeploy.errors import Interrupted, UsageError
 from tcdeploy.planning.extras import require_extra
 
 if TYPE_CHECKING:
+    from tcdeploy.scale.ray_cluster import Deployed
     from tcdeploy.scale.ray_config import ModelEntry
 
 ENTRY_HINT = "an entry is, for example: {serve: 'builtin:tiny --device cpu', num_replicas: 2}"
@@ -69,44 +70,53 @@ def deploy(
 
 
 def _run(serve_file: dict[str, Any], address: str | None, timeout: float, json: bool) -> None:
+    from tcdeploy.scale import ray_cluster
+
+    with ray_cluster.connection(address) as logs:
+        signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set a handler of its own
+        try:
+            if lacking := ray_cluster.lacking_resources(serve_file):
+                if not address:
+                    raise UsageError(
+                        lacking, "use a larger machine or a cluster, or set ray_actor_options of the models"
+                    )
+                print(f"warning: {lacking}; waiting until nodes join", file=sys.stderr)
+            deployed = ray_cluster.deploy_applications(serve_file, timeout, logs)
+        except KeyboardInterrupt:
+            hint = "models of this file may be left on the cluster: see `serve status`" if address else ""
+            raise Interrupted("interrupted", hint) from None
+        try:
+            _report(deployed, json)
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):  # until the models are removed
+                signal.signal(number, signal.SIG_IGN)
+            ray_cluster.remove_applications([item.name for item in deployed])
+
+
+def _report(deployed: list[Deployed], json: bool) -> None:
     from tcdeploy.cli import display
     from tcdeploy.cli.tables import Column, Table
     from tcdeploy.scale import ray_cluster
     from tcdeploy.scale.ray_config import INGRESS
 
-    ray_cluster.connect(address)
-    signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set a handler of its own
-    try:
-        if lacking := ray_cluster.lacking_resources(serve_file):
-            if not address:
-                raise UsageError(lacking, "use a larger machine or a cluster, or set ray_actor_options of the models")
-            print(f"warning: {lacking}; waiting until nodes join", file=sys.stderr)
-        deployed = ray_cluster.deploy_applications(serve_file, timeout)
-    except KeyboardInterrupt:
-        raise Interrupted("interrupted", "models of this file may be left on the cluster: see `serve status`") from None
-    try:
-        metrics_urls = ray_cluster.metrics_urls()
-        models = [item for item in deployed if item.name != INGRESS]
-        ingress_url = next((item.url for item in deployed if item.name == INGRESS), None)
-        if json:
-            document = {"models": [item._asdict() for item in models], "ingress_url": ingress_url}
-            print(display.json_document("deploy", **document, metrics_urls=metrics_urls))
-        else:
-            columns = (Column("model", "name"), Column("URL", "name"), Column("seconds", "number"))
-            rows = [(item.name, f"{item.url}/v1", f"{item.seconds:.1f}") for item in models]
-            display.show_table(Table(columns, rows))
-            if ingress_url:
-                print(f"all models: {ingress_url}/v1")
-            if len(metrics_urls) == 1:  # the nodes of a cluster are found by Ray's service discovery
-                print(f"metrics of all replicas: {metrics_urls[0]}")
-        sys.stdout.flush()
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):  # until the models are removed
-            signal.signal(number, signal.SIG_IGN)
-        ray_cluster.remove_applications([item.name for item in deployed])
+    metrics_urls = ray_cluster.metrics_urls()
+    models = [item for item in deployed if item.name != INGRESS]
+    ingress_url = next((item.url for item in deployed if item.name == INGRESS), None)
+    if json:
+        document = {"models": [item._asdict() for item in models], "ingress_url": ingress_url}
+        print(display.json_document("deploy", **document, metrics_urls=metrics_urls))
+    else:
+        columns = (Column("model", "name"), Column("URL", "name"), Column("seconds", "number"))
+        rows = [(item.name, f"{item.url}/v1", f"{item.seconds:.1f}") for item in models]
+        display.show_table(Table(columns, rows))
+        if ingress_url:
+            print(f"all models: {ingress_url}/v1")
+        if len(metrics_urls) == 1:  # the nodes of a cluster are found by Ray's service discovery
+            print(f"metrics of all replicas: {metrics_urls[0]}")
+    sys.stdout.flush()
 
 
 def _interrupt(*_: object) -> None:

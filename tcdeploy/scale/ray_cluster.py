@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -33,13 +36,15 @@ from tcdeploy.scale.ray_config import (
     proxy_url,
     url_host,
 )
+from tcdeploy.scale.ray_session import ADDRESS_VARIABLE, own_cluster, private_session, warn_of_shared_token
 from tcdeploy.scale.replica import start_error
 
 POLL_S = 0.2
 REMOVAL_TIMEOUT_S = 300
 CONNECT_TIMEOUT_S = 5
 LAST_LINES = 3  # of a replica's error that are shown
-LOGS_HINT = "the logs of its replicas are in /tmp/ray/session_latest/logs/serve on their machines"
+CLUSTER_LOGS = "/tmp/ray/session_latest/logs/serve"  # of replicas, unless the cluster has another folder
+LOGS_HINT = "the logs of its replicas are in {} on their machines"
 PROXY_HINT = (
     "http_options.port, and with HAProxy the ports of RAY_SERVE_HAPROXY_METRICS_PORT (9101) and "
     "RAY_SERVE_HAPROXY_STATS_PORT (8404), must be free"
@@ -57,19 +62,35 @@ class Deployed(NamedTuple):
     seconds: float  # from the deployment to the first running replica
 
 
-def connect(address: str | None) -> None:
+@contextlib.contextmanager
+def connection(address: str | None) -> Iterator[str]:
     """Connect to the cluster at `address` ("auto": the one on this machine), or start Ray on this machine.
 
-    Raises UsageError if there is no cluster at `address`.
+    Yields the folder of the replicas' logs, on their machines. The Ray that was started ends with the block. Raises
+    UsageError if there is no cluster at `address`, and TrustError if other users could run code in Ray, or it in this
+    process.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with contextlib.ExitStack() as stack:
+        folder = None if address else stack.enter_context(private_session())
+        _initialize(address, folder)
+        stack.callback(ray.shutdown)
+        yield str(folder / "session_latest/logs/serve") if folder else CLUSTER_LOGS
+
+
+def _initialize(address: str | None, folder: Path | None) -> None:
+    """`folder`: for the sessions of the Ray that is started."""
+    options: dict[str, Any] = {"address": address}
+    if folder is not None:
+        options = {"address": "local", "_temp_dir": str(folder), "include_dashboard": False}
+    else:
+        warn_of_shared_token()
+    if address == "auto" and not os.environ.get(ADDRESS_VARIABLE):
+        os.environ[ADDRESS_VARIABLE] = own_cluster()  # Ray would also take a process of another user
     try:
         if match := re.fullmatch(r"([^:/]+):(\d+)", address or ""):  # Ray would try for minutes
             socket.create_connection((match[1], int(match[2])), CONNECT_TIMEOUT_S).close()
-        ray.init(
-            address=address or "local", include_dashboard=None if address else False, log_to_driver=False,
-            logging_level=logging.ERROR,
-        )  # fmt: skip
+        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, OverflowError) as error:  # ConnectionError of Ray included
         raise UsageError(
             f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}",
@@ -117,8 +138,10 @@ def _check_fields(config: Mapping[str, Any], schema: type[BaseModel]) -> None:
         raise UsageError(f"Ray Serve has no field {unknown[0]} in {schema.__name__}", FIELDS_HINT)
 
 
-def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deployed]:
+def deploy_applications(config: Mapping[str, Any], timeout: float, logs: str = CLUSTER_LOGS) -> list[Deployed]:
     """Deploy the applications, and wait at most `timeout` seconds until each is running.
+
+    `logs`: the folder that `connection` yields.
 
     If one fails, those that did not exist before are removed. Raises the error of the replica, ThresholdError
     after the time, and UsageError if the proxy cannot start.
@@ -140,14 +163,14 @@ def deploy_applications(config: Mapping[str, Any], timeout: float) -> list[Deplo
         while len(seconds) < len(schemas):
             statuses = serve.status().applications
             for schema in schemas:
-                _raise_if_failed(schema.name, statuses[schema.name])
+                _raise_if_failed(schema.name, statuses[schema.name], logs)
                 if statuses[schema.name].status == ApplicationStatus.RUNNING and schema.name not in seconds:
                     seconds[schema.name] = time.monotonic() - start
             waiting = [schema.name for schema in schemas if schema.name not in seconds]
             if waiting and time.monotonic() - start > timeout:
                 reason = _deployment_message(statuses[waiting[0]]) or "no replica has started"
                 message = f"{waiting[0]} is not running after {timeout:g} s: {reason}"
-                raise ThresholdError(message, f"--timeout allows more time; {LOGS_HINT}")
+                raise ThresholdError(message, f"--timeout allows more time; {LOGS_HINT.format(logs)}")
             if waiting:
                 time.sleep(POLL_S)
     except BaseException:
@@ -204,7 +227,7 @@ def _target(schema: ServeApplicationSchema) -> serve.RunTarget:
     return serve.RunTarget(application, name=schema.name, route_prefix=schema.route_prefix)
 
 
-def _raise_if_failed(name: str, status: Any) -> None:
+def _raise_if_failed(name: str, status: Any, logs: str) -> None:
     """Raise the error of a replica's start, or ModelError with what Ray says."""
     if status.status not in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
         return
@@ -213,7 +236,7 @@ def _raise_if_failed(name: str, status: Any) -> None:
     if cause is not None:
         raise type(cause)(f"{name} cannot be served: {cause.message}", cause.hint)
     last_lines = " ".join(line.strip() for line in message.splitlines()[-LAST_LINES:])
-    raise ModelError(f"{name} cannot be served: {last_lines}", LOGS_HINT)
+    raise ModelError(f"{name} cannot be served: {last_lines}", LOGS_HINT.format(logs))
 
 
 def _deployment_message(status: Any) -> str:

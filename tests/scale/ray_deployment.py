@@ -38,6 +38,7 @@ class RayDeployment:
     models: list[dict[str, Any]]  # as `--json` reports them
     ingress_url: str
     metrics_url: str
+    home: Path
 
     def client(self, number: int | None = 0) -> openai.OpenAI:
         """`number`: of the model; None: the ingress."""
@@ -98,8 +99,9 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
         folder, RAY_USAGE_STATS_ENABLED="0", RAY_metrics_report_interval_ms=str(REPORT_INTERVAL_MS), **ports
     )
     process = subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        umask=0o022,
+    )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
     stderr: list[str] = []
     threading.Thread(target=lambda: stderr.extend(process.stderr or ()), daemon=True).start()
@@ -115,7 +117,7 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
         timer.cancel()
         report = json.loads(document)
         [metrics_url] = report["metrics_urls"]
-        yield RayDeployment(process, report["models"], report["ingress_url"], metrics_url)
+        yield RayDeployment(process, report["models"], report["ingress_url"], metrics_url, folder)
         below = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(180) == 0, "".join(stderr)

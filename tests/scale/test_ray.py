@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from tcdeploy.cache.signing import generate_key, trust
 from tcdeploy.scale.ray_config import PREFIX_ROUTER
 from tests.conftest import TINY, RunCLI
 from tests.deploy.refused_bundles import move_to_another_environment
+from tests.hostile.ray_users import attack, find_target, make_folders
 from tests.ports import free_port
 from tests.scale.ray_deployment import (
     MESSAGES,
@@ -48,13 +51,14 @@ def packages(filled_packages: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory, packages: Path) -> Iterator[RayDeployment]:
+def deployment(packages: Path) -> Iterator[RayDeployment]:
     """Two models: `tiny` has one or two replicas, `other` has two, which Ray's prefix-aware request router chooses."""
     models = [
         model_entry(packages, "tiny", autoscaling_config=AUTOSCALING, health_check_period_s=1),
         model_entry(packages, "other", num_replicas=2, request_router_config={"request_router_class": PREFIX_ROUTER}),
     ]
-    with ray_deployment(tmp_path_factory.mktemp("ray"), models) as deployed:
+    # Other users can enter the folder, unlike those of pytest.
+    with tempfile.TemporaryDirectory() as folder, ray_deployment(make_folders(Path(folder)), models) as deployed:
         yield deployed
 
 
@@ -68,6 +72,14 @@ def test_the_openai_client_reaches_each_model_below_its_own_path(deployment: Ray
             )
             chunks = [chunk.choices[0].delta.content or "" for chunk in stream]
             assert "".join(chunks) == chat.choices[0].message.content and len(chunks) > 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as several users")
+def test_another_user_gets_neither_the_token_nor_a_file_a_socket_or_a_procedure(deployment: RayDeployment) -> None:
+    """Of the Ray that the command has started. `scripts/attack ray_users` attacks thousands of times."""
+    target = find_target(deployment)
+    assert len(target.sockets) >= 3 and len(target.ports) > 10 and len(target.files) > 30, target
+    assert attack(random.Random(23), 120, target) == []
 
 
 def test_errors_have_the_form_of_the_server_s_own(deployment: RayDeployment) -> None:
