@@ -8,7 +8,9 @@ is not fetched again.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from tcdeploy.cache.integrity import discard_if_damaged
 from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest
 from tcdeploy.cache.provenance import SigningPolicy, check_manifests
 from tcdeploy.cache.signing import TrustedKey
-from tcdeploy.errors import MismatchError, TrustError
+from tcdeploy.errors import MismatchError, TcdeployError, TrustError
 from tcdeploy.planned_deployment import PlannedDeployment
 from tcdeploy.planning.environment import Difference
 from tcdeploy.planning.plan import Plan
@@ -70,12 +72,24 @@ def fetch(
         path = Path(address.host_and_path)
         if address.scheme not in LOCAL_SCHEMES or parse_bundle_name(path.name):
             path = pull(address.url, Path(work_dir, "bundle.tcb"))
-        header = open_bundle(path, trusted_keys, allow_unsigned).header
-        _check_compatible(planned, header.manifest, address.redacted)
-        unpacked = unpack(
-            path, Path(plan.cache_dir), trusted_keys, allow_unsigned, allow_rollback, recipe.trust_cache_dir
-        )
+        with _named(path, address.redacted):
+            header = open_bundle(path, trusted_keys, allow_unsigned).header
+            _check_compatible(planned, header.manifest, address.redacted)
+            unpacked = unpack(
+                path, Path(plan.cache_dir), trusted_keys, allow_unsigned, allow_rollback, recipe.trust_cache_dir
+            )
     return FetchResult(header.plan_key, address.redacted, unpacked.bytes, unpacked.signer, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def _named(path: Path, name: str) -> Iterator[None]:
+    """Let errors in the block name a temporary file by what it is a copy of."""
+    try:
+        yield
+    except TcdeployError as error:
+        error.message, error.hint = (text.replace(str(path), name) for text in (error.message, error.hint))
+        error.args = (error.message,)
+        raise
 
 
 def _needs_refetch(plan: Plan, recipe: Recipe, trusted_keys: Path) -> bool:
@@ -133,5 +147,7 @@ def _check_compatible(planned: PlannedDeployment, cached: Manifest, name: str) -
 def pack_and_push(cache_dir: str, plan_key: str, destination: str, secret_key: Path | None = None) -> PushResult:
     """Pack a plan of a cache folder, sign it if `secret_key` is given, and push it."""
     with temporary_folder("push") as work_dir:
-        packed = warm_start_and_pack(Path(cache_dir), plan_key, Path(work_dir, "bundle.tcb"), secret_key)
-        return push(packed.path, destination, plan_key)
+        path = Path(work_dir, "bundle.tcb")
+        with _named(path, f"of plan {plan_key}"):
+            packed = warm_start_and_pack(Path(cache_dir), plan_key, path, secret_key)
+            return push(packed.path, destination, plan_key)

@@ -70,6 +70,8 @@ def _without_run_timings(record: BucketRecord) -> BucketRecord:
         graph_memory_bytes=None,
         eager_ms=None,
         compiled_ms=None,
+        eager_spread_ms=None,
+        compiled_spread_ms=None,
     )
 
 

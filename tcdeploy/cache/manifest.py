@@ -116,6 +116,8 @@ class BucketRecord:
     cold_seconds: float | None = None  # compile_seconds of the process that missed
     eager_ms: float | None = None
     compiled_ms: float | None = None
+    eager_spread_ms: float | None = None  # half of the range of several measurements
+    compiled_spread_ms: float | None = None
     kernels_timed: int = 0  # Triton configs that torch timed in this run
     # By Triton or a C++ compiler during this bucket's warm-up, trials and checks included. Kernels that threads have
     # compiled before (torch_compat/parallel_kernels.py) do not count.

@@ -16,6 +16,7 @@ import typer
 
 from tcdeploy.cli.deprecated import replace_renamed_flags
 from tcdeploy.cli.docstrings import restore_docstring
+from tcdeploy.cli.foreign_errors import PARSER_ERROR, is_help, parser_error, variable_error
 from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.process import configure_process
 from tcdeploy.cli.text_input import check_encoding
@@ -80,24 +81,37 @@ def root(
 
 
 def main() -> None:
-    """Run the CLI. typer exits the process on success, and with code 2 on a parser error."""
+    """Run the CLI, and exit the process."""
     configure_process()
     if sys.flags.optimize >= WITHOUT_DOCSTRINGS:
         restore_docstring(root)
     sys.argv[1:] = replace_renamed_flags(sys.argv[1:])
     try:
         check_encoding(sys.argv[1:], os.environ)
-        try:
-            app(prog_name=PROGRAM)
-        except SystemExit:
-            sys.stdout.flush()
-            raise
+        sys.exit(_run())
     except TcdeployError as error:
         if not isinstance(error, BrokenPipe):
             _print_error(error.message, error.hint)
         with contextlib.suppress(TcdeployError):  # a flush that fails at exit would print a traceback
             sys.stdout.flush()
         sys.exit(error.exit_code)
+
+
+def _run() -> int:
+    """Run the command; returns the exit code. Raises TcdeployError also for errors of the parser and of variables."""
+    try:
+        status = app(prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
+    except PARSER_ERROR as error:
+        if is_help(error):
+            error.show()
+            return int(error.exit_code)
+        raise parser_error(error) from error
+    except Exception as error:
+        if translated := variable_error(error, os.environ):
+            raise translated from error
+        raise
+    return status if isinstance(status, int) else 0
 
 
 def _print_error(message: str, hint: str) -> None:

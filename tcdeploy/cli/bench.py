@@ -37,7 +37,7 @@ from tcdeploy.cli.budget import enforce_budget, parse_budget
 from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import AllowUnsigned
-from tcdeploy.cli.report_options import Json
+from tcdeploy.cli.report_options import Json, warn_if_busy
 from tcdeploy.planning.extras import require_compile_extra
 from tcdeploy.planning.recipe import Recipe
 
@@ -59,6 +59,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Measure MODEL against the limits of this machine and against baselines, or any server.",
 )
+app.callback()(warn_if_busy)
 
 
 @recipe_command

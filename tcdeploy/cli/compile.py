@@ -10,7 +10,7 @@ import typer
 
 from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
-from tcdeploy.cli.report_options import DryRun, Json
+from tcdeploy.cli.report_options import DryRun, Json, warn_if_busy
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 
@@ -34,6 +34,8 @@ def compile_model(
     if explain_breaks:
         show_breaks(recipe, json)
         return
+    if not dry_run:
+        warn_if_busy()
     with display.show_progress() as progress:
         from tcdeploy import pipeline
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tcdeploy.cli.options import recipe_command
-from tcdeploy.cli.report_options import Json
+from tcdeploy.cli.report_options import Json, warn_if_busy
 from tcdeploy.errors import ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
@@ -48,6 +48,8 @@ def explain(
 
     if kernels and not measure:
         raise UsageError("--kernels excludes --no-measure", "remove --no-measure; --kernels profiles compiled steps")
+    if measure:
+        warn_if_busy()
     explanation, written = run_explanation(recipe, measure, kernels, trace)
     show_explanation(explanation, written, json)
     findings = len(explanation.findings)

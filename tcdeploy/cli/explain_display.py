@@ -155,8 +155,8 @@ def payoff_table(payoff: Payoff) -> Table:
 def _payoff_row(bucket: BucketPayoff) -> tuple[str, ...]:
     return (
         bucket.bucket,
-        f"{bucket.uncompiled_ms:.2f}",
-        f"{bucket.compiled_ms:.2f}",
+        f"{bucket.uncompiled_ms:.2f} ± {bucket.uncompiled_spread_ms:.2f}",
+        f"{bucket.compiled_ms:.2f} ± {bucket.compiled_spread_ms:.2f}",
         f"{bucket.uncompiled_ms - bucket.compiled_ms:.2f}",
         _seconds(bucket.cold_seconds),
         _seconds(bucket.warm_seconds),
@@ -170,6 +170,8 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _tokens(bucket: BucketPayoff, seconds: float | None, tokens: int | None) -> str:
+    if not bucket.is_conclusive:
+        return "inconclusive"
     if bucket.saved_ms <= 0:
         return "never"
     return NO_VALUE if seconds is None or tokens is None else f"{tokens:,}"
@@ -182,8 +184,9 @@ def _show_payoff(explanation: Explanation) -> None:
         return
     show_table(payoff_table(payoff))
     show_sentence(
-        "ms: of a full step; uncompiled: the same step without torch.compile and CUDA graphs; cold: seconds to compile "
-        "with an empty cache folder; warm: seconds to load from it; both with the capture of CUDA graphs"
+        "ms: of a full step, ± half of the range of three measurements; uncompiled: the same step without "
+        "torch.compile and CUDA graphs; cold: seconds to compile with an empty cache folder; warm: seconds to load "
+        "from it; both with the capture of CUDA graphs"
     )
     for sentence in verdict(payoff.request):
         show_sentence(sentence)
@@ -196,6 +199,13 @@ def verdict(request: RequestPayoff) -> list[str]:
         f"{what}: {request.uncompiled_seconds:.2f} s uncompiled ({request.uncompiled_token_ms:.2f} ms per output "
         f"token), {request.compiled_seconds:.2f} s compiled ({request.compiled_token_ms:.2f} ms)"
     )
+    if not request.is_conclusive:
+        return [
+            times,
+            f"inconclusive: the difference of {abs(request.uncompiled_seconds - request.compiled_seconds):.2f} s is "
+            f"within the spread of repeated measurements (± {request.uncompiled_spread_seconds:.2f} s uncompiled, "
+            f"± {request.compiled_spread_seconds:.2f} s compiled); run the command again on an idle machine",
+        ]
     if not request.pays:
         return [
             times,
@@ -280,6 +290,7 @@ def _payoff_document(payoff: Payoff) -> dict[str, Any]:
     buckets = [
         {
             **dataclasses.asdict(bucket),
+            "is_conclusive": bucket.is_conclusive,
             "saved_ms": bucket.saved_ms,
             "break_even_tokens_cold": bucket.break_even_tokens_cold,
             "break_even_tokens_warm": bucket.break_even_tokens_warm,
@@ -291,6 +302,7 @@ def _payoff_document(payoff: Payoff) -> dict[str, Any]:
         "buckets": buckets,
         "request": {
             **dataclasses.asdict(request),
+            "is_conclusive": request.is_conclusive,
             "pays": request.pays,
             "break_even_requests_cold": request.break_even_requests_cold,
             "break_even_requests_warm": request.break_even_requests_warm,

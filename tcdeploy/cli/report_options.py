@@ -6,9 +6,18 @@ A command prints tables and sentences, and with `--json` one JSON document inste
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
+from tcdeploy.planning.host import cpu_contention
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit")]
+
+
+def warn_if_busy() -> None:
+    """Warn that the timings of this command are not reliable now. Call it before the command computes."""
+    if reason := cpu_contention():
+        print(f"warning: {reason}; timings are not reliable on a busy machine", file=sys.stderr)

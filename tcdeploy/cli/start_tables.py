@@ -68,7 +68,7 @@ def _compile_row(record: BucketRecord) -> Sequence[str]:
         str(record.programs),
         f"{record.eager_ms:.2f}",
         f"{record.compiled_ms:.2f}",
-        f"{record.eager_ms / record.compiled_ms:.2f}x",
+        _speed_up(record),
         *_parity_cells(record.parity),
         str(record.graph_breaks),
         f"{record.peak_memory_bytes / 2**30:.2f} GiB",
@@ -98,3 +98,12 @@ def _parity_cells(parity: Parity) -> Sequence[str]:
         f"{parity.kl:.1e}",
         f"{parity.eager_kl:.1e}",
     )
+
+
+def _speed_up(record: BucketRecord) -> str:
+    """As a factor, unless it is within the spread of the measurements."""
+    assert record.eager_ms is not None and record.compiled_ms is not None
+    spread = (record.eager_spread_ms or 0.0) + (record.compiled_spread_ms or 0.0)
+    if spread and abs(record.eager_ms - record.compiled_ms) <= spread:
+        return "inconclusive"
+    return f"{record.eager_ms / record.compiled_ms:.2f}x"

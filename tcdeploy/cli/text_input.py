@@ -5,6 +5,8 @@ Python decodes bad bytes as lone surrogates, which tokenizers, JSON and HTTP rej
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
@@ -35,8 +37,22 @@ def _check(source: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        if _is_utf8(os.fsencode(text)):
+            raise UsageError(
+                f"{source} has characters outside of ASCII, and Python reads arguments and paths as "
+                f"{sys.getfilesystemencoding()} here, because of the locale",
+                "set PYTHONUTF8=1, or LC_ALL=C.UTF-8",
+            ) from None
         bad = text[error.start].encode(errors="surrogateescape") if "\udc80" <= text[error.start] <= "\udcff" else b"?"
         raise _not_utf8(source, bad, len(text[: error.start].encode())) from None
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _not_utf8(source: str, byte: bytes, position: int) -> UsageError:

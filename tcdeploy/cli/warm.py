@@ -18,7 +18,7 @@ from tcdeploy.cli.remote_cache import (
     push_cache,
     require_cache_from,
 )
-from tcdeploy.cli.report_options import DryRun, Json
+from tcdeploy.cli.report_options import DryRun, Json, warn_if_busy
 from tcdeploy.errors import CompileError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
@@ -65,6 +65,8 @@ def warm(
         raise UsageError("--sign needs --cache-to", "add --cache-to URL, or remove --sign")
     require_cache_from(cache_from, allow_unsigned, allow_rollback)
     budget_seconds, fetch_seconds = parse_budget(budget), 0.0
+    if recipe.tune_seconds and not dry_run:
+        warn_if_busy()
     with display.show_progress() as progress:
         if missed_shapes is not None:
             from tcdeploy.pipeline import decide

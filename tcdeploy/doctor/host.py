@@ -31,6 +31,12 @@ def check_host(request: Request) -> Result:
     summary = f"{cores}{limited} CPU cores, {gib(memory)} of memory"
     if memory < MIN_MEMORY_BYTES:
         return note(f"{summary}; a start that compiles takes about {gib(MIN_MEMORY_BYTES)}, and the weights on a CPU")
+    if request.busy:
+        return note(  # no finding, whose exit code would depend on the moment
+            f"{summary}; {request.busy}: compiling takes longer, and timings (explain, bench, --tune-seconds) are not "
+            "reliable",
+            "run it again when the other processes have ended, or on another machine",
+        )
     return ok(summary)
 
 

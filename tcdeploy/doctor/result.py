@@ -9,6 +9,7 @@ from typing import Literal
 
 from tcdeploy.doctor.torch_probe import TorchProbe, run_torch_probe
 from tcdeploy.planning.environment import requested_inductor_cache_dir, user_cache_dir
+from tcdeploy.planning.host import cpu_contention
 from tcdeploy.planning.plan import find_cache_dir
 
 State = Literal["ok", "note", "finding"]
@@ -57,6 +58,7 @@ class Request:
 
     cache_dir: as --cache-dir; None: the folder that a start would use.
     run_probe: describes torch and the GPUs. It is called once, by the first check that needs it.
+    busy: as `cpu_contention` returns it before the checks, which use the cores themselves.
     """
 
     cache_dir: str | None = None
@@ -64,6 +66,7 @@ class Request:
     port: int = 0
     is_offline: bool = False
     run_probe: Callable[[], TorchProbe] = run_torch_probe
+    busy: str = field(default_factory=cpu_contention)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _probe: TorchProbe | None = field(default=None, init=False)
 

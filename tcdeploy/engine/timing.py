@@ -29,6 +29,8 @@ class TimingLimits(NamedTuple):
 
 
 THOROUGH = TimingLimits(untimed_runs=2, min_runs=3, max_runs=20, seconds=2.0)  # to compare variants
+ROUND = TimingLimits(untimed_runs=1, min_runs=3, max_runs=10, seconds=0.7)  # one of ROUNDS
+ROUNDS = 3
 BRIEF = TimingLimits(untimed_runs=0, min_runs=1, max_runs=3, seconds=0.1)  # at each start, for step_costs.py
 SLOW_STEP_SECONDS = 3.0  # from here on, an interruption is a small part of a step
 SHORT_CONTEXT = 16  # tokens of each row in the shorter of two timed decode steps
@@ -37,18 +39,34 @@ SMALL_CHUNK = 16  # tokens
 
 
 class StepTimes(NamedTuple):
+    """Medians; spread: half of the range of the medians of several rounds."""
+
     eager_ms: float
     compiled_ms: float
+    eager_spread_ms: float
+    compiled_spread_ms: float
 
 
 def measure_step_times(runner: ModelRunner, bucket: Bucket) -> StepTimes:
     """Median ms of the bucket's step: uncompiled with the same attention, and as it will serve.
 
-    It serves with compiled programs, and replays its CUDA graph if it is captured.
+    It serves with compiled programs, and replays its CUDA graph if it is captured. Both are timed in turn, so that a
+    load that changes slowly affects both.
     """
-    with force_eager():
-        eager_ms = measure_step_ms(runner, bucket, captured=False)
-    return StepTimes(eager_ms, measure_step_ms(runner, bucket))
+    eager, compiled = [], []
+    for _ in range(ROUNDS):
+        with force_eager():
+            eager.append(measure_step_ms(runner, bucket, captured=False, limits=ROUND))
+        compiled.append(measure_step_ms(runner, bucket, limits=ROUND))
+    return StepTimes(_middle(eager), _middle(compiled), _spread(eager), _spread(compiled))
+
+
+def _middle(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _spread(values: list[float]) -> float:
+    return (max(values) - min(values)) / 2
 
 
 def measure_step_ms(
@@ -192,7 +210,7 @@ def _median_ms(step: Callable[[], StepOutput], limits: TimingLimits, reset: Call
     while len(seconds) < limits.max_runs and (len(seconds) < limits.min_runs or sum(seconds) <= limits.seconds):
         reset()
         seconds.append(_seconds(step))
-    return sorted(seconds)[len(seconds) // 2] * 1e3
+    return _middle(seconds) * 1e3
 
 
 def _seconds(step: Callable[[], StepOutput]) -> float:

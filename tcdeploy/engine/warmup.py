@@ -165,11 +165,8 @@ def _with_compilation(record: BucketRecord, compilation: Compilation) -> BucketR
 
 
 def _with_step_times(runner: ModelRunner, bucket: Bucket, record: BucketRecord) -> BucketRecord:
-    step_times = measure_step_times(runner, bucket)
     context = None if bucket.is_prefill else timed_context(runner.plan, bucket)
-    return dataclasses.replace(
-        record, eager_ms=step_times.eager_ms, compiled_ms=step_times.compiled_ms, timed_context=context
-    )
+    return dataclasses.replace(record, timed_context=context, **measure_step_times(runner, bucket)._asdict())
 
 
 def _warm_bucket(

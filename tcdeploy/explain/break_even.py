@@ -3,6 +3,8 @@
 A cold start compiles all programs, a warm start loads them from the cache; both then capture CUDA graphs. The seconds
 of a bucket are the time that its programs and graphs add to a start. Loading the model is not counted, since it takes
 the same time without programs.
+
+Step times are measured several times. A difference that is smaller than the sum of their spreads is not conclusive.
 """
 
 from __future__ import annotations
@@ -35,11 +37,18 @@ class BucketPayoff:
     compiled_ms: float
     cold_seconds: float | None
     warm_seconds: float | None
+    uncompiled_spread_ms: float = 0.0  # half of the range of several measurements
+    compiled_spread_ms: float = 0.0
+
+    @property
+    def is_conclusive(self) -> bool:
+        spread = self.uncompiled_spread_ms + self.compiled_spread_ms
+        return _is_conclusive(self.uncompiled_ms, self.compiled_ms, spread)
 
     @property
     def saved_ms(self) -> float:
         """Milliseconds per step; 0 if the difference is noise, or if the program is slower."""
-        return _saving(self.uncompiled_ms, self.compiled_ms)
+        return _saving(self.uncompiled_ms, self.compiled_ms) if self.is_conclusive else 0.0
 
     @property
     def break_even_tokens_cold(self) -> int | None:
@@ -70,10 +79,17 @@ class RequestPayoff:
     compiled_seconds: float
     start_seconds_cold: float | None
     start_seconds_warm: float | None
+    uncompiled_spread_seconds: float = 0.0
+    compiled_spread_seconds: float = 0.0
+
+    @property
+    def is_conclusive(self) -> bool:
+        spread = self.uncompiled_spread_seconds + self.compiled_spread_seconds
+        return _is_conclusive(self.uncompiled_seconds, self.compiled_seconds, spread)
 
     @property
     def saved_seconds(self) -> float:
-        return _saving(self.uncompiled_seconds, self.compiled_seconds)
+        return _saving(self.uncompiled_seconds, self.compiled_seconds) if self.is_conclusive else 0.0
 
     @property
     def pays(self) -> bool:
@@ -103,15 +119,21 @@ def compute_payoff(plan: Plan, records: Sequence[BucketRecord]) -> Payoff:
     )
     decode = plan.decode_buckets[0]
     steps = max(1, min(OUTPUT_TOKENS, plan.context - prefill.size))
+
+    def seconds(field: str) -> float:
+        return (getattr(payoffs[prefill], field) + steps * getattr(payoffs[decode], field)) / 1e3
+
     request = RequestPayoff(
         prompt_tokens=prefill.size,
         output_tokens=steps,
         uncompiled_token_ms=payoffs[decode].uncompiled_ms,
         compiled_token_ms=payoffs[decode].compiled_ms,
-        uncompiled_seconds=(payoffs[prefill].uncompiled_ms + steps * payoffs[decode].uncompiled_ms) / 1e3,
-        compiled_seconds=(payoffs[prefill].compiled_ms + steps * payoffs[decode].compiled_ms) / 1e3,
+        uncompiled_seconds=seconds("uncompiled_ms"),
+        compiled_seconds=seconds("compiled_ms"),
         start_seconds_cold=_sum_if_known([payoff.cold_seconds for payoff in payoffs.values()]),
         start_seconds_warm=_sum_if_known([payoff.warm_seconds for payoff in payoffs.values()]),
+        uncompiled_spread_seconds=seconds("uncompiled_spread_ms"),
+        compiled_spread_seconds=seconds("compiled_spread_ms"),
     )
     return Payoff(tuple(payoffs.values()), request)
 
@@ -126,7 +148,14 @@ def _bucket_payoff(record: BucketRecord, tokens_per_step: int) -> BucketPayoff:
         compiled_ms=record.compiled_ms,
         cold_seconds=None if record.cold_seconds is None else record.cold_seconds + record.capture_seconds,
         warm_seconds=record.compile_seconds + record.capture_seconds if is_warm else None,
+        uncompiled_spread_ms=record.eager_spread_ms or 0.0,
+        compiled_spread_ms=record.compiled_spread_ms or 0.0,
     )
+
+
+def _is_conclusive(uncompiled: float, compiled: float, spread: float) -> bool:
+    """Whether the intervals of the two measurements do not overlap."""
+    return spread == 0.0 or abs(uncompiled - compiled) > spread
 
 
 def _saving(uncompiled: float, compiled: float) -> float:

@@ -1,4 +1,8 @@
-"""The CPU cores and the memory of the host that this process may use: a container may limit both. Imports no torch."""
+"""The CPU cores and the memory of the host that this process may use, and whether others use the cores. No torch.
+
+A container may limit cores and memory. The load average is that of the whole host, so it is compared with the cores of
+the host. The kernel's pressure (PSI) is also measured for a container, and counts the threads that wait for a core.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ from pathlib import Path
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CPU_PRESSURE = (Path("/sys/fs/cgroup/cpu.pressure"), Path("/proc/pressure/cpu"))  # of the container, of the host
+MAX_PRESSURE = 20.0  # percent of the last 10 s in which a thread waited for a core; timings differ by more above it
+MAX_LOAD_PER_CORE = 1.25
 
 
 def count_cores() -> int:
@@ -27,3 +34,28 @@ def host_memory_bytes() -> int:
     except OSError:
         return physical
     return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def cpu_contention() -> str:
+    """Why timings are unreliable now, because other processes use the cores; empty if they do not.
+
+    Call it before this process computes: its own threads count too.
+    """
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    reasons = []
+    if load > MAX_LOAD_PER_CORE * cores:
+        reasons.append(f"the load average is {load:.1f} on {cores} CPU core{'s' if cores > 1 else ''}")
+    if (pressure := _cpu_pressure()) > MAX_PRESSURE:
+        reasons.append(f"processes waited for a CPU core in {pressure:.0f} % of the last 10 s")
+    return ", and ".join(reasons)
+
+
+def _cpu_pressure() -> float:
+    """Percent of the last 10 s; 0 if the kernel does not measure it."""
+    for path in CPU_PRESSURE:
+        try:
+            words = path.read_text().split()  # some avg10=1.23 avg60=...
+            return float(words[1].removeprefix("avg10="))
+        except (OSError, ValueError, IndexError):
+            continue
+    return 0.0

@@ -18,7 +18,7 @@ import os
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +42,7 @@ OnBadCache = Literal["refuse", "rebuild"]
 GenerationConfigSource = Literal["model", "none"]
 
 ENVIRONMENT_PREFIX = "TCDEPLOY_"
+ENVIRONMENT = "environment"  # as the source of a value
 SERVE_OPTIONS = (  # of the command `serve`, which have variables too
     "host", "port", "api_key", "served_model_name", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile",
     "max_queued", "stall_timeout", "drain_timeout", "canary_interval", "canary_strict", "start", "log_requests",
@@ -149,7 +150,7 @@ def build_recipe(
         path = find_recipe(recipe)
         merged.update(_validate(read_recipe(path), f"recipe {path}"))
     environ = os.environ if environ is None else environ
-    merged.update(_validate(_from_environment(environ), "environment"))
+    merged.update(_validate(_from_environment(environ), ENVIRONMENT))
     merged.update(_validate({key: value for key, value in flags.items() if value is not None}, "flags"))
     if "model" not in merged:
         raise RecipeError(
@@ -226,15 +227,34 @@ def _validate(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     checked = {}
     for old, new in RENAMED_KEYS.items():
         if old in values:
-            log.warning("%s: the key %s is deprecated and will be removed; use %s", source, old, new)
+            names = (_label(old, source), _variable(new) if source == ENVIRONMENT else new)
+            log.warning("%s is deprecated and will be removed; use %s", *names)
             values = {new: values[old], **{key: value for key, value in values.items() if key != old}}
     for key, value in values.items():
         if key not in known_keys:
-            raise RecipeError(
-                f"{source}: unknown key {key!r}{_suggestion(key, known_keys)}", f"known keys: {', '.join(known_keys)}"
-            )
+            raise _unknown_key(key, source, known_keys)
         checked[key] = _coerce(key, value, hints[key], source)
     return checked
+
+
+def _unknown_key(key: str, source: str, known_keys: list[str]) -> RecipeError:
+    if source != ENVIRONMENT:
+        message = f"{source}: unknown key {key!r}{_suggestion(key, known_keys)}"
+        return RecipeError(message, f"known keys: {', '.join(known_keys)}")
+    others = [name.removeprefix(ENVIRONMENT_PREFIX).lower() for name in NON_RECIPE_VARIABLES]
+    return RecipeError(
+        f"unknown variable {_variable(key)}{_suggestion(key, [*known_keys, *sorted(others)], _variable)}",
+        f"unset {_variable(key)}; the variables of a model are {', '.join(map(_variable, known_keys))}",
+    )
+
+
+def _variable(key: str) -> str:
+    return f"{ENVIRONMENT_PREFIX}{key.upper()}"
+
+
+def _label(key: str, source: str) -> str:
+    """How an error names a value: `TCDEPLOY_DTYPE`, or `recipe FILE: dtype`."""
+    return _variable(key) if source == ENVIRONMENT else f"{source}: {key}"
 
 
 def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
@@ -246,13 +266,13 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
         choices = typing.get_args(kind)
         if value not in choices:
             suggestion = _suggestion(value, choices) if isinstance(value, str) else ""
-            raise RecipeError(f"{source}: {key} is {_SHORT.repr(value)}{suggestion}", f"one of {choices}")
+            raise RecipeError(f"{_label(key, source)} is {_SHORT.repr(value)}{suggestion}", f"one of {choices}")
         return value
     try:
         return _PARSERS[kind](value)
     except (TypeError, ValueError, OverflowError) as error:
-        text = _SHORT.repr(value)
-        raise RecipeError(f"{source}: {key} is {text}, which is not {_TYPE_NAMES[kind]}", _help_text(key)) from error
+        text = f"{_label(key, source)} is {_SHORT.repr(value)}, which is not {_TYPE_NAMES[kind]}"
+        raise RecipeError(text, _help_text(key)) from error
 
 
 def field_type(hint: Any) -> Any:
@@ -318,6 +338,6 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
 
 
-def _suggestion(word: str, known: typing.Iterable[str]) -> str:
+def _suggestion(word: str, known: typing.Iterable[str], name: Callable[[str], str] = repr) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; the nearest is {close[0]!r}" if close else ""
+    return f"; the nearest is {name(close[0])}" if close else ""

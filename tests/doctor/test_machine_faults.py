@@ -216,7 +216,7 @@ def test_variables_without_harm_are_notes(doctor: Callable[..., Outcome], monkey
 def test_an_unknown_variable_of_tcdeploy(doctor: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCDEPLOY_BATCH_SIZE", "1")
     done = doctor()
-    assert done.first_line == "variables: environment: unknown key 'batch_size'; the nearest is 'batch_sizes'"
+    assert done.first_line == "variables: unknown variable TCDEPLOY_BATCH_SIZE; the nearest is TCDEPLOY_BATCH_SIZES"
     assert done.code == FINDINGS
 
 

@@ -26,10 +26,17 @@ def test_a_slower_program_and_one_that_is_equal_within_noise_never_pay() -> None
         assert payoff(6.0, compiled_ms).break_even_tokens_cold is None and payoff(6.0, compiled_ms).saved_ms == 0
 
 
-def record(bucket: Bucket, eager_ms: float, compiled_ms: float, outcome: str, cold_seconds: float | None) -> Any:
+def record(
+    bucket: Bucket,
+    eager_ms: float,
+    compiled_ms: float,
+    outcome: str,
+    cold_seconds: float | None,
+    spread_ms: float = 0.0,
+) -> Any:
     return SimpleNamespace(
         bucket=bucket.name, eager_ms=eager_ms, compiled_ms=compiled_ms, outcome=outcome, cold_seconds=cold_seconds,
-        compile_seconds=2.0, capture_seconds=1.0,
+        compile_seconds=2.0, capture_seconds=1.0, eager_spread_ms=spread_ms, compiled_spread_ms=spread_ms,
     )  # fmt: skip
 
 
@@ -65,3 +72,23 @@ def test_the_verdict_says_when_not_to_compile() -> None:
     assert pays.break_even_requests_cold == 40
     assert "1.00 s uncompiled (7.50 ms per output token), 0.25 s compiled (1.50 ms)" in verdict(pays)[0]
     assert verdict(pays)[-1].startswith("a single such request: 1.00 s uncompiled, 30.25 s with a cold start")
+
+
+def test_a_difference_within_the_spread_of_the_measurements_is_inconclusive() -> None:
+    """Times of a machine with a load average of 6: 26 against 19 ms a token, then 219 against 230."""
+    for eager_ms, compiled_ms, spread_ms in ((219.0, 230.0, 40.0), (26.0, 19.0, 5.0)):
+        payoff = plan_of(
+            [record(bucket, eager_ms, compiled_ms, "hit", 20.0, spread_ms) for bucket in (PREFILL, DECODE)]
+        )
+        request = payoff.request
+        assert not request.is_conclusive and not request.pays and request.break_even_requests_cold is None
+        assert [bucket.is_conclusive for bucket in payoff.buckets] == [False, False]
+        sentences = verdict(request)
+        assert len(sentences) == 2 and sentences[1].startswith("inconclusive: the difference of ")
+        assert f"± {129 * spread_ms / 1e3:.2f} s uncompiled" in sentences[1] and "idle machine" in sentences[1]
+
+
+def test_a_difference_beyond_the_spread_is_conclusive_in_both_directions() -> None:
+    for eager_ms, compiled_ms, start in ((26.0, 19.0, "cold start: "), (219.0, 230.0, "do not compile this model")):
+        payoff = plan_of([record(bucket, eager_ms, compiled_ms, "hit", 20.0, 1.0) for bucket in (PREFILL, DECODE)])
+        assert payoff.request.is_conclusive and verdict(payoff.request)[1].startswith(start)

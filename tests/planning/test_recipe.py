@@ -115,7 +115,7 @@ def test_the_debug_variable_and_unprefixed_variables_are_not_recipe_keys() -> No
 def test_variables_of_the_cli_are_not_recipe_keys_but_similar_ones_are_unknown(name: str) -> None:
     assert build_recipe({"model": "m"}, None, {name: "x"}) == Recipe(model="m")
     for other in (f"{name}S", f"{name}_FILE", name[:-1]):
-        with pytest.raises(RecipeError, match="environment: unknown key"):
+        with pytest.raises(RecipeError, match=f"unknown variable {other}"):
             build_recipe({"model": "m"}, None, {name: "x", other: "x"})
 
 
@@ -129,9 +129,13 @@ def test_a_recipe_is_frozen() -> None:
 )
 def test_an_unknown_key_suggests_the_nearest(typo: str, nearest: str, recipe_file: Callable[..., str]) -> None:
     path = recipe_file({typo: 1})
+    variable = f"TCDEPLOY_{typo.upper()}"
+    with pytest.raises(RecipeError) as caught:
+        build_recipe({"model": "m"}, None, {variable: "1"})
+    assert caught.value.message == f"unknown variable {variable}; the nearest is TCDEPLOY_{nearest.upper()}"
+    assert caught.value.hint.startswith(f"unset {variable}; ")
     for source, build in (
         (f"recipe {path}", lambda: build_recipe({}, path, {})),
-        ("environment", lambda: build_recipe({"model": "m"}, None, {f"TCDEPLOY_{typo.upper()}": "1"})),
         ("flags", lambda: build_recipe({"model": "m", typo: 1}, None, {})),
     ):
         with pytest.raises(RecipeError) as caught:
@@ -195,7 +199,7 @@ def test_a_value_of_the_wrong_type_names_key_value_and_type(
 
 @pytest.mark.parametrize(("key", "text"), [("context", ""), ("buckets", ""), ("trust_remote_code", ""), ("dtype", "")])
 def test_an_empty_variable_is_an_error(key: str, text: str) -> None:
-    with pytest.raises(RecipeError, match=f"environment: {key} is ''"):
+    with pytest.raises(RecipeError, match=f"^TCDEPLOY_{key.upper()} is ''"):
         from_text(key, text)
 
 
@@ -208,7 +212,7 @@ def test_a_wrong_type_has_a_hint() -> None:
 def test_an_unknown_choice_suggests_the_nearest_and_lists_all() -> None:
     with pytest.raises(RecipeError) as caught:
         from_text("dtype", "bfloat")
-    assert caught.value.message == "environment: dtype is 'bfloat'; the nearest is 'bfloat16'"
+    assert caught.value.message == "TCDEPLOY_DTYPE is 'bfloat'; the nearest is 'bfloat16'"
     assert all(choice in caught.value.hint for choice in ("float32", "bfloat16", "float16"))
 
 
@@ -353,8 +357,8 @@ def test_a_renamed_key_is_accepted_with_a_warning(tmp_path: Path, caplog: pytest
     assert build_recipe({}, str(path), {}).max_consecutive_prefills == 2
     assert build_recipe({"model": "m"}, None, {"TCDEPLOY_PREFILL_BURST": "3"}).max_consecutive_prefills == 3
     assert [record.getMessage().partition(" is ")[0] for record in caplog.records] == [
-        f"recipe {path}: the key prefill_burst",
-        "environment: the key prefill_burst",
+        f"recipe {path}: prefill_burst",
+        "TCDEPLOY_PREFILL_BURST",
     ]
 
 

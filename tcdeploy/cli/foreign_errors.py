@@ -1,0 +1,63 @@
+"""Translates errors of other libraries on the command line into errors of this program: `error: ...`, then `hint: ...`.
+
+These are errors of the parser (click), and exceptions because of an environment variable that torch or Triton rejects
+while it is imported. torch does not name the variable, so it is looked up in the source line that raised the exception.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import typer
+
+from tcdeploy.errors import TcdeployError, UsageError
+
+PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # click's ClickException, which typer does not export
+LIBRARIES = ("/torch/", "/triton/")
+VARIABLE_PATTERN = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
+
+
+def parser_error(error: Any) -> UsageError:
+    """The error for one of the parser, whose text begins with a capital letter."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    context = getattr(error, "ctx", None)
+    hint = f"{context.command_path} --help describes the arguments" if context else ""
+    return UsageError(message[:1].lower() + message[1:], hint)
+
+
+def is_help(error: Any) -> bool:
+    """Whether the parser raised it to show the help, because there are no arguments."""
+    return type(error).__name__ == "NoArgsIsHelpError"
+
+
+def variable_error(error: BaseException, environ: Mapping[str, str]) -> UsageError | None:
+    """The error for an exception that torch or Triton raised because of a variable; None if there is no such reason."""
+    for cause in _with_causes(error):
+        if isinstance(cause, TcdeployError):
+            continue
+        text = "\n".join([str(cause), *_library_lines(cause.__traceback__)])
+        for name in VARIABLE_PATTERN.findall(text):
+            if name in environ:
+                lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+                reason = lines[0].rstrip(",:") if lines else type(cause).__name__
+                return UsageError(f"{name}={environ[name]} is invalid: {reason}", f"unset {name}, or correct it")
+    return None
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _library_lines(trace: TracebackType | None) -> Iterator[str]:
+    """The statement that raised, if it is one of a library."""
+    for frame in traceback.extract_tb(trace)[-1:]:
+        if any(part in frame.filename for part in LIBRARIES) and frame.lineno is not None:
+            for number in range(frame.lineno, (frame.end_lineno or frame.lineno) + 1):
+                yield linecache.getline(frame.filename, number)
