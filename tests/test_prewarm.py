@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_a_bundle_is_warmed_without_a_key_then_signed_and_pushed_and_later_runs_
     keys: dict[str, str], tmp_path: Path, run_cli: RunCLI
 ) -> None:
     store = tmp_path / "store"
-    inputs = {"warm": WARM, "budget": "300s", "extras": "s3"}
+    inputs = {"warm": WARM, "budget": "300s", "requirements": str(lock_of_this_python(tmp_path))}
     first = ActionRunner("prewarm", tmp_path / "first", inputs)
     steps = first.run()
     assert [step.done.returncode for step in steps] == [0, 0], steps[-1].done.stderr
@@ -37,7 +38,10 @@ def test_a_bundle_is_warmed_without_a_key_then_signed_and_pushed_and_later_runs_
     cold, warm = re.search(r"\| total, process start to ready \| ([\d.]+) \| ([\d.]+) \|", report).groups()  # type: ignore[union-attr]
     assert float(cold) > float(warm) > 0
     assert first.summary.read_text() == report == Path(first.output("report")).read_text()
-    assert "pip install --quiet" in first.calls.read_text() and "../../..[compile,s3]" in first.calls.read_text()
+    installed = [line for line in first.calls.read_text().splitlines() if "pip install" in line]
+    by_hash = [line for line in installed if "--require-hashes --only-binary :all: -r " in line]
+    assert len(by_hash) == 2 and [line for line in installed if line not in by_hash] == [installed[-1]]
+    assert "--no-deps --no-build-isolation" in installed[-1], "the package itself, from the checkout"
 
     signing = {**keys, "bundle": first.output("bundle"), "to": str(store)}
     publish = ActionRunner("sign-and-push", tmp_path / "publish", signing)
@@ -64,8 +68,24 @@ def test_a_bundle_is_warmed_without_a_key_then_signed_and_pushed_and_later_runs_
     assert "over the budget of 0.1 s" in steps[-1].done.stderr
 
 
+def lock_of_this_python(folder: Path) -> Path:
+    """The fake pip of ActionRunner installs nothing."""
+    lock = folder / "lock.txt"
+    lock.write_text(f"torch=={version('torch').partition('+')[0]} \\\n    --hash=sha256:0\n")
+    return lock
+
+
+def test_a_lock_with_another_torch_than_that_of_production_is_refused_before_pip_replaces_it(tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("torch==1.13.1 ; sys_platform == 'linux' \\\n    --hash=sha256:0\n")
+    action = ActionRunner("prewarm", tmp_path, {"warm": WARM, "requirements": str(tmp_path / "other.txt")})
+    (step,) = action.run()
+    assert step.done.returncode == 2 and f"has torch {version('torch')}, and " in step.done.stdout
+    assert "has torch 1.13.1;" in step.done.stdout and "pip install" not in action.calls.read_text()
+
+
 def test_an_invalid_public_key_fails_before_warming(tmp_path: Path) -> None:
-    inputs = {"public-key": "", "warm": WARM, "stored": str(tmp_path / "store")}
+    lock = str(lock_of_this_python(tmp_path))
+    inputs = {"public-key": "", "warm": WARM, "stored": str(tmp_path / "store"), "requirements": lock}
     steps = ActionRunner("prewarm", tmp_path, inputs).run()
     assert [step.done.returncode for step in steps] == [0, 2]
     assert "is not a public key" in steps[-1].done.stderr and "tcdeploy warm" not in steps[-1].done.stderr

@@ -11,6 +11,7 @@ import fnmatch
 import functools
 import http.server
 import json
+import os
 import re
 import shutil
 import signal
@@ -69,6 +70,22 @@ def test_hadolint_accepts_the_dockerfile(tmp_path: Path) -> None:
     assert linted.returncode == 0, linted.stdout
     (tmp_path / "Dockerfile").write_text(DOCKERFILE.read_text().replace("--no-install-recommends ", ""))
     assert run_tool("hadolint", str(tmp_path / "Dockerfile")).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("image", "is_accepted"),
+    [
+        (f"docker.io/library/python:3.12-slim@sha256:{'0a' * 32}", True), ("docker.io/library/python:3.12-slim", False),
+        ("python@sha256:0a", False), (f"python@sha256:{'0a' * 32} --x", False), ("", False),
+    ],
+)  # fmt: skip
+def test_a_base_image_without_a_digest_ends_the_build(image: str, is_accepted: bool) -> None:
+    """All stages have this base, and every target contains the stage `wheel`."""
+    first, text = arguments_of("wheel", "RUN")[0], DOCKERFILE.read_text()
+    done = subprocess.run(["sh", "-c", first], env={"PYTHON_IMAGE": image, "PATH": os.environ["PATH"]})
+    assert (done.returncode == 0) is is_accepted
+    assert "\nARG PYTHON_IMAGE\n\nFROM" in text and "PYTHON_IMAGE=" not in text.partition("FROM")[0], "no default"
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) - STAGES.keys() == {"${PYTHON_IMAGE}"}
 
 
 @pytest.mark.parametrize("stage", ["serve", "baked"])
