@@ -31,6 +31,7 @@ ATTACKER = 12002
 DEFAULT_COUNT = 2000
 JOB_DELAY_S = 5  # until a job that Ray has accepted has run
 TOKEN_PATTERN = re.compile("[0-9a-f]{64}")
+JOB_AGENT_PORT = 52365
 JOB_PATHS = ("/api/job_agent/jobs/", "/api/jobs/", "/get_or_create_runtime_env")
 PROCEDURES = (
     "InternalKVGcsService/InternalKVKeys", "InternalKVGcsService/InternalKVPut", "JobInfoGcsService/AddJob",
@@ -73,7 +74,11 @@ def find_target(deployment: RayDeployment) -> Target:
 
 
 def read_file(rng: random.Random, target: Target) -> str:
-    path = rng.choice(target.files)
+    return read(rng.choice(target.files), target)
+
+
+def read(path: Path, target: Target) -> str:
+    """Adds tokens in the file to those of the target."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
@@ -115,15 +120,17 @@ def connect_to_socket(rng: random.Random, target: Target) -> str:
 
 
 def post_job(rng: random.Random, target: Target) -> str:
-    """Whether the job has run is seen from the evidence."""
-    address = rng.choice(target.ports)
+    """Half of the jobs go to the job agent. Whether a job has run is seen from the evidence."""
+    address = rng.choice([*target.ports, *[("127.0.0.1", JOB_AGENT_PORT)] * len(target.ports)])
     token = rng.choice([*target.tokens, f"{rng.randrange(1 << 256):064x}"])
-    name = rng.choice(("authorization", "x-ray-authorization", "cookie"))
+    name = rng.choice(("authorization", "authorization", "x-ray-authorization", "cookie"))
     value = f"ray-authentication-token={token}" if name == "cookie" else f"Bearer {token}"
     body = json.dumps({"entrypoint": f"touch {target.evidence}/{rng.randrange(1 << 32)}"})
     connection = http.client.HTTPConnection(*address, timeout=3)
     try:
-        connection.request("POST", rng.choice(JOB_PATHS), body, {"content-type": "application/json", name: value})
+        connection.request(
+            "POST", rng.choice((JOB_PATHS[0], *JOB_PATHS)), body, {"content-type": "application/json", name: value}
+        )
         text = connection.getresponse().read().decode(errors="replace")
         return f"posted a job to {address}" if "job_id" in text else ""
     except (OSError, http.client.HTTPException):
@@ -170,10 +177,12 @@ def as_user(uid: int, function: Callable[[], Any]) -> Any:
 
 
 def attack(rng: random.Random, count: int, target: Target) -> list[str]:
-    """Run `count` attacks as the attacker; returns those that succeeded, without repetitions."""
+    """Read all files, and run `count` attacks, as the attacker; returns those that succeeded, without repetitions."""
 
     def run_all() -> list[str]:
-        return sorted({result for number in range(count) if (result := ATTACKS[number % len(ATTACKS)](rng, target))})
+        results = {read(path, target) for path in target.files}
+        results |= {ATTACKS[number % len(ATTACKS)](rng, target) for number in range(count)}
+        return sorted(results - {""})
 
     succeeded: list[str] = as_user(ATTACKER, run_all)
     time.sleep(JOB_DELAY_S)
