@@ -33,6 +33,7 @@ from tcdeploy.typed_json import check_fields, from_json
 SCHEMA_VERSION = 7
 MANIFESTS_DIR = "manifests"
 OPTIONAL_FIELDS = {"compiled_at", "step_costs"}  # of a manifest; version 0.2 did not record them
+OPTIONAL_BUCKET_FIELDS = {"eager_spread_ms", "compiled_spread_ms"}  # not written if unknown; 0.2 cannot read them
 OBSOLETE_BUCKET_FIELDS = {"step_ms"}  # development versions after 0.2 recorded them
 
 
@@ -285,7 +286,11 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 def manifest_text(manifest: Manifest) -> str:
     """The content of the file. Equal manifests give equal bytes."""
-    return _text_with_checksum(asdict(manifest))
+    content = asdict(manifest)
+    for record in content["buckets"]:
+        for name in [name for name in OPTIONAL_BUCKET_FIELDS if record[name] is None]:
+            del record[name]
+    return _text_with_checksum(content)
 
 
 def _text_with_checksum(content: dict[str, Any]) -> str:
@@ -369,7 +374,10 @@ def parse_manifest(text: str, path: Path) -> Manifest:
 def _with_fields_of(document: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
     """The content of a manifest that was read from `document`, with the same optional and obsolete fields."""
     buckets = [
-        {**record, **{name: written[name] for name in OBSOLETE_BUCKET_FIELDS if name in written}}
+        {
+            **{name: value for name, value in record.items() if name in written},
+            **{name: written[name] for name in OBSOLETE_BUCKET_FIELDS if name in written},
+        }
         for record, written in zip(content["buckets"], document["buckets"], strict=True)
     ]
     origin = {name: value for name, value in content["origin"].items() if name in document["origin"]}
@@ -405,7 +413,7 @@ def _read_origin(document: dict[str, Any]) -> Origin:
 
 def _read_record(document: dict[str, Any]) -> BucketRecord:
     document = {name: value for name, value in document.items() if name not in OBSOLETE_BUCKET_FIELDS}
-    _check_fields(document, BucketRecord)
+    _check_fields({**dict.fromkeys(OPTIONAL_BUCKET_FIELDS), **document}, BucketRecord)
     nested: dict[str, Any] = {
         "parity": Parity(**document["parity"]),
         "eager_greedy_tokens": _read_greedy_tokens(document["eager_greedy_tokens"]),

@@ -21,6 +21,7 @@ import pytest
 
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import (
+    OPTIONAL_BUCKET_FIELDS,
     OPTIONAL_FIELDS,
     SCHEMA_VERSION,
     BucketRecord,
@@ -287,6 +288,18 @@ def test_a_manifest_with_the_step_times_of_a_development_version_is_read(written
     assert "checksum" in corruption(written).message
 
 
+def test_a_bucket_without_spreads_is_written_and_read_as_by_earlier_versions(path: Path) -> None:
+    """`compile` and `explain` measure them; caches of earlier versions, and bundles, do not have them."""
+    write_manifest(path, MANIFEST)
+    assert "spread" not in path.read_text() and read_manifest(path) is not None
+    timed = [replace(record, eager_spread_ms=0.5, compiled_spread_ms=0.25) for record in MANIFEST.buckets]
+    write_manifest(path, replace(MANIFEST, buckets=tuple(timed)))
+    read = read_manifest(path)
+    assert read is not None and [(item.eager_spread_ms, item.compiled_spread_ms) for item in read.buckets] == [
+        (0.5, 0.25) for _ in timed
+    ]
+
+
 @pytest.mark.parametrize("date", ["1", 1.5, -1, True, 1 << 62, [1]])
 def test_an_invalid_date_is_corrupt(path: Path, date: Any) -> None:
     write_manifest(path, replace(MANIFEST, compiled_at=date))
@@ -307,7 +320,10 @@ def test_a_missing_field_of_the_manifest_is_named(written: Path, name: str) -> N
     assert f"'{name}'" in corruption(written).message
 
 
-@pytest.mark.parametrize("name", [item.name for item in fields(BucketRecord)])
+REQUIRED_BUCKET_FIELDS = [item.name for item in fields(BucketRecord) if item.name not in OPTIONAL_BUCKET_FIELDS]
+
+
+@pytest.mark.parametrize("name", REQUIRED_BUCKET_FIELDS)
 def test_a_missing_field_of_a_bucket_is_named_even_with_a_default(written: Path, name: str) -> None:
     change(written, lambda document: document["buckets"][1].pop(name))
     assert name in corruption(written).message
