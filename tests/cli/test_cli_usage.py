@@ -174,7 +174,7 @@ def test_an_unknown_key_in_a_recipe_names_file_and_nearest(tmp_path: Path) -> No
 
 def test_an_unknown_variable_names_the_nearest() -> None:
     error, _ = refused("warm", "builtin:tiny", runner=run_process, TCDEPLOY_BATCH_SIZE="1")
-    assert error == "environment: unknown key 'batch_size'; the nearest is 'batch_sizes'"
+    assert error == "unknown variable TCDEPLOY_BATCH_SIZE; the nearest is TCDEPLOY_BATCH_SIZES"
 
 
 def test_a_recipe_that_is_not_yaml_is_named(tmp_path: Path) -> None:
