@@ -8,6 +8,7 @@ operating system are translated at the call that raises them. The CLI catches th
     |   `- RecipeError                an unreadable recipe, or an unknown key
     |- ModelError                 1   the model cannot be found or loaded
     |   `- UnsupportedModelError      a kind of model or checkpoint that is not supported
+    |       `- UnsupportedArchitectureError   no checkpoint of the model can be served
     |- CompileError               1   a region has a graph break, or its output fails the parity check
     |- RecompileError             1   a program would have been compiled after warm-up
     |- MismatchError              3   a cache or bundle was made for another environment
@@ -15,6 +16,7 @@ operating system are translated at the call that raises them. The CLI catches th
     |- IntegrityError             5   content does not match its recorded digest
     |- ThresholdError             6   a required limit, such as a time budget, is exceeded
     |- SpaceError                 7   not enough disk space, host memory or GPU memory
+    |   `- MemoryShortage             the plan needs more memory than the machine has
     |- NetworkError               8   a remote cannot be reached
     |- OutputError                1   stdout is closed or cannot be written
     |   `- BrokenPipe             141   stdout is a broken pipe; no message is printed
@@ -22,6 +24,8 @@ operating system are translated at the call that raises them. The CLI catches th
 """
 
 from __future__ import annotations
+
+ARCHITECTURE_HINT = "docs/models.md describes the models that can be served; TCDEPLOY_DEBUG=1 shows the traceback"
 
 
 class TcdeployError(Exception):
@@ -51,6 +55,11 @@ class UnsupportedModelError(ModelError):
     pass
 
 
+class UnsupportedArchitectureError(UnsupportedModelError):
+    def __init__(self, message: str, hint: str = ARCHITECTURE_HINT) -> None:
+        super().__init__(message, hint)
+
+
 class CompileError(TcdeployError):
     pass
 
@@ -77,6 +86,15 @@ class ThresholdError(TcdeployError):
 
 class SpaceError(TcdeployError):
     exit_code = 7
+
+
+class MemoryShortage(SpaceError):
+    """`needed_bytes` and `available_bytes`: of the whole memory of the host or, on a GPU, of the GPU."""
+
+    def __init__(self, message: str, hint: str, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(message, hint)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
 
 
 class NetworkError(TcdeployError):

@@ -26,8 +26,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, bind_attention, register_attention
 from tcdeploy.attention.kv_cache import allocate_kv_cache
@@ -66,14 +68,16 @@ from tcdeploy.models.early_weights import EarlyWeights
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.packed_linears import pack_linears
-from tcdeploy.models.probe import probe_model
+from tcdeploy.models.probe import ProbedModel, probe_model
+from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.sources import model_sources as hash_model_sources
 from tcdeploy.models.tokenizer import load_tokenizer
 from tcdeploy.parallel_compile import CompileWorkers, start_workers
 from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planned_deployment import PlannedDeployment
 from tcdeploy.planning.decision import Decision
-from tcdeploy.planning.environment import detect_environment
+from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
+from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress, Progress
@@ -91,6 +95,11 @@ from tcdeploy.torch_compat.registry import missing_internals
 from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
 _import_stage.end()
+NO_COMPILER = PlanFinding(
+    "compiler",
+    "there is no C++ compiler, so only programs that are in the cache folder can run",
+    "install g++, or start from a cache that was warmed with these flags: tcdeploy cache why MODEL",
+)
 log = logging.getLogger("tcdeploy.pipeline")
 
 
@@ -449,11 +458,13 @@ def decide(
     progress: Progress | None = None,
     stages: StageTimer | None = None,
     needs_tokenizer: bool = False,
+    is_dry_run: bool = False,
 ) -> PlannedDeployment:
-    """Decide everything before the weights are loaded. `--dry-run` prints the result.
+    """Decide everything before the weights are loaded.
 
     Of weights on disk, only the headers of safetensors files are read. `needs_tokenizer`: load the tokenizer too, and
-    add its end-of-sequence token to the stop tokens.
+    add its end-of-sequence token to the stop tokens. `is_dry_run`: what this machine lacks is in `findings`, instead of
+    an error. A model that cannot be served is an error with all reasons.
     """
     progress = progress or NullProgress()
     stages = stages or StageTimer(progress)
@@ -463,23 +474,55 @@ def decide(
             missing_internals=missing_internals(),
             torch_settings=settings_digest(torch_settings()),
         )
-        config = load_config(recipe)
-        architecture, expected_tensors, fake_model = probe_model(config, recipe.trust_remote_code)
-        stored_dtype = check_checkpoint(recipe, config, expected_tensors)
-        tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
+        model = _read_model(recipe, environment, needs_tokenizer)
+        config, architecture, tokenizer = model.config, model.probed.architecture, model.tokenizer
         defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
-        if stored_dtype and not architecture.dtype:
-            architecture = dataclasses.replace(architecture, dtype=stored_dtype)
+        if model.stored_dtype and not architecture.dtype:
+            architecture = dataclasses.replace(architecture, dtype=model.stored_dtype)
             reason = "dtype of the first floating-point tensor; config.json states none"
-            decisions += (Decision("checkpoint dtype", stored_dtype, reason),)
-        plan = make_plan(recipe, environment, architecture, decisions)
+            decisions += (Decision("checkpoint dtype", model.stored_dtype, reason),)
+        findings: tuple[PlanFinding, ...] = ()
+        if is_dry_run:
+            plan, recipe, environment, findings = plan_with_findings(recipe, environment, architecture, decisions)
+        else:
+            plan = make_plan(recipe, environment, architecture, decisions)
         planned = PlannedDeployment(
-            recipe, config, environment, architecture, fake_model, plan, defaults, decisions, tokenizer=tokenizer
-        )
+            recipe, config, environment, architecture, model.probed.model, plan, defaults, decisions,
+            tokenizer=tokenizer, findings=findings,
+        )  # fmt: skip
         if not environment.compiler and toolchain.is_compiler_missing():
             planned = _with_cached_toolchain(planned)
+            if is_dry_run and plan.device == "cpu" and planned.cached_toolchain is None:
+                planned = dataclasses.replace(planned, findings=(*findings, NO_COMPILER))
     progress.planned(planned.plan)
     return planned
+
+
+class _ModelOnFakeTensors(NamedTuple):
+    """What `decide` reads of a model. stored_dtype: of the checkpoint, "" if it is not known."""
+
+    config: PreTrainedConfig
+    probed: ProbedModel
+    stored_dtype: str
+    tokenizer: Any
+
+
+def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool) -> _ModelOnFakeTensors:
+    """Raises ModelError with all reasons why the model cannot be served."""
+    refusals, probed, stored_dtype, tokenizer = Refusals(recipe.model), None, "", None
+    config = load_config(recipe, refusals)
+    with refusals.collecting():
+        probed = probe_model(config, recipe.trust_remote_code)
+        if not refusals.reasons:  # the tensors of a quantised model differ for that reason
+            stored_dtype = check_checkpoint(recipe, config, probed.tensors)
+    with refusals.collecting():
+        tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
+    if refusals.reasons and probed is not None:  # too little memory would refuse the unquantised model too
+        with refusals.collecting():
+            make_plan(recipe, environment, probed.architecture)
+    refusals.raise_all()
+    assert probed is not None
+    return _ModelOnFakeTensors(config, probed, stored_dtype, tokenizer)
 
 
 def _with_cached_toolchain(planned: PlannedDeployment) -> PlannedDeployment:

@@ -9,6 +9,7 @@ from tcdeploy.cache.toolchain import Toolchain
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision
+from tcdeploy.planning.dry_run import PlanFinding
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
@@ -30,3 +31,4 @@ class PlannedDeployment:
     model_decisions: tuple[Decision, ...]  # made while the model's files were read
     cached_toolchain: Toolchain | None = None  # recorded C++ compiler to replay; None: use this machine's
     tokenizer: Any = None  # None: not loaded by `decide`
+    findings: tuple[PlanFinding, ...] = ()  # of a dry run: what this machine lacks

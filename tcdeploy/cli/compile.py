@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -39,15 +38,15 @@ def compile_model(
     with display.show_progress() as progress:
         from tcdeploy import pipeline
 
-        show: Callable[[Any, bool], None]
-        result: Any
         if dry_run:
-            show, result = display.show_plan, pipeline.decide(recipe).plan
+            planned = pipeline.decide(recipe, is_dry_run=True)
         else:
-            show, result = display.show_compile_report, pipeline.prepare(recipe, progress, measure=True)
-    show(result, json)
-    if not dry_run:
-        enforce_budget(result.stage_seconds, budget_seconds)
+            deployment = pipeline.prepare(recipe, progress, measure=True)
+    if dry_run:
+        display.show_plan(planned.plan, planned.findings, json)
+        return
+    display.show_compile_report(deployment, json)
+    enforce_budget(deployment.stage_seconds, budget_seconds)
 
 
 def show_breaks(recipe: Recipe, json: bool) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tcdeploy.cache.manifest import BucketRecord
     from tcdeploy.deployment import Deployment
     from tcdeploy.engine.sequence import NewToken
+    from tcdeploy.planning.dry_run import PlanFinding
     from tcdeploy.planning.plan import Plan
 
 JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed
@@ -142,11 +143,15 @@ class BarProgress:
             self._stage = None
 
 
-def show_plan(plan: Plan, as_json: bool) -> None:
+def show_plan(plan: Plan, findings: Sequence[PlanFinding], as_json: bool) -> None:
+    """Print the plan of a dry run, and what this machine lacks for it."""
     if as_json:
-        _print_json("plan", plan=dataclasses.asdict(plan))
+        _print_json("plan", plan=dataclasses.asdict(plan), findings=[dataclasses.asdict(item) for item in findings])
         return
     show_table(plan_table(plan))
+    for finding in findings:
+        show_sentence(f"finding: {finding.message}")
+        show_sentence(f"hint: {finding.hint}")
     _warn_about_fallbacks(plan)
 
 

@@ -14,7 +14,9 @@ import typer
 from tcdeploy.planning.host import cpu_contention
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the plan and what this machine lacks for it, and exit with 0")
+]
 
 
 def warn_if_busy() -> None:

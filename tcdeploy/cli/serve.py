@@ -30,6 +30,7 @@ from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
 from tcdeploy.models.chat_template import read_chat_template, start_renderer
 from tcdeploy.models.tool_formats import REASONING_PARSERS, TOOL_PARSERS
+from tcdeploy.planning.dry_run import PlanFinding
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.settings import RequestLogFormat, ServerSettings, StartTier, check_settings
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from tcdeploy.deployment import Deployment
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+SERVING, TRACING = "serve a model", "export traces (--otlp-endpoint)"  # what extras are needed for
 ChoiceT = TypeVar("ChoiceT", bound=str)
 
 
@@ -287,12 +289,12 @@ def run(arguments: ServeArguments, dry_run: bool, json: bool) -> None:
         with display.show_progress():
             from tcdeploy.pipeline import decide
 
-            plan = decide(recipe, needs_tokenizer=True).plan
-        display.show_plan(plan, json)
+            planned = decide(recipe, needs_tokenizer=True, is_dry_run=True)
+        display.show_plan(planned.plan, [*planned.findings, *_missing_extras(settings)], json)
         return
-    require_extra("serve", "serve a model")
+    require_extra("serve", SERVING)
     if settings.otlp_endpoint:
-        require_extra("otel", "export traces (--otlp-endpoint)")
+        require_extra("otel", TRACING)
     if settings.log_requests != "off":
         enable_access_log()
     with display.show_progress() as progress:
@@ -328,6 +330,18 @@ def run(arguments: ServeArguments, dry_run: bool, json: bool) -> None:
 
     remove_own_staging_folders()  # os._exit runs no exit handlers
     os._exit(code)  # the engine thread may be inside a step, so a normal exit could hang
+
+
+def _missing_extras(settings: ServerSettings) -> list[PlanFinding]:
+    """The packages that a server needs and that are not installed, as findings of a dry run."""
+    findings = []
+    for extra, purpose, is_used in (("serve", SERVING, True), ("otel", TRACING, bool(settings.otlp_endpoint))):
+        try:
+            if is_used:
+                require_extra(extra, purpose)
+        except UsageError as error:
+            findings.append(PlanFinding("packages", error.message, error.hint))
+    return findings
 
 
 def example_request(settings: ServerSettings, address: str) -> str:

@@ -72,19 +72,20 @@ def warm(
             from tcdeploy.pipeline import decide
             from tcdeploy.server.missed_shapes import read_missed_shapes, with_missed_shapes
 
-            recipe = with_missed_shapes(recipe, decide(recipe).plan, read_missed_shapes(missed_shapes))
+            decided = decide(recipe, is_dry_run=dry_run)
+            recipe = with_missed_shapes(recipe, decided.plan, read_missed_shapes(missed_shapes))
         if cache_from is not None:
             fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
         if dry_run:
             from tcdeploy.pipeline import decide
 
-            plan = decide(recipe).plan
+            planned = decide(recipe, is_dry_run=True)
         else:
             from tcdeploy.start import prepare
 
             deployment = prepare(recipe, progress, trusted_keys=trusted_keys)
     if dry_run:
-        display.show_plan(plan, json)
+        display.show_plan(planned.plan, planned.findings, json)
         return
     display.show_warm_report(deployment, json)
     if require_hit:

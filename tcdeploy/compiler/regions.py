@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tcdeploy.models.probe import decoder_layer_position
+from tcdeploy.models.attention_calls import decoder_layer_position
 from tcdeploy.planning.architecture import Architecture, AttentionSpec
 
 

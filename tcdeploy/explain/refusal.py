@@ -26,7 +26,7 @@ from tcdeploy.explain.source_line import SourceLine, model_line
 from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.load import load_config, quiet_transformers
 from tcdeploy.models.load_errors import exception_chain
-from tcdeploy.models.probe import SIZE_ERROR, VALUE_ERROR
+from tcdeploy.models.probe_failure import SIZE_ERROR, VALUE_ERROR
 from tcdeploy.planning.recipe import Recipe
 
 CONDITION = re.compile(r"^(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(and|or|not)\b")

@@ -18,30 +18,28 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tcdeploy.errors import UnsupportedModelError
-
-HINT = "docs/models.md describes the models that can be served; TCDEPLOY_DEBUG=1 shows the traceback"
+from tcdeploy.errors import UnsupportedArchitectureError
 
 
 def auto_class(config: PreTrainedConfig, trust_remote_code: bool, model: str = "") -> Any:
     """AutoModelForCausalLM or AutoModelForMultimodalLM. `model` names the model in errors.
 
-    Raises UnsupportedModelError for encoder-decoders, and for types that transformers loads as neither.
+    Raises UnsupportedArchitectureError for encoder-decoders, and for types that transformers loads as neither.
     """
     name, model = config.model_type, model or config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{model} is an encoder-decoder model ({name}); only models without an encoder are supported", HINT
+        raise UnsupportedArchitectureError(
+            f"{model} is an encoder-decoder model ({name}); only models without an encoder are supported"
         )
     chosen, _ = _classes(config, trust_remote_code)
     if chosen:
         return chosen
     if config.get_text_config() is not config:
-        raise UnsupportedModelError(
-            f"{model} is a multimodal model ({name}) that transformers does not load as a text generator", HINT
+        raise UnsupportedArchitectureError(
+            f"{model} is a multimodal model ({name}) that transformers does not load as a text generator"
         )
-    raise UnsupportedModelError(
-        f"{model} is not a causal LM: transformers has no causal LM or multimodal LM class for {name}", HINT
+    raise UnsupportedArchitectureError(
+        f"{model} is not a causal LM: transformers has no causal LM or multimodal LM class for {name}"
     )
 
 

@@ -32,6 +32,8 @@ from tcdeploy.models.quantisation import (
     dequantised_tensors,
     is_dequantised,
 )
+from tcdeploy.models.refusals import Refusals
+from tcdeploy.models.task_heads import check_task
 from tcdeploy.models.unused_tensors import text_depends_on
 from tcdeploy.models.weight_files import FORMAT_HINT, OTHER_FORMATS, check_format, explicit_file, read_headers
 from tcdeploy.torch_compat import fake_tensors
@@ -105,8 +107,10 @@ def _check_formats(model: str, names: set[str], folder: Path | None) -> None:
         )
 
 
-def check_files(model: str, revision: str | None, config: PreTrainedConfig, reads_weights: bool = True) -> None:
-    """Raise ModelError for an adapter, for quantised weights, and for weights in other formats. Needs no weights.
+def check_files(
+    model: str, revision: str | None, config: PreTrainedConfig, refusals: Refusals, reads_weights: bool = True
+) -> None:
+    """Refuse adapters, quantised weights, weights in other formats, and models for other tasks. Needs no weights.
 
     `model`: a folder or Hub id whose config has been loaded. `reads_weights`: False if they will be random.
     """
@@ -116,13 +120,17 @@ def check_files(model: str, revision: str | None, config: PreTrainedConfig, read
         remedy = f"delete {ADAPTER_CONFIG}"
         if not Path(model).is_dir():
             remedy = f"download the repository without {ADAPTER_CONFIG} and pass that folder"
-        raise _adapter_error(model, folder, f"; if it is merged already, {remedy}")
-    check_method(model, config)
-    if MODEL_OPTIMIZER_FILE in names:
-        check_model_optimizer(model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder))
+        refusals.add(_adapter_error(model, folder, f"; if it is merged already, {remedy}"))
+    with refusals.collecting():
+        check_task(model, config, names)
+    with refusals.collecting():
+        check_method(model, config)
+        if MODEL_OPTIMIZER_FILE in names:
+            check_model_optimizer(model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder))
     is_complete = Path(model).is_dir() or not folder or {item.name for item in folder.iterdir()} < names
-    if reads_weights and is_complete and not explicit_file(model, config):
-        check_format(model, names)
+    with refusals.collecting():
+        if reads_weights and is_complete and not explicit_file(model, config):
+            check_format(model, names)
 
 
 def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConfig) -> dict[str, Tensor] | None:

@@ -44,6 +44,7 @@ from tcdeploy.models.early_weights import EarlyWeights, PreloadedSlice
 from tcdeploy.models.load_errors import exception_chain, first_line, recognise
 from tcdeploy.models.location import BUILTIN_MODELS, local_folder
 from tcdeploy.models.quantisation import cast_experts, dequantisation, is_dequantised
+from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.plan import Plan
@@ -85,8 +86,12 @@ def _hint_of_folder(path: Path) -> str:
     return "pass the folder that contains config.json"
 
 
-def load_config(recipe: Recipe) -> PreTrainedConfig:
-    """Load the model's config. Raises ModelError, and UsageError under `python -OO`."""
+def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedConfig:
+    """Load the model's config. Raises ModelError, and UsageError under `python -OO`.
+
+    `refusals`: gets the reasons that do not prevent a look at the model's architecture, instead of an error.
+    """
+    found = refusals or Refusals(recipe.model)
     check_docstrings_exist()
     path = resolve_model_path(recipe.model)
     with _translate_errors(recipe.model):
@@ -94,11 +99,15 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         if local_config.is_file():  # check it before transformers creates a list with one entry per layer
             _check_layer_count(recipe.model, read_config_file(local_config))
         config = _read_config(path, recipe)
-        auto_class(config, recipe.trust_remote_code, recipe.model)  # raises for other kinds of models
+        with found.collecting():
+            auto_class(config, recipe.trust_remote_code, recipe.model)  # raises for other kinds of models
+        has_class = not found.reasons
         if recipe.trust_remote_code:
             _import_remote_code(path, recipe.revision, config)
         if recipe.model not in BUILTIN_MODELS:
-            check_files(recipe.model, recipe.revision, config, recipe.load_format != "dummy")
+            check_files(recipe.model, recipe.revision, config, found, recipe.load_format != "dummy")
+    if refusals is None or not has_class:
+        found.raise_all()
     _check_layer_count(recipe.model, config.to_dict())
     return config
 

@@ -7,9 +7,10 @@ After warm-up the manifest records the measured value beside it (`pipeline.prepa
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from tcdeploy.errors import SpaceError, UsageError
+from tcdeploy.errors import MemoryShortage, SpaceError, UsageError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import PlanInputs
 from tcdeploy.planning.recipe import DType
@@ -138,35 +139,52 @@ class KVSize(NamedTuple):
 def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace) -> KVSize:
     """Divide the memory that weights and workspace leave into KV blocks, one of them for padding.
 
-    Raises SpaceError if the buckets or a requested context do not fit, and UsageError for a `memory_fraction` outside
+    Raises MemoryShortage if the buckets or a requested context do not fit, SpaceError if more memory would not help,
+    and UsageError for a `memory_fraction` outside
     of 0 to 1.
     """
     recipe, dtypes = inputs.recipe, inputs.dtypes
     weight_bytes = predict_weight_bytes(inputs.architecture, dtypes.weight)
     block_bytes = _block_bytes(inputs, demand.block_size)
     affordable_blocks = count_affordable_blocks(inputs, demand, workspace)
+    min_blocks = max(demand.max_batch, -(-demand.max_prefill_tokens // demand.block_size)) + 1
     if affordable_blocks < 1:
-        raise SpaceError(
+        raise _shortage(
+            inputs,
+            workspace,
+            max(min_blocks, recipe.kv_blocks or 0) * block_bytes,
             f"{gib(weight_bytes)} of {dtypes.weight} weights leave no memory for KV: {_describe_memory(inputs)}",
             "use a smaller model, a smaller --dtype, or more memory",
         )
     blocks, reason = _decide_kv_blocks(recipe.kv_blocks, affordable_blocks, demand)
-    min_blocks = max(demand.max_batch, -(-demand.max_prefill_tokens // demand.block_size)) + 1
+    too_few = (
+        f"{blocks} KV blocks of {gib(block_bytes)}: the buckets need {min_blocks}, memory holds {affordable_blocks}"
+    )
     if not min_blocks <= blocks <= affordable_blocks:
         hint = "use smaller --buckets and --batch-sizes, or more memory"
         if recipe.kv_blocks is not None and min_blocks <= affordable_blocks:
             hint = f"--kv-blocks N with {min_blocks} <= N <= {affordable_blocks}, or omit --kv-blocks"
-        raise SpaceError(
-            f"{blocks} KV blocks of {gib(block_bytes)}: the buckets need {min_blocks}, memory holds "
-            f"{affordable_blocks}",
-            hint,
-        )
+        if recipe.kv_blocks is not None and recipe.kv_blocks < min_blocks:
+            raise SpaceError(too_few, hint)  # more memory would not help
+        raise _shortage(inputs, workspace, max(min_blocks, recipe.kv_blocks or 0) * block_bytes, too_few, hint)
     capacity = (blocks - 1) * demand.block_size
     if capacity < demand.context and recipe.context is not None:
-        raise SpaceError(
-            f"context {recipe.context} exceeds the {capacity} tokens that the KV cache holds", f"--context {capacity}"
-        )
+        problem = f"context {recipe.context} exceeds the {capacity} tokens that the KV cache holds"
+        if recipe.kv_blocks is not None:
+            raise SpaceError(problem, f"--context {capacity}")
+        needed_blocks = demand.blocks_per_sequence + 1
+        raise _shortage(inputs, workspace, needed_blocks * block_bytes, problem, f"--context {capacity}")
     return KVSize(blocks, blocks * block_bytes, weight_bytes, min(demand.context, capacity), reason)
+
+
+def _shortage(inputs: PlanInputs, workspace: Workspace, kv_bytes: int, problem: str, hint: str) -> MemoryShortage:
+    """The error for a machine without memory for `kv_bytes` beside weights and workspace."""
+    weight_bytes, environment = predict_weight_bytes(inputs.architecture, inputs.dtypes.weight), inputs.environment
+    if inputs.device == "cpu":
+        needed_bytes = weight_bytes + math.ceil(kv_bytes / HOST_KV_FRACTION)
+        return MemoryShortage(problem, hint, needed_bytes, environment.host_memory_bytes)
+    needed_bytes = math.ceil((weight_bytes + sum(workspace) + kv_bytes) / inputs.recipe.memory_fraction) + 1
+    return MemoryShortage(problem, hint, needed_bytes, environment.gpu_memory_bytes)
 
 
 def count_affordable_blocks(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace) -> int:

@@ -1,0 +1,182 @@
+"""Records a model's calls of attention on fake tensors, and checks whether the paged ops can serve them.
+
+Each call becomes an AttentionSpec. Layers without keys and values of their own, such as recurrent ones, are recognised
+by `layer_types` in the config. Everything that cannot be served is collected, so that one error lists all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from tcdeploy.errors import UnsupportedArchitectureError
+from tcdeploy.models.positions import PositionTracer
+from tcdeploy.models.refusals import Refusals
+from tcdeploy.planning.architecture import AttentionSpec
+
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+SUPPORTED_KEYWORDS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
+IGNORED_KEYWORDS = {
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "cache_position",
+    "output_hidden_states",
+    "logits_to_keep",
+}
+
+
+class Call(NamedTuple):
+    """One call of the attention function; the tensors have the shape [1, heads, tokens, head_dim]."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    keywords: dict[str, Any]
+
+
+@dataclass
+class AttentionRecorder:
+    """An attention function that records its calls by module and returns zeros."""
+
+    positions: PositionTracer
+    calls: dict[int, list[Call]] = field(default_factory=dict)
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        self.calls.setdefault(id(module), []).append(Call(module, query, key, value, attention_mask, kwargs))
+        batch, heads, tokens, _ = query.shape
+        output = query.new_zeros(batch, tokens, heads, value.shape[-1])
+        self.positions.check(query, key, value)
+        self.positions.copy_origins(output, query, key, value)
+        return output, None
+
+
+def refused_layers(config: PreTrainedConfig) -> dict[int, str]:
+    """The layers of types that a KV cache cannot serve, by number.
+
+    Types that differ only in the mask that transformers builds are among them: their calls look like full attention.
+    """
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return {number: name for number, name in enumerate(types) if name not in SUPPORTED_LAYER_TYPES}
+
+
+def check_layers(config: PreTrainedConfig) -> None:
+    """Raise UnsupportedArchitectureError for kinds of layers that the config names, before the model is built."""
+    if types := sorted({*refused_layers(config).values()}):
+        raise UnsupportedArchitectureError(
+            f"{config.model_type} has layers of type {', '.join(types)}, which a KV cache cannot serve"
+        )
+    text_config = config.get_text_config()
+    shared = getattr(text_config, "num_kv_shared_layers", None)
+    if isinstance(shared, int) and shared >= text_config.num_hidden_layers > 0:
+        raise UnsupportedArchitectureError(
+            f"{config.model_type} has no keys and values of its own: each of its {shared} layers attends to those of "
+            "another model"
+        )
+
+
+def read_attention(
+    model: nn.Module, recorder: AttentionRecorder, config: PreTrainedConfig, refusals: Refusals
+) -> tuple[AttentionSpec, ...]:
+    """The recorded calls, in the order of the model's modules. Adds what cannot be served to `refusals`."""
+    name, skipped_layers = config.model_type, refused_layers(config)
+    if not recorder.calls:
+        if not skipped_layers:
+            refusals.add(UnsupportedArchitectureError(f"{name} never calls transformers' AttentionInterface"))
+        return ()
+    specs: list[AttentionSpec] = []
+    problems: dict[str, str] = {}  # the first module that has it, by problem
+    for path, module in model.named_modules():
+        calls = recorder.calls.get(id(module), [])
+        if len(calls) > 1:
+            problems.setdefault(f"calls attention {len(calls)} times in one forward pass", path)
+        for call in calls:
+            for problem in _problems(call, recorder.positions.row_length):
+                problems.setdefault(problem, path)
+            specs.append(_read_call(path, call))
+    for problem, path in problems.items():
+        refusals.add(UnsupportedArchitectureError(f"{name}: {path} {problem}"))
+    with refusals.collecting():
+        _check_layers_attend(model, specs, name, skipped_layers)
+    with refusals.collecting():
+        _check_windows(model, specs, config)
+    return tuple(specs)
+
+
+def _problems(call: Call, num_tokens: int) -> list[str]:
+    """What the paged ops do not support, as phrases that follow the module's path."""
+    problems = [
+        f"passes {keyword} to attention, which the paged ops do not support"
+        for keyword, argument in call.keywords.items()
+        if keyword not in SUPPORTED_KEYWORDS | IGNORED_KEYWORDS and argument is not None and argument is not False
+    ]
+    if call.mask is not None:
+        problems.append("passes its own attention mask")
+    if call.keywords.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
+        problems.append("is not causal")
+    if call.query.shape[2] != num_tokens or call.key.shape[2] != num_tokens:
+        problems.append("attends to tokens other than the layer's input")
+    return problems
+
+
+def _read_call(path: str, call: Call) -> AttentionSpec:
+    return AttentionSpec(
+        path=path,
+        heads=call.query.shape[1],
+        kv_heads=call.key.shape[1],
+        head_dim=call.query.shape[3],
+        v_head_dim=call.value.shape[3],
+        window=int(call.keywords.get("sliding_window") or 0),
+        softcap=float(call.keywords.get("softcap") or 0.0),
+        has_sinks=call.keywords.get("s_aux") is not None,
+    )
+
+
+def _check_layers_attend(
+    model: nn.Module, specs: list[AttentionSpec], name: str, skipped_layers: Collection[int]
+) -> None:
+    """Every decoder layer must use the interface; one that does not has state outside the KV cache."""
+    stack_path, _ = decoder_layer_position(model, specs[0].path)
+    attending = {decoder_layer_position(model, spec.path) for spec in specs}
+    layers = set(range(len(model.get_submodule(stack_path)))) - {*skipped_layers}  # type: ignore[arg-type]
+    missing = sorted(layer for layer in layers if (stack_path, layer) not in attending)
+    if missing:
+        raise UnsupportedArchitectureError(f"{name}: layers {missing} never call the AttentionInterface")
+    if len(attending) != len({spec.path for spec in specs}):
+        raise UnsupportedArchitectureError(f"{name}: a layer calls attention from more than one module")
+
+
+def _check_windows(model: nn.Module, specs: list[AttentionSpec], config: PreTrainedConfig) -> None:
+    """Reject windows that are only in the mask: without it the layer would attend beyond its window."""
+    text_config = config.get_text_config()
+    window = getattr(text_config, "sliding_window", None)
+    if not window or window >= text_config.max_position_embeddings:
+        return
+    types = getattr(text_config, "layer_types", None)
+    uses_window = getattr(text_config, "use_sliding_window", True)
+    for spec in specs:
+        _, layer = decoder_layer_position(model, spec.path)
+        is_sliding = types[layer] == "sliding_attention" if types else uses_window
+        if is_sliding and not spec.window:
+            raise UnsupportedArchitectureError(
+                f"{config.model_type}: {spec.path} has a sliding window of {window} but does not pass it to attention"
+            )
+
+
+def decoder_layer_position(model: nn.Module, attention_path: str) -> tuple[str, int]:
+    """(path of the ModuleList, index) of the decoder layer that contains an attention module: ("model.layers", 3)."""
+    names = attention_path.split(".")
+    for cut in range(len(names) - 1, 0, -1):
+        stack = model.get_submodule(".".join(names[:cut]))
+        if isinstance(stack, nn.ModuleList) and names[cut].isdigit():
+            return ".".join(names[:cut]), int(names[cut])
+    raise UnsupportedArchitectureError(f"{attention_path} is not inside an nn.ModuleList of layers")

@@ -1,0 +1,128 @@
+"""Explains why a model could not be built, or run, on fake tensors: from an exception to a reason.
+
+Modelling code fails for few reasons: it requires an input that a text request does not have, it reads values of
+tensors, its attention is not transformers' AttentionInterface, or a package is missing. These are recognised by the
+exception, by the frame that raised it and by the arguments of that frame. Any other exception is stated with the step
+that failed and its line of source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from tcdeploy.errors import ModelError, TcdeployError, UnsupportedArchitectureError, UnsupportedModelError
+from tcdeploy.models.load_errors import exception_chain, first_line, missing_package_error, missing_packages
+
+VALUE_ERROR, SIZE_ERROR = "DataDependentOutputException", "DynamicOutputShapeException"  # of torch's fake tensors
+EXPLAIN_HINT = "tcdeploy explain MODEL shows the line and its cure"
+CONFIG_HINT = "check config.json; TCDEPLOY_DEBUG=1 shows the traceback"
+UNTRACEABLE = "cannot be run on fake tensors, so it cannot be traced: its forward pass"
+MISSING_ARGUMENTS = re.compile(r"forward\(\) missing \d+ required positional arguments?: (.+)")
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name of transformers' AttentionInterface in its modelling modules
+
+
+class UnexplainedFailureError(UnsupportedArchitectureError):
+    """A failure of which only the exception's text is known. It may be a consequence of another reason."""
+
+
+@contextlib.contextmanager
+def explaining_failures(name: str, implementation: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Raise ModelError with the reason if the block raises another exception.
+
+    The block runs the forward pass of `model`, or builds the model if that is None. `implementation`: the name under
+    which the model is to look up its attention function.
+    """
+    try:
+        yield
+    except TcdeployError:
+        raise
+    except Exception as error:
+        raise _explain(name, implementation, model, error) from error
+
+
+def _explain(name: str, implementation: str, model: nn.Module | None, error: Exception) -> ModelError:
+    if isinstance(error, KeyError) and implementation in str(error):
+        return UnsupportedArchitectureError(f"{name} does not look its attention up in the AttentionInterface")
+    if packages := missing_packages(list(exception_chain(error))):
+        return missing_package_error(name, packages)
+    kind = type(error).__name__
+    if kind == VALUE_ERROR:
+        return UnsupportedModelError(
+            f"{name} {UNTRACEABLE} reads values of tensors on the host ({first_line(error)})", EXPLAIN_HINT
+        )
+    if kind == SIZE_ERROR:
+        text = f"has tensors whose size depends on values of other tensors ({first_line(error)})"
+        return UnsupportedModelError(f"{name} {UNTRACEABLE} {text}", EXPLAIN_HINT)
+    if model is None:
+        return UnsupportedModelError(
+            f"{name} cannot be built from its config.json: {describe_exception(error)}", CONFIG_HINT
+        )
+    if not uses_interface(model):
+        return UnsupportedArchitectureError(f"{name} never calls transformers' AttentionInterface")
+    if inputs := missing_inputs(error):
+        return UnsupportedArchitectureError(f"{name} requires inputs other than text: {inputs}")
+    return UnexplainedFailureError(f"{name} cannot be run on fake tensors: {describe_exception(error)}")
+
+
+def uses_interface(model: nn.Module) -> bool:
+    """Whether the source of a module of the model refers to transformers' AttentionInterface."""
+    sources = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    return any(hasattr(source, INTERFACE) for source in sources)
+
+
+def missing_inputs(error: Exception) -> str:
+    """Arguments that a forward pass requires, and that a request with text does not have; "" if they are not known.
+
+    Either Python names them, or they are None in the frame that raised the exception, which names them in its message
+    or, if None was used like a tensor, in its line of source.
+    """
+    if arguments := MISSING_ARGUMENTS.search(str(error)):
+        return arguments[1]
+    frame = _modelling_frame(error)
+    if frame is None:
+        return ""
+    text = str(error)
+    if isinstance(error, AttributeError | TypeError) and "NoneType" in text:
+        text = _source_line(error)
+    words = {word.lower() for word in re.findall(r"\w+", text)}
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    absent = [name for name in names if name in frame.f_locals and frame.f_locals[name] is None]
+    return ", ".join(f"'{name}'" for name in absent if name.lower() in words)
+
+
+def describe_exception(error: Exception) -> str:
+    """The exception's type and text, and the line of the model's source that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_modelling(frame.filename)]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)[:200]}{place}"
+
+
+def _source_line(error: Exception) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_modelling(frame.filename)]
+    return (frames[-1].line or "") if frames else ""
+
+
+def _modelling_frame(error: Exception) -> FrameType | None:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((frame for frame in reversed(frames) if _is_modelling(frame.f_code.co_filename)), None)
+
+
+def _is_modelling(filename: str) -> bool:
+    """Whether a file has the code of a model, in transformers or from a repository."""
+    path = Path(filename)
+    return path.name.startswith(("modeling_", "modular_")) and path.name != "modeling_utils.py"
+
+
+def has_forward(model_class: Any) -> bool:
+    """False for a class without a forward pass, which only combines other models."""
+    return model_class.forward is not nn.Module.forward
