@@ -99,14 +99,12 @@ def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedC
         if local_config.is_file():  # check it before transformers creates a list with one entry per layer
             _check_layer_count(recipe.model, read_config_file(local_config))
         config = _read_config(path, recipe)
-        with found.collecting():
-            auto_class(config, recipe.trust_remote_code, recipe.model)  # raises for other kinds of models
-        has_class = not found.reasons
+        auto_class(config, recipe.trust_remote_code, recipe.model)  # raises for other kinds of models
         if recipe.trust_remote_code:
             _import_remote_code(path, recipe.revision, config)
         if recipe.model not in BUILTIN_MODELS:
             check_files(recipe.model, recipe.revision, config, found, recipe.load_format != "dummy")
-    if refusals is None or not has_class:
+    if refusals is None:
         found.raise_all()
     _check_layer_count(recipe.model, config.to_dict())
     return config

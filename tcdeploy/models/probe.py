@@ -144,8 +144,8 @@ def _record_attention(
     ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTN_IMPLEMENTATION, recorder)
     try:
         with quiet_transformers(), fake_tensors(), torch.no_grad(), refusals.collecting():
-            model = _build(config, trust_remote_code)
             try:
+                model = _build(config, trust_remote_code)
                 _run(config.model_type, model, linear_recorder, positions)
             except UnexplainedFailureError as error:
                 if not refusals.reasons:

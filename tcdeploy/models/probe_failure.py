@@ -27,6 +27,7 @@ EXPLAIN_HINT = "tcdeploy explain MODEL shows the line and its cure"
 CONFIG_HINT = "check config.json; TCDEPLOY_DEBUG=1 shows the traceback"
 UNTRACEABLE = "cannot be run on fake tensors, so it cannot be traced: its forward pass"
 MISSING_ARGUMENTS = re.compile(r"forward\(\) missing \d+ required positional arguments?: (.+)")
+MASK = "'attention_mask'"
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name of transformers' AttentionInterface in its modelling modules
 
 
@@ -63,13 +64,16 @@ def _explain(name: str, implementation: str, model: nn.Module | None, error: Exc
         text = f"has tensors whose size depends on values of other tensors ({first_line(error)})"
         return UnsupportedModelError(f"{name} {UNTRACEABLE} {text}", EXPLAIN_HINT)
     if model is None:
-        return UnsupportedModelError(
+        return UnexplainedFailureError(
             f"{name} cannot be built from its config.json: {describe_exception(error)}", CONFIG_HINT
         )
+    inputs = missing_inputs(error)
+    if inputs and inputs != [MASK]:
+        return UnsupportedArchitectureError(f"{name} requires inputs other than text: {', '.join(inputs)}")
     if not uses_interface(model):
         return UnsupportedArchitectureError(f"{name} never calls transformers' AttentionInterface")
-    if inputs := missing_inputs(error):
-        return UnsupportedArchitectureError(f"{name} requires inputs other than text: {inputs}")
+    if inputs:
+        return UnexplainedFailureError(f"{name} requires an attention mask, and packed prompts have none")
     return UnexplainedFailureError(f"{name} cannot be run on fake tensors: {describe_exception(error)}")
 
 
@@ -79,17 +83,17 @@ def uses_interface(model: nn.Module) -> bool:
     return any(hasattr(source, INTERFACE) for source in sources)
 
 
-def missing_inputs(error: Exception) -> str:
-    """Arguments that a forward pass requires, and that a request with text does not have; "" if they are not known.
+def missing_inputs(error: Exception) -> list[str]:
+    """Arguments that a forward pass requires, in quotes, and that packed text does not have; [] if they are not known.
 
     Either Python names them, or they are None in the frame that raised the exception, which names them in its message
     or, if None was used like a tensor, in its line of source.
     """
     if arguments := MISSING_ARGUMENTS.search(str(error)):
-        return arguments[1]
+        return [arguments[1]]
     frame = _modelling_frame(error)
     if frame is None:
-        return ""
+        return []
     text = str(error)
     if isinstance(error, AttributeError | TypeError) and "NoneType" in text:
         text = _source_line(error)
@@ -97,7 +101,7 @@ def missing_inputs(error: Exception) -> str:
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     absent = [name for name in names if name in frame.f_locals and frame.f_locals[name] is None]
-    return ", ".join(f"'{name}'" for name in absent if name.lower() in words)
+    return [f"'{name}'" for name in absent if name.lower() in words]
 
 
 def describe_exception(error: Exception) -> str:

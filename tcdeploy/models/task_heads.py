@@ -44,11 +44,12 @@ def _problem(config: PreTrainedConfig, architectures: list[str]) -> str | None:
     generator, headless = model_class(config, trust_remote_code=False), MODEL_MAPPING.get(type(config), None)
     if generator is not None and generator.__name__ in architectures:
         return None
-    kinds = [_kind_of(name) or _headless_kind(name, headless, config) for name in architectures]
+    kinds = [kind_of(name) or _headless_kind(name, headless, config) for name in architectures]
     return f"{kinds[0]} ({architectures[0]})" if all(kinds) else None
 
 
-def _kind_of(name: str) -> str | None:
+def kind_of(name: str) -> str | None:
+    """What a class of this name is, if it does not generate text."""
     return next((kind for pattern, kind in KINDS.items() if re.search(pattern, name)), None)
 
 

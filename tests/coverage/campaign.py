@@ -164,6 +164,8 @@ REASONS = {
     "never calls": OUTSIDE_INTERFACE,
     "does not look its attention up": OUTSIDE_INTERFACE,
     "which a KV cache cannot serve": "kinds of layers without a KV cache of their own (recurrent, chunked, indexed)",
+    "no keys and values of its own": "layers that attend to keys and values of another model",
+    "combines several models": "several models without a common forward pass",
     "is not causal": "attention that is not causal",
     "token positions of its own": "token positions of their own",
     "not installed": "packages that are not installed",

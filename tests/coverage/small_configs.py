@@ -52,6 +52,8 @@ _ADAPTERS = {
     "audio_config.adapter_input_size": HIDDEN, "audio_config.adapter_out_dim": HIDDEN,
 }  # fmt: skip
 _CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
+_SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2  # the layers that share keys have both types too
+_SPARSE = ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"]
 _IMAGE_TOKENS = {"vocabulary_map": {"<image>": 200, "IMGIMGA": 201}}
 _MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": HEAD_DIM}
 _HEAD_DIM = {"head_dim": HEAD_DIM}
@@ -73,7 +75,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": _CONVOLUTIONS}, "lfm2_moe": {"layer_types": _CONVOLUTIONS},
     "lfm2_vl": {"text_config.layer_types": _CONVOLUTIONS},
     "step3p7": {"text_config.sliding_window": WINDOW}, "step3p5": {"sliding_window": WINDOW},
-    "gemma3n_text": {"num_kv_shared_layers": 1}, "gemma4_assistant": {"text_config.num_kv_shared_layers": LAYERS},
+    "gemma3n_text": {"layer_types": _SLIDING_AND_FULL, "num_kv_shared_layers": 2},
+    "gemma3n": {"text_config.layer_types": _SLIDING_AND_FULL, "text_config.num_kv_shared_layers": 2},
+    "gemma4_assistant": {"text_config.num_kv_shared_layers": LAYERS},
+    "diffusion_gemma": {"text_config.num_experts": 4, "text_config.top_k_experts": 2,
+                        "text_config.moe_intermediate_size": 96},
+    # as in their published checkpoints
+    "bitnet": {"quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear"}},
+    "minimax_m3_vl": {"text_config.layer_types": _SPARSE}, "minimax_m3_vl_text": {"layer_types": _SPARSE},
+    "kyutai_speech_to_text": {"codec_config.upsample_groups": HIDDEN},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32]}, "xmod": {"is_decoder": True},
     "molmo2": {"adapter_config.vision_feature_layer": [2, 3]},
     "qwen2_5_omni_thinker": {**_MROPE, "vision_start_token_id": 200},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 200},
