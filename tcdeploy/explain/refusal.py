@@ -27,6 +27,7 @@ from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.load import load_config, quiet_transformers
 from tcdeploy.models.load_errors import exception_chain
 from tcdeploy.models.probe_failure import SIZE_ERROR, VALUE_ERROR
+from tcdeploy.models.refusals import has_final_reason
 from tcdeploy.planning.recipe import Recipe
 
 CONDITION = re.compile(r"^(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(and|or|not)\b")
@@ -43,7 +44,9 @@ class Refusal(NamedTuple):
 
 
 def read_refusal(error: UnsupportedModelError) -> Refusal | None:
-    """The line that reads values of tensors; None if the model was refused for another reason."""
+    """The line that reads values of tensors; None if the model is refused for a reason that no change cures."""
+    if has_final_reason(error):
+        return None
     for cause in exception_chain(error):
         if type(cause).__name__ in (VALUE_ERROR, SIZE_ERROR):
             return _read(cause)

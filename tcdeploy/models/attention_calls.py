@@ -159,7 +159,8 @@ def _check_windows(model: nn.Module, specs: list[AttentionSpec], config: PreTrai
     """Reject windows that are only in the mask: without it the layer would attend beyond its window."""
     text_config = config.get_text_config()
     window = getattr(text_config, "sliding_window", None)
-    if not window or window >= text_config.max_position_embeddings:
+    context = getattr(text_config, "max_position_embeddings", None)
+    if not window or not context or window >= context:
         return
     types = getattr(text_config, "layer_types", None)
     uses_window = getattr(text_config, "use_sliding_window", True)

@@ -81,19 +81,21 @@ def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pr
 
     Raises UnsupportedModelError.
     """
+    refusals = Refusals(config.model_type)
     try:
-        return _probe(config, trust_remote_code)
+        return _probe(config, trust_remote_code, refusals)
     except TcdeployError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        refusals.raise_all()  # the exception may be a consequence of these reasons
         raise UnsupportedModelError(
             f"the config of {config.model_type} has a value that cannot be used: {describe_exception(error)}",
             CONFIG_HINT,
         ) from error
 
 
-def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> ProbedModel:
-    name, text_config, refusals = config.model_type, config.get_text_config(), Refusals(config.model_type)
+def _probe(config: PreTrainedConfig, trust_remote_code: bool, refusals: Refusals) -> ProbedModel:
+    name, text_config = config.model_type, config.get_text_config()
     with refusals.collecting():
         check_layers(config)
     positions, linear_recorder = PositionTracer(PROBE_TOKENS), _LinearRecorder()

@@ -31,6 +31,12 @@ class SeveralReasonsError(UnsupportedModelError):
         self.reasons = reasons
 
 
+def has_final_reason(error: TcdeployError) -> bool:
+    """Whether the architecture is a reason, so that no other checkpoint, and no change of the model's code, helps."""
+    reasons = error.reasons if isinstance(error, SeveralReasonsError) else [error]
+    return any(isinstance(reason, UnsupportedArchitectureError) for reason in reasons)
+
+
 class Refusals:
     """The reasons found so far. `model`: its name in the error."""
 

@@ -163,6 +163,8 @@ OUTSIDE_INTERFACE = "attention code outside of transformers' AttentionInterface"
 REASONS = {
     "never calls": OUTSIDE_INTERFACE,
     "does not look its attention up": OUTSIDE_INTERFACE,
+    "never call the": "layers outside of transformers' AttentionInterface",
+    "has no causal LM": "types without a class that generates text",
     "which a KV cache cannot serve": "kinds of layers without a KV cache of their own (recurrent, chunked, indexed)",
     "no keys and values of its own": "layers that attend to keys and values of another model",
     "combines several models": "several models without a common forward pass",

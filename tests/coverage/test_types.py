@@ -29,6 +29,7 @@ SERVED = {
     "olmo2": "norms after each block only",
     "granite": "multipliers of embedding, attention, residual and logits",
     "minimax_m2": "rotary embedding of a part of the head, norms across heads",
+    "gemma3n_text": "layers that share keys and values with earlier ones",
     "modernbert-decoder": "initialisation that reads weights, biases of norms left out",
 }
 TEXT_ONLY = {
@@ -42,6 +43,7 @@ REFUSED = {
     "bart": "computes token positions of its own",
     "llama4_text": "layers of type chunked_attention",
     "mamba": "layers of type linear_attention",
+    "bitnet": "quantised with bitnet",
     "falcon": "does not look its attention up in the AttentionInterface",
     "bert": "is not causal",
     "blip-2": "requires inputs other than text",
@@ -81,6 +83,8 @@ def test_small_configs_keep_each_kind_of_layer() -> None:
          "inputs other than text are required"),
         ("x cannot be run on fake tensors, so it cannot be traced: its forward pass has tensors whose size depends on "
          "values of other tensors (aten.nonzero.default)", "code with data-dependent shapes"),
+        ("x cannot be served, for 2 reasons:\n  - x has no max_position_embeddings in its config\n  - x never calls "
+         "transformers' AttentionInterface", "attention code outside of transformers' AttentionInterface"),
         ("x is quantised with fp8, which is not supported yet", "quantised weights"),
         ("x has no max_position_embeddings in its config", "no max_position_embeddings in the config"),
         ("an unknown message", "other reasons"),
