@@ -59,7 +59,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Measure MODEL against the limits of this machine and against baselines, or any server.",
 )
-app.callback()(warn_if_busy)
 
 
 @recipe_command
@@ -99,6 +98,7 @@ def decode(
     )
     from tcdeploy.cli import display
 
+    warn_if_busy()
     with display.show_progress() as progress:
         require_compile_extra()
         from tcdeploy.bench import decode
@@ -137,6 +137,7 @@ def prefill(
     )
     from tcdeploy.cli import display
 
+    warn_if_busy()
     with display.show_progress() as progress:
         require_compile_extra()
         from tcdeploy.bench import prefill
@@ -175,6 +176,7 @@ def throughput(
     )
     from tcdeploy.cli import display
 
+    warn_if_busy()
     with display.show_progress() as progress:
         require_compile_extra()
         from tcdeploy.bench import throughput
@@ -224,6 +226,7 @@ def startup(
             child_report = startup.measure_first_token(recipe, settings, progress)
         print(dumps(child_report))
         return
+    warn_if_busy()
     with _unpacked(bundle, allow_unsigned) as folder:
         measured = recipe if folder is None else dataclasses.replace(recipe, cache_dir=folder)
         report = startup.run(measured, settings, display.PlainProgress())

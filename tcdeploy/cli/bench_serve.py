@@ -20,7 +20,7 @@ from tcdeploy.cli.bench_options import (
     parse_rate,
     publish_document,
 )
-from tcdeploy.cli.report_options import Json
+from tcdeploy.cli.report_options import Json, warn_if_busy
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.server.settings import check_api_keys
 
@@ -131,6 +131,7 @@ def serve(
         slo={} if slo is None else parse_slo(slo), sweep=() if sweep is None else parse_floats("--sweep", sweep),
         ttft_limit=ttft_limit, tpot_limit=tpot_limit, plot=plot, compare=tuple(compare or ()), output=output, seed=seed,
     )  # fmt: skip
+    warn_if_busy()
     if settings.sweep:
         _sweep(settings, json)
         return

@@ -260,8 +260,7 @@ def _is_read_exactly(number: float) -> bool:
     It rounds the digits to float64, and then multiplies or divides by a power of ten, which rounds again.
     """
     _, digits, exponent = _decimal(number).as_tuple()
-    assert isinstance(exponent, int)
-    if abs(exponent) > 300:
+    if isinstance(exponent, str) or abs(exponent) > 300:  # infinity and NaN have a letter
         return False
     significand = float(int("".join(map(str, digits))))
     power = float(f"1e{abs(exponent)}")

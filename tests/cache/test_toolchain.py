@@ -217,6 +217,7 @@ def test_the_stub_replays_the_compiler_s_output_and_refuses_to_compile(tmp_path:
     name = toolchain.save_toolchain(tmp_path)
     if name is None:
         pytest.skip("needs a C++ compiler")
+    list_toolchains(tmp_path)
     *outputs, compiling, without_arguments = query_stub(tmp_path, empty_path)
     environ = {**os.environ, "LC_ALL": "C"}
     for query, output in zip(toolchain.COMPILER_QUERIES, outputs, strict=True):

@@ -129,7 +129,7 @@ def start_record(key: str) -> StartRecord:
         architecture=LLAMA_8B, config={"model_type": "llama"}, defaults={WITHOUT_TOKENIZER: GenerationDefaults()},
         decisions={WITHOUT_TOKENIZER: decisions}, supports_logits_to_keep=True,
         weights={"lm_head.weight": ["float32", [2, 2], ["tensor", "lm_head.weight"]]}, tokenizer=None,
-        tokenizer_problem="",
+        tokenizer_problem="", torch_settings="",
     )  # fmt: skip
 
 

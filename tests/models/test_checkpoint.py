@@ -17,10 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models import checkpoint, load
-from tcdeploy.models.checkpoint import check_files, check_tensors, read_stored_tensors, stored_dtype
+from tcdeploy.models.checkpoint import check_tensors, read_stored_tensors, stored_dtype
 from tcdeploy.models.load import check_checkpoint, load_config, resolve_model_path
 from tcdeploy.models.probe import probe_model
 from tcdeploy.models.quantisation import Tensor
+from tcdeploy.models.refusals import Refusals
 from tcdeploy.pipeline import decide
 from tcdeploy.planning.recipe import Recipe
 from tests.coverage.campaign import save_model
@@ -43,6 +44,12 @@ def plan(folder: Path, **fields: Any) -> None:
     recipe = Recipe(model=str(folder), **fields)
     config = load_config(recipe)
     check_checkpoint(recipe, config, probe_model(config).tensors)
+
+
+def refuse_files(model: str, revision: str | None, config: Any) -> None:
+    refusals = Refusals(model)
+    checkpoint.check_files(model, revision, config, refusals)
+    refusals.raise_all()
 
 
 def are_compared(folder: Path) -> bool:
@@ -174,10 +181,10 @@ def test_a_hub_model_with_weights_is_not_looked_up_again(folder: Path, monkeypat
     monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
     requests: list[str] = []
     monkeypatch.setattr(checkpoint.HfApi, "model_info", lambda _, model, **__: requests.append(model))
-    check_files("someone/model", None, config)
+    refuse_files("someone/model", None, config)
     assert requests == []
     (folder / WEIGHTS).unlink()
-    check_files("someone/model", None, config)
+    refuse_files("someone/model", None, config)
     assert requests == ["someone/model"]
 
 
@@ -449,9 +456,9 @@ def test_a_hub_repository_with_weights_in_another_format_is_refused(
     monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: cached)
     monkeypatch.setattr(checkpoint.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=names))
     with pytest.raises(ModelError, match="has weights in the format TensorFlow's .h5"):
-        check_files("someone/model", None, config)
+        refuse_files("someone/model", None, config)
     names.append(SimpleNamespace(rfilename="pytorch_model.bin"))
-    check_files("someone/model", None, config)
+    refuse_files("someone/model", None, config)
 
 
 def test_a_download_of_shards_without_their_index_continues(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,7 +466,7 @@ def test_a_download_of_shards_without_their_index_continues(folder: Path, monkey
     shard(folder)
     (folder / INDEX).unlink()
     monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
-    check_files("someone/model", None, config)
+    refuse_files("someone/model", None, config)
 
 
 # Quantisation
@@ -533,10 +540,10 @@ def test_the_file_of_model_optimizer_is_downloaded_before_the_weights(
     path = folder / "hf_quant_config.json"
     path.write_text('{"quantization": {"quant_algo": null}}')
     monkeypatch.setattr(checkpoint, "hf_hub_download", lambda *_, **__: str(path))
-    check_files("someone/model", None, config)
+    refuse_files("someone/model", None, config)
     monkeypatch.setattr(checkpoint, "hf_hub_download", lambda *_, **__: 1 / 0)
     with pytest.raises(ModelError, match="is quantised with TensorRT Model Optimizer"):
-        check_files("someone/model", None, config)
+        refuse_files("someone/model", None, config)
 
 
 @pytest.mark.parametrize(
@@ -568,7 +575,7 @@ def test_the_hint_about_a_merged_adapter_can_be_followed(folder: Path, monkeypat
     assert error.value.hint.endswith("if it is merged already, delete adapter_config.json")
     monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
     with pytest.raises(ModelError) as error:
-        check_files("someone/model", None, AutoConfig.from_pretrained(folder))
+        refuse_files("someone/model", None, AutoConfig.from_pretrained(folder))
     assert error.value.hint.endswith("download the repository without adapter_config.json and pass that folder")
 
 
