@@ -197,7 +197,7 @@ def use_record(listed: ListedFile) -> None:
 def predict(folder: Path) -> None:
     environment = as_installed()
     plan = make_plan(RECIPE, environment, LLAMA_8B)
-    origin = manifests.make_origin(RECIPE, {"model_type": "llama"}, {}, {})
+    origin = manifests.make_origin(RECIPE, {"model_type": "llama"}, {}, {}, {})
     for manifest in manifests.read_manifests(folder).values():
         forecast(manifest, plan, environment, origin)
 
