@@ -470,11 +470,11 @@ def decide(
     stages = stages or StageTimer(progress)
     with stages.stage("decide"):
         environment = dataclasses.replace(
-            detect_environment(),
+            detect_environment(recipe.device),
             missing_internals=missing_internals(),
             torch_settings=settings_digest(torch_settings()),
         )
-        model = _read_model(recipe, environment, needs_tokenizer)
+        model = _read_model(recipe, environment, needs_tokenizer, is_dry_run)
         config, architecture, tokenizer = model.config, model.probed.architecture, model.tokenizer
         defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
         if model.stored_dtype and not architecture.dtype:
@@ -507,8 +507,13 @@ class _ModelOnFakeTensors(NamedTuple):
     tokenizer: Any
 
 
-def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool) -> _ModelOnFakeTensors:
-    """Raises ModelError with all reasons why the model cannot be served."""
+def _read_model(
+    recipe: Recipe, environment: Environment, needs_tokenizer: bool, is_dry_run: bool
+) -> _ModelOnFakeTensors:
+    """Raises ModelError with all reasons why the model cannot be served.
+
+    Too little memory is one of them, unless in a dry run: the model may be planned for another machine.
+    """
     refusals, probed, stored_dtype, tokenizer = Refusals(recipe.model), None, "", None
     config = load_config(recipe, refusals)
     with refusals.collecting():
@@ -517,7 +522,7 @@ def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool)
             stored_dtype = check_checkpoint(recipe, config, probed.tensors)
     with refusals.collecting():
         tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
-    if refusals.reasons and probed is not None:  # too little memory would refuse the unquantised model too
+    if refusals.reasons and probed is not None and not is_dry_run:
         with refusals.collecting():
             make_plan(recipe, environment, probed.architecture)
     refusals.raise_all()

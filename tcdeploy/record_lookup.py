@@ -73,7 +73,7 @@ def find_record(recipe: Recipe, needs_tokenizer: bool, trusted_keys: Path) -> Fo
             return None
         raise DoesNotFit(str(error)) from error
     assert folder is not None
-    environment = detect_environment()
+    environment = detect_environment(recipe.device)
     cache_dir = decide_cache_dir(recipe, environment)
     check_folder(cache_dir, recipe.trust_cache_dir)
     policy = SigningPolicy(trusted_keys, recipe.require_signed)

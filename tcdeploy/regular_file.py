@@ -70,9 +70,11 @@ def read_regular(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES, *, follo
     """The content of a regular file. Raises UnsafeFileError if it is none or larger, and OSError."""
     with open_regular(path, follows_links=follows_links) as file:
         size = os.fstat(file.fileno()).st_size
-        content = b"" if size > max_bytes else file.read(max_bytes + 1)  # + 1: whether the file has grown
-    if size > max_bytes or len(content) > max_bytes:
-        raise _unsafe(path, f"it has {max(size, len(content))} bytes, and the limit is {max_bytes}")
+        if size > max_bytes:
+            raise _unsafe(path, f"it has {size} bytes, and the limit is {max_bytes}")
+        content = file.read(size + 1)
+    if len(content) > size:
+        raise _unsafe(path, f"it was written while its {size} bytes were read")
     return content
 
 

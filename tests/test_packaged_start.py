@@ -448,11 +448,12 @@ def test_without_transformers_packages_of_another_machine_are_a_mismatch(
     """A record's name contains versions, so one of other versions is not found. Then the manifests say what differs."""
     here = record_lookup.detect_environment()
     changed = dataclasses.replace(here, **({"cpu": "another"} if has_record else {"python": f"{here.python}9"}))
-    monkeypatch.setattr(record_lookup, "detect_environment", lambda: changed)
+    monkeypatch.setattr(record_lookup, "detect_environment", lambda device: changed)
     hide_transformers(monkeypatch)
     if not has_record:
         [record] = Path(own_cache, "aot").glob("start-*.json")
         record.rename(record.with_name(f"start-{'0' * 16}-{'0' * 16}.json"))
+        list_records(own_cache)
     named = f"cpu {here.cpu} (here another)" if has_record else f"python {here.python} (here {here.python}9)"
     with pytest.raises(MismatchError, match=re.escape(f"were made in another environment: {named};")) as mismatch:
         start(own_cache)
@@ -551,7 +552,7 @@ def test_packages_of_another_machine_are_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     here = record_lookup.detect_environment()
-    monkeypatch.setattr(record_lookup, "detect_environment", lambda: dataclasses.replace(here, **changes))
+    monkeypatch.setattr(record_lookup, "detect_environment", lambda device: dataclasses.replace(here, **changes))
     with caplog.at_level(logging.WARNING):
         assert start(cache) is None
     assert reason.format(**dataclasses.asdict(here)) in caplog.text

@@ -97,7 +97,7 @@ def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Pro
         "import_seconds": deployment.import_seconds,
         "weights_seconds": deployment.weights_read.seconds if deployment.weights_read else None,
         "plan": describe_plan(deployment.plan),
-        "environment": describe_environment(detect_environment()),
+        "environment": describe_environment(detect_environment(recipe.device)),
     }
 
 

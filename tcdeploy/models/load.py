@@ -104,9 +104,13 @@ def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedC
             _import_remote_code(path, recipe.revision, config)
         if recipe.model not in BUILTIN_MODELS:
             check_files(recipe.model, recipe.revision, config, found, recipe.load_format != "dummy")
+    try:
+        _check_layer_count(recipe.model, config.to_dict())
+    except ModelError as error:  # the architecture cannot be examined
+        found.add(error)
+        found.raise_all()
     if refusals is None:
         found.raise_all()
-    _check_layer_count(recipe.model, config.to_dict())
     return config
 
 

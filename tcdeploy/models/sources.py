@@ -28,8 +28,10 @@ def model_sources(model: nn.Module) -> dict[str, str]:
 
 def _imported_modules(classes: set[type]) -> set[str]:
     """The modules of the functions that the modules of these classes have imported."""
-    modules = [sys.modules[name] for name in {kind.__module__ for kind in classes} if _is_hashed(name)]
-    return {value.__module__ for module in modules for value in vars(module).values() if inspect.isfunction(value)}
+    names = {kind.__module__ for kind in classes}
+    modules = [sys.modules[name] for name in names if name in sys.modules and _is_hashed(name)]
+    values = [value for module in modules for value in list(vars(module).values())]  # an import may change the module
+    return {value.__module__ for value in values if inspect.isfunction(value) and value.__module__}
 
 
 def _file_of(module: str) -> str | None:

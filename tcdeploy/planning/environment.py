@@ -178,11 +178,14 @@ def _describe_gpu(gpu: GPU) -> str:
     return f"{gpu.name} ({gib:.0f} GiB, compute capability {major}.{minor}, {gpu.multiprocessors} SMs)"
 
 
-def detect_environment() -> Environment:
-    """Describes this machine. Imports torch, and initialises CUDA if there is a GPU."""
+def detect_environment(device: str | None = None) -> Environment:
+    """Describes this machine. Imports torch, and initialises CUDA if there is a GPU.
+
+    device: of the recipe. With "cpu", the environment has no GPUs: programs then depend on the CPU and the compiler.
+    """
     import torch
 
-    gpus = _detect_gpus()
+    gpus = () if device == "cpu" else _detect_gpus()
     return Environment(
         python=platform.python_version(),
         torch=torch.__version__,

@@ -11,6 +11,7 @@ The first base class of uvicorn_protocol.py, which lists the names of uvicorn th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -164,7 +165,8 @@ class Connection(_Base):
         self._disconnect_cycles()
         self.pipeline.clear()
         if self.transport.can_write_eof():  # with TLS, the client closes the connection
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has reset the connection
+                self.transport.write_eof()
         self.flow.resume_reading()
         self.observer.mark_idle(self)
 

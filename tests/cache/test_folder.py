@@ -110,16 +110,6 @@ def test_another_context_and_another_batch_size_keep_the_hits(
     assert outcomes(result) == ["hit", "hit", "hit", "miss"], result.stderr
 
 
-def test_a_disabled_cache_is_a_miss(run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path) -> None:
-    """A plan of fewer buckets: one that is cached would compile without precompiled headers, and so slowly."""
-    cache = tmp_path / "cache"
-    shutil.copytree(warmed[0], cache)
-    arguments = [item if item != "16,48" else "16" for item in warm(model, cache, "--require-hit")]
-    result = run_cli(*arguments, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
-    assert result.returncode == 6
-    assert outcomes(result) == ["miss", "miss"]
-
-
 def test_two_processes_may_warm_one_folder_at_once(
     run_cli: Any, run_cli_in: RunCLI, model: str, tmp_path: Path
 ) -> None:

@@ -110,6 +110,11 @@ def test_a_file_over_the_limit_is_not_read(tmp_path: Path) -> None:
         read_regular(tmp_path / "file", max_bytes=6)
 
 
+def test_a_high_limit_takes_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    assert read_regular(tmp_path / "file", max_bytes=1 << 60) == b"content"
+
+
 def test_a_hard_link_to_another_file_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "private").write_bytes(b"secret")
     (tmp_path / "link").hardlink_to(tmp_path / "private")

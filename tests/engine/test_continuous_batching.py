@@ -302,7 +302,7 @@ def test_two_streams_of_one_engine_share_its_steps(tiny_deployment: Any) -> None
         ([5], {"max_new_tokens": 10**6}, UsageError, "exceed the context"),
         ([5], {"temperature": float("nan")}, UsageError, "temperature"),
         ([5], {"min_p": 1.5}, UsageError, "min"),
-        ([5], {"top_p": 0.0}, UsageError, "top"),
+        ([5], {"top_p": -0.1}, UsageError, "top"),
         ([5], {"repetition_penalty": 0.0}, UsageError, "repetition"),
         ([5], {"logprobs": 99}, UsageError, "logprobs"),
     ],

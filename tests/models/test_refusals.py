@@ -60,6 +60,13 @@ def test_a_quantised_model_whose_original_exceeds_the_memory_is_refused_for_both
     assert error.exit_code == 1 and "; and use a smaller model" in error.hint
 
 
+def test_what_this_machine_lacks_is_no_reason_in_a_dry_run(tmp_path: Path) -> None:
+    folder = save_config("llama", tmp_path, quantization_config=FP8, hidden_size=32768, num_hidden_layers=60)
+    with pytest.raises(UnsupportedModelError) as caught:
+        decide(Recipe(model=folder, load_format="dummy"), is_dry_run=True)
+    assert "is quantised with fp8" in caught.value.message and "memory" not in caught.value.message
+
+
 def test_a_quantised_model_alone_keeps_its_hint(tmp_path: Path) -> None:
     error = refusal(save_config("llama", tmp_path, quantization_config=FP8))
     assert type(error) is UnsupportedModelError and error.hint == NOT_QUANTISED_HINT

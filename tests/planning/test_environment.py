@@ -259,6 +259,15 @@ def test_this_machine_is_detected_without_a_compiler_or_nvidia_smi(monkeypatch: 
     assert bool(environment.gpus) == bool(environment.cuda)
 
 
+def test_the_environment_of_the_device_cpu_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU in it, no key would contain the CPU, and programs for other instructions would be loaded."""
+    monkeypatch.setattr("tcdeploy.planning.environment._detect_gpus", lambda: H100.gpus)
+    environment, with_gpu = detect_environment("cpu"), detect_environment()
+    assert with_gpu.gpus == H100.gpus and "cpu" not in with_gpu.cache_factors()
+    assert environment.gpus == () and environment.cuda == environment.driver == ""
+    assert environment.cache_factors().keys() >= {"cpu", "cpu_threads", "compiler"}
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
