@@ -66,9 +66,7 @@ class Deployment:
     stage_seconds: dict[str, float]
     import_seconds: dict[str, float]  # by package, longest first: imports of this process so far, in all stages
     cache_dir: str  # the folder in use: `plan.cache_dir`, or a private copy if that folder is read-only
-    is_recorded: bool = (
-        True  # False if torch did not store all programs; the plan in the cache folder is unchanged then
-    )
+    is_recorded: bool = True  # False: torch did not store all programs, so the plan in the folder was not changed
     workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
     weights_read: ReadTotal | None = None  # of our reader threads; None: transformers read the files, or none were read
     loaded_tokenizer: Any = None  # None: not loaded by `prepare`

@@ -89,7 +89,7 @@ class SpaceError(TcdeployError):
 
 
 class MemoryShortage(SpaceError):
-    """`needed_bytes` and `available_bytes`: of the whole memory of the host or, on a GPU, of the GPU."""
+    """`needed_bytes`, `available_bytes`: total memory of the GPU, or of the host for a plan on the CPU."""
 
     def __init__(self, message: str, hint: str, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(message, hint)

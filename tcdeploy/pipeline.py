@@ -463,8 +463,8 @@ def decide(
     """Decide everything before the weights are loaded.
 
     Of weights on disk, only the headers of safetensors files are read. `needs_tokenizer`: load the tokenizer too, and
-    add its end-of-sequence token to the stop tokens. `is_dry_run`: what this machine lacks is in `findings`, instead of
-    an error. A model that cannot be served is an error with all reasons.
+    add its end-of-sequence token to the stop tokens. `is_dry_run`: report what this machine lacks in `findings` instead
+    of raising an error. Raises ModelError with all reasons if the model cannot be served.
     """
     progress = progress or NullProgress()
     stages = stages or StageTimer(progress)
@@ -518,7 +518,7 @@ def _read_model(
     config = load_config(recipe, refusals)
     with refusals.collecting():
         probed = probe_model(config, recipe.trust_remote_code)
-        if not refusals.reasons:  # the tensors of a quantised model differ for that reason
+        if not refusals.reasons:  # a quantised checkpoint, for example, has other tensors than the probed model
             stored_dtype = check_checkpoint(recipe, config, probed.tensors)
     with refusals.collecting():
         tokenizer = load_tokenizer(recipe) if needs_tokenizer else None

@@ -104,7 +104,7 @@ def find_record(recipe: Recipe, needs_tokenizer: bool, trusted_keys: Path) -> Fo
 
 
 def _parse(listed: ListedFile, key: str) -> StartRecord:
-    """Raises IntegrityError for a file that its plan lists, but that no start has written."""
+    """Raises IntegrityError if the content is not a record that a start with this key and plan wrote."""
     try:
         record = parse_record(listed.content)
     except (ValueError, RecursionError) as error:
@@ -115,13 +115,13 @@ def _parse(listed: ListedFile, key: str) -> StartRecord:
 
 
 def _plan(listed: ListedFile, record: StartRecord, recipe: Recipe, environment: Environment, name: str) -> Plan:
-    """`name`: of the decisions that are used. Raises DoesNotFit, and IntegrityError for a model that cannot exist."""
+    """`name`: the entry of the record's decisions. Raises DoesNotFit, and IntegrityError if no plan can be made."""
     if name not in record.decisions or name not in record.defaults:
         raise DoesNotFit(f"{listed.path} has no tokenizer, because none could be loaded when it was written")
     try:
         return make_plan(recipe, environment, record.architecture, record.decisions[name])
     except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise _invalid(listed, f"no plan can be made of it: {type(error).__name__}: {error}") from error
+        raise _invalid(listed, f"no plan can be made from it: {type(error).__name__}: {error}") from error
 
 
 def _invalid(listed: ListedFile, reason: str) -> IntegrityError:

@@ -67,7 +67,7 @@ def open_regular(
 
 
 def read_regular(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES, *, follows_links: bool = False) -> bytes:
-    """The content of a regular file. Raises UnsafeFileError if it is none or larger, and OSError."""
+    """The content of a file. Raises UnsafeFileError if it is not regular or too large, and other OSErrors."""
     with open_regular(path, follows_links=follows_links) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -79,7 +79,7 @@ def read_regular(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES, *, follo
 
 
 def write_new(path: str | Path, content: bytes) -> None:
-    """Write a temporary file that the caller renames. A file that is there, such as of a killed process, is removed.
+    """Write a temporary file that the caller renames. An existing file, for example of a killed process, is removed.
 
     Raises OSError.
     """

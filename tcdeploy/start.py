@@ -83,7 +83,7 @@ def check_eager_start(recipe: Recipe) -> None:
             "programs are compiled on a copy of the model's config alone",
         ),
         "--require-signed": (recipe.require_signed, "it compiles nothing, so a warm start takes seconds"),
-        "--no-compile": (not recipe.compile, "another process would compile"),
+        "--no-compile": (not recipe.compile, "it compiles in another process"),
     }
     for option, (is_given, reason) in reasons.items():
         if is_given:

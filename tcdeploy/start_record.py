@@ -155,5 +155,5 @@ def parse_factors(content: bytes) -> StartFactors | None:
 
 
 def find_records(cache_dir: str | Path, policy: SigningPolicy, key: str = "") -> ListedFiles:
-    """The records with this key that a plan lists, newest first. "": of all keys."""
+    """The records that a plan lists, newest first. `key`: of the factors; "" for records of all keys."""
     return read_listed(cache_dir, f"{AOT_DIR}/start-{f'{key}-' if key else ''}", ".json", policy)

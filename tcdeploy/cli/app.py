@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Run the command; returns the exit code. Raises TcdeployError also for errors of the parser and of variables."""
+    """Run the command and return its exit code. Errors of the parser and of variables are raised as TcdeployError."""
     try:
         status = app(prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()

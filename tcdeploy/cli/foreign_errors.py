@@ -1,7 +1,8 @@
 """Translates errors of other libraries on the command line into errors of this program: `error: ...`, then `hint: ...`.
 
-These are errors of the parser (click), and exceptions because of an environment variable that torch or Triton rejects
-while it is imported. torch does not name the variable, so it is looked up in the source line that raised the exception.
+Two kinds are translated: errors of click's parser, and exceptions of torch or Triton, which reject invalid environment
+variables while they are imported. torch's exception does not name the variable, so this module finds the name in the
+source line that raised the exception.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ VARIABLE_PATTERN = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
 
 
 def parser_error(error: Any) -> UsageError:
-    """The error for one of the parser, whose text begins with a capital letter."""
+    """The UsageError for an error of the parser, whose text begins with a capital letter and ends with a period."""
     message = " ".join(error.format_message().split()).removesuffix(".")
     context = getattr(error, "ctx", None)
     hint = f"{context.command_path} --help describes the arguments" if context else ""
@@ -31,12 +32,12 @@ def parser_error(error: Any) -> UsageError:
 
 
 def is_help(error: Any) -> bool:
-    """Whether the parser raised it to show the help, because there are no arguments."""
+    """Whether the parser raised the error to show the help, because the command has no arguments."""
     return type(error).__name__ == "NoArgsIsHelpError"
 
 
 def variable_error(error: BaseException, environ: Mapping[str, str]) -> UsageError | None:
-    """The error for an exception that torch or Triton raised because of a variable; None if there is no such reason."""
+    """The UsageError for an exception that torch or Triton raised because of a variable; None for other exceptions."""
     for cause in _with_causes(error):
         if isinstance(cause, TcdeployError):
             continue

@@ -101,7 +101,7 @@ def _parity_cells(parity: Parity) -> Sequence[str]:
 
 
 def _speed_up(record: BucketRecord) -> str:
-    """As a factor, unless it is within the spread of the measurements."""
+    """The factor; "inconclusive" if the difference is within the spread of the measurements."""
     assert record.eager_ms is not None and record.compiled_ms is not None
     spread = (record.eager_spread_ms or 0.0) + (record.compiled_spread_ms or 0.0)
     if spread and abs(record.eager_ms - record.compiled_ms) <= spread:

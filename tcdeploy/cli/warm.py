@@ -114,7 +114,7 @@ def _enforce_hits(deployment: Deployment) -> None:
             "the warnings above name what is missing; install a tested version of torch",
         )
     if missed:
-        state = "they are in the cache now" if deployment.is_recorded else "they are not in the cache now either"
+        state = "they are in the cache now" if deployment.is_recorded else "they are still not in the cache"
         raise ThresholdError(
             f"{len(missed)} of {len(deployment.records)} buckets had to compile: {', '.join(missed)}",
             f"{state}; in CI, restore the cache folder of an earlier `tcdeploy warm`",

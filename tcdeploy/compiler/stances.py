@@ -50,17 +50,19 @@ def fail_on_recompile() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_compilation(plan: Plan) -> Iterator[None]:
-    """Compile nothing: neither Inductor's programs, nor C++ libraries, nor Triton kernels. Raises ThresholdError."""
+    """Raise ThresholdError for each compilation in the block, by Inductor, the C++ compiler or Triton."""
     if is_compiler_imported() and not compile_refusal.supported():
         symbol = compile_refusal.INTERNAL.symbol
-        raise UsageError(f"--no-compile cannot be used, because this version of torch moved {symbol}", "omit it")
+        raise UsageError(
+            f"--no-compile cannot be used, because this version of torch moved {symbol}", "omit --no-compile"
+        )
     with without_compile_workers(), naming_refusal(plan, "the start"), compile_refusal.refusing():
         yield
 
 
 @contextlib.contextmanager
 def naming_refusal(plan: Plan, user: str) -> Iterator[None]:
-    """Raise ThresholdError in place of a refusal. `user`: what needs the program, such as a bucket's name."""
+    """Translate CompilationRefused to ThresholdError. `user`: what needs the program, such as a bucket's name."""
     try:
         yield
     except compile_refusal.CompilationRefused as refused:

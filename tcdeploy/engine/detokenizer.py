@@ -1,7 +1,7 @@
 """Incremental detokenization with tokenizers' DecodeStream, which withholds text until its UTF-8 is complete.
 
-DecodeStream decodes all withheld tokens again with each token. They may be many: bytes that are no UTF-8, or special
-tokens that are skipped (10,000 bytes took 17 s). A stream that withholds MAX_WITHHELD tokens is therefore replaced.
+DecodeStream decodes all withheld tokens again with each token, which is quadratic for long runs of invalid UTF-8 or of
+skipped special tokens (17 s for 10,000 bytes). A stream that withholds MAX_WITHHELD tokens is therefore replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
         self._withheld.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
-        except Exception:  # with byte fallback, an invalid byte changes the text of earlier bytes, which was returned
+        except Exception:  # with byte fallback, an invalid byte changes text that was already returned
             piece = self._text_of(self._withheld)
             self._stream = DecodeStream(ids=self._withheld, skip_special_tokens=self._skip)
         if piece is not None:

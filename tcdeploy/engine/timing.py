@@ -39,7 +39,7 @@ SMALL_CHUNK = 16  # tokens
 
 
 class StepTimes(NamedTuple):
-    """Medians; spread: half of the range of the medians of several rounds."""
+    """Medians over ROUNDS rounds. A spread is half of the range of the rounds' medians."""
 
     eager_ms: float
     compiled_ms: float
@@ -48,20 +48,20 @@ class StepTimes(NamedTuple):
 
 
 def measure_step_times(runner: ModelRunner, bucket: Bucket) -> StepTimes:
-    """Median ms of the bucket's step: uncompiled with the same attention, and as it will serve.
+    """Median ms of the bucket's step: uncompiled with the same attention, and compiled.
 
-    It serves with compiled programs, and replays its CUDA graph if it is captured. Both are timed in turn, so that a
-    load that changes slowly affects both.
+    The compiled step is the one that serves: it replays the CUDA graph if the bucket is captured. The two are timed
+    alternately, so that a slowly changing load affects both.
     """
     eager, compiled = [], []
     for _ in range(ROUNDS):
         with force_eager():
             eager.append(measure_step_ms(runner, bucket, captured=False, limits=ROUND))
         compiled.append(measure_step_ms(runner, bucket, limits=ROUND))
-    return StepTimes(_middle(eager), _middle(compiled), _spread(eager), _spread(compiled))
+    return StepTimes(_median(eager), _median(compiled), _spread(eager), _spread(compiled))
 
 
-def _middle(values: list[float]) -> float:
+def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
@@ -210,7 +210,7 @@ def _median_ms(step: Callable[[], StepOutput], limits: TimingLimits, reset: Call
     while len(seconds) < limits.max_runs and (len(seconds) < limits.min_runs or sum(seconds) <= limits.seconds):
         reset()
         seconds.append(_seconds(step))
-    return _middle(seconds) * 1e3
+    return _median(seconds) * 1e3
 
 
 def _seconds(step: Callable[[], StepOutput]) -> float:

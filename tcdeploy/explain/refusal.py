@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
 
 
 def read_refusal(error: UnsupportedModelError) -> Refusal | None:
-    """The line that reads values of tensors; None if the model is refused for a reason that no change cures."""
+    """The line that reads values of tensors; None if no change of the model's code would help."""
     if has_final_reason(error):
         return None
     for cause in exception_chain(error):

@@ -8,10 +8,11 @@
     silu_mul.py, rms_norm.py         with skinny_gemm and fused_epilogues
     residual_add.py (in place)       with inplace_residual
 
-The `uuid` makes programs that went through the pass cacheable, and is part of their key. It holds what torch's own key
-lacks: the sources of the passes and of the ops, and the environment. For example, torch's key does not hold the
-instruction set, and generated C++ code for AVX-512 writes past the end of its buffers when it is compiled for AVX2.
-torch's `cache_key_tag` cannot hold that: it is also part of the key of autotuning results, and Inductor's compile
+The `uuid` makes programs that went through the pass cacheable, and is part of their key. It adds factors that torch's
+own key lacks: the sources of the passes and of the ops, and the environment. For example, torch's key lacks the
+instruction set, and C++ code that was generated for AVX-512 writes past the end of its buffers if it is compiled for
+AVX2.
+torch's `cache_key_tag` is not used for them: it is also part of the key of autotuning results, and Inductor's compile
 workers do not see it, so every start would tune again.
 """
 
@@ -42,7 +43,7 @@ HASHED_COMPAT_FILES = ("graph_cache_keys", "eager_input_vals", "torch_flash", "p
 class PostGradPass(CustomGraphPass):
     """Run the enabled passes; the three flags are those of a program's Variant (planning/variants.py).
 
-    environment_key: of the plan. Programs that were compiled in another environment are not used.
+    environment_key: that of the plan, so that programs of another environment are not used.
     """
 
     def __init__(

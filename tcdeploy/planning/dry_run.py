@@ -1,7 +1,7 @@
-"""Plans for a machine that lacks what the plan needs, and lists what is lacking. Does not import torch.
+"""Makes the plan of a dry run, and lists what the machine lacks for it. Does not import torch.
 
-`--dry-run` answers whether a model would be served, also in CI, on a host that could never serve it. A start raises
-MemoryShortage; a dry run shows the plan of the same machine with just enough memory, and the shortage as a finding.
+`--dry-run` answers whether a model would be served, for example in CI on a host that cannot serve it. Where a start
+raises MemoryShortage, a dry run makes the plan of the same machine with just enough memory, and reports a finding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_SHORTAGES = 8  # a plan for more memory may have larger buckets, which need 
 
 @dataclass(frozen=True)
 class PlanFinding:
-    """Why this machine, as it is, cannot run a plan. The memory is that of the host or of the GPU; None for others."""
+    """Why this machine cannot run a plan. The bytes are those of the GPU or the host; None unless memory is short."""
 
     name: str
     message: str
@@ -51,7 +51,7 @@ def plan_with_findings(
     findings: list[PlanFinding] = []
     if recipe.device == "cuda" and not environment.gpus:
         message = "device cuda was requested, but torch sees no GPU; this plan is for the CPU"
-        findings.append(PlanFinding("device", message, "run it on a machine with a GPU: tcdeploy doctor checks it"))
+        findings.append(PlanFinding("device", message, "use a machine with a GPU; tcdeploy doctor checks it"))
         recipe = dataclasses.replace(recipe, device="cpu")
     shortage: MemoryShortage | None = None
     for _ in range(MAX_SHORTAGES):
@@ -76,7 +76,7 @@ def _memory_finding(shortage: MemoryShortage, needed_bytes: int) -> PlanFinding:
 
 
 def with_memory(environment: Environment, recipe: Recipe, memory_bytes: int) -> Environment:
-    """The same machine with another memory: of its first GPU if the recipe is for a GPU, else of the host."""
+    """The machine with `memory_bytes` of memory: in its first GPU if the recipe is for a GPU, else in the host."""
     if recipe.device == "cpu" or not environment.gpus:
         return dataclasses.replace(environment, host_memory_bytes=memory_bytes)
     first = dataclasses.replace(environment.gpus[0], memory_bytes=memory_bytes)

@@ -129,7 +129,7 @@ DYNAMIC_SIZES = "dynamic sizes"  # the private interface of torch, as torch_comp
 IGNORED_FACTORS = {
     "inductor_cache_dir", "user_cache_dir", "driver", "host_memory_bytes", "missing_internals", "torch_settings",
 }  # fmt: skip
-# Of /proc/cpuinfo: extensions for which Inductor generates other code, which torch's name of the CPU does not tell.
+# Flags in /proc/cpuinfo for which Inductor generates different code. torch's name of the instruction set omits them.
 CPU_EXTENSIONS = ("avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "amx_fp16", "sve", "sve2", "bf16")
 
 

@@ -1,4 +1,4 @@
-"""The CPU cores and the memory of the host that this process may use, and whether others use the cores. No torch.
+"""The CPU cores and the memory that this process may use, and the load on the cores. Does not import torch.
 
 A container may limit cores and memory. The load average is that of the whole host, so it is compared with the cores of
 the host. The kernel's pressure (PSI) is also measured for a container, and counts the threads that wait for a core.
@@ -12,7 +12,7 @@ from pathlib import Path
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CPU_PRESSURE = (Path("/sys/fs/cgroup/cpu.pressure"), Path("/proc/pressure/cpu"))  # of the container, of the host
-MAX_PRESSURE = 20.0  # percent of the last 10 s in which a thread waited for a core; timings differ by more above it
+MAX_PRESSURE = 20.0  # percent of the last 10 s in which a thread waited for a core; above it timings are unreliable
 MAX_LOAD_PER_CORE = 1.25
 
 
@@ -37,9 +37,9 @@ def host_memory_bytes() -> int:
 
 
 def cpu_contention() -> str:
-    """Why timings are unreliable now, because other processes use the cores; empty if they do not.
+    """The load of other processes that makes timings unreliable now; empty if there is none.
 
-    Call it before this process computes: its own threads count too.
+    Call this before the process computes: its own threads count too.
     """
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     reasons = []

@@ -140,8 +140,7 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
     """Divide the memory that weights and workspace leave into KV blocks, one of them for padding.
 
     Raises MemoryShortage if the buckets or a requested context do not fit, SpaceError if more memory would not help,
-    and UsageError for a `memory_fraction` outside
-    of 0 to 1.
+    and UsageError for a `memory_fraction` outside of 0 to 1.
     """
     recipe, dtypes = inputs.recipe, inputs.dtypes
     weight_bytes = predict_weight_bytes(inputs.architecture, dtypes.weight)

@@ -349,7 +349,7 @@ async def _parse_json(body: bytes) -> Any:
 
 
 def _forwarded(request: Request, path: str, body: bytes = b"") -> ForwardedRequest:
-    """`body`: without the request's content encodings."""
+    """`body`: the decompressed body."""
     kept = [(bytes(name), bytes(value)) for name, value in request.scope["headers"] if name not in BODY_HEADERS]
     if body:
         kept.append((b"content-length", str(len(body)).encode()))

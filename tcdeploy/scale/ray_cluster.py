@@ -66,8 +66,8 @@ class Deployed(NamedTuple):
 def connection(address: str | None) -> Iterator[str]:
     """Connect to the cluster at `address` ("auto": the one on this machine), or start Ray on this machine.
 
-    Yields the folder of the replicas' logs, on their machines. The Ray that was started ends with the block. Raises
-    UsageError if there is no cluster at `address`, and TrustError if other users could run code in Ray, or it in this
+    Yields the folder of the replicas' logs, on their machines. If Ray was started, it ends with the block. Raises
+    UsageError if there is no cluster at `address`, and TrustError if other users could run code in Ray or in this
     process.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -2,8 +2,9 @@
 
 Ray's defaults are made for machines with one user: the token that lets a client run code is in ~/.ray/auth_token, which
 everyone can read (umask 022); the folders of a session, with the sockets of its processes, have mode 0777; and HAProxy
-gets commands from everyone, at a socket in /tmp/haproxy-serve. Here each start has a new folder of mode 0700 for all of
-these, and a new token. `ray.init(address="auto")` connects to a process of any user, so the address is looked up here.
+accepts commands from everyone, at a socket in /tmp/haproxy-serve. Here each start has a new folder of mode 0700 for all
+of these, and a new token. `ray.init(address="auto")` connects to a process of any user, so this module looks up the
+address of a cluster of this user or root.
 
 Does not import Ray: the variables must be set before `ray.init`. What Ray's ports accept: docs/security.md.
 """
@@ -177,7 +178,7 @@ def own_cluster() -> str:
     address = _read_address(path) or next(iter(_addresses_of_processes()), "")
     if not address:
         raise UsageError(
-            "there is no Ray cluster of this user at auto",
+            "there is no Ray cluster of this user on this machine (--address auto)",
             "`ray start --head` starts one; --address HOST:PORT connects to one of another user",
         )
     return address

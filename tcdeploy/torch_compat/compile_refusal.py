@@ -1,11 +1,11 @@
-"""Refuse to compile: of Inductor, the C++ compiler and Triton, in this process.
+"""Refuses compilation by Inductor, the C++ compiler and Triton in this process, for `--no-compile`.
 
-torch has no public setting for it. The stance fail_on_recompile refuses what Dynamo has not traced, and a warm start
-traces every program before it finds it in the cache. The patch here is of the function that Inductor calls after a
-miss. The C++ compiler and Triton are refused where their use is counted: cache/contents.py sees each command, and
-torch_compat/triton_cache.py each kernel that is missing.
+torch has no public setting for it. Rejected: the stance fail_on_recompile, which refuses every program that Dynamo has
+not traced, because a warm start must trace a program to find it in the cache. Instead, the function that Inductor calls
+after a miss is patched. Compilations by the C++ compiler and Triton are refused where they are counted:
+cache/contents.py sees each command, and torch_compat/triton_cache.py each kernel that is missing.
 
-Without the function, `--no-compile` is refused.
+If torch lacks the patched function, `--no-compile` is refused.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def torch_settings() -> dict[str, str]:
 
 
 def disabling_settings() -> list[str]:
-    """What keeps torch from storing programs, as `NAME=VALUE`: the variable if it is set, else the setting."""
+    """Each setting that keeps torch from storing programs, as `NAME=VALUE` of its variable if that is set."""
     found = [f"{DYNAMO_DISABLE}=1"] if os.environ.get(DYNAMO_DISABLE) == "1" else []
     for setting, value, variables in DISABLING_SETTINGS:
         if find(setting) is value:
@@ -77,7 +77,7 @@ def disabling_settings() -> list[str]:
 
 
 def settings_digest(settings: Mapping[str, str]) -> str:
-    """The digest of `torch_settings()` that enters plan keys: of those that change programs, or the names of files."""
+    """The digest of those settings that change programs or names of files. It is part of the environment's key."""
     factors = {name: value for name, value in settings.items() if name not in CACHE_SETTINGS}
     return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:16]
 

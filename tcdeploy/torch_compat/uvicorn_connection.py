@@ -5,7 +5,8 @@ connection that ends before its request has arrived *lingers*: it is half-closed
 request is read and dropped, within limits of bytes and time. An error of the protocol is sent after the responses to
 the requests before it.
 
-The first base class of uvicorn_protocol.py, which lists the names of uvicorn that both need.
+`Connection` is the first base class of the protocol in uvicorn_protocol.py. The docstring there lists the names of
+uvicorn that both modules use.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ else:
 
 
 class ConnectionObserver(Protocol):
-    """Is informed which connections may be closed in favour of new ones."""
+    """Tracks which connections may be closed in favour of new ones."""
 
     def mark_idle(self, connection: Any) -> None:
         """No complete request of the connection waits for its response."""
@@ -57,6 +58,8 @@ class CycleTransport(NamedTuple):
 
 
 class Connection(_Base):
+    """uvicorn's protocol with lingering close, error responses, and a time limit for clients that do not read."""
+
     error_body: Any  # (status, message) -> JSON
     stall_timeout_s: float
     observer: ConnectionObserver
@@ -71,7 +74,7 @@ class Connection(_Base):
         self._rejection: Rejection | None = None  # is sent after the responses of the open cycles
         self._is_lingering = False
         self._linger_timer: asyncio.TimerHandle | None = None
-        self._num_droppable = MAX_DROPPED_BYTES
+        self._droppable_bytes = MAX_DROPPED_BYTES
         self._deadline: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0  # when the timer was set
@@ -159,7 +162,7 @@ class Connection(_Base):
         if self._is_lingering or self.transport.is_closing():
             return
         self._is_lingering = self._is_input_over = True
-        self._num_droppable = max_bytes
+        self._droppable_bytes = max_bytes
         self._cancel_deadline()
         self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
         self._disconnect_cycles()
@@ -171,8 +174,8 @@ class Connection(_Base):
         self.observer.mark_idle(self)
 
     def _drop(self, size: int) -> None:
-        self._num_droppable -= size
-        if self._num_droppable < 0:
+        self._droppable_bytes -= size
+        if self._droppable_bytes < 0:
             self.transport.abort()
 
     def _cancel_deadline(self) -> None:

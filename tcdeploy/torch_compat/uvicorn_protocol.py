@@ -133,7 +133,7 @@ class _Bounds(Connection):
     def _parse(self, data: bytes) -> None:
         """Call the parser. It stops after a head with an offer to upgrade, which is parsed again without the offer.
 
-        By a new parser, because the old one accepts no request after `connection: upgrade, close`.
+        A new parser is used, because the old one accepts no request after `connection: upgrade, close`.
         """
         while data:
             try:
@@ -230,7 +230,7 @@ class _Bounds(Connection):
             self._stop_parser(*_too_large("head" if self._in_headers else "trailers"))
 
     def _stop_parser(self, status: int, reason: str, message: str) -> NoReturn:
-        """The parser turns the exception into one of its own."""
+        """End the current call of the parser, which raises `parser_error` for the exception."""
         self._limit_error = Rejection(status, reason, message)
         raise ValueError(message)
 
