@@ -36,7 +36,9 @@ def acquire_lease(folder: str, plan_key: str) -> None:
     with folder_lock(folder):
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            file = open_regular(path, creates=True, permissions=0o644)  # for reading: it may be another user's
+            file = open_regular(
+                path, creates=True, permissions=0o644
+            )  # opened for reading, because another user may own it
         except OSError as error:
             raise folder_error(folder, error) from error
         _leases[path] = file

@@ -1,9 +1,8 @@
 """Reads single files of a cache folder before a start copies its plan: start records, and recorded compilers.
 
-They decide which plan is started, so they cannot wait until the plan's files are compared with their records. Only
-files that a manifest lists are read, and their size and sha256 are compared before anything is parsed. A file that no
-manifest lists is never read. If the plan is from a bundle, the manifest is compared with the signed header before.
-Does not import torch.
+These files decide which plan is started, so they are read before the plan's other files are verified. Only files that a
+manifest lists are read, and their size and sha256 are compared before anything is parsed. If the plan came from a
+bundle, its manifest is compared with the signed header first. Does not import torch.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def make_origin(
 def diff_sources(here: Origin, there: Origin) -> list[Difference]:
     """Each source file of our ops and passes, and of the model, that differs, with the first digits of its digests.
 
-    Files of the model are compared if both have them: older manifests have none.
+    A file of the model is compared only if both sides list it, because older manifests list none.
     """
     shared = sorted(here.model_sources.keys() & there.model_sources.keys())
     model_here, model_there = ({name: item.model_sources[name] for name in shared} for item in (here, there))
@@ -387,7 +387,7 @@ def _with_fields_of(document: dict[str, Any], content: dict[str, Any]) -> dict[s
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Check what commands read of a manifest. Raises ValueError and KeyError."""
+    """Check the types of the fields that commands read. Raises ValueError and KeyError."""
     check_fields(Manifest, {**asdict(manifest), "buckets": [], "files": []}, "the manifest")
     check_fields(Plan, manifest.plan, "the plan")
     check_fields(Environment, manifest.environment, "the environment")

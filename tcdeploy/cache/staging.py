@@ -16,9 +16,9 @@ If the cache folder is read-only (a container image, a read-only mount), the sta
 the manifest is written into it.
 
 If other users can change the cache folder, which `--trust-cache-dir` accepts, they could rename the staging folder once
-its files are compared, and put another one in its place. It is then created in a private folder in TMPDIR, and new
-files are published as usual. A start that is killed leaves no finished buckets there. Precompiled headers are not
-shared, because a hard link shares the file with its owner. Does not import torch.
+its files are compared, and put another one in its place. The staging folder is then created in a private folder in
+TMPDIR, and new files are published as usual. A later start cannot take over the buckets of a killed one from there.
+Precompiled headers are not shared, because a hard link shares the file with its owner. Does not import torch.
 """
 
 from __future__ import annotations
@@ -319,8 +319,8 @@ def _private_parent(root: str) -> str:
         parent, _parent_lock = create_temporary_folder("staging")
     except OSError as error:
         raise TcdeployError(
-            f"other users can change the cache folder {root}, and no private folder can be made for the files that are "
-            f"loaded: {error.strerror}",
+            f"other users can change the cache folder {root}, and no private folder can be created for the files "
+            f"that are loaded: {error.strerror}",
             "set TMPDIR to a writable folder, or choose another --cache-dir",
         ) from error
     _check_parent(str(parent), is_trusted=True)

@@ -1,7 +1,7 @@
 """Records a model's calls of attention on fake tensors, and checks whether the paged ops can serve them.
 
 Each call becomes an AttentionSpec. Layers without keys and values of their own, such as recurrent ones, are recognised
-by `layer_types` in the config. Everything that cannot be served is collected, so that one error lists all of it.
+by `layer_types` in the config. All problems are collected, so that one error lists them.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class AttentionRecorder:
 
 
 def refused_layers(config: PreTrainedConfig) -> dict[int, str]:
-    """The layers of types that a KV cache cannot serve, by number.
+    """The layers of types that a KV cache cannot serve: the type by layer number.
 
-    Types that differ only in the mask that transformers builds are among them: their calls look like full attention.
+    These include types that differ from full attention only in the mask, because the recorded calls have no mask.
     """
     types = getattr(config.get_text_config(), "layer_types", None) or ()
     return {number: name for number, name in enumerate(types) if name not in SUPPORTED_LAYER_TYPES}

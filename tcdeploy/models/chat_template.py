@@ -83,7 +83,7 @@ def render_chat(
 ) -> str:
     """The prompt of a conversation, as `tokenizer.apply_chat_template(..., tokenize=False)` returns it.
 
-    Values of None are dropped from messages, as there.
+    Fields of messages that are None are dropped, as there.
     """
     messages = [{name: value for name, value in message.items() if value is not None} for message in conversation]
     return render_messages(tokenizer, messages, template_kwargs, continues=continue_final_message)

@@ -1,8 +1,8 @@
 """Renders a conversation in OpenAI's format with the model's chat template, and refuses messages that it leaves out.
 
-The conversation is converted to the form that the template expects (template_form.py). After it is rendered, its
-outline is rendered too (template_outline.py), which shows whether each message is in the prompt. The prompt of a model
-must not lack a message that the client sent: the answer would be wrong without an error. Does not import torch.
+The conversation is converted to the form that the template expects (template_form.py) and rendered. Then its outline is
+rendered too (template_outline.py), which shows whether each message is in the prompt. Without this check, a prompt that
+lacks a message of the client would give a wrong answer and no error. Does not import torch.
 """
 
 from __future__ import annotations

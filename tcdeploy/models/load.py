@@ -89,9 +89,10 @@ def _hint_of_folder(path: Path) -> str:
 def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedConfig:
     """Load the model's config. Raises ModelError, and UsageError under `python -OO`.
 
-    `refusals`: gets the reasons that do not prevent a look at the model's architecture, instead of an error.
+    `refusals`: collects the reasons for which the checkpoint is refused, instead of an error, so that the architecture
+    can still be probed.
     """
-    found = refusals or Refusals(recipe.model)
+    collected = refusals or Refusals(recipe.model)
     check_docstrings_exist()
     path = resolve_model_path(recipe.model)
     with _translate_errors(recipe.model):
@@ -103,14 +104,14 @@ def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedC
         if recipe.trust_remote_code:
             _import_remote_code(path, recipe.revision, config)
         if recipe.model not in BUILTIN_MODELS:
-            check_files(recipe.model, recipe.revision, config, found, recipe.load_format != "dummy")
+            check_files(recipe.model, recipe.revision, config, collected, recipe.load_format != "dummy")
     try:
         _check_layer_count(recipe.model, config.to_dict())
     except ModelError as error:  # the architecture cannot be examined
-        found.add(error)
-        found.raise_all()
+        collected.add(error)
+        collected.raise_all()
     if refusals is None:
-        found.raise_all()
+        collected.raise_all()
     return config
 
 

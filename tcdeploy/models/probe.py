@@ -140,7 +140,7 @@ def _record_attention(
     linear_recorder: _LinearRecorder,
     refusals: Refusals,
 ) -> tuple[nn.Module | None, tuple[AttentionSpec, ...]]:
-    """Build and run the model on fake tensors. Adds to `refusals` what cannot be served, then the result is partial."""
+    """Build and run the model on fake tensors. Adds problems to `refusals`; the result is partial if there are any."""
     model: nn.Module | None = None
     recorder = AttentionRecorder(positions)
     ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTN_IMPLEMENTATION, recorder)

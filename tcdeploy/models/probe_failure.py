@@ -1,9 +1,9 @@
-"""Explains why a model could not be built, or run, on fake tensors: from an exception to a reason.
+"""Translates an exception of a model's code on fake tensors to the reason for which the model is refused.
 
 Modelling code fails for few reasons: it requires an input that a text request does not have, it reads values of
 tensors, its attention is not transformers' AttentionInterface, or a package is missing. These are recognised by the
-exception, by the frame that raised it and by the arguments of that frame. Any other exception is stated with the step
-that failed and its line of source.
+exception, by the frame that raised it and by the arguments of that frame. For any other exception, the error names the
+step that failed and the line of source.
 """
 
 from __future__ import annotations

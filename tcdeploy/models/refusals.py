@@ -46,7 +46,7 @@ class Refusals:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Adds an error that the block raises, instead of raising it: of the model, the memory or the request."""
+        """Collect an error of the block about the model, the memory or the request, instead of raising it."""
         try:
             yield
         except (ModelError, SpaceError, UsageError) as error:
@@ -58,7 +58,7 @@ class Refusals:
         self.reasons += [reason for reason in reasons if reason.message not in known]
 
     def raise_all(self) -> None:
-        """Raise the only reason, or one error for all; its cause is the first cause that a reason has."""
+        """Raise the reason, or one error for several, whose cause is the first cause among the reasons."""
         if len(self.reasons) == 1:
             raise self.reasons[0]
         if self.reasons:

@@ -16,9 +16,9 @@ UNHASHED_PACKAGES = {"torch", "tcdeploy", *sys.stdlib_module_names}
 def model_sources(model: nn.Module) -> dict[str, str]:
     """The sha256 of each file that defines a class of the model's modules, by Python module, in sorted order.
 
-    The files that define the functions which these modules import count too, such as those for rotary frequencies.
-    What those functions call counts only by the package's version, which is in the plan's key. Raises OSError if a file
-    has been removed.
+    Files of functions that these Python modules import are included, for example those for rotary frequencies. Files
+    that these functions use in turn are not: the package's version in the plan's key covers them. Raises OSError if a
+    file has been removed.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     names = {kind.__module__ for kind in classes} | _imported_modules({type(module) for module in model.modules()})

@@ -1,4 +1,4 @@
-"""Recognises checkpoints of models that do not generate text: rewards, classifiers and embeddings.
+"""Recognises checkpoints of reward, classification and embedding models, which do not generate text.
 
 Such a checkpoint has the same `model_type` as a text generator, and transformers would load it as one: without its own
 head, and with a random or a tied language model head. `architectures` in config.json names the class that it was saved

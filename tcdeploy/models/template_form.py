@@ -39,7 +39,7 @@ class TemplateMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class TemplateForm:
-    """What one chat template needs. The defaults are used if a template cannot be probed.
+    """How one chat template expects messages. The defaults are used if a template cannot be probed.
 
     system_role, developer_role: the roles with which system and developer messages are rendered.
     part_roles: those of user, assistant, tool and system (all others) whose content is a list of parts.

@@ -3,9 +3,9 @@
 The text of a message cannot be searched in the prompt: templates strip it, escape it as JSON, or drop earlier
 reasoning from it. Instead, the template renders an outline of the conversation: the same messages, with each text, the
 name of each call and each argument replaced by a short mark. A mark that is missing in the result belongs to a message
-that the template leaves out. This takes linear time, because an outline has few characters and is searched once. It
-does not notice a template that decides by a message's text whether to render it, except by the end of reasoning. Does
-not import torch.
+that the template leaves out. This takes linear time, because an outline has few characters and is searched once. The
+test misses a template that leaves out a message because of words in its text, other than the end of reasoning. Does not
+import torch.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Each step of the probe has candidate forms, the most common first, and selects the first one with which the template
 renders all messages of a conversation. The conversations are legal ones, because many templates raise an exception if
-roles do not alternate or if a result has no call. A template that fails for a form does not support it. If it does not
-even render a user message, for example because it requires a variable, nothing is learned, and the default form is
-used. Some 15 conversations are rendered; the limit is PROBE_SECONDS and one more rendering.
+roles do not alternate or if a result has no call. A template that fails for a form does not support it. If a template
+does not even render a user message, for example because it requires a variable, the default form is used. Some 15
+conversations are rendered; the limit is PROBE_SECONDS and one more rendering.
 
 The source text is not searched for roles: a template may mention a role to reject it. Does not import torch.
 """
@@ -99,9 +99,9 @@ class _Probe:
         return form
 
     def _knows_developer(self, form: TemplateForm) -> bool:
-        """Whether the role is rendered, and otherwise than a role that no template knows.
+        """Whether the role `developer` is rendered, and differently from an unknown role.
 
-        Templates that print the name of each role belong to models that were trained with `system`.
+        A template that prints the name of any role belongs to a model that was trained with `system`.
         """
         if not self._renders(form, DEVELOPER, USER):
             return False
@@ -164,9 +164,10 @@ class _Probe:
             return ""
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
-        """The time limit counts from the end of the first rendering, which may wait for the start of the process.
+        """Render within the time limit of the probe.
 
-        It counts from the start of a rendering that fails, which may have taken RENDER_SECONDS.
+        The limit counts from the end of the first rendering, which may wait until the renderer's process has started.
+        If a rendering fails, the limit counts from its start, because it may have taken RENDER_SECONDS.
         """
         counted_from = time.monotonic()
         if counted_from > self._deadline:
