@@ -4,8 +4,8 @@ OpenAI's API allows both in one request, and agents send both in every turn. A g
 model reasons, and then has two alternatives: calls, and JSON of the request's schema. Where the format of calls has no
 grammar of its own, any text may follow an opening of a call (`open_calls`).
 
-The parser of calls would also search the content for calls, which may be in its strings. `CallsOrContent` therefore
-passes on all text once the content has begun.
+The parser of calls would also find calls in the strings of JSON content. `CallsOrContent` therefore bypasses that
+parser once the content has begun.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class CallsOrContent:
 
     def push(self, text: str) -> ParsedDelta:
         deltas = []
-        for index, char in enumerate(text):  # so that the parser has read nothing after the start of the content
+        for index, char in enumerate(
+            text
+        ):  # by character, so that the parser reads nothing after the start of the content
             if self._is_content:
                 deltas.append(ParsedDelta(text[index:]))
                 break
@@ -65,8 +67,8 @@ def open_calls(openings: Iterable[str], text: Callable[[str], str]) -> str:
 def plain_calls(functions: list[dict[str, Any]]) -> str:
     """Grammar of one call as a JSON object without delimiters, `{"name": ..., "parameters": ...}`.
 
-    Not a fixed text before the arguments: llguidance's lexer would read its beginning as that of the content too.
-    Raises UnsupportedSchemaError.
+    The whole object is JSON of one schema. Rejected: a fixed text before the arguments, whose beginning llguidance's
+    lexer cannot distinguish from that of the content. Raises UnsupportedSchemaError.
     """
     schemas = []
     for function in functions:
@@ -75,7 +77,9 @@ def plain_calls(functions: list[dict[str, Any]]) -> str:
             "type": "object", "properties": {"name": {"const": function["name"]}, "parameters": parameters},
             "required": ["name", "parameters"], "additionalProperties": False,
         }  # fmt: skip
-        schema |= {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # where $refs point
+        schema |= {
+            key: parameters[key] for key in ("$defs", "definitions") if key in parameters
+        }  # the targets of $refs
         schemas.append(schema)
     rules = [f"call_{number}: %json {json.dumps(exact)}" for number, exact in enumerate(exact_schemas(schemas))]
     return "\n".join([f"start: {' | '.join(f'call_{number}' for number in range(len(functions)))}", *rules])

@@ -4,7 +4,7 @@ The decompressed size has the same limit as the body itself, so a small body tha
 the limit is reached. The decoders release the GIL, and run in a thread, one body at a time, because 8 MiB take up to
 0.3 s. Brotli is not supported: its decoder would be one more dependency, and no client of these APIs sends it.
 
-zstandard's decoder returns all output of its input at once, and 4 bytes can become 128 KiB. So its input is cut into
+zstandard's decoder returns the whole output of a piece of input at once, and 4 bytes can become 128 KiB. So it gets
 small pieces.
 """
 
@@ -67,7 +67,7 @@ def _unsupported(message: str) -> ApiError:
 
 
 class _Decoder(NamedTuple):
-    """A decoder of zlib or zstandard, and its call (input, most bytes of output) -> output."""
+    """A decoder of zlib or zstandard, and a function (input, maximum bytes of output) -> output that calls it."""
 
     decoder: Any
     call: Callable[[Any, int], bytes]

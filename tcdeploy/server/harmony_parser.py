@@ -17,7 +17,7 @@ from tcdeploy.server.stop_strings import partial_match_length
 MESSAGE = "<|message|>"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 MAX_HEADER_CHARS = 512
-MAX_REPARSED_CHARS = 8192  # at the end of the output, of arguments that do not end
+MAX_REPARSED_CHARS = 8192  # of unfinished arguments, which are parsed again at the end of the output
 _TEXT_ENDS = re.compile(r"^(<\|(end|call|return)\|>)+")
 _HEADER_START = re.compile(r"\s*(<\|(start|channel|constrain)\|>|to=|$)")
 _FIRST_MARK = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))

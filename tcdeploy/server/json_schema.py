@@ -11,7 +11,7 @@ constrain anything. `exact_schema` returns a schema whose grammar generates a su
 - `pattern` keeps the meaning that ECMAScript and Python give it (schema_patterns.py).
 - Keys and strings contain no `\\u` escapes, because llguidance does not recognise a declared property in `"\\u0061"`.
 
-What cannot be rewritten raises UnsupportedSchemaError. Does not import torch.
+A schema that cannot be rewritten raises UnsupportedSchemaError. Does not import torch.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class ObjectScanner:
 def object_members(text: str, *, is_complete: bool = False) -> dict[str, str]:
     """The raw text of each value of a JSON object. If the object is truncated, the last value may be too.
 
-    Raises ValueError if the text does not begin with an object, or if it has more than MAX_MEMBERS members; with
-    `is_complete`, also if it is not exactly one object, apart from control characters in strings.
+    Raises ValueError if the text does not begin with an object, or if it has more than MAX_MEMBERS members. With
+    `is_complete`, the text must be exactly one object, but strings may contain control characters.
     """
     members, end = _split_members(text)
     if is_complete and text[end:].strip() != "}":

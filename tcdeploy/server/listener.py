@@ -7,7 +7,7 @@ between two requests, or one in its TLS handshake. A connection whose complete r
 closed; admission control limits the number of these.
 
 The socket is read here rather than by `loop.create_server`, which accepts all waiting connections in one call, knows
-only connections whose TLS handshake has succeeded, and (in uvloop) stops to listen after some errors of `accept`.
+only connections whose TLS handshake has succeeded, and (in uvloop) stops listening after some errors of `accept`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 MAX_CONNECTIONS = 16_384  # an idle one takes 7 KiB
 RESERVED_FILES = 256  # for all other files of the process; at most half of the limit
-ACCEPTED_AT_ONCE = 64  # connections, between which no other callback runs
-EVICTION_DIVISOR = 32  # at the limit, one of so many connections is closed at once
+ACCEPTED_AT_ONCE = 64  # connections in one callback of the event loop
+EVICTION_DIVISOR = 32  # at the limit, 1/32 of the connections are closed at once
 ACCEPT_RETRY_S = 0.1  # after an error of `accept`
 HANDSHAKE_TIMEOUT_S = 30.0
 LOG_INTERVAL_S = 60.0
@@ -46,7 +46,7 @@ def connection_limit() -> int:
 
 
 class Listener:
-    """A ConnectionObserver (torch_compat/uvicorn_connection.py) that accepts the connections it observes.
+    """Accepts connections, and observes them (ConnectionObserver in torch_compat/uvicorn_connection.py).
 
     `listening` is a listening socket. A connection is an asyncio protocol with the attribute `transport`.
     """
@@ -67,7 +67,7 @@ class Listener:
         self._resume()
 
     def close(self) -> None:
-        """Stop to listen. Open connections stay open."""
+        """Stop listening. Open connections stay open."""
         self._pause()
         self._is_closed = True
         self.socket.close()
@@ -92,7 +92,7 @@ class Listener:
             self._loop.add_reader(self.socket, self._accept)
 
     def _pause(self) -> None:
-        """Until a connection is closed or becomes idle. New ones wait in the socket's backlog."""
+        """Stop accepting until a connection is closed or becomes idle. New ones wait in the socket's backlog."""
         if self._is_accepting:
             self._is_accepting = False
             self._loop.remove_reader(self.socket)

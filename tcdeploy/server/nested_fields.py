@@ -1,9 +1,9 @@
 """Unknown fields inside of a request: in `response_format`, `tools`, `stream_options`, messages and their parts.
 
-They are judged like those at the top (unsupported_fields.py): a field that would change the answer and is not supported
-is refused by name, unless its value has no effect; any other field is accepted, logged and counted once. pydantic drops
-unknown fields, so they are examined before the validation, one object at a time: a walk through a whole request would
-block the event loop. Does not import torch.
+They are treated like unknown fields at the top level (unsupported_fields.py): a field that would change the answer and
+is not supported is refused by name, unless its value has no effect; any other field is accepted, logged and counted
+once. pydantic drops unknown fields, so they are examined before the validation. Each object is examined when pydantic
+validates it, because a walk through a whole request would block the event loop. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class NestedFields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _judge_unknown_fields(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_unknown_fields(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, dict) and not value.keys() <= (known := _known_names(cls)):
             for name in value.keys() - known:
-                cls._judge(name, value[name], info.context)
+                cls._check_unknown_field(name, value[name], info.context)
         return value
 
     @classmethod
-    def _judge(cls, name: str, value: Any, unknown_names: set[str] | None) -> None:
+    def _check_unknown_field(cls, name: str, value: Any, unknown_names: set[str] | None) -> None:
         if name not in cls.inert_values:
             if unknown_names is not None and cls.place and len(unknown_names) < MAX_NAMES:
                 unknown_names.add(f"{cls.place}.{name}")

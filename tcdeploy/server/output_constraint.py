@@ -32,7 +32,7 @@ class OutputConstraint(NamedTuple):
 
 
 class _Format(NestedFields):
-    """A response format. The unsupported fields are those of other servers, and those of another type."""
+    """A response format. `inert_values` has the fields of other servers, and those of other types of formats."""
 
     place = "response_format"
     inert_values = dict.fromkeys(

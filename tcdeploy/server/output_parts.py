@@ -23,7 +23,7 @@ class OutputParts:
 
     def __init__(self) -> None:
         self._parts: list[OutputPart] = []
-        self._pieces: list[str] = []  # of reasoning or text that follows these parts; its kind is `_last_kind`
+        self._pieces: list[str] = []  # of the reasoning or text after these parts; `_last_kind` is its kind
         self._last_kind: Literal["", "reasoning", "text", "call"] = ""
         self.num_reasoning_tokens = 0
 

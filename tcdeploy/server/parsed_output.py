@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the output ended
-PIECE_CHARS = 1024  # of a text that is parsed at once
+PIECE_CHARS = 1024  # of a long text, which is parsed in pieces
 log = logging.getLogger("tcdeploy.server")
 
 
@@ -150,8 +150,8 @@ def log_malformed(reason: object) -> None:
 class SteppingParser:
     """An `OutputParser` that is a state machine: `_step` parses some of the buffer, and selects the next step.
 
-    Each step gets whether no more text comes, and returns whether another step may follow without more text. A step
-    removes what it parsed from the buffer, which copies the rest, so long texts are parsed in pieces.
+    The argument of a step is whether the text has ended. It returns whether another step may follow without more text.
+    A step removes the text that it parsed from the buffer, which copies the rest, so long texts are parsed in pieces.
     """
 
     _step: Callable[[bool], bool]

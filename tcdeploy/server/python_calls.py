@@ -37,7 +37,11 @@ class PythonCall(NamedTuple):
 
 @dataclass
 class _Bracket:
-    """An open bracket. `expects`: an item or the end; the `=`, `:` or `(` after a key; a value; a comma or the end."""
+    """An open bracket.
+
+    expects: what follows. "item": an item or the end; "sign": the `=`, `:` or `(` after a key; "value": a value;
+        "comma": a comma or the end.
+    """
 
     kind: str  # calls: the outer list; call, tuple, list, dict
     name: str = ""  # of the called function
@@ -53,7 +57,7 @@ class PythonListParser:
 
     def __init__(self, start: int = 0) -> None:
         """`start`: index of the opening bracket."""
-        self.position = start  # up to `position` the text has been read
+        self.position = start  # the text before it has been read
         self.calls: list[PythonCall] = []
         self._stack: list[_Bracket] = []
         self._depth = 0  # as len(_stack), also after an error
@@ -165,7 +169,7 @@ class PythonListParser:
         elif (bracket.kind, mark) in (("call", "="), ("dict", ":")) and bracket.expects == "sign":
             bracket.expects = "value"
         else:
-            raise ValueError(f"{mark!r} is not valid there")
+            raise ValueError(f"unexpected {mark!r}")
 
     def _open(self, mark: str) -> None:
         kind = _BRACKETS[mark]
@@ -182,7 +186,7 @@ class PythonListParser:
         if outer.kind == "dict" and outer.expects == "item":
             raise ValueError("a key is not a text or number")
         if len(self._stack) == MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} times")
+            raise ValueError(f"it has more than {MAX_DEPTH} nested brackets")
         self._stack.append(_Bracket(kind))
 
     def _close(self) -> None:

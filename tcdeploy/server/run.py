@@ -115,7 +115,7 @@ class _Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        is_bounded = not isinstance(config.http, str)  # else uvicorn's own class is served, which has no observer
+        is_bounded = not isinstance(config.http, str)  # False: uvicorn's own class, which has no observer
         serving = asyncio.create_task(http_server.serve(sockets=[] if is_bounded else [self._listener.socket]))
         if is_bounded:
             new_connection: Any = config.http_protocol_class

@@ -1,14 +1,15 @@
-"""Numbers in JSON schemas, as llguidance 1.9 understands them.
+"""Replaces numbers in JSON schemas by numbers that llguidance 1.9 computes exactly.
 
-Its parser of JSON (serde_json) reads integers beyond 64 bits and all fractions as float64, and is off by one unit in
-the last place for some numbers of 16 and 17 digits. Schemas then hold every number as float64, and ranges of integers
-are computed as int64: -2^63 is negated without a check, and the recursion ends the process. Texts of numbers are
-compared by their digits; a client that reads float64 may round 0.49999999999999999999 to an exclusive bound of 0.5.
+llguidance's parser of JSON (serde_json) reads integers beyond 64 bits and all fractions as float64, and is off by one
+unit in the last place for some numbers of 16 and 17 digits. llguidance then stores every number as float64, and
+computes ranges of integers as int64: -2^63 is negated without a check, and the recursion ends the process. The grammar
+compares numbers by the digits of their text. A client that reads float64 may therefore round 0.49999999999999999999 to
+an exclusive bound of 0.5.
 
-Hence bounds are replaced by float64 numbers that are read exactly and lie inside of the range. An exclusive bound on
-the side of zero becomes the next number, because llguidance includes it if the other bound has the same integer part.
-Beside 0, that is SMALLEST: the next float64 number has 324 digits. On the other side, exclusive bounds are kept: with
-1 as 0.9999999999999999, the texts 0.9 and 0.99 would not be allowed.
+Bounds are replaced by float64 numbers that are read exactly and lie inside of the range. The exclusive bound that is
+nearer to zero becomes the next number, because llguidance includes it if the other bound has the same integer part. For
+0, the next number is SMALLEST, because the next float64 number has 324 digits. The exclusive bound that is farther from
+zero is kept: if 1 became 0.9999999999999999, the texts 0.9 and 0.99 would not be allowed.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _finite(bounds: dict[str, Any], keys: tuple[str, str], none: float) -> dict[
 
 
 def _capped(bound: Number) -> Number:
-    """An integer that may be too large for float64 as one that is still beyond all limits."""
+    """The bound. An integer that may be too large for float64 becomes +-2^70, which is beyond all limits too."""
     return max(-(2**70), min(bound, 2**70)) if isinstance(bound, int) else bound
 
 

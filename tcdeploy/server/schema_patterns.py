@@ -1,11 +1,11 @@
-"""Regexes in JSON schemas, for llguidance, which has the syntax of Rust's crate `regex` and no look-around.
+"""Rewrites regexes in JSON schemas for llguidance, which has the syntax of Rust's crate `regex` and no look-around.
 
 - Rust has set operators (`&&`, `--`, `~~`) and nested classes inside of brackets. In ECMAScript and Python these are
   plain characters, so they are escaped.
-- pydantic's regexes for Decimal and zod's for e-mail addresses and durations have look-arounds. Several regexes without
-  look-around that must all match take their place. Those for a limited number of digits allow no additional zeros.
+- pydantic's regexes for Decimal and zod's for e-mail addresses and durations have look-arounds. Each is replaced by
+  several regexes without look-around that must all match. Those that limit the digits allow no additional zeros.
 
-A regex with another look-around is refused by llguidance.
+llguidance refuses regexes with any other look-around.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _next_piece(pattern: str, position: int, in_class: bool) -> str:
 
 
 def _escaped(piece: str, before: list[str]) -> str:
-    """A piece of a class. Of `--` after a character, the first is the operator of a range."""
+    """The piece of a class, escaped. The first `-` of `--` after a character is the operator of a range."""
     if piece == "--" and before[-1] not in ("[", "^"):
         return "-\\-"
     if piece in SET_OPERATORS:

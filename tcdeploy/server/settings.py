@@ -98,7 +98,7 @@ def check_settings(settings: ServerSettings) -> None:
 
 
 def check_api_keys(keys: Sequence[str]) -> None:
-    """Raise UsageError for a key that no request could send. The message does not contain the key."""
+    """Raise UsageError for a key that no request can contain. The message does not contain the key."""
     for number, key in enumerate(keys, 1):
         if not key.strip():
             raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")

@@ -4,9 +4,9 @@ The parser is a state machine with a buffer of the text that is not parsed yet: 
 the end of a call. The end of a JSON object is found by its structure, so delimiters inside strings are text. The text
 of a malformed call becomes content.
 
-A model may call a tool without closing its reasoning. Text from an opening in the reasoning on is therefore held back
-until the reasoning is closed, and a second parser parses it. If the output ends before, and with a call, the results of
-that parser are used.
+A model may call a tool without closing its reasoning. From the opening of a call in the reasoning on, text is therefore
+held back until the reasoning is closed, while a second parser parses it. If the reasoning is never closed and the
+output ends with a call, the results of the second parser are used.
 """
 
 from __future__ import annotations

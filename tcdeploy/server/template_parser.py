@@ -2,8 +2,8 @@
 
 ResponseParser raises an exception for a malformed call and cannot continue. Its events contain neither the text of
 delimiters nor the groups that their patterns captured, so this module keeps the text since the last call, and searches
-it with the same patterns when a call is malformed or truncated. Its time is quadratic in the length of white space
-outside of calls (20 s for 120,000 spaces), so the rest of a long run is dropped.
+it with the same patterns when a call is malformed or truncated. ResponseParser's time is quadratic in the length of
+white space outside of calls (20 s for 120,000 spaces), so the rest of a long run is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in re
 PARSER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 MAX_SPACE = 256  # white space in a row that reaches ResponseParser, outside of calls
 # Splits text after characters that may end a delimiter, so that ResponseParser reports a call before the next one
-# fails. Its time is quadratic in the length of a piece.
+# fails. ResponseParser's time is quadratic in the length of a piece.
 _PIECE = re.compile(r"[^>\]}\n]{0,256}[>\]}\n]?")
 
 

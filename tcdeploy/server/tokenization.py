@@ -97,7 +97,7 @@ class PromptTokenizer:
     def _template_variables(self, request: TemplateRequest) -> dict[str, Any]:
         """Variables of the chat template.
 
-        Those with names that the renderer uses are rejected: they could replace the messages. As in vLLM,
+        Variables with names that the renderer uses are rejected, because they could replace the messages. As in vLLM,
         `reasoning_effort` is a variable, and replaces one of that name.
         """
         variables = request.chat_template_kwargs or {}

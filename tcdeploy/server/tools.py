@@ -9,10 +9,10 @@ looked up in transformers' table of response templates.
 Outputs are parsed while tokens arrive. Content is streamed as it arrives, except text that may start a call; a call is
 sent when it is complete. parsed_output.py describes the handling of truncated and malformed calls.
 
-Arguments are guaranteed to follow their schema only if `tool_choice` forces a call, or for strict tools if the request
-has a format of the output: then a grammar enforces the delimiters of calls and the schema. Such a grammar is available
-for formats with plain JSON between fixed texts. To force a call, the parser must also parse an example call after the
-same prompt.
+Arguments are guaranteed to follow their schema only if `tool_choice` forces a call, or if the tool is strict and the
+request has an output format (calls_or_content.py). In these cases a grammar enforces the delimiters of calls and the
+schema. Such a grammar is available for formats with plain JSON between fixed texts. To force a call, the parser must
+also parse an example call after the same prompt.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class ToolSupport:
         )  # fmt: skip
 
     def _openings(self, functions: list[dict[str, Any]]) -> list[str]:
-        """Texts of which one begins each call."""
+        """The texts with which a call can begin."""
         if self._format is None:
             return [opening] if (opening := self._template_delimiters[0]) else []
         names = [f"[{function['name']}(" for function in functions] if self._format.syntax == "python" else []

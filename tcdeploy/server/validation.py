@@ -26,7 +26,7 @@ from tcdeploy.server.unsupported_fields import check_unsupported_fields
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's error code
 MAX_CHOICES = 128  # n
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1000  # of one: with each token, a beginning of it is searched at the end of the output
+MAX_STOP_CHARS = 1000  # of one string; each token compares its beginnings with the end of the output
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOOLS = 128  # OpenAI's limit
 MAX_PROMPT_LOGPROBS = 1_000_000  # log-probabilities of prompts in one response: some 80 MB of JSON

@@ -44,7 +44,7 @@ class XmlCall:
         return dump(self.arguments)
 
     def find_end(self, text: str) -> int | None:
-        """The index after the call; None if `text` does not contain its end yet. Raises ValueError if malformed."""
+        """The index after the call; None if its end is not in `text` yet. Raises ValueError for a malformed call."""
         while True:
             start = self.position = _skip_space(text, self.position)
             if text.startswith((END, CALL_END), start):
@@ -64,9 +64,9 @@ class XmlCall:
             self.position = self._search = value_end + (len(PARAMETER_END) if is_closed else 0)
 
     def find_last_end(self, text: str) -> int:
-        """The same for a call that `find_end` did not find the end of, at the end of the output.
+        """The index after a call whose closing tags are missing at the end of the output.
 
-        Raises ValueError if not only closing tags are missing.
+        Call it after `find_end` has returned None. Raises ValueError if more than closing tags is missing.
         """
         while True:
             start = self.position = _skip_space(text, self.position)
@@ -91,8 +91,8 @@ class XmlCall:
             next_start = _skip_space(text, match.end())
             if text.startswith(FOLLOWERS[match[0]], next_start):
                 return match.start()
-            is_close = next_start - match.start() <= MAX_SPACE  # otherwise this space would be read with each token
-            if is_close and _may_begin(text[next_start : next_start + len(CALL_END)], FOLLOWERS[match[0]]):
+            is_near = next_start - match.start() <= MAX_SPACE  # otherwise this space would be read with each token
+            if is_near and _may_begin(text[next_start : next_start + len(CALL_END)], FOLLOWERS[match[0]]):
                 self._search = match.start()
                 return None
             start = match.end()
