@@ -677,7 +677,7 @@ def test_files_of_triton_that_cannot_be_restored_are_logged(
 @pytest.mark.parametrize(
     ("content", "reason"), [("[" * 200_000, "recursion"), ("{}", "is missing"), ("[]", "must be a JSON object")]
 )
-def test_a_listed_record_that_no_start_has_written_is_damage(own_cache: str, content: str, reason: str) -> None:
+def test_an_invalid_record_that_a_plan_lists_is_damage(own_cache: str, content: str, reason: str) -> None:
     [path] = Path(own_cache, "aot").glob("start-*.json")
     path.write_text(content)
     list_records(own_cache)

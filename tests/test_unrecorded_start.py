@@ -1,4 +1,4 @@
-"""A start that cannot store its programs changes no plan: it is refused, or it says that nothing was recorded."""
+"""A start that cannot store its programs changes no plan: it is refused, or warns that nothing was recorded."""
 
 from __future__ import annotations
 

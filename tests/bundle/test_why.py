@@ -365,7 +365,7 @@ def test_the_command_detects_changed_sources_of_its_own_package(cached: Cached, 
 def test_the_command_detects_an_edit_of_the_models_code(
     cached: Cached, run_cli: Any, tmp_path: Path, module: str, line: str, edited: str
 ) -> None:
-    """transformers has the same version, so only its files tell."""
+    """The version of transformers is the same, so only the hashes of its files differ."""
     packages = overlay_transformers(tmp_path / "edited", module, line, edited)
     done = run_cli("cache", "why", str(cached.folder), PYTHONPATH=packages)
     assert done.returncode == 3 and f"transformers.{module}" in done.stdout, done.stderr

@@ -90,7 +90,7 @@ def test_another_way_to_open_a_file_is_found(tmp_path: Path, call: str) -> None:
     assert {module for module, _ in uses(tmp_path)} == {"cache.new"}
 
 
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "link").symlink_to("file")
     os.mkfifo(tmp_path / "fifo")

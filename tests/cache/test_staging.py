@@ -439,7 +439,7 @@ def shared_root(root: Path) -> Path:
     return root
 
 
-def test_what_was_compared_cannot_be_replaced_by_other_users(shared_root: Path) -> None:
+def test_compared_files_cannot_be_replaced_by_other_users(shared_root: Path) -> None:
     """They could rename a staging folder in the cache folder, and put another one in its place."""
     write(shared_root, FIRST)
     started = create_staging_folder(str(shared_root), is_trusted=True)
@@ -498,7 +498,7 @@ def make_header(root: Path) -> Path:
 def test_a_temporary_folder_that_other_users_can_change_is_reported(
     shared_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a pod there is no other folder, so the start goes on."""
+    """The start continues, because a pod has no other folder."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o777)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))

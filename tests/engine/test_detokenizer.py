@@ -1,4 +1,4 @@
-"""Streamed text is the decoded text, also for bytes that are no UTF-8, and in linear time."""
+"""Streamed text equals the decoded text, also for invalid UTF-8, and takes linear time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_streamed_text_is_the_decoded_text(byte_fallback: Any, ids: list[int], t
 
 
 def test_an_invalid_byte_after_a_character_does_not_raise(byte_fallback: Any) -> None:
-    """The decoder replaces all bytes in a row if one of them is invalid, also those that were returned as text."""
+    """The decoder replaces a whole run of bytes if one of them is invalid, also bytes that were returned as text."""
     assert stream(byte_fallback, [*"日".encode(), 0xC0, SPACED_A]).startswith("日\ufffd")
     assert stream(byte_fallback, [*"日".encode(), 0xC0, SPACED_A]).endswith("a")
 

@@ -1,4 +1,4 @@
-"""Every file of a cache folder as link, FIFO, device, socket, of another owner, huge; and documents with random edits.
+"""Replaces files of a cache folder by links, FIFOs, devices, sockets and huge or foreign files, and edits documents.
 
 Each attack changes a copy of a folder with a plan from a signed bundle, and then every command that reads such a folder
 runs. An attack succeeds if a command waits for the file, raises anything but TcdeployError, uses bytes that the bundle
@@ -75,7 +75,7 @@ JSON_VALUES: list[Any] = [
 
 
 class NeverEndedError(BaseException):
-    """No handler of OSError or Exception catches it, as one of TimeoutError would."""
+    """Not a TimeoutError, which handlers of OSError and Exception would catch."""
 
 
 class Target:
@@ -296,7 +296,7 @@ def edited(document: Any, source: random.Random) -> Any:
 
 
 def damaged_text(content: bytes, source: random.Random) -> bytes:
-    """Content that is no document any more, or one that is hard to parse."""
+    """Content that is not a document, or a document that is hard to parse."""
     position = source.randrange(len(content) + 1)
     return source.choice([
         b"[" * 200_000, b'{"a":' * 200_000, b"", b"\xff" * 100, b"null", b"[]", b"0" * 100_000, b"1e999", b"NaN",
@@ -312,7 +312,7 @@ def new_content(content: bytes, source: random.Random) -> bytes:
 
 
 def edit_document(folder: Path, kind: str, target: Target, source: random.Random) -> None:
-    """Edit a document. Those that a manifest or signature covers are listed or signed again, in three of four cases."""
+    """Edit a document. In three of four cases, the manifest or signature that covers it is made valid again."""
     path = folder / document_paths(target)[kind]
     is_consistent = source.random() < 0.75
     if kind == "manifest":

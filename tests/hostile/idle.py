@@ -1,4 +1,4 @@
-"""Idle connections beyond the limit of open files: attackers without an API key hold them, new clients are served.
+"""Opens more idle connections than the limit of open files, without an API key; new clients must get responses.
 
 A server in another process listens while its model is loading, under a limit of FILE_LIMIT open files. Each round opens
 more connections than that, of random kinds: silent ones, parts of heads and bodies, answered and kept alive, refused

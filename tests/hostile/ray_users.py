@@ -120,7 +120,7 @@ def connect_to_socket(rng: random.Random, target: Target) -> str:
 
 
 def post_job(rng: random.Random, target: Target) -> str:
-    """Half of the jobs go to the job agent. Whether a job has run is seen from the evidence."""
+    """Half of the jobs go to the job agent. A job that runs creates a file in `evidence`."""
     address = rng.choice([*target.ports, *[("127.0.0.1", JOB_AGENT_PORT)] * len(target.ports)])
     token = rng.choice([*target.tokens, f"{rng.randrange(1 << 256):064x}"])
     name = rng.choice(("authorization", "authorization", "x-ray-authorization", "cookie"))

@@ -1,4 +1,4 @@
-"""Random JSON schemas: random outputs of their grammars are valid, and their numbers exact.
+"""Random JSON schemas: random outputs of their grammars must be valid, with exact numbers.
 
 A schema is generated at random (bounds at the edges of float64 and int64, exclusive bounds next to a neighbour,
 `enum`, `const`, nested objects and arrays, `anyOf`, `allOf`, references, patterns, formats, property names), and

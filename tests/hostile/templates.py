@@ -1,4 +1,4 @@
-"""Chat templates and conversations: each message is in the prompt, or the request is refused by name.
+"""Chat templates and conversations: each message must be in the prompt, or the request is a 400 that names it.
 
 Templates are those of tests/template_families.py and those in transformers' source files. A conversation has one of the
 shapes below, with random words as texts, and is sent with random fields of a chat request. The attack succeeds if the

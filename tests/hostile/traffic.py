@@ -5,7 +5,7 @@ lengths that share beginnings, sampling settings with seeds, several choices, pe
 lengths, constraints, log-probabilities) are first sent one by one to an idle server with ample blocks, without
 streaming. Then they are sent in random order by concurrent clients, many as streams, while other clients disconnect in
 the middle of theirs. Each choice must have the same token ids, text and reason to finish, and the same
-log-probabilities but for rounding. Tokens of plain greedy requests must be those of transformers, computed without a
+log-probabilities except for rounding. Tokens of plain greedy requests must be those of transformers, computed without a
 KV cache.
 """
 
@@ -36,7 +36,7 @@ SCARCE_BLOCKS = 30  # of 16 tokens: the longest request alone takes 27
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VOCABULARY = (3, 900)  # ids of ordinary tokens
 LONGEST_PROMPT, MAX_NEW_TOKENS = 300, 120
-LOGPROB_TOLERANCE = 2e-3  # prompts are computed in chunks, and after a preemption in others
+LOGPROB_TOLERANCE = 2e-3  # a preemption changes how a prompt is cut into chunks
 WORDS = "list def return value for in range print class self if not none import the a module data".split()
 SCHEMA = {
     "type": "object",

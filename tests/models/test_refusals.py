@@ -88,7 +88,7 @@ def test_all_types_of_layers_are_named() -> None:
         probe(AutoConfig.for_model("qwen3", **sizes, layer_types=types))
 
 
-def test_layers_of_a_refused_type_are_not_said_again_to_lack_attention() -> None:
+def test_layers_of_a_refused_type_are_not_reported_again_as_lacking_attention() -> None:
     for family in ("mamba", "qwen3_next"):
         with pytest.raises(UnsupportedModelError, match="linear_attention") as caught:
             probe(AutoConfig.for_model(family, **UNSUPPORTED[family][0]))
@@ -141,8 +141,8 @@ def small_qwen(tied: bool = False) -> Qwen2Config:
         (Qwen2ForTokenClassification, "a reward or classification model (Qwen2ForTokenClassification)"),
     ],
 )
-def test_reward_models_are_said_to_be_such(model_class: Any, kind: str, tied: bool, tmp_path: Path) -> None:
-    """With tied embeddings such a checkpoint would load, and generate text that means nothing."""
+def test_reward_models_are_refused_by_their_kind(model_class: Any, kind: str, tied: bool, tmp_path: Path) -> None:
+    """With tied embeddings, such a checkpoint would load and generate meaningless text."""
     model_class(small_qwen(tied)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError) as caught:
         decide(Recipe(model=str(tmp_path)))
@@ -150,7 +150,7 @@ def test_reward_models_are_said_to_be_such(model_class: Any, kind: str, tied: bo
     assert "download" not in caught.value.hint and "text generator" in caught.value.hint
 
 
-def test_a_model_without_a_head_is_said_to_be_such_unless_its_head_is_the_embedding(tmp_path: Path) -> None:
+def test_a_model_without_a_head_is_refused_unless_its_head_is_the_embedding(tmp_path: Path) -> None:
     Qwen2Model(small_qwen()).save_pretrained(tmp_path / "untied")
     with pytest.raises(UnsupportedModelError, match=r"without a language model head, as for embeddings \(Qwen2Model\)"):
         decide(Recipe(model=str(tmp_path / "untied")))

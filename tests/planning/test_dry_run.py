@@ -23,7 +23,7 @@ def recipe(**fields: Any) -> Recipe:
 
 
 def small(machine: Any, gib: float) -> Any:
-    """The machine with another memory."""
+    """The machine with `gib` GiB of memory."""
     memory_bytes = int(gib * 2**30)
     gpus = tuple(dataclasses.replace(gpu, memory_bytes=memory_bytes) for gpu in machine.gpus)
     return dataclasses.replace(machine, host_memory_bytes=memory_bytes, gpus=gpus)

@@ -59,7 +59,7 @@ def test_a_difference_is_listed_exactly_when_programs_depend_on_it(name: str) ->
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_cache_key_changes_exactly_when_programs_depend_on_a_field(name: str) -> None:
-    """A field that somebody adds is part of the key, unless it is listed here too."""
+    """A new field is part of the key, unless it is listed here too."""
     irrelevant = IRRELEVANT - {"torch_settings"}  # not listed as a difference, because manifests hold each setting
     machines = [(H100, irrelevant | ONLY_OF_A_CPU)] + ([(LAPTOP, irrelevant)] if name not in GPU_FIELDS else [])
     for here, ignored in machines:

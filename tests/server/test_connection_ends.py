@@ -152,7 +152,7 @@ def test_a_broken_body_replaces_only_its_own_response(server: RunningServer) -> 
 
 
 def test_a_disconnect_ends_all_pipelined_requests(server: RunningServer) -> None:
-    """uvicorn tells only the newest one, and the others wrote to a closed transport, which uvloop raises."""
+    """uvicorn disconnects only the newest one. The others wrote to a closed transport, for which uvloop raises."""
     disconnected.clear()
     with server.connect() as connection:
         connection.sendall(request("/slow") * 3)

@@ -1,4 +1,4 @@
-"""The limit of connections: who is closed for a new client, and who is not. The application runs in this process."""
+"""The limit of connections: which ones are closed for a new client. The application runs in this process."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_tls_handshake_counts_as_idle(loop_factory: Any, tmp_path: Path, caplo
 def test_an_error_of_accept_closes_an_idle_connection_and_is_tried_again(
     server: LimitedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process has used its file descriptors for something else. It must neither spin nor stop to listen."""
+    """The process has used its file descriptors for something else. It must neither spin nor stop listening."""
     calls = 0
 
     class FullSocket:

@@ -16,7 +16,7 @@ OF_OTHER_SYSTEMS = {
     "ProgramFiles(x86)", "WINDOWS_CUDA_HOME",
 }  # fmt: skip
 OF_GPUS = {"CUDA_HOME", "CUDA_PATH"}
-NO_FLAGS = {"TORCH_INDUCTOR_INSTALL_GXX"}  # installs a compiler, which its version tells
+NO_FLAGS = {"TORCH_INDUCTOR_INSTALL_GXX"}  # installs a compiler, whose version is a factor
 
 
 def test_each_variable_that_changes_flags_of_the_compiler_is_known() -> None:
