@@ -77,9 +77,9 @@ def find_record(recipe: Recipe, needs_tokenizer: bool, trusted_keys: Path) -> Fo
     cache_dir = decide_cache_dir(recipe, environment)
     check_folder(cache_dir, recipe.trust_cache_dir)
     policy = SigningPolicy(trusted_keys, recipe.require_signed)
-    found = find_records(cache_dir, policy, factors.key)
+    records = find_records(cache_dir, policy, factors.key)
     reasons: list[DoesNotFit | TcdeployError] = []
-    for listed in found.files:
+    for listed in records.files:
         try:
             record = _parse(listed, factors.key)
             assumed = assume_recorded(environment, record)
@@ -90,7 +90,7 @@ def find_record(recipe: Recipe, needs_tokenizer: bool, trusted_keys: Path) -> Fo
             reasons.append(reason)
         else:
             return FoundRecord(record, listed.path, listed.content, folder, assumed, plan)
-    reasons += found.problems
+    reasons += records.problems
     if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
         difference = environment_mismatch(
             cache_dir, plan_keys(cache_dir), environment, recipe.model

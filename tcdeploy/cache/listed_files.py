@@ -38,16 +38,16 @@ class ListedFiles(NamedTuple):
 
 def read_listed(folder: str | Path, prefix: str, suffix: str, policy: SigningPolicy) -> ListedFiles:
     """The files with these paths in the cache folder, newest first. Manifests that do not name `prefix` are skipped."""
-    found: list[tuple[float, ListedFile]] = []
+    dated_files: list[tuple[float, ListedFile]] = []
     problems: list[IntegrityError | TrustError] = []
     for key in sorted(path.stem for path in Path(folder, MANIFESTS_DIR).glob("*.json")):
         try:
             for file in _listed(folder, key, prefix, suffix, policy):
                 listed = ListedFile(key, file.path, _read(Path(folder), file))
-                found.append((_modification_time(folder, file), listed))
+                dated_files.append((_modification_time(folder, file), listed))
         except (IntegrityError, TrustError) as problem:
             problems.append(problem)
-    return ListedFiles([listed for _, listed in sorted(found, reverse=True)], problems)
+    return ListedFiles([listed for _, listed in sorted(dated_files, reverse=True)], problems)
 
 
 def _listed(folder: str | Path, key: str, prefix: str, suffix: str, policy: SigningPolicy) -> Iterator[FileRecord]:

@@ -36,8 +36,8 @@ class Outline(NamedTuple):
 
     def missing(self, text: str) -> list[Place]:
         """The places of marks that are not in the rendered `text`, in the order of the conversation."""
-        found = {int(match[1]) for match in MARK_PATTERN.finditer(text)}
-        return [place for mark, place in enumerate(self.places) if mark not in found]
+        rendered_marks = {int(match[1]) for match in MARK_PATTERN.finditer(text)}
+        return [place for mark, place in enumerate(self.places) if mark not in rendered_marks]
 
 
 def make_outline(messages: Iterable[TemplateMessage], *, marks_names: bool = True) -> Outline:

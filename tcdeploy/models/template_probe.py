@@ -75,10 +75,10 @@ class _Probe:
         self._unrendered: set[str] = set()
 
     def form(self) -> TemplateForm:
-        found = self._first(_contents(TemplateForm(), "user"), USER)
-        if found is None:
+        user_form = self._first(_contents(TemplateForm(), "user"), USER)
+        if user_form is None:
             return TemplateForm(renders_tools=self._renders_tools(TemplateForm()))
-        form = self._select(found, "assistant", _contents(found, "assistant"), USER, ASSISTANT, USER)
+        form = self._select(user_form, "assistant", _contents(user_form, "assistant"), USER, ASSISTANT, USER)
         form = self._with_instructions(form)
         form = self._with_calls(form)
         return replace(form, renders_tools=self._renders_tools(form), unrendered=frozenset(self._unrendered))
@@ -116,14 +116,15 @@ class _Probe:
         ]
         if self._template and "tool_calls" not in self._template:
             candidates = candidates[:1]  # such a template can only print whole messages; this saves 20 renderings
-        found = self._first(candidates, USER, CALL, RESULT, checked=1)
-        found = found or self._first(candidates[: len(candidates) // 2 or 1], USER, CALL, USER, checked=1)
-        if found is None:
+        call_form = self._first(candidates, USER, CALL, RESULT, checked=1)
+        call_form = call_form or self._first(candidates[: len(candidates) // 2 or 1], USER, CALL, USER, checked=1)
+        if call_form is None:
             self._unrendered.add("tool call")
             return self._select(form, "tool result", _contents(form, "tool"), USER, ASSISTANT, RESULT)
-        found = self._select(found, "tool result", _contents(found, "tool"), USER, CALL, RESULT)
+        call_form = self._select(call_form, "tool result", _contents(call_form, "tool"), USER, CALL, RESULT)
         answer = {**CALL, "content": "Hello"}
-        return self._first((found, replace(found, splits_calls=True)), USER, answer, RESULT, checked=1) or found
+        splitting = replace(call_form, splits_calls=True)
+        return self._first((call_form, splitting), USER, answer, RESULT, checked=1) or call_form
 
     def _renders_tools(self, form: TemplateForm) -> bool:
         return "tools" in self._variables and PROBE_TOOL_NAME in self._text(form, USER)
@@ -132,10 +133,10 @@ class _Probe:
         self, form: TemplateForm, kind: str, candidates: Iterable[TemplateForm], *conversation: dict[str, Any]
     ) -> TemplateForm:
         """The first candidate that renders the conversation. If there is none, `kind` is unrendered."""
-        found = self._first(candidates, *conversation)
-        if found is None:
+        selected = self._first(candidates, *conversation)
+        if selected is None:
             self._unrendered.add(kind)
-        return found or form
+        return selected or form
 
     def _first(
         self, candidates: Iterable[TemplateForm], *conversation: dict[str, Any], checked: int | None = None

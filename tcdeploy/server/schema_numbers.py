@@ -117,10 +117,10 @@ def _replace_flags(bounds: dict[str, Any]) -> None:
 def _finite(bounds: dict[str, Any], keys: tuple[str, str], none: float) -> dict[str, Number]:
     """The bounds of one side, by "inclusive" and "exclusive", without an infinity that bounds nothing."""
     named = zip(("inclusive", "exclusive"), keys, strict=True)
-    found = {name: _capped(bounds[key]) for name, key in named if key in bounds and bounds[key] != none}
-    if any(abs(value) == math.inf for value in found.values()):
+    finite = {name: _capped(bounds[key]) for name, key in named if key in bounds and bounds[key] != none}
+    if any(abs(value) == math.inf for value in finite.values()):
         raise UnsupportedSchemaError("a bound is infinite, so no number satisfies it")
-    return found
+    return finite
 
 
 def _capped(bound: Number) -> Number:

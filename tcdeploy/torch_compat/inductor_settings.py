@@ -68,12 +68,12 @@ def torch_settings() -> dict[str, str]:
 
 def disabling_settings() -> list[str]:
     """Each setting that keeps torch from storing programs, as `NAME=VALUE` of its variable if that is set."""
-    found = [f"{DYNAMO_DISABLE}=1"] if os.environ.get(DYNAMO_DISABLE) == "1" else []
+    disabling = [f"{DYNAMO_DISABLE}=1"] if os.environ.get(DYNAMO_DISABLE) == "1" else []
     for setting, value, variables in DISABLING_SETTINGS:
         if find(setting) is value:
             assigned = [f"{name}={os.environ[name]}" for name in variables if os.environ.get(name)]
-            found.append(next(iter(assigned), f"{setting.replace(':', '.')}={value}"))
-    return found
+            disabling.append(next(iter(assigned), f"{setting.replace(':', '.')}={value}"))
+    return disabling
 
 
 def settings_digest(settings: Mapping[str, str]) -> str:

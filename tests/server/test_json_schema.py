@@ -175,12 +175,12 @@ def test_property_names_are_restricted(names: Any, allowed: list[str], refused: 
 
 def test_many_property_names_are_refused_before_they_are_copied() -> None:
     names = {"enum": [f"name{number}" for number in range(1500)]}
-    one = {"propertyNames": {"$ref": "#/$defs/names"}, "additionalProperties": {"type": "null"}}
-    schema = {"properties": {"a": one, "b": one}, "$defs": {"names": names}}
+    schema_of_names = {"propertyNames": {"$ref": "#/$defs/names"}, "additionalProperties": {"type": "null"}}
+    schema = {"properties": {"a": schema_of_names, "b": schema_of_names}, "$defs": {"names": names}}
     with pytest.raises(UnsupportedSchemaError, match="makes 3002 properties; the limit is 2000"):
         exact_schemas([schema])
     with pytest.raises(UnsupportedSchemaError, match="makes 3000 properties"):
-        exact_schemas([{**one, "$defs": {"names": names}}] * 2)
+        exact_schemas([{**schema_of_names, "$defs": {"names": names}}] * 2)
     with pytest.raises(UnsupportedSchemaError, match="lists 1500 names for a long schema"):
         exact_schema({"propertyNames": names, "additionalProperties": {"enum": list(range(1000))}})
 
