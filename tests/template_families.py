@@ -118,7 +118,7 @@ TEMPLATES = {
     "selectattr('function.name', 'eq', c.function.name) | list if tools else [] %}{% if tools and not found %}"
     "{{ raise_exception('unknown tool') }}{% endif %}{{ c.function | tojson }}{% endfor %}{% endif %}{% endfor %}"
     + TOOLS + OPEN,
-    # what is before the end of reasoning is dropped, whatever the role
+    # text before the end of reasoning is dropped, whatever the role
     "splits all": "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] | trim }}{% endfor %}" + OPEN,
     # only one argument of each call
     "one argument": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"

@@ -363,7 +363,7 @@ def test_a_missing_field_of_the_greedy_tokens_is_named(written: Path, section: s
 
 
 def test_an_older_manifest_has_no_sources_of_the_model(written: Path) -> None:
-    """They are not compared with those of this machine then."""
+    """Without recorded sources, those of this machine are not compared."""
     change(written, lambda document: document["origin"].pop("model_sources"))
     older = read_manifest(written)
     assert older is not None and older.origin == replace(ORIGIN, model_sources={})

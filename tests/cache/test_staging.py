@@ -477,7 +477,7 @@ def test_headers_are_not_shared_with_users_who_can_change_them(shared_root: Path
 
 @needs_root
 def test_a_header_of_another_user_is_not_linked(root: Path) -> None:
-    """Its owner could change it after it was compared."""
+    """The owner could change the header after it was compared."""
     compiled = make_header(root)
     os.chown(compiled, OTHER_USER, OTHER_USER)
     started = start(root)

@@ -59,7 +59,7 @@ def post(body: bytes, encoding: str | list[str] | None, path: str = "/v1/complet
 
 
 def is_valid(response: httpx.Response) -> bool:
-    """The model is loading, which is checked after the body."""
+    """A valid body gets the error of a loading model, which is checked after the body."""
     return response.status_code == 503 and response.json()["error"]["code"] == "loading"
 
 

@@ -66,7 +66,7 @@ def observe(folder: Path) -> None:
 
 
 def test_a_shape_is_written_outside_of_the_thread_that_observes_it(tmp_path: Path) -> None:
-    """That thread runs the event loop."""
+    """The thread that observes a shape runs the event loop."""
     threads = []
     missed = MissedShapes(SimpleNamespace(  # type: ignore[arg-type]
         cache_dir=str(tmp_path), prefill_buckets=[SimpleNamespace(size=32)], decode_buckets=[SimpleNamespace(size=1)]

@@ -262,7 +262,7 @@ def test_missing_separators_and_closing_delimiters(name: str, text: str, content
 
 @pytest.mark.parametrize(("name", "text", "content"), CASES)
 def test_a_call_is_found_in_reasoning_that_is_not_closed(name: str, text: str, content: str) -> None:
-    """It must end the output, and begin with a delimiter."""
+    """The call must end the output, and begin with a delimiter."""
     if name == "openai" or not text.startswith(("I look", "<", "[TOOL")):
         return
     call = text[: text.index("Done.")] if "Done." in text else text

@@ -271,7 +271,7 @@ def test_families_of_transformers_table_are_parsed(tmp_path: Path) -> None:
 
 
 def test_long_white_space_does_not_reach_transformers_parser(tools: ToolSupport) -> None:
-    """Its time is quadratic in the length of white space."""
+    """The time of that parser is quadratic in the length of white space."""
     parser = tools.output_parser(chat_request(), PROMPT).parser
     assert isinstance(parser, TemplateParser)
     for text in ("A", *[" "] * 5000, "B", *[" "] * 200, "C", *["\n"] * 5000, WEATHER_TEXT):
