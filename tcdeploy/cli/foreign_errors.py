@@ -16,11 +16,11 @@ from typing import Any
 
 import typer
 
-from tcdeploy.errors import TcdeployError, UsageError
+from tcdeploy.errors import UsageError
 
 PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # click's ClickException, which typer does not export
 LIBRARIES = ("/torch/", "/triton/")
-VARIABLE_PATTERN = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
+VARIABLE_PATTERN = re.compile(r"\b(?:TORCH|PYTORCH|TRITON)[A-Z0-9]*(?:_[A-Z0-9]+)+")
 
 
 def parser_error(error: Any) -> UsageError:
@@ -37,9 +37,13 @@ def is_help(error: Any) -> bool:
 
 
 def variable_error(error: BaseException, environ: Mapping[str, str]) -> UsageError | None:
-    """The UsageError for an exception that torch or Triton raised because of a variable; None for other exceptions."""
+    """The UsageError for an exception that torch or Triton raised because of a variable; None for other exceptions.
+
+    Only exceptions that were raised while a module of these libraries was imported: later ones, such as those of a
+    graph break or of a lack of memory, recommend variables in their text.
+    """
     for cause in _with_causes(error):
-        if isinstance(cause, TcdeployError):
+        if not _is_raised_by_import(cause.__traceback__):
             continue
         text = "\n".join([str(cause), *_library_lines(cause.__traceback__)])
         for name in VARIABLE_PATTERN.findall(text):
@@ -54,6 +58,11 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+def _is_raised_by_import(trace: TracebackType | None) -> bool:
+    frames = traceback.extract_tb(trace)
+    return any(frame.name == "<module>" and any(part in frame.filename for part in LIBRARIES) for frame in frames)
 
 
 def _library_lines(trace: TracebackType | None) -> Iterator[str]:

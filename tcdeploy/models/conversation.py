@@ -45,8 +45,10 @@ def render_conversation(
 
 def _missing(tokenizer: Any, messages: list[TemplateMessage], variables: dict[str, Any]) -> list[Place]:
     """The places of the conversation that are not in the prompt."""
-    if tools := variables.get("tools"):
-        variables = {**variables, "tools": tools[:1]}  # whether there are tools may matter, not how many
+    if tools := variables.get("tools"):  # of these, only the called ones may matter, and whether there is one
+        names = {call["function"]["name"] for message in messages for call in message.fields.get("tool_calls", ())}
+        called = [tool for tool in tools if tool.get("function", tool).get("name") in names]
+        variables = {**variables, "tools": called or tools[:1]}
 
     def render(outline: list[dict[str, Any]]) -> str:
         request = json.dumps([outline, variables])

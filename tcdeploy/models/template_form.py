@@ -147,10 +147,10 @@ def _without_legacy_fields(conversation: Iterable[dict[str, Any]]) -> Iterator[T
         names.update((call["id"], call["function"]["name"]) for call in fields.get("tool_calls", ()) if "id" in call)
         if fields["role"] == "function":
             fields["role"] = "tool"
-            if fields.get("name") in last_ids:
-                fields["tool_call_id"] = last_ids[fields["name"]]
-        if fields["role"] == "tool" and (name := names.get(fields.get("tool_call_id", ""))):
-            fields.setdefault("name", name)
+            if isinstance(name := fields.get("name"), str) and name in last_ids:
+                fields["tool_call_id"] = last_ids[name]
+        if fields["role"] == "tool" and (called := names.get(fields.get("tool_call_id", ""))):
+            fields.setdefault("name", called)
         yield TemplateMessage(number, fields)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import time
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from tcdeploy.models.template_form import Arguments, CallContent, TemplateForm
 from tcdeploy.models.template_outline import render_outline
 
 PROBE_SECONDS = 2.0
+log = logging.getLogger("tcdeploy.models")
 PROBE_TOOL_NAME = "probe_tool_name"
 PROBE_TOOL = {
     "type": "function",
@@ -78,10 +80,13 @@ class _Probe:
         user_form = self._first(_contents(TemplateForm(), "user"), USER)
         if user_form is None:
             return TemplateForm(renders_tools=self._renders_tools(TemplateForm()))
+        renders_tools = self._renders_tools(user_form)  # first, so that tools are not refused if the time runs out
         form = self._select(user_form, "assistant", _contents(user_form, "assistant"), USER, ASSISTANT, USER)
         form = self._with_instructions(form)
         form = self._with_calls(form)
-        return replace(form, renders_tools=self._renders_tools(form), unrendered=frozenset(self._unrendered))
+        if time.monotonic() > self._deadline:
+            log.warning("the probe of the chat template took over %g s, so some messages may be refused", PROBE_SECONDS)
+        return replace(form, renders_tools=renders_tools, unrendered=frozenset(self._unrendered))
 
     def _with_instructions(self, form: TemplateForm) -> TemplateForm:
         form = self._select(form, "system", _contents(form, "system"), SYSTEM, USER)

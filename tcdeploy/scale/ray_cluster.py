@@ -85,7 +85,7 @@ def _initialize(address: str | None, folder: Path | None) -> None:
         options = {"address": "local", "_temp_dir": str(folder), "include_dashboard": False}
     else:
         warn_of_shared_token()
-    if address == "auto" and not os.environ.get(ADDRESS_VARIABLE):
+    if address == "auto" and os.environ.get(ADDRESS_VARIABLE, "") in ("", "auto"):
         os.environ[ADDRESS_VARIABLE] = own_cluster()  # Ray would also take a process of another user
     try:
         if match := re.fullmatch(r"([^:/]+):(\d+)", address or ""):  # Ray would try for minutes

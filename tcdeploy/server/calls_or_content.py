@@ -18,6 +18,7 @@ from typing import Any
 from tcdeploy.models.tool_formats import ReasoningFormat
 from tcdeploy.server.json_schema import exact_schemas
 from tcdeploy.server.parsed_output import OutputEnd, OutputParser, ParsedDelta
+from tcdeploy.server.schema_numbers import UnsupportedSchemaError
 
 
 class CallsOrContent:
@@ -77,12 +78,21 @@ def plain_calls(functions: list[dict[str, Any]]) -> str:
             "type": "object", "properties": {"name": {"const": function["name"]}, "parameters": parameters},
             "required": ["name", "parameters"], "additionalProperties": False,
         }  # fmt: skip
-        schema |= {
-            key: parameters[key] for key in ("$defs", "definitions") if key in parameters
-        }  # the targets of $refs
+        _check_references(parameters)
+        schema |= {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # targets of $refs
         schemas.append(schema)
     rules = [f"call_{number}: %json {json.dumps(exact)}" for number, exact in enumerate(exact_schemas(schemas))]
     return "\n".join([f"start: {' | '.join(f'call_{number}' for number in range(len(functions)))}", *rules])
+
+
+def _check_references(value: Any) -> None:
+    """Raise UnsupportedSchemaError for a reference that means another schema once the parameters are in the call's."""
+    if isinstance(value, dict):
+        reference = value.get("$ref")
+        if isinstance(reference, str) and not reference.startswith(("#/$defs/", "#/definitions/")):
+            raise UnsupportedSchemaError(f"the reference {reference[:80]!r} is not supported in calls of this format")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_references(item)
 
 
 def calls_or_content(

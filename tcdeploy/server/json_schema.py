@@ -147,14 +147,16 @@ class _Rewriter:
             return
         values = self._possible_values(schema.get("items"))
         if values is not None:
-            count = len({repr(value) for value in values})
+            count = len({_canonical(value) for value in values})
             if type(limit := schema.get("maxItems", count)) is int:
                 schema["maxItems"] = min(limit, count)
 
     def _restrict_names(self, schema: dict[str, Any], names: Any) -> None:
         """Express `propertyNames` by `properties` or `patternProperties`."""
         names = self._referenced(names)
-        if names is True or not isinstance(names, dict):
+        if names is False:  # only the empty object
+            names = {"enum": []}
+        if not isinstance(names, dict):
             return
         constraints = {key: value for key, value in names.items() if key not in {*ANNOTATIONS, "format"}}
         if constraints.pop("type", "string") not in ("string", ["string"]):
@@ -165,6 +167,8 @@ class _Rewriter:
             raise UnsupportedSchemaError("propertyNames cannot be combined with properties or patternProperties")
         value = schema.pop("additionalProperties", True)
         if (allowed := self._possible_values(names)) is not None:
+            if others := constraints.keys() - {"enum", "const"}:
+                raise UnsupportedSchemaError(f"propertyNames with enum and {', '.join(sorted(others))[:200]}")
             if len(allowed) * len(json.dumps(value)) > MAX_NAMED_CHARS:
                 raise UnsupportedSchemaError(f"propertyNames lists {len(allowed)} names for a long schema")
             schema["properties"] = {name: value for name in allowed if isinstance(name, str)}
@@ -203,6 +207,12 @@ class _Rewriter:
             else:
                 target = target.get(step) if isinstance(target, dict) else None
         return target
+
+
+def _canonical(value: Any) -> str:
+    """Equal texts for equal JSON values: 1 and 1.0 are equal, true and 1 are not."""
+    is_integral = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if is_integral else value, sort_keys=True)
 
 
 def _pointer(reference: str) -> tuple[str, ...] | None:

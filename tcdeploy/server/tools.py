@@ -38,7 +38,7 @@ from tcdeploy.models.tool_formats import (
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.calls_or_content import CallsOrContent, calls_or_content, open_calls, plain_calls
 from tcdeploy.server.harmony_parser import HarmonyParser
-from tcdeploy.server.json_schema import exact_schema, exact_schemas
+from tcdeploy.server.json_schema import exact_schemas
 from tcdeploy.server.parsed_output import OutputParser
 from tcdeploy.server.protocol import ChatRequest, bad_request
 from tcdeploy.server.tag_parser import TagParser
@@ -183,7 +183,7 @@ class ToolSupport:
             )  # fmt: skip
         is_harmony = used is not None and used.syntax == "harmony"
         return calls_or_content(
-            calls, exact_schema(schema), self._grammar_text,
+            calls, exact_schemas([schema])[0], self._grammar_text,
             reasoning=reasoning, starts_in_reasoning=starts_in_reasoning,
             after_reasoning="<|start|>assistant" if is_harmony else "",
             before_content="<|channel|>final<|message|>" if is_harmony else "",

@@ -8,7 +8,8 @@ import pytest
 
 from tcdeploy.bundle.fetch import _named
 from tcdeploy.bundle.unpack import open_bundle
-from tcdeploy.errors import TcdeployError
+from tcdeploy.cli.foreign_errors import variable_error
+from tcdeploy.errors import CompileError, TcdeployError
 from tests.conftest import TINY, RunCLI
 
 
@@ -43,6 +44,22 @@ def test_a_variable_that_torch_rejects_is_named(run_cli: RunCLI, name: str, valu
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert f"error: {name}={value} is invalid: {reason}" in done.stderr
     assert f"hint: unset {name}, or correct it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("TORCH_LOGS", "Call to torch._dynamo.graph_break(); set TORCH_LOGS=+dynamo for details"),
+        ("PYTORCH_ALLOC_CONF", "CUDA out of memory. Try setting PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        ("HF_TOKEN", "set HF_TOKEN to read this gated repository"),
+    ],
+)
+def test_an_error_that_recommends_a_variable_is_not_blamed_on_it(variable: str, text: str) -> None:
+    try:
+        raise CompileError("the model cannot be compiled") from RuntimeError(text)
+    except CompileError as error:
+        assert variable_error(error, {variable: "secret"}) is None
+        assert error.__cause__ is not None and variable_error(error.__cause__, {variable: "secret"}) is None
 
 
 def test_a_path_that_the_locale_cannot_represent_is_not_called_invalid_utf_8(run_cli: RunCLI) -> None:

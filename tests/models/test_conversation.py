@@ -42,8 +42,16 @@ def test_a_template_that_looks_up_names_of_calls_in_the_tools_can_be_checked(tok
     tokenizer.chat_template = TEMPLATES["names"]
     text = render_conversation(tokenizer, [USER, CALL, USER], {"tools": [clock("clock"), clock("other")]})
     assert '{"name": "clock", "arguments": {"utc": true}}' in text
+    assert render_conversation(tokenizer, [USER, CALL, USER], {"tools": [clock("other"), clock("clock")]}) != ""
     with pytest.raises(ModelError, match="unknown tool"):
         render_conversation(tokenizer, [USER, CALL, USER], {"tools": [clock("other")]})
+
+
+def test_a_result_whose_name_is_no_text_is_rendered(tokenizer: Any) -> None:
+    """Unknown fields of messages may be any JSON."""
+    tokenizer.chat_template = TEMPLATES["chatml"]
+    result = {"role": "function", "name": ["clock"], "content": "Done"}
+    assert "Done" in render_conversation(tokenizer, [USER, result], {})
 
 
 def test_the_refusal_of_a_template_names_the_role_that_it_never_renders(tokenizer: Any) -> None:

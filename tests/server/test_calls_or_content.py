@@ -13,8 +13,9 @@ import openai
 import pytest
 
 from tcdeploy.models.tool_formats import TOOL_FORMATS
-from tcdeploy.server.calls_or_content import CallsOrContent
+from tcdeploy.server.calls_or_content import CallsOrContent, plain_calls
 from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.schema_numbers import UnsupportedSchemaError
 from tcdeploy.server.structured_output import StructuredOutputBackend
 from tcdeploy.server.tools import ToolSupport
 from tests.server import test_tag_parser as formats
@@ -191,3 +192,19 @@ def test_invalid_schemas_are_rejected_by_the_field_that_contains_them(tool_api_s
         with pytest.raises(openai.BadRequestError) as rejection:
             chat(tool_api_server, **fields)
         assert rejection.value.param == param
+
+
+def test_a_reference_that_would_mean_the_call_itself_is_refused() -> None:
+    parameters = {"type": "object", "properties": {"child": {"$ref": "#"}}}
+    with pytest.raises(UnsupportedSchemaError, match="the reference '#' is not supported"):
+        plain_calls([{"name": "clock", "parameters": parameters}])
+    local = {"$defs": {"child": {"type": "integer"}}, "properties": {"child": {"$ref": "#/$defs/child"}}}
+    assert "#/$defs/child" in plain_calls([{"name": "clock", "parameters": local}])
+
+
+def test_the_properties_that_a_format_becomes_are_limited(tmp_path: Path) -> None:
+    names = {"type": "object", "propertyNames": {"enum": [f"n{number}" for number in range(7500)]}}
+    support = ToolSupport(load(make_model(tmp_path / "model")), "llama")
+    request = chat_request(response_format={"type": "json_object"})
+    with pytest.raises(UnsupportedSchemaError, match="the limit is 2000"):
+        support.calls_or_content_grammar(request, "", names)

@@ -315,3 +315,18 @@ def test_malformed_schemas_cause_no_other_error(schema: dict[str, Any]) -> None:
         exact_schema(schema)
     except UnsupportedSchemaError as error:
         assert str(error)
+
+
+def test_property_names_that_allow_none_allow_only_the_empty_object() -> None:
+    exact = exact_schema({"type": "object", "propertyNames": False})
+    assert exact["properties"] == {} and exact["additionalProperties"] is False
+
+
+def test_listed_property_names_with_another_constraint_are_refused() -> None:
+    with pytest.raises(UnsupportedSchemaError, match="propertyNames with enum and minLength"):
+        exact_schema({"type": "object", "propertyNames": {"enum": ["a", "bb"], "minLength": 2}})
+
+
+def test_equal_numbers_of_a_set_count_once() -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0, True]}}
+    assert exact_schema(schema)["maxItems"] == 2
