@@ -187,10 +187,10 @@ def _inside(bound: Number, is_exclusive: bool) -> _Bound:
         return _Bound(SMALLEST if bound > 0 or (bound == 0 and is_exclusive) else 0)
     if is_exclusive and -MAX_EXACT <= bound < 0 and _is_read_exactly(bound):
         return _Bound(bound, is_exclusive=True)
-    candidate = float(bound)
+    candidate, limit = float(bound), _value(bound)
     while (
-        (candidate <= bound if is_exclusive else candidate < bound)
-        or _decimal(candidate) < _value(bound)
+        (smallest := min(_meanings(candidate))) < limit
+        or (is_exclusive and smallest == limit)
         or not _is_read_exactly(candidate)
     ):
         candidate = math.nextafter(candidate, math.inf)
@@ -198,8 +198,17 @@ def _inside(bound: Number, is_exclusive: bool) -> _Bound:
 
 
 def _value(lower: Number) -> Decimal:
-    """The larger of the numbers that a lower bound may mean: its shortest text, or beyond 2^53 its float64 value."""
-    return max(_decimal(lower), Decimal(lower)) if abs(lower) > MAX_EXACT else _decimal(lower)
+    """The largest of the numbers that a lower bound may mean."""
+    return max(_meanings(lower))
+
+
+def _meanings(number: Number) -> set[Decimal]:
+    """What a bound may mean: its shortest text, and beyond 2^53 also its float64 value.
+
+    JSON Schema compares the digits of the text. Clients that read float64 compare the float64 value. llguidance uses
+    the text in a range of numbers, and the value if `allOf` adds the type integer.
+    """
+    return {_decimal(number), Decimal(number)} if abs(number) > MAX_EXACT else {_decimal(number)}
 
 
 def _mirrored(bounds: dict[str, Number]) -> dict[str, Number]:

@@ -57,6 +57,8 @@ def accepts(schema: dict[str, Any]) -> Callable[[str], bool]:
         ({"minimum": 1, "exclusiveMinimum": False}, ["1"], []),
         # beyond 2^53
         ({"minimum": 2**53 + 1}, [str(2**53 + 2)], [str(2**53), str(2**53 + 1)]),
+        ({"exclusiveMinimum": 1152921504606847200}, ["1152921504606847500"], ["1152921504606847200"]),
+        ({"exclusiveMaximum": -1152921504606847200}, ["-1152921504606847500"], ["-1152921504606847200"]),
         ({"maximum": 1e308}, ["0", "-5", "1.5"], []), ({"minimum": 0, "maximum": 10**400}, ["5"], ["-1"]),
         # more digits than llguidance reads
         ({"minimum": 123456789.12345679, "maximum": 123456790}, ["123456789.5"], ["123456789.12345678"]),
@@ -82,6 +84,15 @@ def test_a_number_is_within_its_bounds(schema: dict[str, Any], allowed: list[str
 def test_an_integer_is_within_its_bounds(bounds: dict[str, Any], allowed: list[int], refused: list[int]) -> None:
     is_allowed = accepts({"type": "integer", **bounds})
     assert all(map(is_allowed, map(str, allowed))) and not any(map(is_allowed, map(str, refused)))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_bound_of_numbers_also_holds_for_integers(sign: int) -> None:
+    """llguidance writes 2^60 as 1152921504606847000 in a range of numbers, and exactly in one of integers."""
+    inner, outer = ("minimum", "maximum")[::sign]
+    number = {"type": "number", inner: sign * 2.0**60}
+    is_allowed = accepts({"allOf": [number, {"type": "integer", outer: sign * 2.0**61}]})
+    assert is_allowed(str(sign * (2**60 + 256))) and not is_allowed(str(sign * 2**60))
 
 
 @pytest.mark.parametrize("value", [2**53, -(2**53), 2**60, INT64_MAX - 1023, 0, 0.1, -2.5, 1e-7, 0.30000000000000004])
