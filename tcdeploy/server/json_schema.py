@@ -154,10 +154,12 @@ class _Rewriter:
     def _restrict_names(self, schema: dict[str, Any], names: Any) -> None:
         """Express `propertyNames` by `properties` or `patternProperties`."""
         names = self._referenced(names)
+        if names is True:
+            return
         if names is False:  # only the empty object
             names = {"enum": []}
         if not isinstance(names, dict):
-            return
+            raise UnsupportedSchemaError("propertyNames is not a schema, or refers to none in the same document")
         constraints = {key: value for key, value in names.items() if key not in {*ANNOTATIONS, "format"}}
         if constraints.pop("type", "string") not in ("string", ["string"]):
             raise UnsupportedSchemaError("propertyNames must allow strings")
@@ -167,8 +169,8 @@ class _Rewriter:
             raise UnsupportedSchemaError("propertyNames cannot be combined with properties or patternProperties")
         value = schema.pop("additionalProperties", True)
         if (allowed := self._possible_values(names)) is not None:
-            if others := constraints.keys() - {"enum", "const"}:
-                raise UnsupportedSchemaError(f"propertyNames with enum and {', '.join(sorted(others))[:200]}")
+            if len(constraints) > 1:
+                raise UnsupportedSchemaError(f"propertyNames with {' and '.join(sorted(constraints))[:200]}")
             if len(allowed) * len(json.dumps(value)) > MAX_NAMED_CHARS:
                 raise UnsupportedSchemaError(f"propertyNames lists {len(allowed)} names for a long schema")
             schema["properties"] = {name: value for name in allowed if isinstance(name, str)}
@@ -190,9 +192,10 @@ class _Rewriter:
         return None
 
     def _referenced(self, schema: Any) -> Any:
+        """The target of a schema that is a `$ref`, or the schema itself, also if it has more constraints."""
         for _ in range(MAX_REFERENCES):
             reference = schema.get("$ref") if isinstance(schema, dict) else None
-            if not isinstance(reference, str):
+            if not isinstance(reference, str) or schema.keys() - {"$ref", "format", *ANNOTATIONS}:
                 break
             schema = self._resolve(reference)
         return schema
@@ -210,9 +213,13 @@ class _Rewriter:
 
 
 def _canonical(value: Any) -> str:
-    """Equal texts for equal JSON values: 1 and 1.0 are equal, true and 1 are not."""
-    is_integral = isinstance(value, float) and value.is_integer()
-    return json.dumps(int(value) if is_integral else value, sort_keys=True)
+    """Equal texts for equal JSON values: [1] and [1.0] are equal, true and 1 are not."""
+
+    def read(text: str) -> int | float:
+        number = float(text)
+        return int(number) if number.is_integer() else number
+
+    return json.dumps(json.loads(json.dumps(value), parse_float=read), sort_keys=True)
 
 
 def _pointer(reference: str) -> tuple[str, ...] | None:

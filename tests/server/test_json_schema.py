@@ -125,6 +125,10 @@ def test_a_listed_number_that_llguidance_would_change_is_refused(value: Any) -> 
         ({"minimum": float("inf")}, "infinite"), ({"maximum": float("nan")}, "not a number"),
         ({"propertyNames": {"not": {}}}, "propertyNames with not"), ({"propertyNames": {"type": "integer"}}, "strings"),
         ({"propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "cannot be combined with properties"),
+        ({"propertyNames": {"enum": ["a", "b"], "const": "a"}}, "propertyNames with const and enum"),
+        ({"propertyNames": {"$ref": "#/x", "maxLength": 1}, "x": {"enum": ["a"]}}, r"propertyNames with \$ref, maxLen"),
+        ({"propertyNames": {"$ref": "names.json"}}, "propertyNames is not a schema"),
+        ({"propertyNames": 5}, "propertyNames is not a schema"),
         ({"$ref": "#/x/y", "x": {"y": {"const": 2**53 + 1}}}, "at #/x/y"),
         ({"$ref": "#/propertyNames", "propertyNames": {"enum": ["a"]}}, "'propertyNames' is not supported"),
     ],
@@ -339,5 +343,5 @@ def test_listed_property_names_with_another_constraint_are_refused() -> None:
 
 
 def test_equal_numbers_of_a_set_count_once() -> None:
-    schema = {"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0, True]}}
-    assert exact_schema(schema)["maxItems"] == 2
+    for values in ([1, 1.0, True], [[1], [1.0], {"a": 2}], [{"a": 2}, {"a": 2.0}, "2"]):
+        assert exact_schema({"type": "array", "uniqueItems": True, "items": {"enum": values}})["maxItems"] == 2
