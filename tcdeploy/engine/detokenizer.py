@@ -6,6 +6,7 @@ skipped special tokens (17 s for 10,000 bytes). A stream that withholds MAX_WITH
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -63,9 +64,17 @@ class IncrementalDetokenizer:
         """The text of the withheld tokens, except the last ones, which may begin a character. They stay withheld."""
         released, kept = self._withheld[:-MAX_CUT_BYTES], self._withheld[-MAX_CUT_BYTES:]
         text = self._text_of(released)
+        if not text:  # a space that is stripped at the start of a text still precedes the next tokens
+            shown = [token_id for token_id in released if token_id not in self._skipped_ids]
+            self._context = [*self._context, *shown][:MAX_WITHHELD]
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
         self._withheld = []
         return text + "".join(map(self.push, kept))
+
+    @functools.cached_property
+    def _skipped_ids(self) -> frozenset[int]:
+        added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder().items() if self._skip else ()
+        return frozenset(token_id for token_id, token in added if token.special)
 
 
 def chat_prompt(tokenizer: Any, message: str) -> list[int]:

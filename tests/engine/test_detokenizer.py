@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, decoders, models
 
 from tcdeploy.engine.detokenizer import IncrementalDetokenizer
 
-SPECIAL, SPACED_A, B = 256, 257, 258
+SPECIAL, SPACED_A, B, SPACE = 256, 257, 258, 259
 
 
 @pytest.fixture(scope="module")
 def byte_fallback() -> Any:
     """A tokenizer with a token for each byte, as those of Llama 2, Mistral and Gemma."""
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<s>": SPECIAL, "▁a": SPACED_A, "b": B}
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<s>": SPECIAL, "▁a": SPACED_A, "b": B, "▁": SPACE}
     backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(steps)
@@ -38,8 +38,10 @@ def stream(tokenizer: Any, ids: list[int], skips: bool = True) -> str:
         ([SPACED_A, *[SPECIAL] * 100, SPACED_A], "a a"),
         ([SPACED_A, *"é日👩".encode(), SPECIAL, B], "a" + "é日👩" + "b"),
         ([B, *"👩".encode()[:3]], "b" + "\ufffd" * 3),
+        ([SPACE, *[SPECIAL] * 20, SPACE], " "),
+        ([*[SPECIAL] * 60, SPACE, *[SPECIAL] * 60, SPACED_A], " a"),
     ],
-    ids=["invalid", "cut", "special", "valid", "cut at the end"],
+    ids=["invalid", "cut", "special", "valid", "cut at the end", "spaces", "space after special"],
 )
 def test_streamed_text_is_the_decoded_text(byte_fallback: Any, ids: list[int], text: str) -> None:
     assert stream(byte_fallback, ids) == text == byte_fallback.backend_tokenizer.decode(ids)
