@@ -4,7 +4,8 @@ Each step of the probe has candidate forms, the most common first, and selects t
 renders all messages of a conversation. The conversations are legal ones, because many templates raise an exception if
 roles do not alternate or if a result has no call. A template that fails for a form does not support it. If a template
 does not even render a user message, for example because it requires a variable, the default form is used. Some 15
-conversations are rendered; the limit is PROBE_SECONDS and one more rendering.
+conversations are rendered; the limit is PROBE_SECONDS and one more rendering. A probe that exceeds it has not learned
+what the template supports, so it is repeated when the form is needed again, MAX_PROBES times in all.
 
 The source text is not searched for roles: a template may mention a role to reject it. Does not import torch.
 """
@@ -16,6 +17,7 @@ import itertools
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, get_args
@@ -26,6 +28,7 @@ from tcdeploy.models.template_form import Arguments, CallContent, TemplateForm
 from tcdeploy.models.template_outline import render_outline
 
 PROBE_SECONDS = 2.0
+MAX_PROBES = 3  # of a slow template; each one delays the requests that wait for a rendering
 log = logging.getLogger("tcdeploy.models")
 PROBE_TOOL_NAME = "probe_tool_name"
 PROBE_TOOL = {
@@ -54,18 +57,44 @@ RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "sunny"}
 
 
 def template_form(tokenizer: Any, *, has_tools: bool = False) -> TemplateForm:
-    """The form of the template that the tokenizer uses with or without tools. Probes each template once."""
+    """The form of the template that the tokenizer uses with or without tools. Probes each template once, if in time."""
     tools = [PROBE_TOOL] if has_tools else None
     try:
         template = "" if renders_in_python(tokenizer) else tokenizer.get_chat_template(None, tools)
     except ValueError:  # no template
         return TemplateForm()
-    return _probe(tokenizer, template, has_tools)
+    try:
+        return _probe(tokenizer, template, has_tools)
+    except _LateProbeError as error:
+        return error.form
+
+
+class _LateProbeError(Exception):
+    """A probe that ran out of time. An exception, because `lru_cache` does not keep it."""
+
+    def __init__(self, form: TemplateForm) -> None:
+        super().__init__()
+        self.form = form  # what was found in time
+
+
+_num_late_probes: Counter[tuple[str, bool]] = Counter()
 
 
 @functools.lru_cache(maxsize=16)
 def _probe(tokenizer: Any, template: str, has_tools: bool) -> TemplateForm:
-    return _Probe(tokenizer, template, has_tools).form()
+    probe = _Probe(tokenizer, template, has_tools)
+    form = probe.form()
+    if not probe.is_late:
+        return form
+    _num_late_probes[template, has_tools] += 1
+    is_last = _num_late_probes[template, has_tools] >= MAX_PROBES
+    log.warning(
+        "the probe of the chat template took over %g s, so tools and some messages may be refused%s",
+        PROBE_SECONDS, "" if is_last else "; the next request repeats it",
+    )  # fmt: skip
+    if is_last:
+        return form
+    raise _LateProbeError(form)
 
 
 class _Probe:
@@ -84,9 +113,12 @@ class _Probe:
         form = self._select(user_form, "assistant", _contents(user_form, "assistant"), USER, ASSISTANT, USER)
         form = self._with_instructions(form)
         form = self._with_calls(form)
-        if time.monotonic() > self._deadline:
-            log.warning("the probe of the chat template took over %g s, so some messages may be refused", PROBE_SECONDS)
         return replace(form, renders_tools=renders_tools, unrendered=frozenset(self._unrendered))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is over, so that renderings may have been left out."""
+        return time.monotonic() > self._deadline
 
     def _with_instructions(self, form: TemplateForm) -> TemplateForm:
         form = self._select(form, "system", _contents(form, "system"), SYSTEM, USER)

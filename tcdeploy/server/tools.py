@@ -53,7 +53,7 @@ class SelectedParser(NamedTuple):
 
 
 class ToolSupport:
-    """Tool calls and reasoning of one model. `unsupported_reason`: why tools cannot be used, or ""."""
+    """Tool calls and reasoning of one model."""
 
     def __init__(
         self, tokenizer: Any, model_type: str, tool_parser: str = "auto", reasoning_parser: str = "auto"
@@ -67,20 +67,25 @@ class ToolSupport:
         self._reasoning = reasoning_format(reasoning_parser, chat_template)
         if self._reasoning is None and reasoning_parser == "auto":
             self._reasoning = _reasoning_of_template(self._template or {})
-        if not template_form(tokenizer, has_tools=True).renders_tools:
-            self.unsupported_reason = "the model's chat template does not render tools"
-        elif self._format is None and "tool_calls" not in (self._template or {}).get("fields", {}):
-            self.unsupported_reason = (
+        template_form(tokenizer, has_tools=True)  # probes the template before the first request
+
+    @property
+    def unsupported_reason(self) -> str:
+        """Why tools cannot be used, or "". May probe the chat template again, if the first probe ran out of time."""
+        if not template_form(self._tokenizer, has_tools=True).renders_tools:
+            return "the model's chat template does not render tools"
+        if self._format is None and "tool_calls" not in (self._template or {}).get("fields", {}):
+            return (
                 "the model's tokenizer has no response template that describes tool calls, and no known format was "
                 "detected in its chat template; serve --tool-parser selects one"
             )
-        else:
-            self.unsupported_reason = ""
+        return ""
 
     def check(self, tools: list[dict[str, Any]]) -> None:
         """Raises ApiError 400 if `tools` is not empty and their calls cannot be parsed.
 
-        The first call with tools may block for a second, because it may import transformers.
+        Must not run in the event loop's thread: the first call with tools may import transformers, which takes a
+        second, and the chat template may be probed again.
         """
         if tools and (reason := self.unsupported_reason or self._parser_problem):
             raise bad_request(f"tools are not supported: {reason}", "tools", "unsupported_parameter")

@@ -13,6 +13,7 @@ from tcdeploy.models import chat_template, template_probe
 from tcdeploy.models.load import resolve_model_path
 from tcdeploy.models.template_form import TemplateForm
 from tcdeploy.models.template_probe import template_form
+from tcdeploy.server.tools import ToolSupport
 from tests.conftest import TINY
 from tests.template_families import ALL_PARTS, FORMS, ONLY_RESULTS, TEMPLATES, templates_of_transformers
 
@@ -55,6 +56,27 @@ def test_a_template_is_probed_once_with_tools_and_once_without(tokenizer: Any, m
     assert forms == (FORMS["parts"], FORMS["chatml"])
     monkeypatch.setattr(template_probe, "_Probe", None)
     assert (template_form(tokenizer), template_form(tokenizer, has_tools=True)) == forms
+
+
+def test_a_probe_that_ran_out_of_time_is_repeated(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer.chat_template = TEMPLATES["chatml"] + "{# slow at first #}"
+    with monkeypatch.context() as slow:
+        slow.setattr(template_probe, "PROBE_SECONDS", -1.0)
+        tools = ToolSupport(tokenizer, "llama")
+        assert template_form(tokenizer, has_tools=True) != FORMS["chatml"]
+    assert template_form(tokenizer, has_tools=True) == FORMS["chatml"]
+    assert "does not render tools" not in tools.unsupported_reason
+
+
+def test_a_slow_template_is_probed_a_few_times(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each probe blocks the requests that wait for a rendering."""
+    tokenizer.chat_template = TEMPLATES["chatml"] + "{# always slow #}"
+    monkeypatch.setattr(template_probe, "PROBE_SECONDS", -1.0)
+    forms = [template_form(tokenizer) for _ in range(2 * template_probe.MAX_PROBES)]
+    assert len(set(forms)) == 1 and len(caplog.records) == template_probe.MAX_PROBES == 3
+    assert "took over" in caplog.text
 
 
 def test_an_endless_template_ends_the_probe_at_its_time_limit(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
