@@ -73,22 +73,6 @@ def read_chat_template(path: Path) -> ChatTemplate:
     return ChatTemplate(path, text)
 
 
-def render_chat(
-    tokenizer: Any,
-    conversation: list[dict[str, Any]],
-    /,
-    *,
-    continue_final_message: bool = False,
-    **template_kwargs: Any,
-) -> str:
-    """The prompt of a conversation, as `tokenizer.apply_chat_template(..., tokenize=False)` returns it.
-
-    Fields of messages that are None are dropped, as there.
-    """
-    messages = [{name: value for name, value in message.items() if value is not None} for message in conversation]
-    return render_messages(tokenizer, messages, template_kwargs, continues=continue_final_message)
-
-
 def render_messages(
     tokenizer: Any, messages: list[dict[str, Any]], variables: dict[str, Any], *, continues: bool = False
 ) -> str:

@@ -21,7 +21,7 @@ from tcdeploy.models import chat_template, chat_template_process
 from tcdeploy.models.chat_template import (
     ChatTemplate,
     read_chat_template,
-    render_chat,
+    render_messages,
     reserved_names,
     start_renderer,
 )
@@ -32,6 +32,14 @@ from tests.conftest import TINY
 
 MESSAGES = [{"role": "user", "content": "Hello \N{SNOWMAN}\ud800"}, {"role": "assistant", "content": None}]
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "", "parameters": {"type": "object"}}}
+
+
+def render_chat(
+    tokenizer: Any, conversation: list[dict[str, Any]], *, continue_final_message: bool = False, **variables: Any
+) -> str:
+    """The prompt of a conversation. Fields of messages that are None are dropped, as in transformers."""
+    messages = [{name: value for name, value in message.items() if value is not None} for message in conversation]
+    return render_messages(tokenizer, messages, variables, continues=continue_final_message)
 
 
 @pytest.fixture(scope="module")

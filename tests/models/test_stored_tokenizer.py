@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, CodeLlamaTokenizer, PreTrainedTokenizerF
 
 from tcdeploy.engine.detokenizer import IncrementalDetokenizer
 from tcdeploy.errors import ModelError
-from tcdeploy.models.chat_template import ChatTemplate, render_chat
+from tcdeploy.models.chat_template import ChatTemplate, render_messages
 from tcdeploy.models.conversation import replace_chat_template
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.models.stored_tokenizer import StoredTokenizer, load_stored_tokenizer
@@ -223,7 +223,7 @@ def test_chat_templates_are_selected_and_rendered_as_by_transformers(template: A
     tokenizer.chat_template = template
     stored = store_and_load(tokenizer, BUILTIN_MODELS[TINY])
     expected = tokenizer.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
-    assert render_chat(stored, MESSAGES, tools=tools) == expected
+    assert render_messages(stored, MESSAGES, {"tools": tools}) == expected
 
 
 def test_a_chat_template_of_the_user_replaces_all_stored_ones() -> None:
@@ -232,7 +232,8 @@ def test_a_chat_template_of_the_user_replaces_all_stored_ones() -> None:
     stored = store_and_load(tokenizer, BUILTIN_MODELS[TINY])
     replace_chat_template(stored, ChatTemplate(Path("own.jinja"), "{{ messages[0].content }}{{ eos_token }}"))
     expected = MESSAGES[0]["content"] + tokenizer.eos_token
-    assert render_chat(stored, MESSAGES) == render_chat(stored, MESSAGES, tools=[{"type": "function"}]) == expected
+    for variables in ({}, {"tools": [{"type": "function"}]}):
+        assert render_messages(stored, MESSAGES, variables) == expected
 
 
 @pytest.mark.parametrize("template", [None, {"other": "a"}])
@@ -241,7 +242,7 @@ def test_a_missing_chat_template_is_an_error_as_in_transformers(template: Any) -
     tokenizer.chat_template = template
     for item in (tokenizer, store_and_load(tokenizer, BUILTIN_MODELS[TINY])):
         with pytest.raises(ModelError, match="the chat template cannot be used"):
-            render_chat(item, MESSAGES)
+            render_messages(item, MESSAGES, {})
 
 
 def test_a_response_template_of_a_family_is_stored() -> None:
