@@ -141,8 +141,9 @@ def test_each_choice_is_calls_or_follows_the_schema(tool_api_server: ServerProce
     for choice in choices:
         if choice.message.tool_calls:
             [call] = choice.message.tool_calls
-            assert isinstance(json.loads(call.function.arguments), dict) and choice.message.content is None
-            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content is None
+            if choice.finish_reason == "tool_calls":
+                assert isinstance(json.loads(call.function.arguments), dict)
             num_calls += 1
         elif choice.finish_reason == "stop":
             jsonschema.validate(json.loads(choice.message.content), schema)
