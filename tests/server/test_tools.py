@@ -517,7 +517,7 @@ def test_a_chat_continues_with_the_result_of_a_call(tool_api_server: ServerProce
             tool_api_server,
             messages=[QUESTION, {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "x"}}]}],
         )
-    assert rejection.value.param == "messages"
+    assert rejection.value.param == "messages[1].tool_calls"
 
 
 def test_invalid_parameter_schemas_are_rejected_only_if_a_call_is_forced(tool_api_server: ServerProcess) -> None:
