@@ -31,6 +31,16 @@ ANSWER = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER, "strict": True}}
 CONTENT = json.dumps({"answer": QUOTED})
 STRICT_CLOCK = {"type": "function", "function": {**CLOCK["function"], "strict": True}}
+CLOSED_CLOCK = {  # without other arguments: a random number beyond float64 would make a call malformed
+    "type": "function",
+    "function": {
+        "name": "clock", "strict": True,
+        "parameters": {
+            "type": "object", "properties": {"utc": {"type": "boolean"}}, "required": ["utc"],
+            "additionalProperties": False,
+        },
+    },
+}  # fmt: skip
 CALLS = {  # of a tool that is strict
     "hermes": '<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>',
     "llama3_json": '{"name": "clock", "parameters": {"utc": true}}',
@@ -133,7 +143,7 @@ def test_each_choice_is_calls_or_follows_the_schema(tool_api_server: ServerProce
     schema = {"enum": ["yes", "no"]}
     fields = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, "temperature": 1.5,
-        "n": 8, "tools": [CLOCK], "tool_choice": tool_choice, "seed": 3, "parallel_tool_calls": False,
+        "n": 8, "tools": [CLOSED_CLOCK], "tool_choice": tool_choice, "seed": 3, "parallel_tool_calls": False,
         "logit_bias": {token_id(tool_api_server, "<"): 3 if tool_choice == "auto" else 0},
     }  # fmt: skip
     choices = chat(tool_api_server, **fields).choices
