@@ -27,7 +27,8 @@ MAX_CONNECTIONS = 16_384  # an idle one takes 7 KiB
 RESERVED_FILES = 256  # for all other files of the process; at most half of the limit
 ACCEPTED_AT_ONCE = 64  # connections in one callback of the event loop
 EVICTION_DIVISOR = 32  # at the limit, 1/32 of the connections are closed at once
-ACCEPT_RETRY_S = 0.1  # after an error of `accept`
+MIN_IDLE_S = 0.05  # before a connection is closed for a new one
+ACCEPT_RETRY_S = 0.1  # after an error of `accept`, or while no connection can be closed
 HANDSHAKE_TIMEOUT_S = 30.0
 LOG_INTERVAL_S = 60.0
 log = logging.getLogger("tcdeploy.server")
@@ -55,7 +56,7 @@ class Listener:
         self.socket, self.port = listening, listening.getsockname()[1]
         self._max_connections = max_connections
         self._open: dict[Any, socket.socket] = {}
-        self._idle: dict[Any, None] = {}  # a subset; the one that has been idle for longest comes first
+        self._idle: dict[Any, float] = {}  # a subset, with the time since which each is idle; the oldest comes first
         self._handshakes: set[asyncio.Task[None]] = set()
         self._is_accepting = self._is_closed = False
         self._num_evicted, self._next_log = 0, 0.0
@@ -75,7 +76,7 @@ class Listener:
     def mark_idle(self, connection: Any) -> None:
         if connection in self._open:
             self._idle.pop(connection, None)
-            self._idle[connection] = None
+            self._idle[connection] = self._loop.time()
             self._resume()
 
     def mark_busy(self, connection: Any) -> None:
@@ -102,6 +103,7 @@ class Listener:
         if len(self._open) >= self._max_connections:
             self._pause()
             self._evict(max(1, self._max_connections // EVICTION_DIVISOR))
+            self._loop.call_later(ACCEPT_RETRY_S, self._resume)
         for _ in range(min(ACCEPTED_AT_ONCE, self._max_connections - len(self._open))):
             try:
                 accepted, _ = self.socket.accept()
@@ -118,7 +120,7 @@ class Listener:
         accepted.setblocking(False)
         connection = self._new_connection()
         self._open[connection] = accepted
-        self._idle[connection] = None
+        self._idle[connection] = self._loop.time()
         task = self._loop.create_task(self._attach(connection, accepted))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
@@ -134,8 +136,13 @@ class Listener:
             self.remove(connection)
 
     def _evict(self, count: int) -> None:
-        """Close the connections that have been idle for longest. Their removal resumes accepting."""
-        for connection in list(itertools.islice(self._idle, count)):
+        """Close the connections that have been idle for longest. Their removal resumes accepting.
+
+        Those that became idle just now are kept: a request may have arrived that has not been read yet.
+        """
+        newest = self._loop.time() - MIN_IDLE_S
+        oldest = itertools.islice(self._idle.items(), count)
+        for connection in [connection for connection, since in oldest if since <= newest]:
             del self._idle[connection]
             self._num_evicted += 1
             if connection.transport is not None:

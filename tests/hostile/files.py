@@ -206,11 +206,11 @@ def miss_shape(folder: Path) -> None:
     plan: Any = SimpleNamespace(
         cache_dir=str(folder), prefill_buckets=[SimpleNamespace(size=32)], decode_buckets=[SimpleNamespace(size=1)]
     )
+    others = set(threading.enumerate())
     MissedShapes(plan).observe_shape("prefill", 200)
-    for thread in threading.enumerate():  # those that write the shapes
-        if thread.daemon and thread is not threading.current_thread():
-            thread.join(TIME_LIMIT_S)
-            assert not thread.is_alive(), "the thread waits"
+    for thread in set(threading.enumerate()) - others:  # those that write the shapes
+        thread.join(TIME_LIMIT_S)
+        assert not thread.is_alive(), "the thread waits"
 
 
 def lock(folder: Path, target: Target) -> None:
@@ -445,7 +445,8 @@ def run(source: random.Random, count: int) -> dict[str, Any]:
         target = Target(Path(root))
         target.work.mkdir(mode=0o700)
         intact = shutil.copytree(target.folder, target.work / "folder")
-        assert not [effect for command in commands(intact, target).values() if (effect := effect_of(command))]
+        effects = {name: effect_of(command) for name, command in commands(intact, target).items()}
+        assert not any(effects.values()), effects
         for number in range(count):
             name, effects = attack_once(number, source, target)
             attacks[name.split(":")[0]] += 1
