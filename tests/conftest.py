@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # 1 s in every process. This variable makes it trust the CPU flags.
 VEC_ISA_VARIABLE = "TORCHINDUCTOR_VEC_ISA_OK"
 os.environ.setdefault(VEC_ISA_VARIABLE, "1")
-# A cold start is mostly g++ at 0.6 s per kernel, and many tests start the same model. compilers/g++ caches the kernels
-# of this test run in this folder. Torch still calls a compiler.
+# A cold start is mostly g++ at 0.6 s per kernel, and many tests start the same model. compilers/g++ keeps the kernels
+# of all test runs in this folder. Torch still calls a compiler.
 COMPILER_CACHE_VARIABLE = "TEST_COMPILER_CACHE"
+CACHE_HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+COMPILER_CACHE = Path(os.environ.get(COMPILER_CACHE_VARIABLE) or CACHE_HOME / "tcdeploy-tests" / "g++")
+KEEP_UNUSED_KERNELS_S = 14 * 24 * 3600
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 SPEEDUP_VARIABLES = (VEC_ISA_VARIABLE, COMPILER_CACHE_VARIABLE)
 hypothesis.settings.register_profile("without deadlines", deadline=None)  # tests do not measure time
@@ -106,14 +110,23 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def caching_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
+def caching_compiler() -> None:
     """Put the caching g++ first on PATH for all processes of this run. Workers share its cache."""
     if shutil.which("g++") is None:
         return
-    folder = shared_folder(tmp_path_factory) / "compiler-cache"
-    folder.mkdir(exist_ok=True)
-    os.environ[COMPILER_CACHE_VARIABLE] = str(folder)
+    COMPILER_CACHE.mkdir(parents=True, exist_ok=True)
+    os.environ[COMPILER_CACHE_VARIABLE] = str(COMPILER_CACHE)
     os.environ["PATH"] = f"{ROOT / 'tests' / 'compilers'}{os.pathsep}{os.environ['PATH']}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remove compiled kernels that no run has used for two weeks."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not COMPILER_CACHE.is_dir():
+        return
+    for entry in os.scandir(COMPILER_CACHE):
+        with contextlib.suppress(FileNotFoundError):  # another run has removed it
+            if time.time() - entry.stat().st_mtime > KEEP_UNUSED_KERNELS_S:
+                os.unlink(entry.path)
 
 
 @pytest.fixture(autouse=True)

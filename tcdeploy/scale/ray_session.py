@@ -64,8 +64,11 @@ def private_session() -> Iterator[Path]:
         try:
             yield folder / "r"
         finally:
-            for name in VARIABLES - before.keys():
-                os.environ.pop(name, None)
+            for name in VARIABLES:
+                if name in before:
+                    os.environ[name] = before[name]
+                else:
+                    os.environ.pop(name, None)
 
 
 def _variables(folder: Path, haproxy: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -172,10 +175,12 @@ def _create_folder(max_bytes: int) -> Path:
 def own_cluster() -> str:
     """The address of the cluster that this user or root has started on this machine.
 
-    Raises TrustError if another user has written Ray's file with the address, and UsageError if there is no cluster.
+    Of several, that in Ray's file: the last one started. The file may name a cluster that has ended.
+    Raises TrustError if another user has written the file, and UsageError if there is no cluster.
     """
     path = Path(os.environ.get(FOLDER_VARIABLE) or os.environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
-    address = _read_address(path) or next(iter(_addresses_of_processes()), "")
+    last, running = _read_address(path), list(_addresses_of_processes())
+    address = last if last in running or not running else running[0]
     if not address:
         raise UsageError(
             "there is no Ray cluster of this user on this machine (--address auto)",

@@ -148,8 +148,9 @@ def test_ray_without_tokens_is_refused_before_it_starts(run_cli: Any, tmp_path: 
 @only_root
 @pytest.mark.parametrize(("spoil", "reason"), [(foreign, "belongs to the user id 12002"), (linked, "cannot be read")])
 def test_auto_does_not_connect_to_an_address_that_another_user_has_written(
-    folder: Path, spoil: Callable[[Path], None], reason: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], reason: str
 ) -> None:
+    monkeypatch.setattr(ray_session, "_addresses_of_processes", lambda: iter(()))
     path = folder / "ray" / "ray_current_cluster"
     path.parent.mkdir()
     path.write_text("192.0.2.1:6379\n")
@@ -159,11 +160,41 @@ def test_auto_does_not_connect_to_an_address_that_another_user_has_written(
         own_cluster()
 
 
+@pytest.mark.parametrize(
+    ("last", "running", "address"),
+    [
+        ("192.0.2.1:6379", ["192.0.2.2:6379", "192.0.2.1:6379"], "192.0.2.1:6379"),
+        ("192.0.2.1:6379", ["192.0.2.2:6379"], "192.0.2.2:6379"),  # the last one has ended
+        ("192.0.2.1:6379", [], "192.0.2.1:6379"),  # its processes are in another container
+        ("", ["192.0.2.2:6379"], "192.0.2.2:6379"),
+        ("", [], ""),
+    ],
+)
+def test_auto_connects_to_the_last_started_of_the_running_clusters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, last: str, running: list[str], address: str
+) -> None:
+    monkeypatch.setattr(ray_session, "_addresses_of_processes", lambda: iter(running))
+    if last:
+        (folder / "ray").mkdir()
+        (folder / "ray" / "ray_current_cluster").write_text(last)
+    if address:
+        assert own_cluster() == address
+    else:
+        with pytest.raises(UsageError, match="there is no Ray cluster of this user"):
+            own_cluster()
+
+
+def test_variables_are_as_before_afterwards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")
+    before = dict(os.environ)
+    with private_session():
+        assert os.environ["RAY_AUTH_TOKEN_PATH"]
+    assert dict(os.environ) == before
+
+
 @only_root
 def test_auto_does_not_connect_to_the_address_of_a_process_of_another_user(folder: Path) -> None:
     """Ray itself takes `--gcs-address` of any process."""
-    with pytest.raises(UsageError, match="there is no Ray cluster of this user"):
-        own_cluster()
     for uid, addresses in ((OTHER_USER, []), (0, ["192.0.2.1:6379"])):
         copy = f"import os; os.setuid({uid}); print(flush=True); os.read(0, 1)"
         command = ["raylet", "-c", copy, "--gcs-address=192.0.2.1:6379"]
