@@ -32,10 +32,10 @@ from tests.server.conftest import ServerProcess, serving
 DEFAULT_COUNT = 300
 CLIENTS = 10  # beyond the four decode rows, so that requests also wait
 DISCONNECT_SHARE = 0.15  # of additional requests, which are dropped
-SCARCE_BLOCKS = 30  # of 16 tokens: the longest request alone takes 27
+SCARCE_BLOCKS = 30  # of 16 tokens: the longest request alone takes 29
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VOCABULARY = (3, 900)  # ids of ordinary tokens
-LONGEST_PROMPT, MAX_NEW_TOKENS = 300, 120
+LONGEST_PROMPT, MAX_NEW_TOKENS = 300, 160
 LOGPROB_TOLERANCE = 2e-3  # a preemption changes how a prompt is cut into chunks
 WORDS = "list def return value for in range print class self if not none import the a module data".split()
 SCHEMA = {
@@ -80,6 +80,8 @@ def _make_request(source: random.Random, beginnings: list[list[int]]) -> tuple[s
         body |= {"n": source.choice((2, 3))} if source.random() < 0.25 else {}
     else:
         body["temperature"] = 0
+    if source.random() < 0.5:  # long answers, for which the KV blocks do not suffice
+        body["ignore_eos"] = True
     if source.random() < 0.5:  # the others have no further settings
         for name in source.sample(sorted(SETTINGS), source.choice((1, 2, 4))):
             body[name] = source.choice(SETTINGS[name])
