@@ -21,8 +21,8 @@ LAZY_EXPORTS = {
     "Engine": "tcdeploy.engine.engine",
     "NewToken": "tcdeploy.engine.engine",
     "Recipe": "tcdeploy.planning.recipe",
-    "SamplingParams": "tcdeploy.engine.sequence",
-    "prepare": "tcdeploy.start",
+    "SamplingParams": "tcdeploy.engine.schedule.sequence",
+    "prepare": "tcdeploy.start.prepare",
 }
 
 

@@ -12,7 +12,7 @@ def compile_workers(process_id: int) -> list[psutil.Process]:
     workers = []
     for child in psutil.Process(process_id).children():
         try:
-            if any("compile_worker" in argument for argument in child.cmdline()):
+            if any("start.workers.worker" in argument for argument in child.cmdline()):
                 workers.append(child)
         except psutil.NoSuchProcess:  # it has just ended
             continue

@@ -19,7 +19,7 @@ import pytest
 from filelock import FileLock
 
 from tcdeploy.cache.stored_headers import HEADERS_DIR
-from tcdeploy.gc_policy import relax_gc_for_startup
+from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tests.fork_server import HAS_GPU, ForkServer
 
 # Set before torch is imported: test workers with several threads each would compete for the cores.
@@ -58,25 +58,23 @@ COMPILING_FIXTURES = frozenset(
      "warmed"}
 )  # fmt: skip
 COMPILING_PATHS = (
-    "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "cache/test_folder.py",
-    "cache/test_source_keys.py", "compiler/", "coverage/test_types.py", "deploy/test_docker_image.py",
-    "doctor/test_machine_faults.py", "scale/test_ray.py",
-    "engine/test_tuning.py", "explain/test_explain.py", "gpu/", "linear/",
-    "models/test_packed_linears.py", "parity/", "passes/", "test_packaged_families.py", "test_prewarm.py",
-    "test_story.py", "torch_compat/",
+    "kernels/attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py",
+    "cache/test_folder.py", "cache/test_source_keys.py", "programs/", "coverage/test_types.py",
+    "deploy/test_docker_image.py", "doctor/test_machine_faults.py", "scale/test_ray.py", "engine/test_tuning.py",
+    "explain/test_explain.py", "gpu/", "kernels/linear/", "models/test_packed_linears.py", "parity/",
+    "start/test_packaged_families.py", "test_prewarm.py", "test_story.py", "torch_compat/",
 )  # fmt: skip
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
-    "test_packaged_families.py", "test_packaged_start.py", "deploy/test_docker_image.py", "scale/test_ray.py",
-    "server/test_eager_start.py", "test_parallel_compile.py",
-    "bundle/test_why.py", "compiler/test_programs.py", "cache/test_folder.py", "compiler/test_aot.py",
+    "start/test_packaged_families.py", "start/test_packaged_start.py", "deploy/test_docker_image.py",
+    "scale/test_ray.py", "server/test_eager_start.py", "start/test_parallel_compile.py", "bundle/test_why.py",
+    "programs/test_programs.py", "cache/test_folder.py", "programs/test_aot.py",
     "torch_compat/test_missing_internals.py", "bundle/test_relocation.py", "test_prewarm.py",
     "cache/test_source_keys.py", "engine/test_tuning.py", "cache/test_toolchain.py", "hostile/test_kills.py",
-    "engine/test_continuous_batching.py", "compiler/test_export.py", "server/test_faults.py",
-    "parity/test_planted_faults.py",
-    "coverage/test_types.py", "server/test_openapi.py", "server/test_served_cache.py", "passes/test_last_token_rows.py",
-    "cli/test_cli_bench.py",
+    "engine/test_continuous_batching.py", "programs/test_export.py", "server/test_faults.py",
+    "parity/test_planted_faults.py", "coverage/test_types.py", "server/test_openapi.py", "server/test_served_cache.py",
+    "programs/passes/test_last_token_rows.py", "cli/test_cli_bench.py",
 )  # fmt: skip
 
 relax_gc_for_startup()  # as the CLI does
@@ -136,7 +134,7 @@ def precompiled_headers() -> None:
     Without them, kernels of a test that starts no deployment would take twice as long to compile.
     """
     if "torch._inductor.codecache" in sys.modules:
-        from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
+        from tcdeploy.torch_compat.inductor.precompiled_headers import use_precompiled_headers
 
         use_precompiled_headers(True)
 
@@ -205,8 +203,8 @@ def prepare_tiny(cache_dir: str, **flags: Any) -> Any:
     """The embedded model prepared with additional flags, once per set of flags."""
     from torch._dynamo.callback import callback_handler
 
-    from tcdeploy.pipeline import prepare
     from tcdeploy.planning.recipe import build_recipe
+    from tcdeploy.start.model_code import prepare
 
     if _is_kept_until_a_reset not in callback_handler.start_callbacks:
         _deployments.clear()  # a test has called torch.compiler.reset(), for example by `release_memory`

@@ -164,14 +164,14 @@ class ForkServer:
 
 def serve_forks(control: socket.socket) -> dict[str, Any]:
     """Fork per request and return the request in the child. The server exits when `control` is closed."""
-    from tcdeploy.gc_policy import relax_gc_for_startup
+    from tcdeploy.host.gc_policy import relax_gc_for_startup
 
     relax_gc_for_startup()
     import transformers.models.llama.modeling_llama  # noqa: F401 - imported with most models of the tests
 
     import tcdeploy.cli.app
     import tcdeploy.cli.display
-    import tcdeploy.pipeline  # noqa: F401 - the slow imports
+    import tcdeploy.start.model_code  # noqa: F401 - the slow imports
 
     prepare_compiler()
     gc.collect(), gc.freeze()  # collections in the forks skip the objects of the server, and copy none of their pages

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import transformers
 
-from tcdeploy.models.template_form import TemplateForm
+from tcdeploy.text.template_form import TemplateForm
 
 CALLS_AS_JSON = """{% for c in m.tool_calls %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}"""
 TEXT_OF_PARTS = """{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% elif p['type'] == 'image' %}<image>{% endif %}{% endfor %}"""

@@ -23,46 +23,40 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
 LAYERS = (  # from the bottom up; packages of one layer do not import each other
-    {"regular_file"},
-    {"cuda_context", "custom_op", "durable", "errors", "gc_policy", "import_times", "temporary_files", "typed_json"},
+    {"errors"},
+    {"host"},
     {"planning"},
-    {"progress", "torch_compat"},
-    {"stages"},
-    {"models", "attention", "linear", "remote"},
-    {"passes", "cache", "start_factors"},
-    {"compiler"},
+    {"torch_compat"},
+    {"kernels", "models", "remote"},
+    {"text", "cache"},
+    {"programs"},
     {"engine"},
-    {"compile_process", "planned_deployment", "start_record"},
-    {"deployment", "parallel_compile", "record_lookup", "start_recorder"},
-    {"eager_start"},
-    {"packaged_start", "pipeline"},
     {"start"},
-    {"bundle", "server", "bench", "doctor", "compile_worker"},
-    {"explain", "scale"},
+    {"server", "bundle", "bench", "doctor"},
+    {"scale", "explain"},
     {"cli"},
     {"__main__"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
-    "cuda_context", "errors", "regular_file", "typed_json", "cache.listed_files",
-    "gc_policy", "import_times", "planning.recipe", "planning.environment", "planning.architecture",
-    "planning.variants", "planning.capability", "planning.memory", "planning.keys", "planning.plan",
-    "planning.tested_versions",
-    "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "progress", "stages", "start",
-    "start_factors", "start_record",
-    "torch_compat.internal", "torch_compat.compiler_queries", "torch_compat.transformers_import",
-    "cache.compatibility", "cache.contents", "cache.manifest", "cache.toolchain",
-    "cache.folder", "engine.sequence", "engine.blocks", "engine.scheduler", "engine.step_costs", "engine.step_clock",
-    "engine.step_size", "engine.launch_lock", "engine.launch_timer", "attention.splits",
-    "engine.constraint", "server.protocol", "server.validation", "server.admission",
-    "remote.transfer", "cache.signed_header", "cache.bundle_header", "cache.signing", "cache.provenance",
-    "cache.integrity", "temporary_files", "bundle.container", "bundle.pack", "bundle.unpack",
-    "bench.client", "bench.goodput", "bench.lengths", "bench.loads", "bench.plot", "bench.serve_settings",
-    "bench.serving", "bench.settings", "bench.stats", "bench.sweep", "bench.trace", "bench.traffic", "cli.bench_serve",
-    "bundle.verify", "bundle.why", "cache.inventory", "bundle.compare", "cli.app", "cli.cache", "cli.options",
-    "doctor.examination", "doctor.report", "planning.host", "cli.doctor", "cli.doctor_display",
-    "explain.causes", "explain.findings", "explain.source_line", "explain.break_even", "explain.trace_folder",
-    "cli.explain", "cli.explain_display",
+    "host.cuda_context", "errors", "host.regular_file", "host.typed_json", "cache.listed_files", "host.gc_policy",
+    "host.import_times", "planning.recipe", "planning.environment", "planning.architecture", "planning.variants",
+    "planning.capability", "planning.memory", "planning.keys", "planning.plan", "planning.tested_versions",
+    "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "host.progress", "host.stages",
+    "start.prepare", "start.record.factors", "start.record.record", "torch_compat.internal",
+    "torch_compat.inductor.compiler_queries", "torch_compat.transformers.fast_import", "cache.compatibility",
+    "cache.contents", "cache.manifest", "cache.toolchain", "cache.folder", "engine.schedule.sequence",
+    "engine.schedule.blocks", "engine.schedule.scheduler", "engine.schedule.step_costs", "engine.schedule.step_clock",
+    "engine.schedule.step_size", "engine.step.launch_lock", "engine.step.launch_timer", "kernels.attention.splits",
+    "engine.schedule.constraint", "server.apis.openai.protocol", "server.apis.openai.validation",
+    "server.generate.admission", "remote.transfer", "cache.trust.signed_header", "cache.bundle_header",
+    "cache.trust.signing", "cache.trust.provenance", "cache.integrity", "host.temporary_files", "bundle.container",
+    "bundle.pack", "bundle.unpack", "bench.client", "bench.goodput", "bench.lengths", "bench.loads", "bench.plot",
+    "bench.serve_settings", "bench.serving", "bench.settings", "bench.stats", "bench.sweep", "bench.trace",
+    "bench.traffic", "cli.bench_serve", "bundle.verify", "bundle.why", "cache.inventory", "bundle.compare", "cli.app",
+    "cli.cache", "cli.options", "doctor.examination", "doctor.report", "host.resources", "cli.doctor",
+    "cli.doctor_display", "explain.causes", "explain.findings", "explain.source_line", "explain.break_even",
+    "explain.trace_folder", "cli.explain", "cli.explain_display",
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"
@@ -301,9 +295,8 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
     assert cycles(ROOT) == []
 
 
-def test_models_and_attention_do_not_import_each_other() -> None:
-    pairs = {(top_level_name(importer), top_level_name(imported)) for importer, imported, _ in inner_imports(ROOT)}
-    assert not pairs & {("models", "attention"), ("attention", "models")}
+def test_at_the_top_of_the_package_stand_folders_and_the_errors() -> None:
+    assert {path.name for path in (ROOT / PACKAGE).glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
 
 
 def test_the_init_file_of_a_package_imports_nothing() -> None:
@@ -318,7 +311,7 @@ def test_the_package_imports_its_public_names_lazily() -> None:
     from tcdeploy import Engine, Recipe, SamplingParams, prepare
 
     modules = [item.__module__.removeprefix(f"{PACKAGE}.") for item in (Engine, Recipe, SamplingParams, prepare)]
-    assert modules == ["engine.engine", "planning.recipe", "engine.sequence", "start"]
+    assert modules == ["engine.engine", "planning.recipe", "engine.schedule.sequence", "start.prepare"]
     with pytest.raises(ImportError):
         from tcdeploy import Motor  # noqa: F401
 
@@ -347,12 +340,13 @@ def test_every_file_of_torch_compat_that_holds_a_private_name_is_in_the_registry
     """A file without `supported` only helps the others, and is exempt."""
     modules = {name: tree for name, tree in modules_of(ROOT).items() if top_level_name(name) == PRIVATE_PACKAGE}
     holders = {
-        name.rpartition(".")[2]
+        name
         for name, tree in modules.items()
         if any(isinstance(node, ast.FunctionDef) and node.name == "supported" for node in tree.body)
     }
-    registry = modules[f"{PRIVATE_PACKAGE}.registry"]
-    registered = {alias.name for node in registry.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    registered = {
+        imported for importer, imported, _ in inner_imports(ROOT) if importer == f"{PRIVATE_PACKAGE}.registry"
+    }
     assert holders - registered == set()
     assert len(holders) > 20
 
@@ -461,22 +455,22 @@ def build(root: Path, sources: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     "source",
     [
-        "from tcdeploy.pipeline import Plan",
-        "from tcdeploy import pipeline",
-        "import tcdeploy.pipeline",
-        "import tcdeploy.pipeline as p",
-        "from .pipeline import Plan",
-        "from . import pipeline",
-        "def f():\n    from tcdeploy.pipeline import Plan",
-        "class C:\n    def f(self):\n        if True:\n            import tcdeploy.pipeline",
-        "try:\n    import tcdeploy.pipeline\nexcept ImportError:\n    pass",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import tcdeploy.pipeline",
+        "from tcdeploy.start import Plan",
+        "from tcdeploy import start",
+        "import tcdeploy.start",
+        "import tcdeploy.start as p",
+        "from .start import Plan",
+        "from . import start",
+        "def f():\n    from tcdeploy.start import Plan",
+        "class C:\n    def f(self):\n        if True:\n            import tcdeploy.start",
+        "try:\n    import tcdeploy.start\nexcept ImportError:\n    pass",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import tcdeploy.start",
     ],
 )
 def test_every_form_of_an_upward_import_is_detected(source: str, tmp_path: Path) -> None:
-    package = build(tmp_path, {"__init__.py": "", "pipeline.py": "", "errors.py": source})
+    package = build(tmp_path, {"__init__.py": "", "start.py": "", "errors.py": source})
     [violation] = upward_imports(package)
-    assert violation.startswith("errors:") and violation.endswith("imports pipeline")
+    assert violation.startswith("errors:") and violation.endswith("imports start")
 
 
 def test_an_upward_import_inside_a_package_is_detected(tmp_path: Path) -> None:
@@ -490,20 +484,20 @@ def test_packages_of_one_layer_may_not_import_each_other_but_modules_of_one_pack
     package = build(
         tmp_path,
         {
-            "models/load.py": "import tcdeploy.attention.ops",
-            "attention/ops.py": "from tcdeploy.attention import decode",
-            "attention/decode.py": "from tcdeploy.errors import SpaceError",
+            "models/load.py": "import tcdeploy.kernels.ops",
+            "kernels/ops.py": "from tcdeploy.kernels import decode",
+            "kernels/decode.py": "from tcdeploy.errors import SpaceError",
             "errors.py": "",
         },
     )
-    assert upward_imports(package) == ["models.load:1 imports attention.ops"]
+    assert upward_imports(package) == ["models.load:1 imports kernels.ops"]
 
 
 @pytest.mark.parametrize("test", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
 def test_imports_for_type_checkers_are_ignored(test: str, tmp_path: Path) -> None:
     package = build(
         tmp_path,
-        {"errors.py": f"if {test}:\n    from tcdeploy.pipeline import Plan\n    import rich", "pipeline.py": ""},
+        {"errors.py": f"if {test}:\n    from tcdeploy.start import Plan\n    import rich", "start.py": ""},
     )
     assert (upward_imports(package), importers_of(package, "rich")) == ([], set())
 
@@ -525,13 +519,13 @@ def test_violations_of_the_other_rules_are_detected(tmp_path: Path) -> None:
         {
             "cli/display.py": "'Draws.'\nimport rich\nprint(1)",
             "cli/warm.py": "def f():\n    from rich.table import Table",
-            "pipeline.py": "import sys\ntry:\n    print(1)\nexcept:\n    sys.stderr.write('x')",
+            "start.py": "import sys\ntry:\n    print(1)\nexcept:\n    sys.stderr.write('x')",
         },
     )
     assert importers_of(package, "rich") == {"cli.display", "cli.warm"}
-    assert modules_that_print(package) == ["pipeline:3", "pipeline:5"]
-    assert bare_excepts(package) == ["pipeline:4"]
-    assert without_docstring(package) == ["cli.warm", "pipeline"]
+    assert modules_that_print(package) == ["start:3", "start:5"]
+    assert bare_excepts(package) == ["start:4"]
+    assert without_docstring(package) == ["cli.warm", "start"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.cache.signing import generate_key
+from tcdeploy.cache.trust.signing import generate_key
 from tcdeploy.models.load import resolve_model_path
 from tests.conftest import ROOT, TINY, RunCLI, cli_environment
 from tests.github_actions import ActionRunner

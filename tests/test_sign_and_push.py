@@ -12,7 +12,7 @@ import pytest
 
 from tcdeploy.bundle.pack import pack
 from tcdeploy.bundle.verify import verify_bundle
-from tcdeploy.cache.signing import generate_key
+from tcdeploy.cache.trust.signing import generate_key
 from tests.bundle.fake_caches import key_of, make_small
 from tests.github_actions import ActionRunner
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.compile_stats import measure_compiles, read_counts
-from tcdeploy.compiler.stances import fail_on_recompile
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.programs.compile_stats import measure_compiles, read_counts
+from tcdeploy.programs.stances import fail_on_recompile
 from tests.conftest import TINY_BATCH_SIZES, TINY_BUCKETS
 
 TEXT = "The function returns a new list of the objects that were given to it, in the order of the arguments. "

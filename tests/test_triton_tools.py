@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from tcdeploy.attention import kv_write
+from tcdeploy.kernels.attention import kv_write
 from tests.triton_tools import triton_interpreter
 
 

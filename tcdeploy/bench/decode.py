@@ -22,10 +22,10 @@ from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import DecodeSettings
 from tcdeploy.bench.stats import Summary, intervals, summarize_ms
 from tcdeploy.bench.timing import step_seconds
-from tcdeploy.deployment import Deployment
+from tcdeploy.host.progress import Progress
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.progress import Progress
+from tcdeploy.start.deployment import Deployment
 
 MAX_STEADY_RUNS = 4  # of a bucket, until no request ends early
 

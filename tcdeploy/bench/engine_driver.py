@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.plan import Plan
+from tcdeploy.programs.stances import fail_on_recompile
 
 TTFT_NEW_TOKENS = 2  # output tokens of a request whose time to first token is measured
 COOL_DOWN_SECONDS = 0.2

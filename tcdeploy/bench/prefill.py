@@ -24,11 +24,11 @@ from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import PrefillSettings
 from tcdeploy.bench.stats import Summary, summarize_ms
 from tcdeploy.bench.timing import step_seconds
-from tcdeploy.deployment import Deployment
 from tcdeploy.errors import UsageError
+from tcdeploy.host.progress import Progress
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.progress import Progress
+from tcdeploy.start.deployment import Deployment
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tcdeploy import pipeline
 from tcdeploy.bench.baselines import BaselineModel, load_baseline
 from tcdeploy.bench.floor import Rates, measure_rates
 from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan, rows_or_failure
-from tcdeploy.deployment import Deployment
-from tcdeploy.gc_policy import freeze_gc_after_startup
-from tcdeploy.planned_deployment import PlannedDeployment
+from tcdeploy.host.gc_policy import freeze_gc_after_startup
+from tcdeploy.host.progress import Progress
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.progress import Progress
+from tcdeploy.start import model_code
+from tcdeploy.start.deployment import Deployment
+from tcdeploy.start.planned import PlannedDeployment
 
 
 class BenchSettings(Protocol):
@@ -51,7 +51,7 @@ class Session:
         """
         rows = list(measure_deployment(TCDEPLOY, self._prepare(self.recipe)))
         for name in self.settings.baselines:
-            pipeline.release_memory()
+            model_code.release_memory()
             self.progress.stage(f"baseline {name}")
 
             def measure_rows(name: str = name) -> Iterator[Row]:
@@ -76,14 +76,14 @@ class Session:
         yield from measure_baseline(baseline)
 
     def _prepare(self, recipe: Recipe) -> Deployment:
-        deployment = pipeline.prepare(recipe, self.progress)
+        deployment = model_code.prepare(recipe, self.progress)
         freeze_gc_after_startup()  # as `serve` does: full collections would be part of the measurements
         return deployment
 
 
 def start_session(recipe: Recipe, settings: BenchSettings, progress: Progress) -> Session:
     """Plan, check the settings against the plan (raises UsageError), and measure the machine's rates."""
-    planned = pipeline.decide(recipe)
+    planned = model_code.decide(recipe)
     settings.check_against_plan(planned.plan)
     progress.stage("floor")
     return Session(recipe, settings, progress, planned, measure_rates(planned.plan.device, planned.plan.compute_dtype))

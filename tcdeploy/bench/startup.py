@@ -20,10 +20,10 @@ from typing import Any
 from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan
 from tcdeploy.bench.settings import StartupSettings
 from tcdeploy.errors import TcdeployError
-from tcdeploy.gc_policy import freeze_gc_after_startup
+from tcdeploy.host.gc_policy import freeze_gc_after_startup
+from tcdeploy.host.progress import Progress
 from tcdeploy.planning.environment import detect_environment
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.progress import Progress
 
 RunProcess = Callable[[list[str]], str]  # runs a command and returns its stdout
 
@@ -80,7 +80,7 @@ def recipe_flags(recipe: Recipe) -> list[str]:
 def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Progress) -> dict[str, Any]:
     """Run in the child: start a deployment, generate a first token, and report the times on the wall clock."""
     began = time.time()
-    from tcdeploy.start import prepare
+    from tcdeploy.start.prepare import prepare
 
     deployment = prepare(recipe, progress)
     from tcdeploy.bench.engine_driver import Prompts, measure_ttft  # imports torch, which is a stage of `prepare`

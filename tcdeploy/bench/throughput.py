@@ -18,13 +18,13 @@ from tcdeploy.bench.report import Report, Row, price_per_million
 from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import ThroughputSettings
 from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, latencies
-from tcdeploy.compiler.compile_stats import measure_compiles
-from tcdeploy.deployment import Deployment
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.sequence import Sequence
+from tcdeploy.engine.schedule.sequence import Sequence
 from tcdeploy.errors import UsageError
+from tcdeploy.host.progress import Progress
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.progress import Progress
+from tcdeploy.programs.compile_stats import measure_compiles
+from tcdeploy.start.deployment import Deployment
 
 TIMELINE_POINTS = 400
 MAX_SLEEP_SECONDS = 0.001  # while the engine is idle and the next request has not arrived

@@ -9,10 +9,10 @@ from typing import Any
 
 from tcdeploy.cache.bundle_header import PATH_FIELDS, Header, parse_header, rollback_reason
 from tcdeploy.cache.manifest import Manifest, diff_sources
-from tcdeploy.cache.signed_header import read_signed_header
+from tcdeploy.cache.trust.signed_header import read_signed_header
 from tcdeploy.errors import IntegrityError, TrustError
+from tcdeploy.host.regular_file import open_regular
 from tcdeploy.planning.environment import Difference, diff_mappings
-from tcdeploy.regular_file import open_regular
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from typing import IO
 
 from tcdeploy.cache.bundle_header import Payload
 from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, stored_path
-from tcdeploy.cache.signed_header import Signature, SignedHeader, damaged_error, signed_header_bytes
-from tcdeploy.durable import sync_folders
+from tcdeploy.cache.trust.signed_header import Signature, SignedHeader, damaged_error, signed_header_bytes
 from tcdeploy.errors import IntegrityError
-from tcdeploy.regular_file import open_regular
-from tcdeploy.temporary_files import temporary_file
+from tcdeploy.host.durable import sync_folders
+from tcdeploy.host.regular_file import open_regular
+from tcdeploy.host.temporary_files import temporary_file
 
 ZSTD_LEVEL = 9
 MAX_WINDOW_BYTES = 1 << 27  # limit on the decompressor's memory

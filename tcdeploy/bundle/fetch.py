@@ -14,23 +14,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy import pipeline
 from tcdeploy.bundle.pack import warm_start_and_pack
 from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.why import forecast
 from tcdeploy.cache.folder import check_folder
 from tcdeploy.cache.integrity import discard_if_damaged
 from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest
-from tcdeploy.cache.provenance import SigningPolicy, check_manifests
-from tcdeploy.cache.signing import TrustedKey
+from tcdeploy.cache.trust.provenance import SigningPolicy, check_manifests
+from tcdeploy.cache.trust.signing import TrustedKey
 from tcdeploy.errors import MismatchError, TcdeployError, TrustError
-from tcdeploy.planned_deployment import PlannedDeployment
+from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.environment import Difference
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import LOCAL_SCHEMES, Address, parse_bundle_name
 from tcdeploy.remote.transfer import PushResult, find, pull, push
-from tcdeploy.temporary_files import temporary_folder
+from tcdeploy.start import model_code
+from tcdeploy.start.planned import PlannedDeployment
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def fetch(
     Raises MismatchError (no bundle of this plan), TrustError, IntegrityError, NetworkError, SpaceError and UsageError.
     """
     start = time.perf_counter()
-    planned = pipeline.decide(recipe)
+    planned = model_code.decide(recipe)
     plan = planned.plan
     check_folder(plan.cache_dir, recipe.trust_cache_dir)
     if manifest_path(plan.cache_dir, plan.key).is_file():
@@ -132,8 +132,8 @@ def _resolve_bundle_url(source: str, plan_key: str) -> str:
 def _check_compatible(planned: PlannedDeployment, cached: Manifest, name: str) -> None:
     if not planned.environment.compiler:
         # Without a compiler, the start uses the compiler answers recorded in the bundle.
-        planned = pipeline.with_cxx_compiler(planned, str(cached.environment["compiler"]))
-    expected = forecast(cached, planned.plan, planned.environment, pipeline.origin_of(planned))
+        planned = model_code.with_cxx_compiler(planned, str(cached.environment["compiler"]))
+    expected = forecast(cached, planned.plan, planned.environment, model_code.origin_of(planned))
     if planned.plan.key != cached.plan["key"] or expected.misses:
         names = [difference.name for difference in expected.differences]
         names = names or [bucket.reasons[0] for bucket in expected.misses]

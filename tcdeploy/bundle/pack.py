@@ -31,13 +31,13 @@ from tcdeploy.cache.bundle_header import Header, Payload, header_bytes, make_por
 from tcdeploy.cache.contents import find_damage
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest
-from tcdeploy.cache.provenance import check_manifest, read_stored_bundle
-from tcdeploy.cache.signed_header import read_signed_header, signed_header_bytes
-from tcdeploy.cache.signing import default_trusted_keys_folder, sign
+from tcdeploy.cache.trust.provenance import check_manifest, read_stored_bundle
+from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
+from tcdeploy.cache.trust.signing import default_trusted_keys_folder, sign
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
+from tcdeploy.host.regular_file import open_regular
+from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX
-from tcdeploy.regular_file import open_regular
-from tcdeploy.temporary_files import temporary_folder
 
 
 class WarmStartRequiredError(TcdeployError):

@@ -30,19 +30,19 @@ from tcdeploy.cache.folder import UNPACKING_PREFIX, create_folder
 from tcdeploy.cache.integrity import remove_unlisted, stored_paths
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
-from tcdeploy.cache.provenance import read_stored_bundle, stored_header_path
-from tcdeploy.cache.signed_header import (
+from tcdeploy.cache.trust.ownership import check_no_links, make_private_folder
+from tcdeploy.cache.trust.provenance import read_stored_bundle, stored_header_path
+from tcdeploy.cache.trust.signed_header import (
     MAX_HEADER_BYTES,
     MAX_SIGNATURES_BYTES,
     SignedHeader,
     read_signed_header,
     signed_header_bytes,
 )
-from tcdeploy.cache.signing import TrustedKey, verify_signature
-from tcdeploy.cache.trust import check_no_links, make_private_folder
-from tcdeploy.durable import sync_files, sync_folders
+from tcdeploy.cache.trust.signing import TrustedKey, verify_signature
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError
-from tcdeploy.regular_file import UnsafeFileError, open_regular, read_regular
+from tcdeploy.host.durable import sync_files, sync_folders
+from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular
 
 SPARE_BYTES = 16 << 20
 FILE_MODE = 0o600

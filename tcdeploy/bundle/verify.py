@@ -19,7 +19,8 @@ from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, OWN_NAMES
 from tcdeploy.cache.integrity import unlisted_files
 from tcdeploy.cache.leases import shared_folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
-from tcdeploy.cache.provenance import (
+from tcdeploy.cache.trust.ownership import check_no_links
+from tcdeploy.cache.trust.provenance import (
     SigningPolicy,
     StoredBundle,
     check_manifest,
@@ -29,8 +30,7 @@ from tcdeploy.cache.provenance import (
     read_stored_header,
     stored_header_path,
 )
-from tcdeploy.cache.signing import TrustedKey
-from tcdeploy.cache.trust import check_no_links
+from tcdeploy.cache.trust.signing import TrustedKey
 from tcdeploy.errors import IntegrityError, UsageError
 
 # Compiled and eager models may pick different tokens if two are almost equally likely; this bounds the difference.

@@ -126,7 +126,7 @@ def version_differences(cached: Manifest, installed: Mapping[str, Any]) -> tuple
     """Versions in `installed_versions()` that differ from the packer's, ignoring local labels such as +cu130.
 
     Ahead-of-time packages can start without transformers, and on a CPU without Triton. A start without transformers
-    needs the record of a start with the same Python, patch level included (start_factors.py).
+    needs the record of a start with the same Python, patch level included (start/record/factors.py).
     """
     environment = _environment(cached)
     here = {**installed, "python": _minor_version(str(installed["python"]))}

@@ -17,7 +17,7 @@ from typing import Any
 
 from tcdeploy.cache.contents import FileRecord, is_cache_file, is_plain_record
 from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_text, parse_manifest
-from tcdeploy.cache.signed_header import SignedHeader, damaged_error
+from tcdeploy.cache.trust.signed_header import SignedHeader, damaged_error
 from tcdeploy.errors import IntegrityError
 from tcdeploy.planning.environment import parse_environment
 

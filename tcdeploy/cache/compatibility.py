@@ -93,7 +93,7 @@ def _environments(cache_dir: str, plan_keys: Iterable[str], model: str | None) -
 
 
 def _differences(here: Environment, there: Environment) -> list[Difference]:
-    """Cache factors that differ, and Python's patch version, which must be equal too (start_factors.py)."""
+    """Cache factors that differ, and Python's patch version, which must be equal too (start/record/factors.py)."""
     differences = diff_environments(assume_recorded(here, there), there)
     if here.python != there.python and "python" not in {item.name for item in differences}:
         differences.append(Difference("python", here.python, there.python))

@@ -22,16 +22,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from tcdeploy.regular_file import UnsafeFileError, open_regular
-from tcdeploy.torch_compat import compile_refusal
+from tcdeploy.host.regular_file import UnsafeFileError, open_regular
+from tcdeploy.torch_compat.dynamo import compile_refusal
 
 CHUNK_BYTES = 1 << 20
 HASHING_THREADS = 4
 TRITON_DIR, TOOLCHAIN_DIR = "triton", "toolchain"
 CONFLICTS_DIR = "conflicts"  # files whose path another plan uses for different content; named by their sha256
-AOT_DIR = "aot"  # ahead-of-time packages (compiler/packages.py) and start records (start_record.py)
+AOT_DIR = "aot"  # ahead-of-time packages (programs/packages.py) and start records (start/record/record.py)
 AUTOTUNE_DIR = "cache"  # torch's timings of the choices of max-autotune, in one file per kind of machine
-REFERENCES_DIR = "references"  # logits that buckets are compared with (engine/stored_reference.py)
+REFERENCES_DIR = "references"  # logits that buckets are compared with (engine/check/stored_reference.py)
 # Beside these, torch makes folders named by the first two characters of a source file's hash.
 GRAPHS_DIR = "fxgraph"
 CACHE_DIRS = (GRAPHS_DIR, "aotautograd", AOT_DIR, AUTOTUNE_DIR, TRITON_DIR, TOOLCHAIN_DIR, REFERENCES_DIR)

@@ -16,7 +16,7 @@ user can change the folder, and writes a test file, because torch reports an unw
 middle of a compilation.
 
 TRITON_CACHE_DIR and TRITON_CACHE_MANAGER are overwritten when they are set: a cache that is packed and moved must be a
-single folder, and Triton's own manager stores absolute paths (torch_compat/triton_cache.py).
+single folder, and Triton's own manager stores absolute paths (torch_compat/triton/cache.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tcdeploy.cache.leases import LEASES_DIR, LOCK_FILE, folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, manifest_path
 from tcdeploy.cache.staging import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
 from tcdeploy.cache.stored_headers import HEADERS_DIR
-from tcdeploy.cache.trust import check_contents, check_no_links, check_ownership, make_private_folder
+from tcdeploy.cache.trust.ownership import check_contents, check_no_links, check_ownership, make_private_folder
 from tcdeploy.errors import SpaceError, TcdeployError
 
 MEBIBYTE = 1 << 20
@@ -61,7 +61,7 @@ def activate(
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = staging.path
     os.environ["TRITON_CACHE_DIR"] = os.path.join(staging.path, TRITON_DIR)
     if uses_triton:
-        from tcdeploy.torch_compat.triton_cache import use_relocatable_cache  # imports Triton
+        from tcdeploy.torch_compat.triton.cache import use_relocatable_cache  # imports Triton
 
         use_relocatable_cache()
     _pin_ptxas()

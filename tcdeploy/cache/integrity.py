@@ -29,7 +29,9 @@ from tcdeploy.cache.manifest import (
     read_manifest,
     read_manifests,
 )
-from tcdeploy.cache.provenance import (
+from tcdeploy.cache.staging import StagingFolder, remove_published_folders, take_over_finished_buckets
+from tcdeploy.cache.trust.ownership import check_no_links
+from tcdeploy.cache.trust.provenance import (
     SigningPolicy,
     check_manifest,
     check_manifests,
@@ -37,11 +39,9 @@ from tcdeploy.cache.provenance import (
     read_stored_bundle,
     stored_header_path,
 )
-from tcdeploy.cache.signing import default_trusted_keys_folder
-from tcdeploy.cache.staging import StagingFolder, remove_published_folders, take_over_finished_buckets
-from tcdeploy.cache.trust import check_no_links
+from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 from tcdeploy.errors import IntegrityError, TrustError
-from tcdeploy.regular_file import read_regular
+from tcdeploy.host.regular_file import read_regular
 
 READ_ATTEMPTS = 3  # if another process replaces the plan during each of them, the start fails
 log = logging.getLogger("tcdeploy.cache")

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.cache.contents import FileRecord, is_cache_file, is_plain_record
+from tcdeploy.host.regular_file import open_regular, read_regular
+from tcdeploy.host.temporary_files import HOST
 from tcdeploy.planning.environment import STAGING_PREFIX
-from tcdeploy.regular_file import open_regular, read_regular
-from tcdeploy.temporary_files import HOST
 
 JOURNAL, LOCK = "finished.jsonl", "lock"
 HOST_PREFIX = f"{STAGING_PREFIX}{HOST}-"  # of the names of this host's staging folders

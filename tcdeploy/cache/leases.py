@@ -21,7 +21,7 @@ from typing import IO
 
 from tcdeploy.cache.folder_error import folder_error
 from tcdeploy.errors import TcdeployError
-from tcdeploy.regular_file import open_regular
+from tcdeploy.host.regular_file import open_regular
 
 LEASES_DIR, LOCK_FILE = "leases", ".lock"
 LOCK_TIMEOUT_S = 600.0  # how long to wait for another process that unpacks or removes

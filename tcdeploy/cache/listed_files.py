@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from tcdeploy.cache.contents import FileRecord, read_checked, stored_path
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest
-from tcdeploy.cache.provenance import SigningPolicy, check_manifests
+from tcdeploy.cache.trust.provenance import SigningPolicy, check_manifests
 from tcdeploy.errors import IntegrityError, TrustError
-from tcdeploy.regular_file import MAX_DOCUMENT_BYTES
+from tcdeploy.host.regular_file import MAX_DOCUMENT_BYTES
 
 DAMAGE_HINT = "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild"
 

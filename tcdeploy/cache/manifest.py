@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tcdeploy.cache.contents import FileRecord
-from tcdeploy.durable import sync
 from tcdeploy.errors import IntegrityError, SpaceError
+from tcdeploy.host.durable import sync
+from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular
+from tcdeploy.host.typed_json import check_fields, from_json
 from tcdeploy.planning.environment import Difference, Environment, diff_mappings
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.regular_file import UnsafeFileError, open_regular, read_regular
-from tcdeploy.typed_json import check_fields, from_json
 
 SCHEMA_VERSION = 7
 MANIFESTS_DIR = "manifests"
@@ -41,7 +41,7 @@ OBSOLETE_BUCKET_FIELDS = {"step_ms"}  # development versions after 0.2 recorded 
 class Parity:
     """Distance of a bucket's logits from a higher-precision computation of the same weights.
 
-    Its limits are derived from the distance of transformers' eager logits (engine/parity.py).
+    Its limits are derived from the distance of transformers' eager logits (engine/check/parity.py).
     """
 
     rows: int  # compared
@@ -96,7 +96,7 @@ class BucketRecord:
     """Costs and results of warming one bucket. None: not measured."""
 
     bucket: str
-    outcome: str  # hit, miss, uncached, reused or unknown (compiler/compile_stats.py)
+    outcome: str  # hit, miss, uncached, reused or unknown (programs/compile_stats.py)
     compile_seconds: float  # in the process that runs the bucket, which may load what another process has compiled
     capture_seconds: float
     check_seconds: float
@@ -121,7 +121,7 @@ class BucketRecord:
     compiled_spread_ms: float | None = None
     kernels_timed: int = 0  # Triton configs that torch timed in this run
     # By Triton or a C++ compiler during this bucket's warm-up, trials and checks included. Kernels that threads have
-    # compiled before (torch_compat/parallel_kernels.py) do not count.
+    # compiled before (torch_compat/inductor/parallel_kernels.py) do not count.
     kernels_compiled: int = 0
     timed_context: int | None = None  # tokens per sequence while the step was timed
 

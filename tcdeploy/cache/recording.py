@@ -18,9 +18,9 @@ from tcdeploy.cache.folder_error import translate_os_errors
 from tcdeploy.cache.integrity import remove_unlisted, stored_paths
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_path, read_manifests, write_manifest
-from tcdeploy.cache.provenance import has_bundle_changed
 from tcdeploy.cache.staging import StagingFolder
 from tcdeploy.cache.toolchain import save_toolchain
+from tcdeploy.cache.trust.provenance import has_bundle_changed
 
 
 def record_finished_bucket(

@@ -62,14 +62,14 @@ from tcdeploy.cache.journal import (
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import plan_keys
 from tcdeploy.cache.stored_headers import HEADERS_DIR, link_headers, publish_headers
-from tcdeploy.cache.trust import check_contents, check_no_links, check_ownership, make_private_folder
-from tcdeploy.durable import copy_durably, sync_files, sync_folders
+from tcdeploy.cache.trust.ownership import check_contents, check_no_links, check_ownership, make_private_folder
 from tcdeploy.errors import SpaceError, TcdeployError, TrustError
-from tcdeploy.regular_file import open_regular
-from tcdeploy.temporary_files import create_temporary_folder
+from tcdeploy.host.durable import copy_durably, sync_files, sync_folders
+from tcdeploy.host.regular_file import open_regular
+from tcdeploy.host.temporary_files import create_temporary_folder
 
 if TYPE_CHECKING:
-    from tcdeploy.cache.provenance import StoredBundle
+    from tcdeploy.cache.trust.provenance import StoredBundle
 
 log = logging.getLogger("tcdeploy.cache")
 COPY_THREADS = 4

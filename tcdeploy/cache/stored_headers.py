@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tcdeploy.cache.contents import FileRecord, find_damage, hash_files, is_plain_record
-from tcdeploy.cache.trust import FOLDER_MODE
-from tcdeploy.durable import sync
-from tcdeploy.regular_file import read_regular, write_new
+from tcdeploy.cache.trust.ownership import FOLDER_MODE
+from tcdeploy.host.durable import sync
+from tcdeploy.host.regular_file import read_regular, write_new
 
 HEADERS_DIR = "precompiled_headers"
 log = logging.getLogger("tcdeploy.cache")

@@ -5,7 +5,7 @@ a compiler Inductor gives up. The compiler's output for these queries is therefo
 machine without a compiler, a script of the same name on PATH replays it. Any other command of the stub fails with
 NO_COMPILER_MESSAGE.
 
-torch_compat/compiler_queries.py lists Inductor's queries.
+torch_compat/inductor/compiler_queries.py lists Inductor's queries.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import NamedTuple
 
 from tcdeploy.cache.contents import TOOLCHAIN_DIR
 from tcdeploy.cache.listed_files import read_listed
-from tcdeploy.cache.provenance import SigningPolicy
-from tcdeploy.cache.signing import default_trusted_keys_folder
-from tcdeploy.regular_file import write_new
-from tcdeploy.temporary_files import create_temporary_folder
-from tcdeploy.torch_compat.compiler_queries import COMPILER_QUERIES
+from tcdeploy.cache.trust.provenance import SigningPolicy
+from tcdeploy.cache.trust.signing import default_trusted_keys_folder
+from tcdeploy.host.regular_file import write_new
+from tcdeploy.host.temporary_files import create_temporary_folder
+from tcdeploy.torch_compat.inductor.compiler_queries import COMPILER_QUERIES
 
 COMPILER = "g++"  # Inductor's default without CXX
 NO_COMPILER_MESSAGE = "tcdeploy: no C++ compiler is installed here, and this program is not in the cache"

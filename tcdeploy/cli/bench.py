@@ -243,7 +243,7 @@ def _unpacked(bundle: Path | None, allow_unsigned: bool) -> Iterator[str | None]
         yield None
         return
     from tcdeploy.bundle.unpack import unpack
-    from tcdeploy.cache.signing import default_trusted_keys_folder
+    from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 
     with tempfile.TemporaryDirectory(prefix="tcdeploy-bundle-") as parent:
         folder = Path(parent, "cache")

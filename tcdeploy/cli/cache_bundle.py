@@ -23,9 +23,9 @@ from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, TrustedKeys
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, ThresholdError, UsageError
+from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.planning.recipe import Recipe, build_recipe
-from tcdeploy.temporary_files import temporary_folder
 
 if TYPE_CHECKING:
     from tcdeploy.bundle.verify import BucketReplay
@@ -74,12 +74,12 @@ def _warm_model(recipe: Recipe) -> tuple[Path, str]:
     from tcdeploy.cli import display
 
     with display.show_progress() as progress:
-        from tcdeploy.start import prepare
+        from tcdeploy.start.prepare import prepare
 
         deployment = prepare(recipe, progress)
         cache_dir, plan_key = Path(deployment.cache_dir), deployment.plan.key
         del deployment
-        from tcdeploy.pipeline import release_memory
+        from tcdeploy.start.model_code import release_memory
 
         release_memory()  # packing starts the plan again, in another process on the same GPU
     return cache_dir, plan_key
@@ -103,7 +103,7 @@ def unpack(
     """Check a bundle's signature and hashes, and unpack it into a cache folder."""
     from tcdeploy.bundle import unpack as unpacking
     from tcdeploy.bundle.why import version_differences
-    from tcdeploy.cache import signing
+    from tcdeploy.cache.trust import signing
     from tcdeploy.cli import cache_display
 
     trusted = trusted_keys or signing.default_trusted_keys_folder()
@@ -141,7 +141,7 @@ def verify(
     A plan that was unpacked from a bundle must have the files that the signed header lists.
     """
     from tcdeploy.bundle import verify as verifying
-    from tcdeploy.cache import signing
+    from tcdeploy.cache.trust import signing
     from tcdeploy.cli import cache_display
 
     if model is not None and not run:
@@ -186,7 +186,7 @@ def _copy_plans(source: Path, folder: Path) -> None:
     no plan, and other processes remove them at any time. Precompiled headers are only used by starts that compile.
     """
     from tcdeploy.cache.stored_headers import HEADERS_DIR
-    from tcdeploy.durable import copy_regular
+    from tcdeploy.host.durable import copy_regular
 
     try:
         ignored = shutil.ignore_patterns(".*", HEADERS_DIR)
@@ -207,7 +207,7 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay
     packed = packed_manifest(folder, plan_key)
     flags = {"cache_dir": str(folder), **({"model": model} if model else {})}
     with display.show_progress() as progress:
-        from tcdeploy.start import prepare
+        from tcdeploy.start.prepare import prepare
 
         deployment = prepare(build_recipe(flags, bundle_recipe=original_recipe(packed)), progress)
     missed = [record.bucket for record in deployment.records if record.outcome in ("miss", "uncached")]
@@ -223,7 +223,7 @@ def generate_key(
     json: Json = False,
 ) -> None:
     """Generate a key pair for signing bundles. Keep NAME.key secret, and distribute NAME.pub."""
-    from tcdeploy.cache import signing
+    from tcdeploy.cache.trust import signing
     from tcdeploy.cli import cache_display
 
     cache_display.show_key_pair(name, signing.generate_key(name), json)
@@ -249,7 +249,7 @@ def trust(
     json: Json = False,
 ) -> None:
     """Trust bundles that are signed with this key."""
-    from tcdeploy.cache import signing
+    from tcdeploy.cache.trust import signing
     from tcdeploy.cli import cache_display
 
     key = signing.trust(name, file, trusted_keys or signing.default_trusted_keys_folder())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tcdeploy.bundle.why import Forecast
     from tcdeploy.cache.inventory import CachedPlan, GcResult
     from tcdeploy.cache.manifest import Manifest
-    from tcdeploy.cache.signing import TrustedKey
+    from tcdeploy.cache.trust.signing import TrustedKey
     from tcdeploy.planning.environment import Difference
     from tcdeploy.remote.transfer import PushResult
 

@@ -40,16 +40,16 @@ def why(options: RecipeOptions, target: Target, json: Json = False) -> None:
 
     manifests = read_manifests(target)
     recipe = options.build(bundle_recipe=original_recipe(manifests[0]) if len(manifests) == 1 else None)
-    from tcdeploy import pipeline
+    from tcdeploy.start import model_code
 
-    planned = pipeline.decide(recipe)
+    planned = model_code.decide(recipe)
     forecasts = []
     for manifest in manifests:
         assumed = planned
         if not planned.environment.compiler and any(file.path.startswith("toolchain/") for file in manifest.files):
             # The bundle carries a compiler stub: plan as if its C++ compiler were installed here.
-            assumed = pipeline.with_cxx_compiler(planned, str(manifest.environment["compiler"]))
-        forecasts.append(forecast(manifest, assumed.plan, assumed.environment, pipeline.origin_of(assumed)))
+            assumed = model_code.with_cxx_compiler(planned, str(manifest.environment["compiler"]))
+        forecasts.append(forecast(manifest, assumed.plan, assumed.environment, model_code.origin_of(assumed)))
     merged = merge_forecasts(forecasts)
     cache_display.show_forecast(merged, json)
     if merged.misses:

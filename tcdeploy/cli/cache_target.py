@@ -61,8 +61,8 @@ def read_manifests(target: Path) -> list[Manifest]:
     """
     from tcdeploy.cache import manifest
     from tcdeploy.cache.bundle_header import parse_header
-    from tcdeploy.cache.signed_header import read_signed_header
-    from tcdeploy.regular_file import open_regular
+    from tcdeploy.cache.trust.signed_header import read_signed_header
+    from tcdeploy.host.regular_file import open_regular
 
     if target.is_dir():
         manifests = list(manifest.read_manifests(target).values())

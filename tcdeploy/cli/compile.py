@@ -36,12 +36,12 @@ def compile_model(
     if not dry_run:
         warn_if_busy()
     with display.show_progress() as progress:
-        from tcdeploy import pipeline
+        from tcdeploy.start import model_code
 
         if dry_run:
-            planned = pipeline.decide(recipe, is_dry_run=True)
+            planned = model_code.decide(recipe, is_dry_run=True)
         else:
-            deployment = pipeline.prepare(recipe, progress, measure=True)
+            deployment = model_code.prepare(recipe, progress, measure=True)
     if dry_run:
         display.show_plan(planned.plan, planned.findings, json)
         return

@@ -20,17 +20,17 @@ from tcdeploy.cli.deprecated import add_old_json_keys
 from tcdeploy.cli.start_tables import compile_table, plan_table, warm_table
 from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, fit_all, wrap
 from tcdeploy.errors import OutputError, SpaceError
-from tcdeploy.import_times import describe_imports
+from tcdeploy.host.import_times import describe_imports
 from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from tcdeploy.cache.manifest import BucketRecord
-    from tcdeploy.deployment import Deployment
-    from tcdeploy.engine.sequence import NewToken
+    from tcdeploy.engine.schedule.sequence import NewToken
     from tcdeploy.planning.dry_run import PlanFinding
     from tcdeploy.planning.plan import Plan
+    from tcdeploy.start.deployment import Deployment
 
 JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed
 MAX_LAYER_KINDS = 4  # a model has at most this many kinds of layers; the layers of a kind share a program

@@ -11,14 +11,14 @@ from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.report_options import Json
 from tcdeploy.cli.text_input import read_text
-from tcdeploy.engine.sequence import DEFAULTS, SamplingParams
+from tcdeploy.engine.schedule.sequence import DEFAULTS, SamplingParams
 from tcdeploy.errors import UsageError
-from tcdeploy.gc_policy import freeze_gc_after_startup
-from tcdeploy.models.chat_template import start_renderer
+from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.text.chat_template import start_renderer
 
 if TYPE_CHECKING:
-    from tcdeploy.deployment import Deployment
+    from tcdeploy.start.deployment import Deployment
 
 
 def _help(text: str, param: str) -> str:
@@ -69,12 +69,12 @@ def generate(
     if chat:
         start_renderer()
     with display.show_progress() as progress:
-        from tcdeploy.start import prepare
+        from tcdeploy.start.prepare import prepare
 
         deployment = prepare(recipe, progress, needs_tokenizer=True)
     enforce_budget(deployment.stage_seconds, budget_seconds)
     freeze_gc_after_startup()
-    from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
+    from tcdeploy.text.detokenizer import IncrementalDetokenizer, chat_prompt
 
     tokenizer = deployment.tokenizer
     if chat and not tokenizer.chat_template:

@@ -18,7 +18,7 @@ import typer
 
 from tcdeploy.cli.interrupts import repeating_ignored_interrupts
 from tcdeploy.errors import Interrupted
-from tcdeploy.planning.interpreter import check_docstrings_exist
+from tcdeploy.host.interpreter import check_docstrings_exist
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_type
 
 MODEL_HELP = "Hub id, local folder or builtin:tiny; optional if the recipe names a model"

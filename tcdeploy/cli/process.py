@@ -10,7 +10,7 @@ import logging
 import os
 
 from tcdeploy.cli.standard_streams import replace_standard_streams
-from tcdeploy.gc_policy import relax_gc_for_startup
+from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tcdeploy.models.unused_packages import enable_fast_transformers_import
 from tcdeploy.planning.kubernetes import is_service_variable
 

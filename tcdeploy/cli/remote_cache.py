@@ -52,7 +52,7 @@ def fetch_cache(
     A bundle from another environment is refused; the differences are printed to stderr as a table.
     """
     from tcdeploy.bundle.fetch import EnvironmentMismatchError, fetch
-    from tcdeploy.cache import signing
+    from tcdeploy.cache.trust import signing
     from tcdeploy.cli import cache_display
 
     trusted = trusted_keys or signing.default_trusted_keys_folder()

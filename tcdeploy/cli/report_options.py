@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tcdeploy.planning.host import cpu_contention
+from tcdeploy.host.resources import cpu_contention
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")]
 DryRun = Annotated[

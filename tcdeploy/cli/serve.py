@@ -28,15 +28,15 @@ from tcdeploy.cli.remote_cache import (
 from tcdeploy.cli.report_options import DryRun, Json
 from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
-from tcdeploy.models.chat_template import read_chat_template, start_renderer
-from tcdeploy.models.tool_formats import REASONING_PARSERS, TOOL_PARSERS
 from tcdeploy.planning.dry_run import PlanFinding
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.settings import RequestLogFormat, ServerSettings, StartTier, check_settings
+from tcdeploy.text.chat_template import read_chat_template, start_renderer
+from tcdeploy.text.tool_formats import REASONING_PARSERS, TOOL_PARSERS
 
 if TYPE_CHECKING:
-    from tcdeploy.deployment import Deployment
+    from tcdeploy.start.deployment import Deployment
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SERVING, TRACING = "serve a model", "export traces (--otlp-endpoint)"  # what extras are needed for
@@ -287,7 +287,7 @@ def run(arguments: ServeArguments, dry_run: bool, json: bool) -> None:
         raise UsageError("--dry-run excludes --budget and --cache-from", "remove --dry-run")
     if dry_run:
         with display.show_progress():
-            from tcdeploy.pipeline import decide
+            from tcdeploy.start.model_code import decide
 
             planned = decide(recipe, needs_tokenizer=True, is_dry_run=True)
         display.show_plan(planned.plan, [*planned.findings, *_missing_extras(settings)], json)
@@ -298,7 +298,7 @@ def run(arguments: ServeArguments, dry_run: bool, json: bool) -> None:
     if settings.log_requests != "off":
         enable_access_log()
     with display.show_progress() as progress:
-        from tcdeploy.server.hot_path import hot_path_from_environment
+        from tcdeploy.server.http.hot_path import hot_path_from_environment
         from tcdeploy.server.run import run_server
 
         settings = dataclasses.replace(settings, hot_path=hot_path_from_environment(os.environ))
@@ -309,7 +309,7 @@ def run(arguments: ServeArguments, dry_run: bool, json: bool) -> None:
                 fetch_seconds = fetch_cache(
                     recipe, cache.source, arguments.trusted_keys, cache.allow_unsigned, cache.allow_rollback
                 )
-            from tcdeploy.start import prepare
+            from tcdeploy.start.prepare import prepare
 
             deployment = prepare(
                 recipe, progress, trusted_keys=arguments.trusted_keys, needs_tokenizer=True,

@@ -23,7 +23,7 @@ from tcdeploy.errors import CompileError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
-    from tcdeploy.deployment import Deployment
+    from tcdeploy.start.deployment import Deployment
 
 
 @recipe_command
@@ -69,19 +69,19 @@ def warm(
         warn_if_busy()
     with display.show_progress() as progress:
         if missed_shapes is not None:
-            from tcdeploy.pipeline import decide
-            from tcdeploy.server.missed_shapes import read_missed_shapes, with_missed_shapes
+            from tcdeploy.server.observe.missed_shapes import read_missed_shapes, with_missed_shapes
+            from tcdeploy.start.model_code import decide
 
             decided = decide(recipe, is_dry_run=dry_run)
             recipe = with_missed_shapes(recipe, decided.plan, read_missed_shapes(missed_shapes))
         if cache_from is not None:
             fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
         if dry_run:
-            from tcdeploy.pipeline import decide
+            from tcdeploy.start.model_code import decide
 
             planned = decide(recipe, is_dry_run=True)
         else:
-            from tcdeploy.start import prepare
+            from tcdeploy.start.prepare import prepare
 
             deployment = prepare(recipe, progress, trusted_keys=trusted_keys)
     if dry_run:
@@ -95,7 +95,7 @@ def warm(
     if cache_to is not None:
         cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
         del deployment
-        from tcdeploy.pipeline import release_memory
+        from tcdeploy.start.model_code import release_memory
 
         release_memory()  # packing starts the plan again, in another process on the same GPU
         push_cache(cache_dir, plan_key, cache_to, key)

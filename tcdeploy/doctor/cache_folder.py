@@ -16,9 +16,9 @@ from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, read_manifest
 from tcdeploy.doctor.host import existing_parent, is_noexec, write_test_file
 from tcdeploy.doctor.result import Request, Result, blocking, note, ok, unchecked
 from tcdeploy.errors import IntegrityError, TcdeployError
+from tcdeploy.host.regular_file import open_regular
 from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings, parse_environment
 from tcdeploy.planning.memory import gib
-from tcdeploy.regular_file import open_regular
 
 CHOOSE = "choose a writable folder: --cache-dir DIR, or TCDEPLOY_CACHE_DIR=DIR"
 MAX_NAMED = 3  # plans, or differences of a plan

@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 
 from tcdeploy.cache.folder import TEST_FILE_PREFIX
-from tcdeploy.compiler.cxx_runtime import probe_compiler
 from tcdeploy.doctor.result import Request, Result, blocking, finding, note, ok, unchecked
+from tcdeploy.host.resources import count_cores, host_memory_bytes
 from tcdeploy.planning.extras import is_installed
-from tcdeploy.planning.host import count_cores, host_memory_bytes
 from tcdeploy.planning.memory import gib
+from tcdeploy.programs.cxx_runtime import probe_compiler
 
 COMPILER_SECONDS = 10.0
 # About what torch, transformers and the compilers that Inductor starts take.

@@ -17,7 +17,7 @@ from tcdeploy.doctor.packages import installed_version
 from tcdeploy.doctor.result import Request, Result
 from tcdeploy.planning.environment import installed_flash_packages
 from tcdeploy.planning.kubernetes import is_service_variable
-from tcdeploy.start_record import COMPILER_PREFIXES
+from tcdeploy.start.record.record import COMPILER_PREFIXES
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "uvicorn", "llguidance")
 PREFIXES = (

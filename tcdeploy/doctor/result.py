@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tcdeploy.doctor.torch_probe import TorchProbe, run_torch_probe
+from tcdeploy.host.resources import cpu_contention
 from tcdeploy.planning.environment import requested_inductor_cache_dir, user_cache_dir
-from tcdeploy.planning.host import cpu_contention
 from tcdeploy.planning.plan import find_cache_dir
 
 State = Literal["ok", "note", "finding"]

@@ -128,7 +128,7 @@ def _parse_lines(text: str) -> Iterator[dict[str, Any]]:
 
 def write_sections() -> None:
     """Write each section to stdout. Whatever libraries write to stdout goes to stderr."""
-    from tcdeploy.import_times import ImportTimer
+    from tcdeploy.host.import_times import ImportTimer
 
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -189,7 +189,7 @@ def _driver_cuda_version() -> list[int] | None:
     """(major, minor) of the newest CUDA that the driver supports; None without a driver."""
     import ctypes
 
-    from tcdeploy.torch_compat.cuda_driver import LIBRARY
+    from tcdeploy.torch_compat.triton.cuda_driver import LIBRARY
 
     try:
         cuda, version = ctypes.CDLL(LIBRARY), ctypes.c_int()
@@ -252,8 +252,8 @@ def _describe_environment(timer: Any) -> dict[str, Any]:
 
 def _describe_cache_keys(timer: Any) -> dict[str, dict[str, str]]:
     """The inputs of torch's cache key that are neither in the environment nor in the plan."""
-    from tcdeploy.passes.post_grad import op_source_digests
-    from tcdeploy.torch_compat.inductor_settings import torch_settings
+    from tcdeploy.programs.passes.post_grad import op_source_digests
+    from tcdeploy.torch_compat.inductor.settings import torch_settings
 
     return {"sources": op_source_digests(), "settings": torch_settings()}
 

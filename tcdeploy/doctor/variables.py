@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tcdeploy.doctor.result import Request, Result, blocking, finding, note, ok
 from tcdeploy.errors import RecipeError
 from tcdeploy.planning.recipe import Recipe, build_recipe
-from tcdeploy.start_record import COMPILER_PREFIXES, SET_VARIABLES
+from tcdeploy.start.record.record import COMPILER_PREFIXES, SET_VARIABLES
 
 MODEL = "builtin:tiny"  # any: a recipe needs one
 

@@ -16,10 +16,13 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 
-from tcdeploy.compiler.stances import fail_on_recompile
-from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.graphs import StepOutput
-from tcdeploy.engine.in_flight import (
+from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from tcdeploy.engine.schedule.sequence import Chunk, NewToken, SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_clock import StepClock
+from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
+from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.step.in_flight import (
     ForwardPass,
     InFlightStep,
     PromptLogprobs,
@@ -27,16 +30,13 @@ from tcdeploy.engine.in_flight import (
     to_host,
     token_logprobs_of,
 )
-from tcdeploy.engine.launch_lock import LaunchLock
-from tcdeploy.engine.launch_timer import LaunchTimer
-from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.sampling import Logprobs, logprobs
-from tcdeploy.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
-from tcdeploy.engine.sequence import Chunk, NewToken, SamplingParams, Sequence
-from tcdeploy.engine.step_clock import StepClock
-from tcdeploy.engine.step_costs import StepCosts, StepPredictor
-from tcdeploy.engine.timing import time_next_size
+from tcdeploy.engine.step.launch_lock import LaunchLock
+from tcdeploy.engine.step.launch_timer import LaunchTimer
+from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.engine.step.sampling import Logprobs, logprobs
+from tcdeploy.engine.warm.timing import time_next_size
 from tcdeploy.errors import SpaceError, UsageError
+from tcdeploy.programs.stances import fail_on_recompile
 
 
 class Engine:
@@ -45,7 +45,7 @@ class Engine:
     `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured.
 
     If steps are CUDA graphs, `launch_lock` is held while one is launched. Other threads may wait for it, so that they
-    do not compete for the GIL (server/hot_path.py).
+    do not compete for the GIL (server/http/hot_path.py).
     """
 
     def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:
@@ -148,8 +148,8 @@ class Engine:
     def capture_next_graph(self) -> bool:
         """Capture one more CUDA graph, or time a captured size, while no request is open. False if nothing is left.
 
-        See engine/step_graphs.py. If the capture fails or would compile, a warning is logged. Exceptions of a timed
-        step are raised.
+        See engine/step/step_graphs.py. If the capture fails or would compile, a warning is logged. Exceptions of a
+        timed step are raised.
         """
         assert not self.has_work and self.runner.row_assignment.is_empty, "the step may run before its capture"
         with fail_on_recompile():

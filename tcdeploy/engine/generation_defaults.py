@@ -23,7 +23,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tcdeploy.engine.sequence import PARAM_CHECKS
+from tcdeploy.engine.schedule.sequence import PARAM_CHECKS
 from tcdeploy.errors import ModelError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision
@@ -32,7 +32,7 @@ from tcdeploy.planning.recipe import GenerationConfigSource, Recipe
 if TYPE_CHECKING:  # imports torch
     from transformers import PreTrainedConfig
 
-    from tcdeploy.models.generation_config import GenerationConfigFile
+    from tcdeploy.text.generation_config import GenerationConfigFile
 
 MAX_STOP_TOKEN_IDS = 128  # per model; those of a request come in addition
 HINT = "correct the file, or use --generation-config none, which does not apply its sampling defaults"
@@ -89,8 +89,8 @@ def read_model_defaults(
 
     Returns and raises as `resolve_defaults`.
     """
-    from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config  # imports transformers
-    from tcdeploy.models.tokenizer import tokenizer_stop_ids
+    from tcdeploy.text.generation_config import config_stop_token_ids, read_generation_config  # imports transformers
+    from tcdeploy.text.tokenizer import tokenizer_stop_ids
 
     return resolve_defaults(
         recipe.generation_config,

@@ -15,10 +15,10 @@ from torch import nn
 
 from tcdeploy.bench.stats import median
 from tcdeploy.bench.timing import Timestamps
-from tcdeploy.compiler.regions import Region
-from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.warmup_inputs import make_timing_batch
+from tcdeploy.engine.check.inputs import make_timing_batch
+from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.explain.findings import EagerCost, Finding
+from tcdeploy.programs.regions import Region
 
 REPEATS = 3
 

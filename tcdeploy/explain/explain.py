@@ -12,10 +12,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy import pipeline
-from tcdeploy.deployment import Deployment
-from tcdeploy.engine.program_setup import regions_of
-from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.engine.warm.program_setup import regions_of
 from tcdeploy.errors import CompileError, UnsupportedModelError
 from tcdeploy.explain.break_even import Payoff, compute_payoff
 from tcdeploy.explain.causes import COMPILE_ERROR
@@ -25,9 +23,11 @@ from tcdeploy.explain.kernels import BucketKernels, measure_kernels
 from tcdeploy.explain.refusal import read_refusal, with_measured_cost
 from tcdeploy.explain.source_line import SourceLine
 from tcdeploy.explain.tracing import trace_regions
+from tcdeploy.host.progress import Progress
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.progress import Progress
+from tcdeploy.start import model_code
+from tcdeploy.start.deployment import Deployment
 
 NOT_REQUESTED = "not requested (--no-measure)"
 
@@ -68,12 +68,12 @@ def explain(recipe: Recipe, progress: Progress, measures: bool = True, profiles:
 def _explain_started(recipe: Recipe, progress: Progress, profiles: bool) -> Explanation:
     failure: tuple[str, str] | None = None
     try:
-        deployment = pipeline.prepare(recipe, progress, measure=True)
+        deployment = model_code.prepare(recipe, progress, measure=True)
     except CompileError as error:
         failure = error.message, error.hint
     if failure is None:
         return _explain_deployment(deployment, progress, profiles)
-    pipeline.release_memory()  # outside the handler: the exception refers to the model
+    model_code.release_memory()  # outside the handler: the exception refers to the model
     explanation = _explain_loaded(recipe, progress, "the model cannot be compiled")
     if any(finding.is_blocking for finding in explanation.findings):
         return explanation
@@ -96,7 +96,7 @@ def _explain_deployment(deployment: Deployment, progress: Progress, profiles: bo
 
 
 def _explain_loaded(recipe: Recipe, progress: Progress, not_measured: str = NOT_REQUESTED) -> Explanation:
-    planned, runner = pipeline.load_uncompiled(recipe, progress)
+    planned, runner = model_code.load_uncompiled(recipe, progress)
     regions, findings = _trace(runner, planned.architecture, progress)
     return Explanation(recipe.model, regions, findings, None, not_measured, ())
 

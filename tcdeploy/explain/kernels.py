@@ -22,10 +22,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tcdeploy.bench.breakdown import Kernel, profile_replays, trim_overlap
 from tcdeploy.bench.breakdown import gap_us as gap_of
-from tcdeploy.compiler.stances import fail_on_recompile
-from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.warmup_inputs import make_timing_batch
+from tcdeploy.engine.check.inputs import make_timing_batch
+from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.plan import Bucket
+from tcdeploy.programs.stances import fail_on_recompile
 
 REPLAYS = 5
 WARMUP_REPLAYS = 1  # includes the profiler's own start

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tcdeploy.errors import OutputError
-from tcdeploy.torch_compat.compile_trace import write_trace
+from tcdeploy.torch_compat.dynamo.compile_trace import write_trace
 
 PREFIX, SUFFIX = "tcdeploy-explain-", ".log"
 MAX_BYTES = 256 << 20  # of a file; the trace of an 8B model with ten buckets is a tenth of this

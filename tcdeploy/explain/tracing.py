@@ -22,11 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcdeploy.attention.metadata import StepHolder
-from tcdeploy.compiler.programs import run_region, token_dims
-from tcdeploy.compiler.regions import Region
-from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.warmup_inputs import make_timing_batch
+from tcdeploy.engine.check.inputs import make_timing_batch
+from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import CompileError
 from tcdeploy.explain.causes import (
     COMPILE_ERROR,
@@ -39,11 +36,14 @@ from tcdeploy.explain.causes import (
 )
 from tcdeploy.explain.findings import Finding, Kind, RegionTrace, make_finding
 from tcdeploy.explain.source_line import SourceLine, current_stack, guard_line, model_line, parse_stack
-from tcdeploy.torch_compat import compile_trace
-from tcdeploy.torch_compat.compile_errors import is_compile_error
-from tcdeploy.torch_compat.compiled_call import get_compiled_call, set_compiled_call
-from tcdeploy.torch_compat.dispatch_mode import observe_operations
-from tcdeploy.torch_compat.mark_dynamic import suggest_dynamic, tensors_in
+from tcdeploy.kernels.attention.metadata import StepHolder
+from tcdeploy.programs.programs import run_region, token_dims
+from tcdeploy.programs.regions import Region
+from tcdeploy.torch_compat.dynamo import compile_trace
+from tcdeploy.torch_compat.dynamo.compile_errors import is_compile_error
+from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call, set_compiled_call
+from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
+from tcdeploy.torch_compat.dynamo.mark_dynamic import suggest_dynamic, tensors_in
 
 # In tokens, odd and even. The first length must differ from all other sizes: torch gives equal sizes one symbol.
 PROMPT_LENGTHS = (23, 18, 37, 60, 13, 10)

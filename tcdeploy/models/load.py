@@ -27,8 +27,15 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
+from tcdeploy.host.interpreter import check_docstrings_exist
 from tcdeploy.models.auto_classes import auto_class, model_class, remote_class
-from tcdeploy.models.checkpoint import (
+from tcdeploy.models.config_file import read_config_file
+from tcdeploy.models.convert.quantisation import cast_experts, dequantisation, is_dequantised
+from tcdeploy.models.convert.static_rope import freeze_rope
+from tcdeploy.models.load_errors import exception_chain, first_line, recognise
+from tcdeploy.models.location import BUILTIN_MODELS, local_folder
+from tcdeploy.models.refusals import Refusals
+from tcdeploy.models.weights.checkpoint import (
     ExpectedTensors,
     check_files,
     check_loading_report,
@@ -38,18 +45,11 @@ from tcdeploy.models.checkpoint import (
     read_stored_tensors,
     stored_dtype,
 )
-from tcdeploy.models.config_file import read_config_file
-from tcdeploy.models.dummy_weights import draw_dummy_weights
-from tcdeploy.models.early_weights import EarlyWeights, PreloadedSlice
-from tcdeploy.models.load_errors import exception_chain, first_line, recognise
-from tcdeploy.models.location import BUILTIN_MODELS, local_folder
-from tcdeploy.models.quantisation import cast_experts, dequantisation, is_dequantised
-from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.static_rope import freeze_rope
-from tcdeploy.planning.interpreter import check_docstrings_exist
+from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
+from tcdeploy.models.weights.early_weights import EarlyWeights, PreloadedSlice
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.torch_compat.float32_tensors import float32_tensors
+from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors
 
 DUMMY_SEED = 0
 HUB_URLS = ("https://huggingface.co/", "http://huggingface.co/", "https://hf.co/")

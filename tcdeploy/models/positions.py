@@ -48,7 +48,7 @@ WRITES = {
 class PositionTracer:
     """Records the origins of each tensor of one forward pass over a row of `row_length` tokens.
 
-    `record` is the observer of torch_compat/dispatch_mode.py. Tensors without origins are weights and constants.
+    `record` is the observer of torch_compat/dynamo/dispatch_mode.py. Tensors without origins are weights and constants.
     """
 
     def __init__(self, row_length: int) -> None:

@@ -25,7 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tcdeploy.errors import TcdeployError, UnsupportedArchitectureError, UnsupportedModelError
 from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, read_attention
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
-from tcdeploy.models.checkpoint import ExpectedTensors, expected_tensors
+from tcdeploy.models.convert.quantisation import quantisation_method
+from tcdeploy.models.convert.static_rope import freeze_rope
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.probe_failure import (
@@ -35,15 +36,14 @@ from tcdeploy.models.probe_failure import (
     explaining_failures,
     has_forward,
 )
-from tcdeploy.models.quantisation import quantisation_method
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.static_rope import freeze_rope
+from tcdeploy.models.weights.checkpoint import ExpectedTensors, expected_tensors
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.planning.memory import DTYPE_BYTES
-from tcdeploy.torch_compat.attention_registry import unregister_attention
-from tcdeploy.torch_compat.dispatch_mode import observe_operations
-from tcdeploy.torch_compat.fake_tensors import fake_tensors
-from tcdeploy.torch_compat.float32_tensors import float32_tensors
+from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
+from tcdeploy.torch_compat.dynamo.fake_tensors import fake_tensors
+from tcdeploy.torch_compat.transformers.attention_registry import unregister_attention
+from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors
 
 PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
 PROBE_DTYPE = torch.bfloat16  # grouped expert GEMMs support no other dtype on fake tensors

@@ -5,7 +5,7 @@ object detectors, and torchvision for images, with whatever these import. On an 
 0.8 of 17.8 s of a start with compiled programs. While the modules that import them are loaded, transformers finds them
 not installed, and remembers that for the life of the process. So this is done only in processes of the command line,
 which need none of these uses. Other code may import the packages afterwards. transformers itself is imported with fewer
-reads of files (torch_compat/transformers_import.py). Does not import torch.
+reads of files (torch_compat/transformers/fast_import.py). Does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def import_transformers() -> None:
     if not _is_fast_import_enabled:
         return
     # Not imported above, because this takes 17 ms, and commands without a model import this module too.
-    from tcdeploy.torch_compat.transformers_import import import_with_fewer_reads
+    from tcdeploy.torch_compat.transformers.fast_import import import_with_fewer_reads
 
     hidden = [name for name in PACKAGES if name not in sys.modules]
     for name in hidden:

@@ -1,8 +1,8 @@
 """The attention backends: one row each, with everything that planning needs to know about them. Does not import torch.
 
 The table is in order of preference. capability.py checks a row against a machine and a model, attention.py chooses, and
-attention/backends.py holds the functions that implement each row. To add a backend, add a row here, an implementation
-there, and its name to `recipe.Attention`. No other module compares backend names.
+kernels/attention/backends.py holds the functions that implement each row. To add a backend, add a row here, an
+implementation there, and its name to `recipe.Attention`. No other module compares backend names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Backend:
     distribution: package that `module` belongs to, as pip names it.
     internal: private interface of torch that it calls, as torch_compat names it; empty for none.
     requires_gpu: it has no CPU implementation.
-    uses_triton: its kernels are written in Triton. Decode steps then also use the Triton kernels of engine/advance.py.
+    uses_triton: its kernels are written in Triton. Decode steps then also use the Triton kernels of
+    engine/step/advance.py.
     capability_majors: major compute capabilities that its kernels are built for; None for all.
     dtypes: dtypes of Q, K and V.
     max_head_dim: largest head dimension; None for no limit.

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tcdeploy.host.resources import host_memory_bytes
 from tcdeploy.planning.backends import BACKENDS, Backend
-from tcdeploy.planning.host import host_memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Environment:
     install_paths: of Python's headers and of torch; they enter the cache keys of CPU programs.
     inductor_cache_dir: TORCHINDUCTOR_CACHE_DIR, if the user set it.
     user_cache_dir: $XDG_CACHE_HOME, or ~/.cache.
-    torch_settings: digest of the settings that torch_compat/inductor_settings.py reads; empty if they were not read.
+    torch_settings: digest of the settings that torch_compat/inductor/settings.py reads; empty if they were not read.
     """
 
     python: str
@@ -123,8 +123,8 @@ class Environment:
 STAGING_PREFIX = ".start-"  # the prefix of staging folders in a cache folder (cache/staging.py)
 GPU_FACTORS = ("gpu", "gpu_capability", "gpu_multiprocessors")
 CPU_ONLY_FACTORS = {"compiler", "install_paths", "cpu", "cpu_threads"}
-AOT_PACKAGES = "ahead-of-time packages"  # of torch, as torch_compat/aot_package.py names it
-DYNAMIC_SIZES = "dynamic sizes"  # the private interface of torch, as torch_compat/mark_dynamic.py names it
+AOT_PACKAGES = "ahead-of-time packages"  # of torch, as torch_compat/inductor/aot_package.py names it
+DYNAMIC_SIZES = "dynamic sizes"  # the private interface of torch, as torch_compat/dynamo/mark_dynamic.py names it
 # `torch_settings` is a factor too, but manifests hold the settings one by one.
 IGNORED_FACTORS = {
     "inductor_cache_dir", "user_cache_dir", "driver", "host_memory_bytes", "missing_internals", "torch_settings",

@@ -2,7 +2,7 @@
 
 Weights come first, then the workspace that running the model needs; KV blocks take the rest, but no more than the
 largest batch can use at full context. The workspace is predicted part by part (`Workspace`) before anything is loaded.
-After warm-up the manifest records the measured value beside it (`pipeline.prepare`).
+After warm-up the manifest records the measured value beside it (`model_code.prepare`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CUBLAS_BYTES = 3 * (32 << 20)  # one workspace for each stream that runs GEMMs: 
 # Of one captured step, in the driver. On an H100, 14 graphs of 32 layers took 37 KiB per layer, and 89 graphs of 8
 # layers 59 KiB.
 GRAPH_BYTES_PER_LAYER = 44 << 10
-PREFILL_INPUT_BYTES_PER_TOKEN = 4 * 8  # id, position, slot and source of a token, all int64 (engine/batch.py)
-MAX_PROMPT_TOKENS = 2048  # of the prompts on which buckets are checked (engine/check_prompts.py)
+PREFILL_INPUT_BYTES_PER_TOKEN = 4 * 8  # id, position, slot and source of a token, all int64 (engine/step/batch.py)
+MAX_PROMPT_TOKENS = 2048  # of the prompts on which buckets are checked (engine/check/check_prompts.py)
 MAX_CHECKED_ROWS = 16  # of a decode bucket, whose prompts are computed in one batch
 CHECKED_BLOCKS = 3  # KV blocks of such a row
 MAX_CHECKED_WINDOW = 8192  # tokens; no check sequence reaches beyond a larger sliding window
 # Peak memory of the parity check's float32 reference pass, as a multiple of a step's activations for as many tokens.
 PARITY_CHECK_FACTOR = 3.0
-SAMPLING_BYTES_PER_LOGIT = 3  # per row and vocabulary entry: a count and a flag (engine/sampling.py)
+SAMPLING_BYTES_PER_LOGIT = 3  # per row and vocabulary entry: a count and a flag (engine/step/sampling.py)
 HOST_KV_FRACTION = 0.25  # of host memory beyond the weights, on a CPU
 
 

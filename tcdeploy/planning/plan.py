@@ -86,7 +86,8 @@ class Plan:
         are not mixed.
     workspace_bytes: predicted device memory beyond weights and KV while serving; 0 on a CPU.
     rank, world_size: of tensor parallelism; sizes and bytes are those of one rank.
-    environment_key: `Environment.cache_key`, which is part of torch's key of each program (passes/post_grad.py).
+    environment_key: `Environment.cache_key`, which is part of torch's key of each program
+    (programs/passes/post_grad.py).
     key: names the manifest and the lease. Plans that compile the same programs on equal machines have equal keys.
     """
 

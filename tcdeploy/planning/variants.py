@@ -2,7 +2,7 @@
 
 A variant is a set of Inductor settings plus the choice of kernels and passes. Every mode except `auto` uses one variant
 for all buckets. `auto` has several candidates per bucket. The first is the known winner, and is used without timing.
-With `--tune-seconds`, candidates are timed in order and the fastest is kept (engine/tuning.py). `default` is the
+With `--tune-seconds`, candidates are timed in order and the fastest is kept (engine/warm/tuning.py). `default` is the
 plainest: without timing, a candidate that does not compile or fails its parity check is replaced by the next, up to
 `default`.
 
@@ -33,7 +33,7 @@ class Variant:
     compile_head: also compile the final norm, the rotary factors and the LM head of a decode step. Saves about 50 us
         a step and adds 0.3 s to each start.
     last_token_rows: after the attention of a prefill step's last layer, compute only the rows that are sampled from.
-        Adds one program (passes/last_token_rows.py).
+        Adds one program (programs/passes/last_token_rows.py).
     attention: prefill backend, if it differs from the plan's.
     required_speedup: its measured time is multiplied by this before it is compared with the others.
     """
@@ -63,7 +63,8 @@ COMBO_KERNELS = ("combo_kernels", True)  # independent small kernels share one l
 # 1. use_static_cuda_launcher is off: the result is not read from the cache for statically launched kernels. With PDL no
 #    kernel is launched statically.
 # 2. dynamic_scale_rblock is off: torch halves blocks after tuning, and saves the halved config as not tuned.
-# 3. Kernels are compiled in this process (torch_compat/compile_threads.py): pickling drops the mark of a tuned config.
+# 3. Kernels are compiled in this process (torch_compat/dynamo/compile_threads.py): pickling drops the mark of a tuned
+#   config.
 COORDINATE_DESCENT = (
     ("coordinate_descent_tuning", True), ("use_static_cuda_launcher", False), ("dynamic_scale_rblock", False),
 )  # fmt: skip
@@ -98,7 +99,7 @@ PREFILL_BY_MIN_TOKENS = {  # on Hopper, longest first
     257: (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE),
     0: (DEFAULT, MAX_AUTOTUNE),
 }
-SKINNY_GEMM_MAX_ROWS = 64  # of linear/skinny_gemm.py
+SKINNY_GEMM_MAX_ROWS = 64  # of kernels/linear/skinny_gemm.py
 CPU_PREFILL, CPU_DECODE = (DEFAULT, LAST_TOKEN_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)
 
 

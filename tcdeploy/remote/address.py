@@ -16,7 +16,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tcdeploy.errors import UsageError
-from tcdeploy.regular_file import open_regular
+from tcdeploy.host.regular_file import open_regular
 
 BUNDLE_SUFFIX = ".tcb"
 NON_SECRET_QUERIES = ("insecure",)  # not a secret, and the URL does not work without it

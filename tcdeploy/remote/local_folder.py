@@ -14,11 +14,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tcdeploy.durable import sync
-from tcdeploy.regular_file import open_regular
+from tcdeploy.host.durable import sync
+from tcdeploy.host.regular_file import open_regular
+from tcdeploy.host.temporary_files import temporary_file
 from tcdeploy.remote.address import CHUNK_BYTES, BundleName, parse_bundle_name
 from tcdeploy.remote.store import Body, ObjectInfo, StoredBundle
-from tcdeploy.temporary_files import temporary_file
 
 NO_HARD_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from tcdeploy.durable import sync
 from tcdeploy.errors import IntegrityError, SpaceError, UsageError
+from tcdeploy.host.durable import sync
+from tcdeploy.host.temporary_files import temporary_file
 from tcdeploy.remote.address import Address, BundleName, bundle_name_of, check_plan_key
 from tcdeploy.remote.fsspec_folder import open_folder
 from tcdeploy.remote.retry import Deadline, with_retries
 from tcdeploy.remote.store import Body, Store
-from tcdeploy.temporary_files import temporary_file
 
 MAX_BUNDLE_BYTES = 8 << 30
 MEBIBYTE = 1 << 20

@@ -21,7 +21,7 @@ import aiohttp
 from starlette.types import ASGIApp, Message, Scope
 from yarl import URL
 
-from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.apis.openai.protocol import ApiError
 
 CONNECT_TIMEOUT_S = 5
 MAX_MESSAGE_CHARS = 400

@@ -28,17 +28,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tcdeploy.scale.forwarded_request import ForwardedRequest, Headers, PromptRequest
-from tcdeploy.server.admission import Admission, BodyReservation
 from tcdeploy.server.api import REQUEST_MODELS
-from tcdeploy.server.authentication import AuthMiddleware
-from tcdeploy.server.content_encoding import read_decoded_body
-from tcdeploy.server.error_response import MESSAGES_PATH, error_response
-from tcdeploy.server.json_steps import JsonLimitError, JsonLimits, JsonSteps
-from tcdeploy.server.messages_protocol import messages_error_body
-from tcdeploy.server.near_routes import MAX_PATH_CHARS, find_near_path, routing_error
-from tcdeploy.server.protocol import ApiError, bad_request
-from tcdeploy.server.request_log import REQUEST_ID
-from tcdeploy.server.request_parsing import SMALL_BODY_BYTES
+from tcdeploy.server.apis.anthropic.protocol import messages_error_body
+from tcdeploy.server.apis.openai.protocol import ApiError, bad_request
+from tcdeploy.server.generate.admission import Admission, BodyReservation
+from tcdeploy.server.http.authentication import AuthMiddleware
+from tcdeploy.server.http.content_encoding import read_decoded_body
+from tcdeploy.server.http.error_response import MESSAGES_PATH, error_response
+from tcdeploy.server.http.json_steps import JsonLimitError, JsonLimits, JsonSteps
+from tcdeploy.server.http.near_routes import MAX_PATH_CHARS, find_near_path, routing_error
+from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES
+from tcdeploy.server.observe.request_log import REQUEST_ID
 from tcdeploy.server.settings import HotPath, ServerSettings
 
 Forward = Callable[[str, ForwardedRequest], AsyncGenerator[list[Message], None]]  # to the application of a model

@@ -37,7 +37,7 @@ from tcdeploy.scale.ray_config import (
 from tcdeploy.scale.ray_ingress import Ingress, ModelIngress
 from tcdeploy.scale.ray_metrics import RayMetrics
 from tcdeploy.scale.replica import Replica
-from tcdeploy.server.request_log import RequestLog
+from tcdeploy.server.observe.request_log import RequestLog
 
 MAX_STARTS = 2  # of a replica; a model that cannot be loaded fails each time
 

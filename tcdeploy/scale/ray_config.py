@@ -21,7 +21,7 @@ from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.recipe import Recipe, build_recipe
 from tcdeploy.scale.ingress import IngressModel
 from tcdeploy.scale.replica import ReplicaSettings
-from tcdeploy.server.hot_path import hot_path_from_environment
+from tcdeploy.server.http.hot_path import hot_path_from_environment
 from tcdeploy.server.settings import ServerSettings, check_api_keys, check_settings
 
 DEPLOYMENT = "Model"  # name of the deployment class in ray.py

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message
 from tcdeploy.scale import ingress
 from tcdeploy.scale.forwarded_request import ForwardedRequest, PromptRequest, forward_over_http, http_session
 from tcdeploy.scale.ray_config import DEPLOYMENT, read_arguments, read_ingress_arguments
-from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.apis.openai.protocol import ApiError
 
 
 class Ingress:

@@ -18,7 +18,7 @@ import os
 
 from ray.serve.metrics import Gauge
 
-from tcdeploy.server.metrics import Metrics
+from tcdeploy.server.observe.metrics import Metrics
 
 REPORT_INTERVAL_VARIABLE = "RAY_metrics_report_interval_ms"  # set for Ray in the environment of `ray start`
 DEFAULT_REPORT_INTERVAL_MS = 10_000

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tcdeploy.cache.trust import check_ownership
+from tcdeploy.cache.trust.ownership import check_ownership
 from tcdeploy.errors import TcdeployError, TrustError, UsageError
 
 PRIVATE_UMASK = 0o077

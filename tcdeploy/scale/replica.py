@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 from tcdeploy import errors
 from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.errors import TcdeployError
-from tcdeploy.gc_policy import relax_gc_for_startup
-from tcdeploy.models.chat_template import start_renderer
+from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.server.hot_path import shorten_switch_interval
-from tcdeploy.server.metrics import Metrics
+from tcdeploy.server.http.hot_path import shorten_switch_interval
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
-from tcdeploy.server.request_log import RequestLog
+from tcdeploy.server.observe.metrics import Metrics
+from tcdeploy.server.observe.request_log import RequestLog
 from tcdeploy.server.settings import ServerSettings
+from tcdeploy.text.chat_template import start_renderer
 
 if TYPE_CHECKING:  # importing torch takes seconds
-    from tcdeploy.deployment import Deployment
+    from tcdeploy.start.deployment import Deployment
 
 
 HINT = " Hint: "
@@ -116,14 +116,14 @@ class Replica:
         trusted_keys = Path(settings.trusted_keys) if settings.trusted_keys else None
         if settings.cache is not None:
             from tcdeploy.bundle.fetch import fetch
-            from tcdeploy.cache.signing import default_trusted_keys_folder
+            from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 
             cache = settings.cache
             fetch(
                 settings.recipe, cache.source, trusted_keys or default_trusted_keys_folder(), cache.allow_unsigned,
                 cache.allow_rollback,
             )  # fmt: skip
-        from tcdeploy.start import prepare
+        from tcdeploy.start.prepare import prepare
 
         eager = settings.server.start == "eager"
         return prepare(settings.recipe, trusted_keys=trusted_keys, needs_tokenizer=True, eager=eager)

@@ -1,8 +1,8 @@
 """The HTTP API: OpenAI's completions, chat completions and models, vLLM's tokenizer routes, and operations.
 
-The routes of OpenAI's Responses API are in responses_api.py, those of Anthropic's Messages API in messages_api.py, and
-generation.py runs the requests that generate text. Starlette routes the requests; FastAPI is not used, because bodies
-are read and validated here and openapi.py is short.
+The routes of OpenAI's Responses API are in server/apis/responses/routes.py, those of Anthropic's Messages API in
+server/apis/anthropic/routes.py, and generation.py runs the requests that generate text. Starlette routes the requests;
+FastAPI is not used, because bodies are read and validated here and openapi.py is short.
 """
 
 from __future__ import annotations
@@ -20,16 +20,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tcdeploy import __version__
-from tcdeploy.server import status
-from tcdeploy.server.authentication import UNAUTHENTICATED_PATHS, AuthMiddleware
-from tcdeploy.server.error_response import error_response, logged_error_response
-from tcdeploy.server.generation import GenerationApi, admitted_body, generate
-from tcdeploy.server.hot_path import direct_route
-from tcdeploy.server.messages_api import messages_routes
-from tcdeploy.server.messages_protocol import CountTokensRequest, MessagesRequest
-from tcdeploy.server.near_routes import routing_error
-from tcdeploy.server.openapi import openapi_document
-from tcdeploy.server.protocol import (
+from tcdeploy.server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest
+from tcdeploy.server.apis.anthropic.routes import messages_routes
+from tcdeploy.server.apis.openai.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -37,10 +30,17 @@ from tcdeploy.server.protocol import (
     TokenizeRequest,
     bad_request,
 )
-from tcdeploy.server.request_log import RequestLog
-from tcdeploy.server.responses_api import responses_routes
-from tcdeploy.server.responses_protocol import ResponsesRequest
-from tcdeploy.server.root_path import RootPath
+from tcdeploy.server.apis.responses.protocol import ResponsesRequest
+from tcdeploy.server.apis.responses.routes import responses_routes
+from tcdeploy.server.generate.generation import GenerationApi, admitted_body, generate
+from tcdeploy.server.http.authentication import UNAUTHENTICATED_PATHS, AuthMiddleware
+from tcdeploy.server.http.error_response import error_response, logged_error_response
+from tcdeploy.server.http.hot_path import direct_route
+from tcdeploy.server.http.near_routes import routing_error
+from tcdeploy.server.http.openapi import openapi_document
+from tcdeploy.server.http.root_path import RootPath
+from tcdeploy.server.observe import status
+from tcdeploy.server.observe.request_log import RequestLog
 from tcdeploy.server.server_state import ServerState
 
 REQUEST_MODELS: dict[str, type[BaseModel]] = {

@@ -12,21 +12,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tcdeploy.gc_policy import freeze_gc_after_startup
-from tcdeploy.server.admission import Admission
+from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.server.api import make_app
-from tcdeploy.server.canary import CanarySchedule
-from tcdeploy.server.metrics import Metrics
+from tcdeploy.server.generate.admission import Admission
+from tcdeploy.server.observe.metrics import Metrics
+from tcdeploy.server.observe.status_history import INTERVAL_S
+from tcdeploy.server.observe.telemetry import Telemetry
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service, build_service
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.server.status_history import INTERVAL_S
-from tcdeploy.server.telemetry import Telemetry
 from tcdeploy.server.warmup_requests import build_grammar_tables_when_idle, send_warmup_requests
-from tcdeploy.server.worker import EngineDeadError, Worker
+from tcdeploy.server.worker.canary import CanarySchedule
+from tcdeploy.server.worker.worker import EngineDeadError, Worker
 
 if TYPE_CHECKING:  # importing torch takes seconds; the app answers before
-    from tcdeploy.deployment import Deployment
+    from tcdeploy.start.deployment import Deployment
 
 DRAIN_POLL_S = 0.05
 ERROR_DELIVERY_S = 1.0  # time for the last error events to reach the clients
@@ -129,7 +129,7 @@ def _record_canary(deployment: Deployment, settings: ServerSettings) -> CanarySc
 
     Raises CompileError with `canary_strict` if no case is repeatable.
     """
-    from tcdeploy.engine.canary import Canary  # imports torch, which is loaded by now
+    from tcdeploy.engine.check.canary import Canary  # imports torch, which is loaded by now
 
     start = time.perf_counter()
     canary = Canary(deployment.engine)

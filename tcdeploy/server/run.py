@@ -27,14 +27,14 @@ except ImportError:  # not available on every platform
     uvloop = None  # type: ignore[assignment]
 
 from tcdeploy.errors import UsageError
-from tcdeploy.server.hot_path import shorten_switch_interval
-from tcdeploy.server.http import http_protocol
-from tcdeploy.server.listener import Listener, connection_limit
+from tcdeploy.server.http.connection import http_protocol
+from tcdeploy.server.http.hot_path import shorten_switch_interval
+from tcdeploy.server.http.listener import Listener, connection_limit
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.settings import ServerSettings
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
-    from tcdeploy.deployment import Deployment
+    from tcdeploy.start.deployment import Deployment
 
 GRACEFUL_SHUTDOWN_S = 3  # uvicorn's time for open connections
 CANCEL_S = 0.05  # time for cancelled requests to end, for which uvicorn does not wait

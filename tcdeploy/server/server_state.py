@@ -6,18 +6,18 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from tcdeploy.server.admission import RETRY_AFTER_S, Admission
-from tcdeploy.server.canary import CanaryStats
-from tcdeploy.server.figures import ModelFigures, ServerFigures
-from tcdeploy.server.metrics import Metrics
-from tcdeploy.server.protocol import ApiError
-from tcdeploy.server.request_parsing import RequestParser
-from tcdeploy.server.response_store import ResponseStore
+from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.server.apis.responses.store import ResponseStore
+from tcdeploy.server.generate.admission import RETRY_AFTER_S, Admission
+from tcdeploy.server.http.request_parsing import RequestParser
+from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
+from tcdeploy.server.observe.metrics import Metrics
+from tcdeploy.server.observe.status_history import StatusHistory
+from tcdeploy.server.observe.telemetry import Telemetry
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.server.status_history import StatusHistory
-from tcdeploy.server.telemetry import Telemetry
-from tcdeploy.server.worker import Worker
+from tcdeploy.server.worker.canary import CanaryStats
+from tcdeploy.server.worker.worker import Worker
 
 
 @dataclass

@@ -12,30 +12,35 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tcdeploy.engine.constraint import Constraint
-from tcdeploy.models.conversation import replace_chat_template
-from tcdeploy.models.template_probe import template_form
-from tcdeploy.server.admission import Admission
-from tcdeploy.server.bad_words import BadWords
-from tcdeploy.server.json_steps import JsonLimits
-from tcdeploy.server.metrics import Metrics
-from tcdeploy.server.missed_shapes import MissedShapes
-from tcdeploy.server.output_constraint import OutputConstraint
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest
-from tcdeploy.server.schema_numbers import UnsupportedSchemaError
+from tcdeploy.engine.schedule.constraint import Constraint
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
+from tcdeploy.server.apis.openai.validation import ModelLimits
+from tcdeploy.server.generate.admission import Admission
+from tcdeploy.server.generate.text_encoder import TextEncoder
+from tcdeploy.server.generate.tokenization import Prompt, PromptTokenizer
+from tcdeploy.server.generate.vocabulary import Vocabulary
+from tcdeploy.server.http.json_steps import JsonLimits
+from tcdeploy.server.observe.metrics import Metrics
+from tcdeploy.server.observe.missed_shapes import MissedShapes
+from tcdeploy.server.observe.system_fingerprint import system_fingerprint
+from tcdeploy.server.output.structured.bad_words import BadWords
+from tcdeploy.server.output.structured.output_constraint import OutputConstraint
+from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
+from tcdeploy.server.output.structured.structured_output import (
+    CompiledGrammar,
+    StructuredOutputBackend,
+    parse_schema,
+    schema_error,
+)
+from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.server.structured_output import CompiledGrammar, StructuredOutputBackend, parse_schema, schema_error
-from tcdeploy.server.system_fingerprint import system_fingerprint
-from tcdeploy.server.text_encoder import TextEncoder
-from tcdeploy.server.tokenization import Prompt, PromptTokenizer
-from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.validation import ModelLimits
-from tcdeploy.server.vocabulary import Vocabulary
-from tcdeploy.server.worker import Worker
+from tcdeploy.server.worker.worker import Worker
+from tcdeploy.text.conversation import replace_chat_template
+from tcdeploy.text.template_probe import template_form
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
-    from tcdeploy.deployment import Deployment
     from tcdeploy.engine.engine import Engine
+    from tcdeploy.start.deployment import Deployment
 
 MAX_UNKNOWN_FIELDS = 1000  # names that are logged and counted
 MAX_FIELD_NAME_CHARS = 200  # of such a name
@@ -67,7 +72,7 @@ class Service:
 
     def recompiles(self) -> int:
         """Compilations since the model was loaded, without those between two steps after an eager start."""
-        from tcdeploy.compiler.compile_stats import read_counts
+        from tcdeploy.programs.compile_stats import read_counts
 
         swaps = self.deployment.swaps
         return read_counts().compiles - self.compiles_at_load - (swaps.compiles if swaps else 0)
@@ -152,7 +157,7 @@ def build_service(
     Runs in the engine thread: the event loop would not answer for the 0.1 s that reading a large vocabulary takes.
     Raises ModelError if the chat template of the settings cannot be used.
     """
-    from tcdeploy.compiler.compile_stats import read_counts  # imports torch, which is loaded by now
+    from tcdeploy.programs.compile_stats import read_counts  # imports torch, which is loaded by now
 
     engine, tokenizer = deployment.engine, deployment.tokenizer
     if settings.chat_template is not None:

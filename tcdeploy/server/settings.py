@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tcdeploy.errors import UsageError
-from tcdeploy.models.chat_template import ChatTemplate
+from tcdeploy.text.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ServerSettings:
     ssl_certfile: str | None = None  # certificate chain in PEM; None: HTTP without TLS
     ssl_keyfile: str | None = None  # its private key; None: in `ssl_certfile`
     chat_template: ChatTemplate | None = None  # replaces the tokenizer's
-    tool_parser: str = "auto"  # a name in models/tool_formats.py
+    tool_parser: str = "auto"  # a name in text/tool_formats.py
     reasoning_parser: str = "auto"
     max_queued: int = 256  # choices that may wait for a decode row
     drain_timeout: float = 30.0  # seconds

@@ -19,8 +19,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
+from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service
 

@@ -9,12 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 from typing import NamedTuple
 
-from tcdeploy.torch_compat import (
-    aot_package,
-    aot_pdl,
-    attention_registry,
-    autotune_cache,
-    benchmarker,
+from tcdeploy.torch_compat import torch_flash
+from tcdeploy.torch_compat.dynamo import (
     body_forward,
     compile_callback,
     compile_counters,
@@ -24,29 +20,34 @@ from tcdeploy.torch_compat import (
     compile_threads,
     compile_trace,
     compiled_call,
-    compiler_queries,
-    custom_graph_pass,
     dispatch_mode,
     eager_input_vals,
     fake_tensors,
-    float32_tensors,
+    mark_dynamic,
+)
+from tcdeploy.torch_compat.inductor import (
+    aot_package,
+    aot_pdl,
+    autotune_cache,
+    benchmarker,
+    compiler_queries,
+    custom_graph_pass,
     graph_cache_keys,
-    inductor_settings,
-    inductor_workers,
     installation_hashes,
     kernel_environment,
-    mark_dynamic,
     pdl,
     precompiled_headers,
-    stored_kernels,
-    torch_flash,
-    transformers_import,
-    triton_cache,
-    triton_platform_key,
-    triton_source,
-    uvicorn_protocol,
 )
+from tcdeploy.torch_compat.inductor import settings as inductor_settings
+from tcdeploy.torch_compat.inductor import workers as inductor_workers
 from tcdeploy.torch_compat.internal import Internal
+from tcdeploy.torch_compat.transformers import attention_registry, float32_tensors
+from tcdeploy.torch_compat.transformers import fast_import as transformers_import
+from tcdeploy.torch_compat.triton import cache as triton_cache
+from tcdeploy.torch_compat.triton import platform_key as triton_platform_key
+from tcdeploy.torch_compat.triton import source as triton_source
+from tcdeploy.torch_compat.triton import stored_kernels
+from tcdeploy.torch_compat.uvicorn import protocol as uvicorn_protocol
 
 INTERNALS: tuple[Internal, ...] = tuple(
     module.INTERNAL

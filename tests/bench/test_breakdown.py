@@ -35,12 +35,12 @@ def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: str) -> Non
 @pytest.mark.parametrize(
     ("module", "kind"),
     [
-        ("attention.prefill_kernel", "attention"),
-        ("attention.kv_write_kernel", "attention"),
-        ("attention.decode_kernel", "attention"),
-        ("linear.skinny_gemm_kernel", "gemm"),
-        ("linear.gemv_kernel", "gemm"),
-        ("engine.advance_kernels", "sampling"),
+        ("kernels.attention.prefill_kernel", "attention"),
+        ("kernels.attention.kv_write_kernel", "attention"),
+        ("kernels.attention.decode_kernel", "attention"),
+        ("kernels.linear.skinny_gemm_kernel", "gemm"),
+        ("kernels.linear.gemv_kernel", "gemm"),
+        ("kernels.sampling.advance_kernels", "sampling"),
     ],
 )
 def test_kernels_of_this_package_have_the_kind_of_their_module(module: str, kind: str) -> None:

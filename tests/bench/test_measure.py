@@ -15,9 +15,9 @@ from tcdeploy.bench.session import Session, region_recipe
 from tcdeploy.bench.settings import DecodeSettings, PrefillSettings, ThroughputSettings
 from tcdeploy.bench.timing import Timestamps, step_seconds
 from tcdeploy.errors import UsageError
-from tcdeploy.pipeline import decide
+from tcdeploy.host.progress import NullProgress
 from tcdeploy.planning.recipe import Recipe, build_recipe
-from tcdeploy.progress import NullProgress
+from tcdeploy.start.model_code import decide
 from tests.conftest import TINY, TINY_BATCH_SIZES, TINY_BUCKETS
 
 RATES = Rates(1e10, 1 << 20, 1e11, 256, "float32")

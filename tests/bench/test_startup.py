@@ -12,8 +12,8 @@ import pytest
 from tcdeploy.bench.settings import StartupSettings
 from tcdeploy.bench.startup import StartupRow, recipe_flags, run, run_process
 from tcdeploy.errors import TcdeployError
+from tcdeploy.host.progress import NullProgress
 from tcdeploy.planning.recipe import Recipe, build_recipe
-from tcdeploy.progress import NullProgress
 
 
 def test_recipe_flags_round_trip() -> None:

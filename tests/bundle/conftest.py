@@ -10,7 +10,7 @@ import pytest
 
 from tcdeploy.bundle.pack import pack
 from tcdeploy.cache.manifest import Manifest
-from tcdeploy.cache.signing import generate_key, trust
+from tcdeploy.cache.trust.signing import generate_key, trust
 from tests.bundle.fake_caches import key_of, make_cache, make_small
 
 

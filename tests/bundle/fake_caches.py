@@ -87,7 +87,9 @@ def manifest_for(
     environment = as_installed()
     plan = make_plan(recipe, environment, LLAMA_8B)
     config = {"model_type": "llama", "hidden_size": 4096}
-    origin = make_origin(recipe, config, {"linear/ops.py": "5" * 64}, {"epilogue_fusion": "True"}, {"model": "6" * 64})
+    origin = make_origin(
+        recipe, config, {"kernels/linear/ops.py": "5" * 64}, {"epilogue_fusion": "True"}, {"model": "6" * 64}
+    )
     buckets = [record_of(f"prefill:{bucket}", outcome), record_of("decode:1")]
     manifest = make_manifest(plan, environment, origin, {"compile": 1.0}, buckets, hash_files(folder, files), 1 << 20)
     return replace(manifest, **differences)

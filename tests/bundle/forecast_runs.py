@@ -21,10 +21,10 @@ def forecast_and_start(fork_server: ForkServer, home: Path, **question: Any) -> 
 
 def print_forecast_and_outcomes(question_json: str) -> None:
     """Runs in the forked process; prints the result as JSON."""
-    from tcdeploy import pipeline
     from tcdeploy.bundle.why import forecast, merge_forecasts
     from tcdeploy.cache.manifest import read_manifest
     from tcdeploy.planning.recipe import build_recipe
+    from tcdeploy.start import model_code as pipeline
 
     question = json.loads(question_json)
     exec(question.get("before", ""))

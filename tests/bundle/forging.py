@@ -16,8 +16,8 @@ import zstandard
 from tcdeploy.cache.bundle_header import Header, Payload, header_bytes, make_portable
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import Manifest
-from tcdeploy.cache.signed_header import signed_header_bytes
-from tcdeploy.cache.signing import sign
+from tcdeploy.cache.trust.signed_header import signed_header_bytes
+from tcdeploy.cache.trust.signing import sign
 
 
 def record(path: str, content: bytes) -> FileRecord:

@@ -46,7 +46,7 @@ def test_files_are_grouped_by_the_cache_that_has_them(first: Manifest) -> None:
 
 def test_differences_of_environment_plan_config_and_ops_list_both_values(first: Manifest) -> None:
     config = {"model_type": "llama", "rope": 1}
-    origin = replace(first.origin, model_config=config, sources={"linear/ops.py": "6" * 64})
+    origin = replace(first.origin, model_config=config, sources={"kernels/linear/ops.py": "6" * 64})
     second = replace(
         first,
         environment={**first.environment, "torch": "9.9"},
@@ -59,7 +59,7 @@ def test_differences_of_environment_plan_config_and_ops_list_both_values(first: 
         "plan.compute_dtype": (first.plan["compute_dtype"], "float16"),
         "config.hidden_size": ("4096", "-"),
         "config.rope": ("-", "1"),
-        "tcdeploy/linear/ops.py": ("5" * 12, "6" * 12),
+        "tcdeploy/kernels/linear/ops.py": ("5" * 12, "6" * 12),
     }
 
 

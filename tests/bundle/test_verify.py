@@ -25,10 +25,10 @@ from tcdeploy.cache.contents import hash_files
 from tcdeploy.cache.folder import UNPACKING_PREFIX
 from tcdeploy.cache.inventory import list_plans
 from tcdeploy.cache.manifest import write_manifest
-from tcdeploy.cache.signed_header import read_signed_header
-from tcdeploy.cache.signing import generate_key, trust
 from tcdeploy.cache.staging import create_staging_folder
 from tcdeploy.cache.stored_headers import HEADERS_DIR
+from tcdeploy.cache.trust.signed_header import read_signed_header
+from tcdeploy.cache.trust.signing import generate_key, trust
 from tcdeploy.cli import cache_bundle
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed

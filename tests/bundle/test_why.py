@@ -217,14 +217,14 @@ def test_on_a_gpu_the_cpu_and_the_compiler_do_not_matter(manifest: Manifest) -> 
 
 def test_other_sources_of_our_ops_are_a_miss_that_names_them(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
-    other = dataclasses.replace(manifest.origin, sources={"linear/ops.py": "0" * 64})
+    other = dataclasses.replace(manifest.origin, sources={"kernels/linear/ops.py": "0" * 64})
     predicted = forecast(manifest, plan, environment, other)
     assert len(predicted.misses) == 4
-    assert "tcdeploy/linear/ops.py" in [difference.name for difference in predicted.differences]
+    assert "tcdeploy/kernels/linear/ops.py" in [difference.name for difference in predicted.differences]
 
 
 def test_caches_that_are_switched_off_are_a_miss_that_names_the_setting(manifest: Manifest) -> None:
-    """Such a start is refused (pipeline.py)."""
+    """Such a start is refused (start/model_code.py)."""
     plan, environment = planned(manifest)
     settings = {**manifest.origin.torch_settings, "force_disable_caches": "True"}
     other = dataclasses.replace(manifest.origin, torch_settings=settings)
@@ -349,10 +349,10 @@ def test_the_command_lists_misses_and_exits_with_3(cached: Cached, run_cli: Any)
 def test_the_command_detects_changed_sources_of_its_own_package(cached: Cached, run_cli: Any, tmp_path: Path) -> None:
     package = tmp_path / "changed"
     shutil.copytree(ROOT / "tcdeploy", package / "tcdeploy")
-    with open(package / "tcdeploy" / "attention" / "reference.py", "a") as source:
+    with open(package / "tcdeploy" / "kernels" / "attention" / "reference.py", "a") as source:
         source.write("CHANGED = True\n")
     done = run_cli("cache", "why", str(cached.folder), PYTHONPATH=str(package), cwd=str(package))
-    assert done.returncode == 3 and "tcdeploy/attention/reference.py" in done.stdout
+    assert done.returncode == 3 and "tcdeploy/kernels/attention/reference.py" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tcdeploy.cache.manifest import Manifest, manifest_path, write_manifest
 from tcdeploy.cache.staging import create_staging_folder
 from tcdeploy.cli import cache_inspect
 from tcdeploy.errors import IntegrityError, TrustError
-from tcdeploy.temporary_files import HOST
+from tcdeploy.host.temporary_files import HOST
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import Child, contents, fill, key_of, listing, make_small, manifest_for, path_of
 from tests.conftest import mounted_tmpfs

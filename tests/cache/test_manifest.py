@@ -40,8 +40,8 @@ from tcdeploy.cache.manifest import (
     write_manifest,
 )
 from tcdeploy.errors import IntegrityError, SpaceError
+from tcdeploy.host.regular_file import open_regular
 from tcdeploy.planning.plan import make_plan
-from tcdeploy.regular_file import open_regular
 from tests.machines import H100, LLAMA_8B, make_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ PLAN = make_plan(RECIPE, H100, LLAMA_8B)
 ORIGIN = make_origin(
     RECIPE,
     {"model_type": "llama", "rope_theta": 500000.0},
-    {"linear/ops.py": hashlib.sha256(b"sources").hexdigest()},
+    {"kernels/linear/ops.py": hashlib.sha256(b"sources").hexdigest()},
     {"epilogue_fusion": "True"},
     {"transformers.models.llama.modeling_llama": hashlib.sha256(b"model").hexdigest()},
 )

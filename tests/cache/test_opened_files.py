@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.regular_file import UnsafeFileError, open_regular, read_regular, write_new
+from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular, write_new
 from tests.test_import_graph import ROOT, modules_of
 
 # Modules whose files lie in a cache folder, a staging folder, a bundle, a remote folder or the folder of trusted keys.
 PREFIXES = (
-    "cache.", "bundle.", "remote.", "durable", "start_record", "start_recorder", "record_lookup", "packaged_start",
-    "server.missed_shapes", "engine.stored_reference", "compiler.packages", "compiler.aot", "models.stored_tokenizer",
-    "doctor.cache_folder", "cli.cache", "cli.remote_cache", "torch_compat.triton_cache", "deployment", "pipeline",
-    "compile_process", "compile_worker",
+    "cache.", "bundle.", "remote.", "host.durable", "start.record.record", "start.record.recorder",
+    "start.record.lookup", "start.packages", "server.observe.missed_shapes", "engine.check.stored_reference",
+    "programs.packages", "programs.aot", "text.stored_tokenizer", "doctor.cache_folder", "cli.cache",
+    "cli.remote_cache", "torch_compat.triton.cache", "start.deployment", "start.model_code", "start.workers.process",
+    "start.workers.worker",
 )  # fmt: skip
 OPENING = {
     "open", "fdopen", "read_text", "read_bytes", "write_text", "write_bytes", "copy", "copy2", "copyfile", "copytree",
@@ -28,33 +29,33 @@ SOURCES = "source files of this package"
 ALLOWED = {
     ("bundle.pack", "write_text"): "the recipe of a subprocess, in a temporary folder",
     ("cache.folder", "TemporaryFile"): "a new file with a random name",
-    ("cache.signing", "read_bytes"): "keys that the user names, which may come from a pipe",
-    ("cache.signing", "fdopen"): "a new secret key, opened with O_EXCL",
-    ("cache.signing", "open"): "a new secret key, opened with O_EXCL",
-    ("cache.signing", "write_bytes"): "a new public key beside it, in a folder that the user names",
+    ("cache.trust.signing", "read_bytes"): "keys that the user names, which may come from a pipe",
+    ("cache.trust.signing", "fdopen"): "a new secret key, opened with O_EXCL",
+    ("cache.trust.signing", "open"): "a new secret key, opened with O_EXCL",
+    ("cache.trust.signing", "write_bytes"): "a new public key beside it, in a folder that the user names",
     ("cache.staging", "open"): "the lock of a new staging folder, opened with O_EXCL",
     ("cache.toolchain", "write_text"): "the compiler's stub, in a temporary folder",
     ("cli.cache_bundle", "copytree"): "copies with `copy_regular`",
-    ("compile_process", "write_text"): "config.json for a worker, in a temporary folder",
-    ("compile_process", "open"): "a pipe",
-    ("compile_worker", "open"): "a pipe",
-    ("compiler.aot", "write_text"): STAGING,
-    ("compiler.packages", "open"): STAGING,
-    ("compiler.packages", "read_text"): STAGING,
-    ("deployment", "read_bytes"): SOURCES,
-    ("durable", "open"): "flushes a file that was written, or a folder; does not wait",
-    ("engine.stored_reference", "read_bytes"): SOURCES,
-    ("engine.stored_reference", "safe_open"): STAGING,
-    ("engine.stored_reference", "save_file"): STAGING,
-    ("models.stored_tokenizer", "from_file"): f"of the model, or {STAGING}",
-    ("packaged_start", "load_file"): STAGING,
+    ("start.workers.process", "write_text"): "config.json for a worker, in a temporary folder",
+    ("start.workers.process", "open"): "a pipe",
+    ("start.workers.worker", "open"): "a pipe",
+    ("programs.aot", "write_text"): STAGING,
+    ("programs.packages", "open"): STAGING,
+    ("programs.packages", "read_text"): STAGING,
+    ("start.deployment", "read_bytes"): SOURCES,
+    ("host.durable", "open"): "flushes a file that was written, or a folder; does not wait",
+    ("engine.check.stored_reference", "read_bytes"): SOURCES,
+    ("engine.check.stored_reference", "safe_open"): STAGING,
+    ("engine.check.stored_reference", "save_file"): STAGING,
+    ("text.stored_tokenizer", "from_file"): f"of the model, or {STAGING}",
+    ("start.packages", "load_file"): STAGING,
     ("remote.fsspec_folder", "open"): "of a remote file system",
     ("remote.oci", "open"): "the bundle that is pushed",
     ("remote.registry_login", "read_text"): "the login of docker, in the user's folder",
     ("remote.transfer", "FileIO"): "a new file of `temporary_file`",
-    ("start_record", "write_text"): STAGING,
-    ("start_record", "write_bytes"): STAGING,
-    ("torch_compat.triton_cache", "read_text"): STAGING,
+    ("start.record.record", "write_text"): STAGING,
+    ("start.record.record", "write_bytes"): STAGING,
+    ("torch_compat.triton.cache", "read_text"): STAGING,
 }
 
 

@@ -12,14 +12,14 @@ import pytest
 
 from tcdeploy.bundle.pack import pack
 from tcdeploy.bundle.unpack import unpack
-from tcdeploy.cache import provenance
 from tcdeploy.cache.bundle_header import Header, header_bytes, parse_header
 from tcdeploy.cache.contents import FileRecord, hash_files
 from tcdeploy.cache.integrity import discard_if_damaged, restore_plan
 from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest, write_manifest
-from tcdeploy.cache.provenance import SigningPolicy, has_bundle_changed, read_stored_bundle, stored_header_path
-from tcdeploy.cache.signed_header import read_signed_header, signed_header_bytes
 from tcdeploy.cache.staging import create_staging_folder
+from tcdeploy.cache.trust import provenance
+from tcdeploy.cache.trust.provenance import SigningPolicy, has_bundle_changed, read_stored_bundle, stored_header_path
+from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
 from tcdeploy.errors import IntegrityError, TrustError
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import KINDS, key_of, make_small, manifest_for, path_of

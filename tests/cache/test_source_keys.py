@@ -77,8 +77,10 @@ def reword_everything(package: Path) -> None:
     text, replaced = re.subn(r'__version__ = "[^"]*"', '__version__ = "99.0.0"', init.read_text())
     assert replaced == 1
     init.write_text(text)
-    kernel = package / "attention" / "decode.py"
-    kernel.write_text(kernel.read_text().replace("@triton.jit\n", "@triton.jit  # moved\n"))
+    kernel = package / "kernels" / "attention" / "decode_kernel.py"
+    text, replaced = re.subn("@triton.jit\n", "@triton.jit  # moved\n", kernel.read_text())
+    assert replaced
+    kernel.write_text(text)
 
 
 def insert_statement(path: Path, is_target: Callable[[ast.FunctionDef], bool]) -> None:
@@ -92,32 +94,34 @@ def insert_statement(path: Path, is_target: Callable[[ast.FunctionDef], bool]) -
 
 
 def edit_op_body(package: Path) -> None:
-    insert_statement(package / "attention" / "reference.py", lambda function: function.name == "paged_prefill")
+    insert_statement(
+        package / "kernels" / "attention" / "reference.py", lambda function: function.name == "paged_prefill"
+    )
 
 
 def edit_fake(package: Path) -> None:
     def is_fake(function: ast.FunctionDef) -> bool:
         return any(ast.unparse(item).endswith(".register_fake") for item in function.decorator_list)
 
-    insert_statement(package / "attention" / "ops.py", is_fake)
+    insert_statement(package / "kernels" / "attention" / "ops.py", is_fake)
 
 
 def edit_pass(package: Path) -> None:
-    insert_statement(package / "passes" / "rms_norm.py", lambda function: function.name == "fuse_rms_norm")
+    insert_statement(package / "programs" / "passes" / "rms_norm.py", lambda function: function.name == "fuse_rms_norm")
 
 
 def edit_tile_table(package: Path) -> None:
-    path = package / "linear" / "tile_configs.py"
+    path = package / "kernels" / "linear" / "tile_configs.py"
     text, replaced = re.subn(r'("n1_k1024", 1, 1024, )4\b', r"\g<1>8", path.read_text())
     assert replaced == 1
     path.write_text(text)
 
 
 CODE_EDITS: dict[str, Callable[[Path], None]] = {
-    "attention/reference.py": edit_op_body,
-    "attention/ops.py": edit_fake,
-    "linear/tile_configs.py": edit_tile_table,
-    "passes/rms_norm.py": edit_pass,
+    "kernels/attention/reference.py": edit_op_body,
+    "kernels/attention/ops.py": edit_fake,
+    "kernels/linear/tile_configs.py": edit_tile_table,
+    "programs/passes/rms_norm.py": edit_pass,
 }
 EDITS: dict[str, Callable[[Path], None]] = {"documentation": reword_everything, **CODE_EDITS}
 

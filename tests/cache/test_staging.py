@@ -33,8 +33,8 @@ from tcdeploy.cache.staging import (
     take_over_finished_buckets,
 )
 from tcdeploy.cache.stored_headers import HEADERS_DIR
-from tcdeploy.cache.trust import check_ownership
-from tcdeploy.temporary_files import HOST
+from tcdeploy.cache.trust.ownership import check_ownership
+from tcdeploy.host.temporary_files import HOST
 
 FIRST, SECOND = "fxgraph/aa/first", "ab/second.so"
 

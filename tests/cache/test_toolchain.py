@@ -177,7 +177,7 @@ def test_inductor_s_own_headers_are_back_after_a_warm_start() -> None:
     """The patched function of torch must be the one that Inductor calls, and is restored."""
     from torch._inductor import codecache
 
-    from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
+    from tcdeploy.torch_compat.inductor.precompiled_headers import use_precompiled_headers
 
     use_precompiled_headers(True)
     own = codecache._get_cpp_prefix_header

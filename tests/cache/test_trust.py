@@ -15,7 +15,7 @@ import pytest
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.cache import folder as folder_module
 from tcdeploy.cache.folder import activate, check_folder, create_folder
-from tcdeploy.cache.trust import check_contents, check_ownership, make_private_folder
+from tcdeploy.cache.trust.ownership import check_contents, check_ownership, make_private_folder
 from tcdeploy.errors import TcdeployError, TrustError
 from tests.bundle.conftest import Keys, Packed
 

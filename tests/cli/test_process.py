@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tcdeploy.cli.process import LOGGER_NAME, configure_process
-from tcdeploy.gc_policy import STARTUP_THRESHOLD, freeze_gc_after_startup
+from tcdeploy.host.gc_policy import STARTUP_THRESHOLD, freeze_gc_after_startup
 
 
 @pytest.fixture

@@ -20,14 +20,14 @@ from unittest.mock import patch
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from tcdeploy.compiler.jit import JitLoader
-from tcdeploy.compiler.programs import Program, ProgramKey, run_region
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models.auto_classes import auto_class
-from tcdeploy.models.dummy_weights import draw_dummy_weights
-from tcdeploy.pipeline import prepare, release_memory
+from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
 from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.programs.jit import JitLoader
+from tcdeploy.programs.programs import Program, ProgramKey, run_region
+from tcdeploy.start.model_code import prepare, release_memory
 from tests.coverage.small_configs import small_config
 
 NEW_TOKENS = 24

@@ -32,8 +32,8 @@ from tests.deploy.containers import UID, Container, child_of, skip_unless_suppor
 from tests.deploy.recipe_files import DEPLOY, KUBERNETES, Document, check_settings, of_kind, render
 from tests.deploy.refused_bundles import damage, move_to_another_environment, sign_with_another_key
 from tests.ports import free_port
+from tests.start.test_packaged_start import imported
 from tests.test_locks import pins
-from tests.test_packaged_start import imported
 from tests.test_workflows import run_tool
 
 DOCKERFILE = DEPLOY / "docker/Dockerfile"
@@ -264,7 +264,7 @@ def check_server(container: Container, port: str, server: subprocess.Popen[str])
     server.communicate(timeout=30)
     assert server.returncode == 0, errors_in(container)
     modules = imported(container.log.read_text())
-    assert "tcdeploy.packaged_start" in modules and "transformers" not in modules and "torch._inductor" not in modules
+    assert "tcdeploy.start.packages" in modules and "transformers" not in modules and "torch._inductor" not in modules
 
 
 def unpack_into_image(container: Container, context: Path) -> None:

@@ -34,8 +34,10 @@ def test_a_plan_fits_the_machine_that_made_it(manifest: Manifest) -> None:
 
 def test_sources_of_another_version_of_this_package_differ(manifest: Manifest) -> None:
     here = parse_environment(manifest.environment)
-    [difference] = plan_differences(manifest, here, {"linear/ops.py": "6" * 64}, dict(manifest.origin.torch_settings))
-    assert difference.name == "tcdeploy/linear/ops.py"
+    [difference] = plan_differences(
+        manifest, here, {"kernels/linear/ops.py": "6" * 64}, dict(manifest.origin.torch_settings)
+    )
+    assert difference.name == "tcdeploy/kernels/linear/ops.py"
 
 
 def test_a_recorded_compiler_need_not_be_installed(manifest: Manifest) -> None:

@@ -21,7 +21,7 @@ def test_the_process_describes_this_machine() -> None:
     assert environment.transformers == probe.sections["transformers"] == importlib.metadata.version("transformers")
     assert environment.flash_packages == installed_flash_packages()
     assert len(environment.gpus) == len(probe.sections["gpus"]["gpus"])
-    assert probe.sections["cache keys"]["sources"]["linear/ops.py"]
+    assert probe.sections["cache keys"]["sources"]["kernels/linear/ops.py"]
     assert "torch" not in COMMAND.replace("torch_probe", "")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy
 from numpy.typing import NDArray
 
-from tcdeploy.engine.constraint import MatchStatus
+from tcdeploy.engine.schedule.constraint import MatchStatus
 
 MODULUS = 5
 

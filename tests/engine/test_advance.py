@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tcdeploy.engine import advance_triton as module
-from tcdeploy.engine.advance import advance
+from tcdeploy.engine.step.advance import advance
+from tcdeploy.kernels.sampling import advance_triton as module
 
 pytest.importorskip("triton")
 NAN, INF = float("nan"), float("inf")
@@ -233,7 +233,7 @@ def test_the_reference_does_not_import_triton() -> None:
     code = """
 import sys
 import torch
-from tcdeploy.engine.advance import advance
+from tcdeploy.engine.step.advance import advance
 state = torch.tensor([1, 2]), torch.tensor([0, 0]), torch.zeros(2, dtype=torch.int32)
 tokens = advance(torch.eye(1, 9), torch.arange(1), torch.tensor([3], dtype=torch.int32), *state, "reference")
 assert (tokens.tolist(), state[1].tolist(), "triton" in sys.modules) == ([0], [3, 0], False)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.compile_stats import measure_compiles
-from tcdeploy.engine import runner
 from tcdeploy.engine.engine import NewToken
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.engine.step import runner
 from tcdeploy.errors import UsageError
+from tcdeploy.programs.compile_stats import measure_compiles
 from tests.conftest import prepare_tiny
 
 PROMPT = [40, 41, 42, 7, 300]

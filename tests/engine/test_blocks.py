@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tcdeploy.engine.blocks import PADDING_BLOCK, BlockAllocator
+from tcdeploy.engine.schedule.blocks import PADDING_BLOCK, BlockAllocator
 
 
 class Allocation(RuleBasedStateMachine):

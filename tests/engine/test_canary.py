@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.engine.batch import PrefillBuffers
-from tcdeploy.engine.canary import Canary, Difference, make_cases
+from tcdeploy.engine.check.canary import Canary, Difference, make_cases
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.rows import RowAssignment
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.engine.step.batch import PrefillBuffers
+from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.planning.plan import make_plan
 from tests.machines import H100, LLAMA_8B, make_recipe
 

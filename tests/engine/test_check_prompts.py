@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine.check_prompts import (
+from tcdeploy.engine.check.check_prompts import (
     BEYOND_WINDOW,
     FIRST_UNCHECKED_PROMPT,
     NUM_LONG_PROMPTS,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.engine.engine import Engine, NewToken
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import SpaceError, UsageError
+from tcdeploy.programs.compile_stats import measure_compiles
 from tests.conftest import prepare_tiny
 
 TOKENS = 24

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from tcdeploy.engine import engine as engine_module
-from tcdeploy.engine import rows
-from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
+from tcdeploy.engine.check.inputs import timed_context
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.in_flight import InFlightStep
-from tcdeploy.engine.rows import RowAssignment
-from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.step_costs import StepCosts
-from tcdeploy.engine.warmup_inputs import timed_context
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.engine.schedule.step_costs import StepCosts
+from tcdeploy.engine.step import rows
+from tcdeploy.engine.step.in_flight import InFlightStep
+from tcdeploy.engine.step.rows import RowAssignment
+from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import RecompileError, UsageError
-from tcdeploy.gc_policy import freeze_gc_after_startup
-from tcdeploy.pipeline import release_memory
+from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.planning.plan import Bucket
+from tcdeploy.start.model_code import release_memory
+from tcdeploy.text.detokenizer import IncrementalDetokenizer, chat_prompt
 from tests.conftest import prepare_tiny, reset_programs
 
 

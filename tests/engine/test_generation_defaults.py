@@ -17,8 +17,8 @@ from tcdeploy.engine.generation_defaults import (
     resolve_defaults,
 )
 from tcdeploy.errors import ModelError
-from tcdeploy.models.generation_config import GenerationConfigFile, config_stop_token_ids, read_generation_config
 from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.text.generation_config import GenerationConfigFile, config_stop_token_ids, read_generation_config
 
 VOCAB_SIZE, CONFIG_ID = 100, 7
 COMMIT = 40 * "a"
@@ -316,7 +316,7 @@ def test_the_recipe_takes_the_source_from_flag_environment_and_file(tmp_path: Pa
 
 
 def test_the_plan_key_does_not_depend_on_the_file(tmp_path: Path) -> None:
-    from tcdeploy.pipeline import decide
+    from tcdeploy.start.model_code import decide
     from tests.model_families import save_config
 
     folder = save_config("llama", tmp_path)

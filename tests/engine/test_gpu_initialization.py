@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from tcdeploy.engine import gpu_initialization
-from tcdeploy.engine.gpu_initialization import initializing_gpu
+from tcdeploy.engine.warm import gpu_initialization
+from tcdeploy.engine.warm.gpu_initialization import initializing_gpu
 
 
 def test_the_operators_run_on_any_device() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine import kernel_precompile
-from tcdeploy.engine.graphs import StepKey
-from tcdeploy.engine.kernel_precompile import precompile_kernels
+from tcdeploy.engine.step.graphs import StepKey
+from tcdeploy.engine.warm import kernel_precompile
+from tcdeploy.engine.warm.kernel_precompile import precompile_kernels
 from tcdeploy.planning.plan import Bucket
 
 BUCKET = Bucket("prefill", 2048)

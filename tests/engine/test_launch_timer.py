@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tcdeploy.engine.launch_timer import (
+from tcdeploy.engine.schedule.step_clock import StepClock
+from tcdeploy.engine.schedule.step_costs import StepCosts, StepEstimate, StepPredictor
+from tcdeploy.engine.step.launch_timer import (
     FIRST_STEP_MARGIN_SHARE,
     GROWTH,
     LAUNCH_TIME_DECAY,
@@ -17,8 +19,6 @@ from tcdeploy.engine.launch_timer import (
     SHRINKAGE,
     LaunchTimer,
 )
-from tcdeploy.engine.step_clock import StepClock
-from tcdeploy.engine.step_costs import StepCosts, StepEstimate, StepPredictor
 
 
 def timer_of_a_step(start: float | None = 100.0, predicted_ms: float | None = 20.0) -> LaunchTimer:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tcdeploy.cache.manifest import GreedyTokens, Parity
-from tcdeploy.engine import parity_check
-from tcdeploy.engine.parity import MAX_RATIO, compare_logits, outlier_rows, row_distances
-from tcdeploy.engine.parity_check import ParityCheck, ParityChecker, raise_if_failed
+from tcdeploy.engine.check import parity_check
+from tcdeploy.engine.check.parity import MAX_RATIO, compare_logits, outlier_rows, row_distances
+from tcdeploy.engine.check.parity_check import ParityCheck, ParityChecker, raise_if_failed
 from tcdeploy.errors import CompileError
 from tcdeploy.planning.plan import Bucket
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.check_prompts import CheckPrompts
+from tcdeploy.engine.check.check_prompts import CheckPrompts
+from tcdeploy.engine.check.inputs import make_timing_batch
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.warmup_inputs import make_timing_batch
+from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.sequence import SamplingParams
 from tests.conftest import prepare_tiny
 
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.9, seed=3, frequency_penalty=0.5, logit_bias=((5, 2.0),))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.engine.check_prompts import NUM_LONG_PROMPTS, CheckPrompts
-from tcdeploy.engine.reference import _batches, compute_references, reference_changed
+from tcdeploy.engine.check.check_prompts import NUM_LONG_PROMPTS, CheckPrompts
+from tcdeploy.engine.check.reference import _batches, compute_references, reference_changed
 from tcdeploy.errors import SpaceError
 from tcdeploy.planning.plan import Bucket
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tcdeploy.engine.sampling import (
+from tcdeploy.engine.step.sampling import (
     COUNT_LIMIT,
     MAX_ROWS_PER_PASS,
     Features,
@@ -245,7 +245,7 @@ def test_the_edges_between_tokens_are_exact_to_eleven_digits(
     tokens = torch.arange(5, 2500, 5)
     for offset, expected in ((-1e-11, tokens), (1e-11, tokens + 1)):
         monkeypatch.setattr(
-            "tcdeploy.engine.sampling.uniforms", lambda seeds, positions, u=edges + offset: u[positions]
+            "tcdeploy.engine.step.sampling.uniforms", lambda seeds, positions, u=edges + offset: u[positions]
         )
         assert draws(logits, len(edges), features, temperature=0.75) == expected.tolist()
 

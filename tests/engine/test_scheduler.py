@@ -17,11 +17,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.scheduler import LOOKAHEAD_BLOCKS, Scheduler, SchedulerConfig, SchedulerOutput, SchedulerStats
-from tcdeploy.engine.sequence import SamplingParams, Sequence
-from tcdeploy.engine.step_costs import StepCosts, StepPredictor
-from tcdeploy.engine.step_size import SMALLEST_STEP_FACTOR, target_factor
+from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.scheduler import (
+    LOOKAHEAD_BLOCKS,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
+from tcdeploy.engine.schedule.step_size import SMALLEST_STEP_FACTOR, target_factor
 from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS
 
 BLOCK = 4
@@ -762,7 +768,7 @@ class FakeEngine:
         self.progress[sequence] = (sequence.preemptions, start)
 
     def keep_tables_of_rows(self) -> None:
-        """Each step assigns the rows (engine/rows.py). A sequence without a row loses its table."""
+        """Each step assigns the rows (engine/step/rows.py). A sequence without a row loses its table."""
         running = set(self.scheduler.running)
         self.tables = {sequence: table for sequence, table in self.tables.items() if sequence in running}
 

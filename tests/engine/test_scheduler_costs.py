@@ -17,18 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tcdeploy.engine import scheduler as scheduler_module
-from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.scheduler import (
+from tcdeploy.engine.schedule import scheduler as scheduler_module
+from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.scheduler import (
     LONG_PROMPT_STEPS,
     MAX_BACKLOG_PROMPTS,
     Scheduler,
     SchedulerConfig,
     SchedulerOutput,
 )
-from tcdeploy.engine.sequence import SamplingParams, Sequence
-from tcdeploy.engine.step_costs import StepCosts, StepPredictor
-from tcdeploy.engine.step_size import Backlog
+from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
+from tcdeploy.engine.schedule.step_size import Backlog
 from tests.engine.test_scheduler import Arrival, FakeEngine, check_end, read, request, run, running
 from tests.engine.test_step_size import H100_8B, H100_SIZES
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from tcdeploy.engine.sequence import SamplingParams, Sequence
+from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence
 from tcdeploy.errors import UsageError
 
 NAN, INF = float("nan"), float("inf")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tcdeploy.engine.step_clock import StepClock, StepTotals
-from tcdeploy.engine.step_costs import (
+from tcdeploy.engine.schedule.step_clock import StepClock, StepTotals
+from tcdeploy.engine.schedule.step_costs import (
     CORRECTION_WEIGHT,
     MAX_CORRECTION,
     MIN_CORRECTION,

@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.attention.ops import HOST_SCALARS
-from tcdeploy.compiler.compile_stats import measure_compiles
-from tcdeploy.engine import step_graphs, timing, warmup
-from tcdeploy.engine.batch import PrefillBuffers, StepBuffers
-from tcdeploy.engine.canary import Canary
+from tcdeploy.engine.check.canary import Canary
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.graphs import StepKey, StepOutput
-from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.step_costs import StepCosts
-from tcdeploy.engine.step_graphs import EARLY_SIZES, StepGraphs
-from tcdeploy.pipeline import prepare
+from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_costs import StepCosts
+from tcdeploy.engine.step import step_graphs
+from tcdeploy.engine.step.batch import PrefillBuffers, StepBuffers
+from tcdeploy.engine.step.graphs import StepKey, StepOutput
+from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.engine.step.step_graphs import EARLY_SIZES, StepGraphs
+from tcdeploy.engine.warm import timing, warmup
+from tcdeploy.kernels.attention.ops import HOST_SCALARS
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.programs.compile_stats import measure_compiles
+from tcdeploy.start.model_code import prepare
 from tests.conftest import TINY, TINY_BATCH_SIZES, prepare_tiny
 from tests.machines import H100, LLAMA_8B, make_recipe
 

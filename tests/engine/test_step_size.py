@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tcdeploy.engine.step_costs import StepCosts, StepPredictor
-from tcdeploy.engine.step_size import (
+from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
+from tcdeploy.engine.schedule.step_size import (
     FIRST_TOKEN_WEIGHT,
     MAX_TARGET_FACTOR,
     MIN_CHUNK_TOKENS,

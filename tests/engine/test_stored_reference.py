@@ -16,19 +16,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tcdeploy import pipeline
 from tcdeploy.cache.integrity import unlisted_files
 from tcdeploy.cache.manifest import Manifest, read_manifests
 from tcdeploy.cache.staging import StagingFolder
-from tcdeploy.deployment import Deployment
-from tcdeploy.engine import parity_check
-from tcdeploy.engine.check_prompts import PromptPrefix
-from tcdeploy.engine.reference import PrefixLogits, ReferenceLogits
-from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.stored_reference import read_reference, stores_references, write_reference
+from tcdeploy.engine.check import parity_check
+from tcdeploy.engine.check.check_prompts import PromptPrefix
+from tcdeploy.engine.check.reference import PrefixLogits, ReferenceLogits
+from tcdeploy.engine.check.stored_reference import read_reference, stores_references, write_reference
+from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import CompileError, IntegrityError
-from tcdeploy.pipeline import prepare
 from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.start import model_code as pipeline
+from tcdeploy.start.deployment import Deployment
+from tcdeploy.start.model_code import prepare
 from tests.model_families import save_config
 from tests.parity.planted_faults import FAULTS, planted
 
@@ -185,7 +185,7 @@ def test_a_start_computes_its_reference_if_the_name_differs(
 ) -> None:
     starts.start()
     flags: dict[str, Any] = {}
-    module = "tcdeploy.engine.stored_reference"
+    module = "tcdeploy.engine.check.stored_reference"
     if change == "plan":
         flags["region"] = "blocks"
     elif change == "removed source":

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine import timing
-from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.step_costs import StepCosts
-from tcdeploy.engine.timing import BRIEF, SHORT_CONTEXT, TimingLimits, measure_step_costs
+from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.step_costs import StepCosts
+from tcdeploy.engine.warm import timing
+from tcdeploy.engine.warm.timing import BRIEF, SHORT_CONTEXT, TimingLimits, measure_step_costs
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Bucket, make_plan
 from tests.machines import H100, LAPTOP, LLAMA_8B, make_recipe

@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.attention import backends
 from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest, write_manifest
-from tcdeploy.compiler import jit
-from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, measure_compiles
-from tcdeploy.engine import parity_check, tuning, warmup
-from tcdeploy.engine.parity_check import ParityChecker
-from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.tuning import CompiledVariant, fastest, total_compilation
-from tcdeploy.engine.warmup_inputs import WarmupBatch
+from tcdeploy.engine.check import parity_check
+from tcdeploy.engine.check.inputs import WarmupBatch
+from tcdeploy.engine.check.parity_check import ParityChecker
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.engine.warm import tuning, warmup
+from tcdeploy.engine.warm.tuning import CompiledVariant, fastest, total_compilation
 from tcdeploy.errors import CompileError, SpaceError
-from tcdeploy.pipeline import prepare
+from tcdeploy.kernels.attention import backends
 from tcdeploy.planning import variants
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, MAX_AUTOTUNE, Variant, attention_variant
+from tcdeploy.programs import jit
+from tcdeploy.programs.compile_stats import CompileCounts, CompileStats, measure_compiles
+from tcdeploy.start.model_code import prepare
 from tests.conftest import TINY, reset_programs
 from tests.model_families import save_config
 

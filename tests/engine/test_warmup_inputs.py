@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.warmup_inputs import _packed_chunks, make_small_batch, make_timing_batch, timed_context
+from tcdeploy.engine.check.inputs import _packed_chunks, make_small_batch, make_timing_batch, timed_context
+from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.planning.plan import Bucket
 
 PREFILL, DECODE = Bucket("prefill", 64), Bucket("decode", 4)

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 import transformers
 
-import tcdeploy.pipeline
+import tcdeploy.start.model_code
 from tcdeploy.explain.source_line import SourceLine, current_stack, guard_line, model_line, parse_stack
 
 STANDARD_LIBRARY, TORCH, OURS, TRANSFORMERS = (
-    module.__file__ or "" for module in (ctypes, torch, tcdeploy.pipeline, transformers)
+    module.__file__ or "" for module in (ctypes, torch, tcdeploy.start.model_code, transformers)
 )
 
 

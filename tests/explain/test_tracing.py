@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tcdeploy.attention.metadata import StepHolder
-from tcdeploy.compiler.regions import Region
 from tcdeploy.explain.findings import Finding
 from tcdeploy.explain.tracing import findings_of, merge_findings, trace_phase
-from tcdeploy.torch_compat.compiled_call import get_compiled_call
+from tcdeploy.kernels.attention.metadata import StepHolder
+from tcdeploy.programs.regions import Region
+from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call
 
 
 class Scaled(nn.Module):

@@ -12,16 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy import packaged_start, pipeline
-from tcdeploy.compiler.compile_stats import measure_compiles
-from tcdeploy.compiler.stances import fail_on_recompile
-from tcdeploy.deployment import Deployment
-from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.graphs import StepOutput, capture_graph
-from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.packaged_start import start_from_packages
-from tcdeploy.pipeline import prepare
+from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.step.graphs import StepOutput, capture_graph
+from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.host.progress import NullProgress
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import (
     COORDINATE_DESCENT_PDL_COMBO,
@@ -34,8 +29,14 @@ from tcdeploy.planning.variants import (
     SKINNY_PDL_COMBO_FUSED,
     attention_variant,
 )
-from tcdeploy.progress import NullProgress
-from tcdeploy.torch_compat import triton_cache
+from tcdeploy.programs.compile_stats import measure_compiles
+from tcdeploy.programs.stances import fail_on_recompile
+from tcdeploy.start import model_code as pipeline
+from tcdeploy.start import packages as packaged_start
+from tcdeploy.start.deployment import Deployment
+from tcdeploy.start.model_code import prepare
+from tcdeploy.start.packages import start_from_packages
+from tcdeploy.torch_compat.triton import cache as triton_cache
 from tests.conftest import ROOT, reset_programs
 from tests.engine.constraints import SumConstraint
 from tests.engine.test_continuous_batching import check_random_traffic
@@ -297,7 +298,7 @@ def test_mixed_steps_change_no_token_on_the_gpu(shapes: str, cache_dir: str, mon
 
     The keys of prompts are split, which otherwise requires prefixes of 2,048 tokens.
     """
-    from tcdeploy.attention import prefill
+    from tcdeploy.kernels.attention import prefill
 
     monkeypatch.setattr(prefill, "MIN_KEYS_PER_PREFILL_SPLIT", 16)
     flags = {"shapes": shapes, "mixed_steps": "on", "dtype": "float32", "kv_blocks": 60}
@@ -421,7 +422,7 @@ def test_a_model_too_large_for_the_gpu_is_refused_before_loading(run_cli: Any, t
 
 CONTEXT_BEFORE_TORCH = """
 import ctypes
-from tcdeploy.cuda_context import DRIVER, start_context
+from tcdeploy.host.cuda_context import DRIVER, start_context
 start_context().join()
 flags, active = ctypes.c_uint(), ctypes.c_int()
 assert ctypes.CDLL(DRIVER).cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tcdeploy.models.early_weights import start_reading
 from tcdeploy.models.load import load_model
+from tcdeploy.models.weights.early_weights import start_reading
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start import prepare
-from tcdeploy.start_factors import weight_files
+from tcdeploy.start.prepare import prepare
+from tcdeploy.start.record.factors import weight_files
 from tests.models.test_early_weights import describe, plan_of, save_model
 
 pytestmark = pytest.mark.gpu

@@ -28,10 +28,10 @@ from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.folder import check_folder
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest, write_manifest
-from tcdeploy.cache.provenance import SigningPolicy, stored_header_path
-from tcdeploy.cache.signed_header import read_signed_header, signed_header_bytes
-from tcdeploy.cache.signing import generate_key, sign, trust
 from tcdeploy.cache.staging import create_staging_folder
+from tcdeploy.cache.trust.provenance import SigningPolicy, stored_header_path
+from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
+from tcdeploy.cache.trust.signing import generate_key, sign, trust
 from tcdeploy.errors import IntegrityError, TrustError
 from tests.bundle.fake_caches import key_of, make_small, manifest_for, path_of
 

@@ -41,20 +41,20 @@ from tcdeploy.cache.inventory import collect_garbage, list_plans, usage_by_kind
 from tcdeploy.cache.leases import is_leased, shared_folder_lock
 from tcdeploy.cache.listed_files import ListedFile
 from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest, write_manifest
-from tcdeploy.cache.provenance import SigningPolicy, stored_header_path
-from tcdeploy.cache.signed_header import signed_header_bytes
-from tcdeploy.cache.signing import generate_key, sign, trust
 from tcdeploy.cache.staging import create_staging_folder
 from tcdeploy.cache.toolchain import load_toolchains
+from tcdeploy.cache.trust.provenance import SigningPolicy, stored_header_path
+from tcdeploy.cache.trust.signed_header import signed_header_bytes
+from tcdeploy.cache.trust.signing import generate_key, sign, trust
 from tcdeploy.doctor import cache_folder as doctor
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.errors import TcdeployError
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.plan import make_plan
-from tcdeploy.record_lookup import DoesNotFit, _factor_mismatch, _parse, _plan
-from tcdeploy.server.missed_shapes import MissedShapes, read_missed_shapes
-from tcdeploy.start_factors import StartFactors
-from tcdeploy.start_record import WITHOUT_TOKENIZER, StartRecord, find_records, to_json
+from tcdeploy.server.observe.missed_shapes import MissedShapes, read_missed_shapes
+from tcdeploy.start.record.factors import StartFactors
+from tcdeploy.start.record.lookup import DoesNotFit, _factor_mismatch, _parse, _plan
+from tcdeploy.start.record.record import WITHOUT_TOKENIZER, StartRecord, find_records, to_json
 from tests.bundle.fake_caches import as_installed, key_of, make_small
 from tests.machines import LLAMA_8B, make_recipe
 
@@ -352,7 +352,7 @@ def edited_manifest(content: bytes, source: random.Random, is_consistent: bool) 
 
 
 def read_header(path: Path) -> bytes:
-    from tcdeploy.cache.signed_header import read_signed_header
+    from tcdeploy.cache.trust.signed_header import read_signed_header
 
     with open(path, "rb") as file:
         return read_signed_header(file, str(path)).header

@@ -13,12 +13,12 @@ import time
 from collections import Counter
 from typing import Any
 
-from tcdeploy.models.tool_formats import REASONING_FORMATS, TOOL_FORMATS
-from tcdeploy.server.calls_or_content import CallsOrContent
-from tcdeploy.server.harmony_parser import HarmonyParser
-from tcdeploy.server.parsed_output import OutputEnd, OutputParser
-from tcdeploy.server.tag_parser import TagParser
-from tcdeploy.server.template_parser import TemplateParser
+from tcdeploy.server.output.calls_or_content import CallsOrContent
+from tcdeploy.server.output.harmony_parser import HarmonyParser
+from tcdeploy.server.output.parsed_output import OutputEnd, OutputParser
+from tcdeploy.server.output.tag_parser import TagParser
+from tcdeploy.server.output.template_parser import TemplateParser
+from tcdeploy.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 
 DEFAULT_COUNT = 20_000
 SMALL, LARGE = 4_000, 16_000  # characters

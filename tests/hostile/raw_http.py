@@ -27,9 +27,9 @@ import zstandard
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from tcdeploy.server.admission import Admission, BodyReservation
-from tcdeploy.server.content_encoding import read_decoded_body
-from tcdeploy.server.error_response import error_response
+from tcdeploy.server.generate.admission import Admission, BodyReservation
+from tcdeploy.server.http.content_encoding import read_decoded_body
+from tcdeploy.server.http.error_response import error_response
 from tcdeploy.server.settings import HotPath
 from tests.server.test_http import RunningServer
 

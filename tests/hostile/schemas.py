@@ -26,8 +26,8 @@ from typing import Any
 import jsonschema
 import numpy
 
-from tcdeploy.server.protocol import ApiError
-from tcdeploy.server.structured_output import StructuredOutputBackend
+from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
 
 DEFAULT_COUNT = 1000
 OUTPUTS_PER_SCHEMA = 4

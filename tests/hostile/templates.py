@@ -19,12 +19,12 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from tcdeploy.models.load import resolve_model_path
-from tcdeploy.server.protocol import ApiError, ChatRequest
-from tcdeploy.server.request_parsing import parse
-from tcdeploy.server.text_encoder import TextEncoder
-from tcdeploy.server.tokenization import PromptTokenizer
-from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.validation import ModelLimits, check
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
+from tcdeploy.server.apis.openai.validation import ModelLimits, check
+from tcdeploy.server.generate.text_encoder import TextEncoder
+from tcdeploy.server.generate.tokenization import PromptTokenizer
+from tcdeploy.server.http.request_parsing import parse
+from tcdeploy.server.output.tools import ToolSupport
 from tests.conftest import TINY
 from tests.template_families import TEMPLATES, templates_of_transformers
 

@@ -16,14 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models import checkpoint, load
-from tcdeploy.models.checkpoint import check_tensors, read_stored_tensors, stored_dtype
+from tcdeploy.models import load
+from tcdeploy.models.convert.quantisation import Tensor
 from tcdeploy.models.load import check_checkpoint, load_config, resolve_model_path
 from tcdeploy.models.probe import probe_model
-from tcdeploy.models.quantisation import Tensor
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.pipeline import decide
+from tcdeploy.models.weights import checkpoint
+from tcdeploy.models.weights.checkpoint import check_tensors, read_stored_tensors, stored_dtype
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.model_code import decide
 from tests.coverage.campaign import save_model
 from tests.coverage.small_configs import small_config
 from tests.model_families import SUPPORTED

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models import checkpoint_reader
-from tcdeploy.models.checkpoint_reader import Copy, copying_tensors, read_tensor, stored_tensors
+from tcdeploy.models.weights import reader as checkpoint_reader
+from tcdeploy.models.weights.reader import Copy, copying_tensors, read_tensor, stored_tensors
 
 TENSORS = {
     "matrix": torch.arange(120, dtype=torch.float32).view(10, 12),

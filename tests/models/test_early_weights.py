@@ -19,18 +19,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaForCausalLM, PreTrainedModel
 
-from tcdeploy import pipeline, start
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import ModelError, UsageError
-from tcdeploy.models import checkpoint_reader, early_weights, load
+from tcdeploy.models import load
 from tcdeploy.models.auto_classes import auto_class
-from tcdeploy.models.early_weights import EarlyWeights, PreloadedSlice, start_reading
+from tcdeploy.models.convert.packed_linears import pack_linears
 from tcdeploy.models.load import load_model
 from tcdeploy.models.location import BUILTIN_MODELS
-from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe
+from tcdeploy.models.weights import early_weights
+from tcdeploy.models.weights import reader as checkpoint_reader
+from tcdeploy.models.weights.early_weights import EarlyWeights, PreloadedSlice, start_reading
 from tcdeploy.planning.recipe import Recipe, build_recipe
-from tcdeploy.start_factors import weight_files
+from tcdeploy.start import model_code as pipeline
+from tcdeploy.start import prepare as start
+from tcdeploy.start.record.factors import weight_files
 from tests.conftest import TINY, TINY_BATCH_SIZES, TINY_BUCKETS
 from tests.models.test_weight_bytes import FAMILIES
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models import checkpoint
-from tcdeploy.models.expert_tensors import check_experts
+from tcdeploy.models.convert.expert_tensors import check_experts
+from tcdeploy.models.convert.quantisation import Tensor
 from tcdeploy.models.load_errors import recognise
-from tcdeploy.models.quantisation import Tensor
-from tcdeploy.pipeline import decide
+from tcdeploy.models.weights import checkpoint
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.model_code import decide
 from tests.coverage.campaign import save_model
 from tests.coverage.small_configs import small_config
 from tests.model_families import SUPPORTED

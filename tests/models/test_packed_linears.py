@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from tcdeploy.models.convert.packed_linears import PackedSlice, pack_linears
 from tcdeploy.models.load import load_config
-from tcdeploy.models.packed_linears import PackedSlice, pack_linears
 from tcdeploy.models.probe import probe
 from tcdeploy.planning.recipe import build_recipe
 from tests.model_families import LAYERS, save_config

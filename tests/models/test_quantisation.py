@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers import quantizer_mxfp4
 
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import ModelError
+from tcdeploy.models.convert.quantisation import Tensor, dequantised_tensors
 from tcdeploy.models.load import load_config, load_model
-from tcdeploy.models.quantisation import Tensor, dequantised_tensors
-from tcdeploy.pipeline import decide, prepare
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.model_code import decide, prepare
 from tests.machines import decision_named
 from tests.model_families import SUPPORTED
 

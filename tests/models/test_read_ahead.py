@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tcdeploy import pipeline, start
-from tcdeploy.models import read_ahead
-from tcdeploy.models.read_ahead import CHUNK_BYTES, is_cached, start_read_ahead
+from tcdeploy.models.weights import read_ahead
+from tcdeploy.models.weights.read_ahead import CHUNK_BYTES, is_cached, start_read_ahead
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start import model_code as pipeline
+from tcdeploy.start import prepare as start
 
 
 @pytest.fixture

@@ -23,11 +23,11 @@ from tcdeploy.errors import (
     UnsupportedArchitectureError,
     UnsupportedModelError,
 )
+from tcdeploy.models.convert.quantisation import NOT_QUANTISED_HINT
 from tcdeploy.models.probe import probe
-from tcdeploy.models.quantisation import NOT_QUANTISED_HINT
 from tcdeploy.models.refusals import Refusals, SeveralReasonsError
-from tcdeploy.pipeline import decide
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.model_code import decide
 from tests.coverage.small_configs import small_config
 from tests.model_families import SUPPORTED, UNSUPPORTED, save_config
 

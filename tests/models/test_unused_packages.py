@@ -11,7 +11,7 @@ import pytest
 
 from tcdeploy.models import unused_packages
 from tcdeploy.models.unused_packages import PACKAGES
-from tcdeploy.torch_compat import transformers_import
+from tcdeploy.torch_compat.transformers import fast_import as transformers_import
 from tests.conftest import cli_environment
 
 SCRIPT = """
@@ -53,7 +53,7 @@ def imported_packages(environment: dict[str, str], *modules: str, skips: bool = 
 
 
 def test_a_start_does_not_import_packages_for_other_uses_of_transformers(environment: dict[str, str]) -> None:
-    assert imported_packages(environment, "tcdeploy.pipeline") == [False]
+    assert imported_packages(environment, "tcdeploy.start.model_code") == [False]
 
 
 def test_transformers_alone_imports_such_a_package(environment: dict[str, str]) -> None:
@@ -61,11 +61,11 @@ def test_transformers_alone_imports_such_a_package(environment: dict[str, str]) 
 
 
 def test_a_program_that_uses_the_library_is_not_affected(environment: dict[str, str]) -> None:
-    assert imported_packages(environment, "tcdeploy.pipeline", skips=False)[-1] is True
+    assert imported_packages(environment, "tcdeploy.start.model_code", skips=False)[-1] is True
 
 
 def test_a_package_that_is_in_use_stays_imported(environment: dict[str, str]) -> None:
-    assert imported_packages(environment, "scipy", "tcdeploy.pipeline") == ["scipy", True]
+    assert imported_packages(environment, "scipy", "tcdeploy.start.model_code") == ["scipy", True]
 
 
 @pytest.mark.parametrize("skips", [True, False])

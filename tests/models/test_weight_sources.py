@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tcdeploy.models.checkpoint_reader import stored_tensors
-from tcdeploy.models.weight_sources import (
+from tcdeploy.models.weights.reader import stored_tensors
+from tcdeploy.models.weights.sources import (
     DescribedWeights,
     WeightNotInCheckpointError,
     copy_stored,

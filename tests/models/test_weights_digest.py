@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tcdeploy.models import weights_digest as module
-from tcdeploy.models.weights_digest import weights_digest
+from tcdeploy.models.weights import digest as module
+from tcdeploy.models.weights.digest import weights_digest
 
 ROWS, COLUMNS = 64, 40  # bfloat16: 640 words
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from tcdeploy.engine.parity_check import FAILED
+from tcdeploy.engine.check.parity_check import FAILED
 from tcdeploy.errors import CompileError
-from tcdeploy.pipeline import prepare, release_memory
 from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.start.model_code import prepare, release_memory
 from tests.model_families import save_config
 from tests.parity.planted_faults import FAULTS, NotApplicable, planted
 

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tcdeploy import pipeline
-from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, paged_attention
-from tcdeploy.attention.metadata import AttentionMetadata, DecodeMetadata
-from tcdeploy.attention.ops import HOST_SCALARS
-from tcdeploy.compiler.regions import find_layers
-from tcdeploy.engine import program_setup
-from tcdeploy.engine.parity_check import ParityChecker
-from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.check.parity_check import ParityChecker
+from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.engine.warm import program_setup
+from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, paged_attention
+from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata
+from tcdeploy.kernels.attention.ops import HOST_SCALARS
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.programs.regions import find_layers
+from tcdeploy.start import model_code as pipeline
 
 
 class NotApplicable(Exception):

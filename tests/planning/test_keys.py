@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning import keys, plan
 from tcdeploy.planning.keys import combined_digest, source_digests
+from tcdeploy.programs.passes.post_grad import op_source_digests
 from tests.machines import H100, LLAMA_8B, make_recipe
 
 SOURCE = '''"""Module docstring, measured on 2026-01-01."""
@@ -93,7 +93,12 @@ def test_a_file_s_name_and_digest_enter_the_combined_digest() -> None:
 
 def test_op_sources_are_named_by_their_paths_in_the_package() -> None:
     names = list(op_source_digests())
-    assert {"attention/ops.py", "attention/decode.py", "linear/skinny_gemm.py", "passes/post_grad.py"} <= set(names)
+    assert {
+        "kernels/attention/ops.py",
+        "kernels/attention/decode.py",
+        "kernels/linear/skinny_gemm.py",
+        "programs/passes/post_grad.py",
+    } <= set(names)
     assert names == sorted(names) and len(names) > 15
 
 

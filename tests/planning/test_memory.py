@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tcdeploy.engine.batch import PrefillBuffers, make_decode_rows
+from tcdeploy.engine.step.batch import PrefillBuffers, make_decode_rows
 from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import DTypes, PlanInputs

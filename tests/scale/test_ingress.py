@@ -30,7 +30,7 @@ from tcdeploy.scale.forwarded_request import (
 )
 from tcdeploy.scale.ingress import MAX_PROMPT_CHARS, Ingress, IngressModel, prompt_text, single_model_ingress
 from tcdeploy.scale.ray_config import ROUTE_NAMES
-from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.apis.openai.protocol import ApiError
 
 KEYS = {"llama": {"all", "l"}, "qwen": {"all", "q"}}
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tcdeploy.cache.signing import generate_key, trust
+from tcdeploy.cache.trust.signing import generate_key, trust
 from tcdeploy.scale.ray_config import PREFIX_ROUTER
 from tests.conftest import TINY, RunCLI
 from tests.deploy.refused_bundles import move_to_another_environment

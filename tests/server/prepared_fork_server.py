@@ -38,8 +38,8 @@ class PreparedForkServer(ForkServer):
 
 def prepare_and_fork(control_address: bytes, cache: str) -> None:
     """Prepare the model, then fork for each request. In the forks, `pipeline.prepare` returns this deployment."""
-    from tcdeploy import pipeline
     from tcdeploy.planning.recipe import Recipe, build_recipe
+    from tcdeploy.start import model_code as pipeline
 
     options = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache}
     prepared_recipe = build_recipe(options, environ={})

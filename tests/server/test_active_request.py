@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine.sequence import NewToken
-from tcdeploy.server.active_request import ActiveRequest
+from tcdeploy.engine.schedule.sequence import NewToken
+from tcdeploy.server.generate.active_request import ActiveRequest
 
 
 class FakeStopwatch:

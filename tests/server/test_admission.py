@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tcdeploy.server.admission import Admission, BodyReservation
-from tcdeploy.server.protocol import ApiError
-from tcdeploy.server.request_parsing import SMALL_BODY_BYTES
+from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.server.generate.admission import Admission, BodyReservation
+from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES
 
 
 def test_running_and_queued_choices_are_admitted_up_to_the_limit() -> None:

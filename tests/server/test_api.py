@@ -16,19 +16,19 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tcdeploy.engine.generation_defaults import GenerationDefaults
-from tcdeploy.engine.launch_lock import LaunchLock
-from tcdeploy.engine.scheduler import SchedulerStats
-from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.server.admission import Admission
+from tcdeploy.engine.schedule.scheduler import SchedulerStats
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.engine.step.launch_lock import LaunchLock
 from tcdeploy.server.api import make_app
-from tcdeploy.server.metrics import Metrics
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest
-from tcdeploy.server.request_parsing import parse
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
+from tcdeploy.server.apis.openai.validation import ModelLimits, params_of_choices, to_sampling_params
+from tcdeploy.server.generate.admission import Admission
+from tcdeploy.server.generate.tokenization import Prompt
+from tcdeploy.server.http.request_parsing import parse
+from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import HotPath, ServerSettings
-from tcdeploy.server.tokenization import Prompt
-from tcdeploy.server.validation import ModelLimits, params_of_choices, to_sampling_params
 
 COMPLETION = ("POST", "/v1/completions", {"prompt": [1]})
 CHAT = ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
@@ -147,7 +147,7 @@ def test_a_failure_after_submission_cancels_the_request_and_releases_the_admissi
     worker = fake_worker(state.settings.hot_path, submit=submitted.append, cancel=cancelled.append)
     tokenizer: Any = SimpleNamespace(prompts=prompts, tokenizer=None)
     state.service = dataclasses.replace(state.service, worker=worker, tokenizer=tokenizer)
-    monkeypatch.setattr("tcdeploy.server.active_request.CompletionResponseBuilder", fail_in_builder)
+    monkeypatch.setattr("tcdeploy.server.generate.active_request.CompletionResponseBuilder", fail_in_builder)
     body = {"prompt": [1], "stream": stream}
     if isinstance(error, asyncio.CancelledError):
         with pytest.raises(asyncio.CancelledError):

@@ -8,7 +8,7 @@ import httpx
 import numpy
 import pytest
 
-from tcdeploy.server.bad_words import MASKER, BadWords, spellings
+from tcdeploy.server.output.structured.bad_words import MASKER, BadWords, spellings
 from tests.server.conftest import ServerProcess
 
 VOCAB_SIZE = 96

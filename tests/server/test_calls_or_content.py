@@ -12,12 +12,12 @@ import jsonschema
 import openai
 import pytest
 
-from tcdeploy.models.tool_formats import TOOL_FORMATS
-from tcdeploy.server.calls_or_content import CallsOrContent, plain_calls
-from tcdeploy.server.protocol import ApiError
-from tcdeploy.server.schema_numbers import UnsupportedSchemaError
-from tcdeploy.server.structured_output import StructuredOutputBackend
-from tcdeploy.server.tools import ToolSupport
+from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.server.output.calls_or_content import CallsOrContent, plain_calls
+from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
+from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
+from tcdeploy.server.output.tools import ToolSupport
+from tcdeploy.text.tool_formats import TOOL_FORMATS
 from tests.server import test_tag_parser as formats
 from tests.server.conftest import ServerProcess
 from tests.server.test_tag_parser import characters, harmony, read

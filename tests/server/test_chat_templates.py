@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.models import chat_template
-from tcdeploy.server.messages_protocol import MESSAGES_FIELD_NAMES
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, TokenizeRequest
-from tcdeploy.server.request_parsing import parse
-from tcdeploy.server.responses_protocol import RESPONSES_FIELD_NAMES
-from tcdeploy.server.text_encoder import TextEncoder
-from tcdeploy.server.tokenization import PromptTokenizer
-from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.unsupported_fields import rename_error
-from tcdeploy.server.validation import ModelLimits, check
+from tcdeploy.server.apis.anthropic.protocol import MESSAGES_FIELD_NAMES
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest, TokenizeRequest
+from tcdeploy.server.apis.openai.unsupported_fields import rename_error
+from tcdeploy.server.apis.openai.validation import ModelLimits, check
+from tcdeploy.server.apis.responses.protocol import RESPONSES_FIELD_NAMES
+from tcdeploy.server.generate.text_encoder import TextEncoder
+from tcdeploy.server.generate.tokenization import PromptTokenizer
+from tcdeploy.server.http.request_parsing import parse
+from tcdeploy.server.output.tools import ToolSupport
+from tcdeploy.text import chat_template
 from tests.server.test_messages import chat_request as messages_request
 from tests.server.test_responses import chat_request as responses_request
 from tests.server.test_tools import LLAMA, load, make_model

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from tcdeploy.server.listener import Listener
-from tcdeploy.torch_compat import uvicorn_connection
+from tcdeploy.server.http.listener import Listener
+from tcdeploy.torch_compat.uvicorn import connection as uvicorn_connection
 from tests.server.test_http import BODY, RunningServer, post
 from tests.server.test_server_options import make_certificate
 

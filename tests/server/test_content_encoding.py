@@ -16,10 +16,10 @@ import httpx
 import pytest
 import zstandard
 
-from tcdeploy.server import content_encoding
 from tcdeploy.server.api import make_app
-from tcdeploy.server.content_encoding import INPUT_BYTES, MAX_PARTS, decompress
-from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.server.http import content_encoding
+from tcdeploy.server.http.content_encoding import INPUT_BYTES, MAX_PARTS, decompress
 from tests.server.test_api import loading_state
 
 BODY = json.dumps({"prompt": "a list", "max_tokens": 1, "unknown": "x" * 3000}).encode()

@@ -30,7 +30,7 @@ SAMPLED = {
 LONG_PROMPT = {"prompt": "This module provides a list of names. " * 20, "max_tokens": 20, "temperature": 0}
 REQUESTS = (GREEDY, SAMPLED, LONG_PROMPT)
 FAILING_BUCKET = """
-from tcdeploy import eager_start
+from tcdeploy.start import eager as eager_start
 warm_bucket = eager_start.warm_bucket
 def failing(runner, bucket, *arguments):
     if bucket.name == "decode:4":
@@ -41,13 +41,13 @@ eager_start.warm_bucket = failing
 """
 WORKER_WITHOUT_A_BUCKET = """
 import dataclasses
-from tcdeploy import eager_start
+from tcdeploy.start import eager as eager_start
 worker_recipe = eager_start.worker_recipe
 eager_start.worker_recipe = lambda *arguments: dataclasses.replace(worker_recipe(*arguments), batch_sizes=(1,))
 """
 BROKEN_COMPILER = "import os; os.environ['CXX'] = '/nonexistent/g++'"
 NO_SHORT_CONFIG = """
-from tcdeploy import parallel_compile
+from tcdeploy.start.workers import parallel as parallel_compile
 from tcdeploy.errors import ModelError
 def fail(*arguments):
     raise ModelError("the config cannot be shortened")

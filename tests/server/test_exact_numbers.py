@@ -7,14 +7,14 @@ import json
 
 import pytest
 
-from tcdeploy.models.tool_formats import TOOL_FORMATS
-from tcdeploy.server.json_steps import JsonLimits
-from tcdeploy.server.messages_answer import _input
-from tcdeploy.server.parsed_output import ParsedToolCall
-from tcdeploy.server.protocol import ChatRequest
-from tcdeploy.server.request_parsing import RequestParser, parse
-from tcdeploy.server.tag_parser import TagParser
-from tcdeploy.server.xml_calls import convert
+from tcdeploy.server.apis.anthropic.answer import _input
+from tcdeploy.server.apis.openai.protocol import ChatRequest
+from tcdeploy.server.http.json_steps import JsonLimits
+from tcdeploy.server.http.request_parsing import RequestParser, parse
+from tcdeploy.server.output.parsed_output import ParsedToolCall
+from tcdeploy.server.output.tag_parser import TagParser
+from tcdeploy.server.output.xml_calls import convert
+from tcdeploy.text.tool_formats import TOOL_FORMATS
 
 BIG = 12345678901234567890123
 PARAMETERS = {"type": "object", "properties": {"id": {"type": "integer"}}}

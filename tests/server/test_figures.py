@@ -7,12 +7,12 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tcdeploy.engine.scheduler import SchedulerStats
-from tcdeploy.engine.step_clock import StepTotals
-from tcdeploy.server.figures import ModelFigures, ServerFigures
-from tcdeploy.server.metrics import Metrics
-from tcdeploy.server.recent_stats import RecentStats, percentile
-from tcdeploy.server.status import status_json
+from tcdeploy.engine.schedule.scheduler import SchedulerStats
+from tcdeploy.engine.schedule.step_clock import StepTotals
+from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
+from tcdeploy.server.observe.metrics import Metrics
+from tcdeploy.server.observe.recent_stats import RecentStats, percentile
+from tcdeploy.server.observe.status import status_json
 
 PARITY = SimpleNamespace(max_difference=0.25, eager_max_difference=0.375, kl=0.5, eager_kl=0.75)
 RECORD: Any = SimpleNamespace(bucket="decode:4", outcome="hit", variant="default", parity=PARITY)

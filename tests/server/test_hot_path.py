@@ -8,7 +8,7 @@ import pytest
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import build_recipe
-from tcdeploy.server.hot_path import (
+from tcdeploy.server.http.hot_path import (
     DISABLE_VARIABLE,
     SWITCH_INTERVAL_S,
     hot_path_from_environment,

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from tcdeploy.engine.scheduler import SchedulerStats
-from tcdeploy.server.admission import Admission
+from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.server.api import make_app
-from tcdeploy.server.http import http_protocol
+from tcdeploy.server.generate.admission import Admission
+from tcdeploy.server.http.connection import http_protocol
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.settings import HotPath, ServerSettings
 

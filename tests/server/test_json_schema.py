@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from tcdeploy.models.tool_formats import TOOL_FORMATS
-from tcdeploy.server.json_schema import exact_schema, exact_schemas
-from tcdeploy.server.schema_numbers import UnsupportedSchemaError
-from tcdeploy.server.structured_output import PARSER_LIMITS
-from tcdeploy.server.template_parser import Markup
-from tcdeploy.server.tools import call_grammar, forced_call_grammar
+from tcdeploy.server.output.structured.json_schema import exact_schema, exact_schemas
+from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
+from tcdeploy.server.output.structured.structured_output import PARSER_LIMITS
+from tcdeploy.server.output.template_parser import Markup
+from tcdeploy.server.output.tools import call_grammar, forced_call_grammar
+from tcdeploy.text.tool_formats import TOOL_FORMATS
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*"  # the beginning of pydantic's regexes for Decimal

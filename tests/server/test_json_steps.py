@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from tcdeploy.server import json_steps
-from tcdeploy.server.json_steps import (
+from tcdeploy.server.http import json_steps
+from tcdeploy.server.http.json_steps import (
     MAX_DEPTH,
     MAX_VALUES,
     STEP_WORK,

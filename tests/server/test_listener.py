@@ -19,9 +19,9 @@ import pytest
 import uvicorn
 import uvloop
 
-from tcdeploy.server import listener as listener_module
-from tcdeploy.server.http import http_protocol
-from tcdeploy.server.listener import MAX_CONNECTIONS, RESERVED_FILES, Listener
+from tcdeploy.server.http import listener as listener_module
+from tcdeploy.server.http.connection import http_protocol
+from tcdeploy.server.http.listener import MAX_CONNECTIONS, RESERVED_FILES, Listener
 from tests.server.test_server_options import make_certificate
 
 LIMIT = 8
@@ -219,7 +219,7 @@ def test_the_limit_of_open_files_is_raised_and_leaves_room_for_other_files(
 def test_the_limit_of_a_real_process_is_raised() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 600));"
-        "from tcdeploy.server.listener import connection_limit;"
+        "from tcdeploy.server.http.listener import connection_limit;"
         "print(connection_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,26 +14,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tcdeploy.engine.sequence import NewToken
-from tcdeploy.models.template_form import TemplateForm
-from tcdeploy.server import sse
-from tcdeploy.server.answer import Answer
+from tcdeploy.engine.schedule.sequence import NewToken
 from tcdeploy.server.api import make_app
-from tcdeploy.server.choice import Choice, total_usage
-from tcdeploy.server.json_steps import JsonLimits
-from tcdeploy.server.messages_answer import MessagesAnswer
-from tcdeploy.server.messages_api import MESSAGES
-from tcdeploy.server.messages_protocol import CountTokensRequest, MessagesRequest, messages_error_body
-from tcdeploy.server.messages_translation import to_chat_request
-from tcdeploy.server.protocol import ApiError, ChatRequest
-from tcdeploy.server.request_parsing import RequestParser, parse
-from tcdeploy.server.sse import sse_events
-from tcdeploy.server.stop_strings import StopStringDetokenizer
-from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.unsupported_fields import rename_error
-from tcdeploy.server.validation import ModelLimits, check, context_length_error, to_sampling_params
-from tcdeploy.server.vocabulary import Vocabulary
-from tcdeploy.server.worker import EngineDeadError
+from tcdeploy.server.apis.answer import Answer
+from tcdeploy.server.apis.anthropic.answer import MessagesAnswer
+from tcdeploy.server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest, messages_error_body
+from tcdeploy.server.apis.anthropic.routes import MESSAGES
+from tcdeploy.server.apis.anthropic.translation import to_chat_request
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
+from tcdeploy.server.apis.openai.unsupported_fields import rename_error
+from tcdeploy.server.apis.openai.validation import ModelLimits, check, context_length_error, to_sampling_params
+from tcdeploy.server.generate.choice import Choice, total_usage
+from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
+from tcdeploy.server.generate.vocabulary import Vocabulary
+from tcdeploy.server.http import sse
+from tcdeploy.server.http.json_steps import JsonLimits
+from tcdeploy.server.http.request_parsing import RequestParser, parse
+from tcdeploy.server.http.sse import sse_events
+from tcdeploy.server.output.tools import ToolSupport
+from tcdeploy.server.worker.worker import EngineDeadError
+from tcdeploy.text.template_form import TemplateForm
 from tests.conftest import TINY
 from tests.server.conftest import ServerProcess
 from tests.server.test_api import loading_state, send_request

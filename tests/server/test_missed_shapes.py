@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.server.missed_shapes import MissedShapes
+from tcdeploy.server.observe.missed_shapes import MissedShapes
 from tests.conftest import TINY
 from tests.server.conftest import ServerProcess
 

@@ -18,10 +18,10 @@ import jsonschema
 import pytest
 
 from tcdeploy.server.api import REQUEST_MODELS, make_app
-from tcdeploy.server.openapi import openapi_document
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest
-from tcdeploy.server.request_parsing import parse
-from tcdeploy.server.validation import ModelLimits, check, to_sampling_params
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
+from tcdeploy.server.apis.openai.validation import ModelLimits, check, to_sampling_params
+from tcdeploy.server.http.openapi import openapi_document
+from tcdeploy.server.http.request_parsing import parse
 from tests.fork_server import ForkServer
 from tests.server.conftest import ServerProcess, serving
 from tests.server.test_api import loading_state

@@ -12,10 +12,10 @@ import time
 import httpx
 import pytest
 
-from tcdeploy.server import status
-from tcdeploy.server.figures import ServerFigures
-from tcdeploy.server.recent_stats import RecentStats
-from tcdeploy.server.status_history import CAPACITY, INTERVAL_S, StatusHistory
+from tcdeploy.server.observe import status
+from tcdeploy.server.observe.figures import ServerFigures
+from tcdeploy.server.observe.recent_stats import RecentStats
+from tcdeploy.server.observe.status_history import CAPACITY, INTERVAL_S, StatusHistory
 from tests.server.conftest import ServerProcess
 from tests.server.test_api import loading_state, send_request
 from tests.server.test_figures import FIGURES

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from tcdeploy.server.metrics import Metrics
-from tcdeploy.server.request_log import LOG_DELAY_S, LoggedUsage, RequestLog, set_usage
+from tcdeploy.server.observe.metrics import Metrics
+from tcdeploy.server.observe.request_log import LOG_DELAY_S, LoggedUsage, RequestLog, set_usage
 
 ROUTES = [Route("/health", None, methods=["GET"]), Route("/v1/models/{name:path}", None, methods=["GET"])]  # type: ignore[arg-type]
 

@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.server import request_parsing
-from tcdeploy.server.json_steps import Integers, JsonLimits, JsonSteps
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestParser, parse
+from tcdeploy.server.apis.openai.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from tcdeploy.server.http import request_parsing
+from tcdeploy.server.http.json_steps import Integers, JsonLimits, JsonSteps
+from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES, RequestParser, parse
 
 LIMITS = JsonLimits(1 << 20, 1 << 17)
 PADDING = "x" * SMALL_BODY_BYTES

@@ -15,24 +15,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.models.template_form import RefusedMessageError, TemplateForm
-from tcdeploy.server.admission import Admission
-from tcdeploy.server.json_steps import JsonLimits
-from tcdeploy.server.output_parts import OutputPart
-from tcdeploy.server.protocol import ApiError, ChatRequest, Message
-from tcdeploy.server.request_parsing import RequestParser, parse
-from tcdeploy.server.response_store import ResponseStore, StoredResponse, memory_of
-from tcdeploy.server.responses_answer import ResponsesAnswer
-from tcdeploy.server.responses_api import RESPONSES
-from tcdeploy.server.responses_protocol import RESPONSES_INERT_VALUES, ResponsesRequest
-from tcdeploy.server.responses_translation import answer_messages, new_messages, to_chat_request
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, Message
+from tcdeploy.server.apis.openai.unsupported_fields import rename_error
+from tcdeploy.server.apis.openai.validation import check
+from tcdeploy.server.apis.responses.answer import ResponsesAnswer
+from tcdeploy.server.apis.responses.protocol import RESPONSES_INERT_VALUES, ResponsesRequest
+from tcdeploy.server.apis.responses.routes import RESPONSES
+from tcdeploy.server.apis.responses.store import ResponseStore, StoredResponse, memory_of
+from tcdeploy.server.apis.responses.translation import answer_messages, new_messages, to_chat_request
+from tcdeploy.server.generate.admission import Admission
+from tcdeploy.server.http.json_steps import JsonLimits
+from tcdeploy.server.http.request_parsing import RequestParser, parse
+from tcdeploy.server.http.sse import sse_events
+from tcdeploy.server.output.output_parts import OutputPart
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.settings import HotPath, ServerSettings
-from tcdeploy.server.sse import sse_events
-from tcdeploy.server.unsupported_fields import rename_error
-from tcdeploy.server.validation import check
-from tcdeploy.server.worker import EngineDeadError
+from tcdeploy.server.worker.worker import EngineDeadError
+from tcdeploy.text.template_form import RefusedMessageError, TemplateForm
 from tests.conftest import TINY
 from tests.server.conftest import ServerProcess
 from tests.server.test_api import fake_worker, loading_state, send_request

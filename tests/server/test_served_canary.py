@@ -15,14 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tcdeploy.engine.canary import Canary
+from tcdeploy.engine.check.canary import Canary
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.server import canary as canary_module
-from tcdeploy.server.canary import CanarySchedule
-from tcdeploy.server.request_group import RequestGroup
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.server.generate.request_group import RequestGroup
 from tcdeploy.server.settings import HotPath
-from tcdeploy.server.worker import Worker
+from tcdeploy.server.worker import canary as canary_module
+from tcdeploy.server.worker.canary import CanarySchedule
+from tcdeploy.server.worker.worker import Worker
 from tests.conftest import TINY, RunCLI
 from tests.server.conftest import FLAGS, ServerProcess, start_cli, without_model
 from tests.server.test_worker import FakeEngine, collect_tokens
@@ -30,7 +30,7 @@ from tests.server.test_worker import FakeEngine, collect_tokens
 # Flips the highest exponent bit of one weight of a layer, once the file exists.
 FLIP_A_BIT = """
 import pathlib, threading, time, torch
-from tcdeploy.engine import canary
+from tcdeploy.engine.check import canary
 init = canary.Canary.__init__
 def init_and_watch(self, engine):
     init(self, engine)
@@ -183,7 +183,7 @@ def test_nothing_is_due_without_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 NOISE = """
 import itertools
-from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.step.runner import ModelRunner
 logits, calls, record = ModelRunner._logits, itertools.count(), {canary}.Canary._record
 def noisy(self, buffers, *arguments):
     noise = 0.01 * next(calls) if buffers.bucket.name in {buckets} else 0
@@ -198,7 +198,7 @@ def record_with_noise(self, case):
 
 def noise_in(*buckets: str) -> str:
     """Makes the results of these buckets differ from run to run while the canary is recorded."""
-    return "from tcdeploy.engine import canary" + NOISE.format(canary="canary", buckets=buckets)
+    return "from tcdeploy.engine.check import canary" + NOISE.format(canary="canary", buckets=buckets)
 
 
 def test_cases_that_are_not_repeatable_are_counted(serve: Callable[..., Any]) -> None:

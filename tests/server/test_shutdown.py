@@ -33,7 +33,7 @@ engine.Engine.step = dying
 """
 SLOW_START = """
 import time
-from tcdeploy import pipeline
+from tcdeploy.start import model_code as pipeline
 prepare = pipeline.prepare
 pipeline.prepare = lambda *arguments, **options: (time.sleep(4), prepare(*arguments, **options))[1]
 """

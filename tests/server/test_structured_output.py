@@ -20,12 +20,13 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tcdeploy.server import structured_output as structured_output_module
-from tcdeploy.server.json_schema import MAX_PROPERTIES
-from tcdeploy.server.output_constraint import ConstraintKind, OutputConstraint
-from tcdeploy.server.protocol import ApiError, ChatRequest
-from tcdeploy.server.request_parsing import parse
-from tcdeploy.server.structured_output import (
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
+from tcdeploy.server.apis.openai.validation import check
+from tcdeploy.server.http.request_parsing import parse
+from tcdeploy.server.output.structured import structured_output as structured_output_module
+from tcdeploy.server.output.structured.json_schema import MAX_PROPERTIES
+from tcdeploy.server.output.structured.output_constraint import ConstraintKind, OutputConstraint
+from tcdeploy.server.output.structured.structured_output import (
     MAX_CHARS,
     MAX_PATTERN_CHARS,
     MAX_SCHEMA_CHARS,
@@ -34,7 +35,6 @@ from tcdeploy.server.structured_output import (
     _is_lark,
     make_ll_tokenizer,
 )
-from tcdeploy.server.validation import check
 from tests.server.conftest import ServerProcess
 
 MODEL = "builtin:tiny"
@@ -294,7 +294,7 @@ def test_without_llguidance_everything_else_works(serve: Callable[..., Any]) -> 
 
 
 SMALL_PARSER_LIMIT = """
-from tcdeploy.server import structured_output
+from tcdeploy.server.output.structured import structured_output
 structured_output.PARSER_LIMITS["max_items_in_row"] = 60
 """
 

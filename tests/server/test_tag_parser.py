@@ -15,15 +15,15 @@ import openai
 import pytest
 
 from tcdeploy.models.load import resolve_model_path
-from tcdeploy.models.tool_formats import REASONING_FORMATS, TOOL_FORMATS
-from tcdeploy.server.harmony_parser import HarmonyParser
-from tcdeploy.server.parsed_output import OutputEnd, OutputParser
-from tcdeploy.server.protocol import ApiError, ChatRequest
-from tcdeploy.server.stop_strings import StopStringDetokenizer
-from tcdeploy.server.structured_output import StructuredOutputBackend
-from tcdeploy.server.tag_parser import TagParser
-from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.xml_calls import convert
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
+from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
+from tcdeploy.server.output.harmony_parser import HarmonyParser
+from tcdeploy.server.output.parsed_output import OutputEnd, OutputParser
+from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
+from tcdeploy.server.output.tag_parser import TagParser
+from tcdeploy.server.output.tools import ToolSupport
+from tcdeploy.server.output.xml_calls import convert
+from tcdeploy.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.conftest import TINY
 from tests.fork_server import ForkServer
 from tests.server.conftest import ServerProcess, serving

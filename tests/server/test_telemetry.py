@@ -19,10 +19,10 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tcdeploy.errors import UsageError
-from tcdeploy.server import telemetry
-from tcdeploy.server.request_log import LoggedRequest, LoggedUsage
+from tcdeploy.server.observe import telemetry
+from tcdeploy.server.observe.request_log import LoggedRequest, LoggedUsage
+from tcdeploy.server.observe.telemetry import Telemetry
 from tcdeploy.server.settings import ServerSettings, check_settings
-from tcdeploy.server.telemetry import Telemetry
 from tests.fork_server import ForkServer
 from tests.server.conftest import serving
 

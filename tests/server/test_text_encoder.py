@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tcdeploy.models.load import resolve_model_path
-from tcdeploy.server import text_encoder
-from tcdeploy.server.protocol import ApiError
-from tcdeploy.server.text_encoder import MAX_SHORT_COST, TextEncoder, max_chars_per_token
+from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.server.generate import text_encoder
+from tcdeploy.server.generate.text_encoder import MAX_SHORT_COST, TextEncoder, max_chars_per_token
 from tests.conftest import TINY
 
 TEXTS = ["a" * 9000, "lorem ipsum " * 900, " " * 9000, "\u6f22\u5b57" * 3000, "\U0001f469\u200d" * 2000, "x\n\t" * 3000]

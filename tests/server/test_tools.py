@@ -13,20 +13,20 @@ import jsonschema
 import openai
 import pytest
 
-from tcdeploy.engine.sequence import NewToken
+from tcdeploy.engine.schedule.sequence import NewToken
 from tcdeploy.models.load import resolve_model_path
-from tcdeploy.server import tools as tools_module
-from tcdeploy.server.protocol import ApiError, ChatRequest
-from tcdeploy.server.request_parsing import parse
-from tcdeploy.server.response_builder import ChatResponseBuilder, Choice, ServedModel
-from tcdeploy.server.stop_strings import StopStringDetokenizer
-from tcdeploy.server.structured_output import StructuredOutputBackend
-from tcdeploy.server.template_parser import Markup, TemplateParser, find_markup
-from tcdeploy.server.text_encoder import TextEncoder
-from tcdeploy.server.tokenization import PromptTokenizer
-from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.validation import ModelLimits, check
-from tcdeploy.server.vocabulary import Vocabulary
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
+from tcdeploy.server.apis.openai.response_builder import ChatResponseBuilder, Choice, ServedModel
+from tcdeploy.server.apis.openai.validation import ModelLimits, check
+from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
+from tcdeploy.server.generate.text_encoder import TextEncoder
+from tcdeploy.server.generate.tokenization import PromptTokenizer
+from tcdeploy.server.generate.vocabulary import Vocabulary
+from tcdeploy.server.http.request_parsing import parse
+from tcdeploy.server.output import tools as tools_module
+from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
+from tcdeploy.server.output.template_parser import Markup, TemplateParser, find_markup
+from tcdeploy.server.output.tools import ToolSupport
 from tests.conftest import TINY
 from tests.fork_server import ForkServer
 from tests.server.conftest import ServerProcess, serving

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.server.json_steps import JsonLimits
-from tcdeploy.server.messages_protocol import MESSAGES_INERT_VALUES, MessagesRequest
-from tcdeploy.server.output_constraint import OutputConstraint
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
-from tcdeploy.server.request_parsing import RequestParser, parse
-from tcdeploy.server.responses_protocol import RESPONSES_INERT_VALUES, ResponsesRequest
-from tcdeploy.server.responses_translation import to_chat_request
-from tcdeploy.server.unsupported_fields import (
+from tcdeploy.server.apis.anthropic.protocol import MESSAGES_INERT_VALUES, MessagesRequest
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from tcdeploy.server.apis.openai.unsupported_fields import (
     ALTERNATIVES,
     CONSTRAINT_INERT_VALUES,
     INERT_VALUES,
     OUR_NAMES,
     SWITCHES,
 )
-from tcdeploy.server.validation import check
+from tcdeploy.server.apis.openai.validation import check
+from tcdeploy.server.apis.responses.protocol import RESPONSES_INERT_VALUES, ResponsesRequest
+from tcdeploy.server.apis.responses.translation import to_chat_request
+from tcdeploy.server.http.json_steps import JsonLimits
+from tcdeploy.server.http.request_parsing import RequestParser, parse
+from tcdeploy.server.output.structured.output_constraint import OutputConstraint
 
 
 def chat(**fields: Any) -> ChatRequest:

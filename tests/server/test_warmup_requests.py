@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from tcdeploy.server import warmup_requests
-from tcdeploy.server.admission import Admission
-from tcdeploy.server.metrics import Metrics
+from tcdeploy.server.generate.admission import Admission
+from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import ServerSettings
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine.launch_lock import LaunchLock
-from tcdeploy.engine.sequence import NewToken, SamplingParams
-from tcdeploy.server import hot_path
-from tcdeploy.server import worker as worker_module
-from tcdeploy.server.request_group import RequestGroup
+from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
+from tcdeploy.engine.step.launch_lock import LaunchLock
+from tcdeploy.server.generate.request_group import RequestGroup
+from tcdeploy.server.http import hot_path
 from tcdeploy.server.settings import HotPath
-from tcdeploy.server.worker import PendingRequest, Worker
+from tcdeploy.server.worker import worker as worker_module
+from tcdeploy.server.worker.worker import PendingRequest, Worker
 
 
 class FakeEngine:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.torch_compat import aot_pdl
+from tcdeploy.torch_compat.inductor import aot_pdl
 from tcdeploy.torch_compat.internal import find
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from torch._inductor.runtime.autotune_cache import AutotuneCache
 from torch._inductor.runtime.triton_heuristics import check_autotune_cache, hash_configs
 from triton import Config
-from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
+from tcdeploy.torch_compat.inductor.autotune_cache import relocate_autotune_cache
 
 old, new = map(Path, sys.argv[1:])
 variants = [Config({"XBLOCK": size}, num_warps=4) for size in (1, 2, 4)]
@@ -51,7 +51,7 @@ print(json.dumps(results))
 
 
 def test_an_autotune_result_is_found_after_the_folder_has_moved(tmp_path: Path) -> None:
-    """If `torch_finds` or `torch_writes` fails, torch no longer needs tcdeploy/torch_compat/autotune_cache.py."""
+    """If `torch_finds` or `torch_writes` fails, torch no longer needs torch_compat/inductor/autotune_cache.py."""
     command = [sys.executable, "-c", MOVE_FOLDER, str(tmp_path / "old"), str(tmp_path / "new")]
     result = subprocess.run(command, env=cli_environment(tmp_path), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

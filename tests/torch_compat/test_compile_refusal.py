@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tcdeploy.cache.contents import FileAccessTracker
-from tcdeploy.compiler.jit import inductor_options  # noqa: F401 - imports Inductor, as a start does
-from tcdeploy.torch_compat import compile_refusal
-from tcdeploy.torch_compat.compile_refusal import CompilationRefused, refusing
+from tcdeploy.programs.jit import inductor_options  # noqa: F401 - imports Inductor, as a start does
+from tcdeploy.torch_compat.dynamo import compile_refusal
+from tcdeploy.torch_compat.dynamo.compile_refusal import CompilationRefused, refusing
 
 
 def test_inductor_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_the_cpp_compiler_is_refused_before_it_runs(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_kernel_that_is_not_in_tritons_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tcdeploy.torch_compat.triton_cache import RelocatableCacheManager
+    from tcdeploy.torch_compat.triton.cache import RelocatableCacheManager
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     cached: Any = RelocatableCacheManager("0" * 64)

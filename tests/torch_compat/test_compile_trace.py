@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.torch_compat import compile_trace
-from tcdeploy.torch_compat.compile_trace import read_trace, write_trace
+from tcdeploy.torch_compat.dynamo import compile_trace
+from tcdeploy.torch_compat.dynamo.compile_trace import read_trace, write_trace
 
 
 def double_and_print(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def key():
     return hashlib.sha256(FxGraphCachePickler(graph).dumps(torch.contiguous_format)).hexdigest()
 
 torch_key = key()
-from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
+from tcdeploy.torch_compat.inductor.graph_cache_keys import pickle_memory_formats_by_name
 pickle_memory_formats_by_name()
 print(torch_key, key())
 """
@@ -40,7 +40,7 @@ def run(folder: Path, program: str, *arguments: str) -> str:
 
 
 def test_torch_s_key_depends_on_the_importer_of_torch_and_the_patched_key_does_not(tmp_path: Path) -> None:
-    """If the first assertion fails, torch no longer needs tcdeploy/torch_compat/graph_cache_keys.py."""
+    """If the first assertion fails, torch no longer needs tcdeploy/torch_compat/inductor/graph_cache_keys.py."""
     (tmp_path / "other_server.py").write_text(OTHER_MODULE)
     (torch_key, patched_key), (other_torch_key, other_patched_key) = (
         run(tmp_path, program).split() for program in (PRINT_KEYS, IMPORT_OTHER_MODULE + PRINT_KEYS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 
-from tcdeploy.torch_compat.inductor_settings import CPP_VARIABLES, settings_digest, torch_settings
+from tcdeploy.torch_compat.inductor.settings import CPP_VARIABLES, settings_digest, torch_settings
 
 OF_OTHER_SYSTEMS = {
     "CONDA_EXE", "CONDA_PREFIX", "CXX", "KMP_DUPLICATE_LIB_OK", "LEVEL_ZERO_V1_SDK_PATH", "OMP_PREFIX", "ProgramFiles",

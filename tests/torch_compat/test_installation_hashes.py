@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from tcdeploy.torch_compat import installation_hashes
-from tcdeploy.torch_compat.installation_hashes import TORCH_KEY, TRITON_KEY, start_hashing
+from tcdeploy.torch_compat.inductor import installation_hashes
+from tcdeploy.torch_compat.inductor.installation_hashes import TORCH_KEY, TRITON_KEY, start_hashing
 from tcdeploy.torch_compat.internal import find
 
 pytest.importorskip("triton")
@@ -26,7 +26,7 @@ def test_a_look_up_after_the_thread_hashes_nothing(monkeypatch: pytest.MonkeyPat
 def test_an_error_in_the_thread_is_logged_and_not_raised(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("DEBUG", "tcdeploy.compiler")
+    caplog.set_level("DEBUG", "tcdeploy.programs")
     monkeypatch.setattr(installation_hashes, "TRITON_KEY", "os:abort_is_not_here")
     monkeypatch.setattr(installation_hashes, "supported", lambda: True)
     thread = start_hashing()

@@ -17,8 +17,8 @@ from tests.fork_server import ForkServer
 
 START = """
 import json
-from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.pipeline import prepare
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.start.model_code import prepare
 from tcdeploy.planning.recipe import build_recipe
 
 flags = {"model": %r, "buckets": (32,), "batch_sizes": (1,), "cache_dir": %r}

@@ -42,8 +42,8 @@ class Driver:
 
 driver.set_active(Driver())
 
-from tcdeploy.attention import kv_write
-from tcdeploy.torch_compat.parallel_kernels import compiling_kernels
+from tcdeploy.kernels.attention import kv_write
+from tcdeploy.torch_compat.inductor.parallel_kernels import compiling_kernels
 
 def write(dim, heads=2):
     k = torch.zeros(16, heads, dim)

@@ -16,14 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.attention import decode, kv_write, prefill
-from tcdeploy.engine import advance_triton
-from tcdeploy.linear import gemv, skinny_gemm
-from tcdeploy.linear.tile_configs import GEMV_TILES, SKINNY_GEMM_TILES
-from tcdeploy.torch_compat import stored_kernels, triton_kernel
-from tcdeploy.torch_compat.cuda_driver import DriverError
-from tcdeploy.torch_compat.stored_kernels import KernelRecorder, StoredKernels, launch_key
-from tcdeploy.torch_compat.triton_kernel import Kernel, record_kernels, use_stored_kernels
+from tcdeploy.kernels.attention import decode, kv_write, prefill
+from tcdeploy.kernels.linear import gemv, skinny_gemm
+from tcdeploy.kernels.linear.tile_configs import GEMV_TILES, SKINNY_GEMM_TILES
+from tcdeploy.kernels.sampling import advance_triton
+from tcdeploy.torch_compat.triton import kernel as triton_kernel
+from tcdeploy.torch_compat.triton import stored_kernels
+from tcdeploy.torch_compat.triton.cuda_driver import DriverError
+from tcdeploy.torch_compat.triton.kernel import Kernel, record_kernels, use_stored_kernels
+from tcdeploy.torch_compat.triton.stored_kernels import KernelRecorder, StoredKernels, launch_key
 
 pytest.importorskip("triton")
 from tests.triton_tools import Launch, compile_for_hopper, record_launches, specialization_key
@@ -331,6 +332,12 @@ def test_the_driver_reports_a_kernel_that_it_cannot_load() -> None:
 
 def test_launching_kernels_imports_no_triton() -> None:
     """The modules that prepare launches are imported by every start from packages."""
-    names = "attention.backends", "attention.mixed", "linear.ops", "engine.advance", "torch_compat.triton_kernel"
+    names = (
+        "kernels.attention.backends",
+        "kernels.attention.mixed",
+        "kernels.linear.ops",
+        "engine.step.advance",
+        "torch_compat.triton.kernel",
+    )
     code = "; ".join(f"import tcdeploy.{name}" for name in names) + "; import sys; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

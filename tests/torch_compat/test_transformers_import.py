@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.torch_compat.transformers_import import EXPORTS_FUNCTION, DistributionNames, faster_functions
+from tcdeploy.torch_compat.transformers.fast_import import EXPORTS_FUNCTION, DistributionNames, faster_functions
 from tests.conftest import PACKAGES, cli_environment
 
 IMPORT = """
 import importlib.metadata, json, re, sys
 from pathlib import Path
-from tcdeploy.torch_compat import transformers_import
+from tcdeploy.torch_compat.transformers import fast_import as transformers_import
 
 opened, read_all = [], []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
@@ -77,7 +77,7 @@ def run(folder: Path, script: str) -> Any:
 
 
 def test_transformers_has_the_same_names_and_versions_after_fewer_reads(folder: Path) -> None:
-    """Fails when the ordinary import reads each source file once: then delete transformers_import.py."""
+    """Fails when the ordinary import reads each source once: then delete torch_compat/transformers/fast_import.py."""
     (reads, _), ordinary = run(folder, IMPORT + DESCRIBE)
     (faster_reads, reads_of_all), faster = run(folder, IMPORT + FASTER + DESCRIBE)
     assert (reads, faster_reads, reads_of_all) == (2, 1, 0)

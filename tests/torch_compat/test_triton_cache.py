@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 from torch._inductor.async_compile import AsyncCompile
 
-from tcdeploy.torch_compat.triton_cache import RELOCATABLE_MANAGER
+from tcdeploy.torch_compat.triton.cache import RELOCATABLE_MANAGER
 from tests.conftest import PACKAGES
 
 triton = pytest.importorskip("triton")
@@ -44,7 +44,7 @@ for folder in sys.argv[1:]:
     os.environ["TRITON_CACHE_DIR"] = folder
     compiled = triton.compile(ASTSource(double, signature, {"block": 64}), GPUTarget("cuda", 90, 32))
     is_hit, files = events.pop()
-    manager = sys.modules.get("tcdeploy.torch_compat.triton_cache")
+    manager = sys.modules.get("tcdeploy.torch_compat.triton.cache")
     before, counted = counted, manager.kernels_compiled if manager else None
     compilations.append([is_hit, len(compiled.kernel), sorted(files.values()), counted - before if manager else None])
 print(json.dumps(compilations))
@@ -53,7 +53,7 @@ print(json.dumps(compilations))
 
 BUILD = """
 import sys
-from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
+from tcdeploy.torch_compat.triton.platform_key import patch_platform_key
 from triton.runtime.build import compile_module_from_src
 
 if "patched" in sys.argv:
@@ -71,8 +71,8 @@ import json
 from torch._inductor import async_compile
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
 from torch._inductor.runtime import compile_tasks
-from tcdeploy.torch_compat.inductor_workers import patch_compile_workers
-from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
+from tcdeploy.torch_compat.inductor.workers import patch_compile_workers
+from tcdeploy.torch_compat.triton.platform_key import patch_platform_key
 from triton.runtime import build
 
 from kernel import WorkerKernel
@@ -144,14 +144,14 @@ def test_a_kernel_is_found_after_the_folder_has_moved(tmp_path: Path) -> None:
 
 
 def test_pickling_a_config_drops_the_mark_of_coordinate_descent() -> None:
-    """If this fails, Inductor's workers can load cached programs: delete torch_compat/compile_threads.py."""
+    """If this fails, Inductor's workers can load cached programs: delete torch_compat/dynamo/compile_threads.py."""
     config = triton.Config({"XBLOCK": 4})
     config.found_by_coordesc = True
     assert not hasattr(pickle.loads(pickle.dumps(config)), "found_by_coordesc")
 
 
 def test_triton_s_own_manager_misses_in_a_moved_folder(tmp_path: Path) -> None:
-    """If this fails, Triton's cache is relocatable, and torch_compat/triton_cache.py can be deleted."""
+    """If this fails, Triton's cache is relocatable, and torch_compat/triton/cache.py can be deleted."""
     stock = "triton.runtime.cache:FileCacheManager"
     assert [compilation.was_hit for compilation in compile_in_each([tmp_path / "here"] * 2, stock)] == [False, True]
     (tmp_path / "here").rename(tmp_path / "there")
@@ -243,12 +243,12 @@ def test_inductor_s_workers_use_the_same_library_keys(tmp_path: Path, with_file:
     assert result.returncode == 0, result.stderr
     process_key, unpatched_worker_key, patched_worker_key = json.loads(result.stdout)
     assert process_key == patched_worker_key == f"{platform.machine()},{platform.system()}"
-    assert "ELF" in unpatched_worker_key, "torch's own function uses our key: delete torch_compat/inductor_workers.py"
+    assert "ELF" in unpatched_worker_key, "torch's own function uses our key: delete torch_compat/inductor/workers.py"
     assert "_worker_compile_triton" in AsyncCompile.triton.__code__.co_names, "torch calls another function"
 
 
 def test_without_the_patch_triton_does_not_find_a_library(tmp_path: Path, with_file: str) -> None:
-    """If this fails, torch_compat/triton_platform_key.py can be deleted."""
+    """If this fails, torch_compat/triton/platform_key.py can be deleted."""
     assert run(tmp_path / "here", BUILD, PATH=with_file).returncode == 0
     result = run(tmp_path / "here", BUILD, PATH=str(tmp_path))
     assert result.returncode == 1 and "C compiler" in result.stderr

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.torch_compat import triton_source
-from tcdeploy.torch_compat.triton_source import ignore_comments, supported
+from tcdeploy.torch_compat.triton import source as triton_source
+from tcdeploy.torch_compat.triton.source import ignore_comments, supported
 
 triton = pytest.importorskip("triton")
 
 SOURCE = '''
 import triton
 import triton.language as tl
-from tcdeploy.torch_compat.triton_source import ignore_comments
+from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
 @ignore_comments
@@ -92,7 +92,7 @@ def test_documentation_and_position_do_not_change_the_key(tmp_path: Path, edit: 
 
 @pytest.mark.parametrize("name", ["comment", "docstring", "line"])
 def test_triton_s_own_key_changes_with_them(tmp_path: Path, name: str) -> None:
-    """If this fails, Triton no longer needs tcdeploy/torch_compat/triton_source.py."""
+    """If this fails, Triton no longer needs tcdeploy/torch_compat/triton/source.py."""
     texts = (SOURCE, edited(DOCUMENTATION_EDITS[name]))
     before, after = (load(tmp_path, without_decorator(text)).cache_key for text in texts)
     assert before != after

@@ -8,8 +8,8 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tcdeploy.server.http import abort, http_protocol, is_body_received, is_write_paused
-from tcdeploy.torch_compat import uvicorn_protocol
+from tcdeploy.server.http.connection import abort, http_protocol, is_body_received, is_write_paused
+from tcdeploy.torch_compat.uvicorn import protocol as uvicorn_protocol
 
 
 async def app(scope: object, receive: object, send: object) -> None:

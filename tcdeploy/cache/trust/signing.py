@@ -1,0 +1,174 @@
+"""Ed25519 signatures over bundle headers, and the keys that this machine trusts.
+
+Loading a bundle runs the code in it, so the signature is verified before anything else of the bundle is used.
+`tcdeploy cache trust NAME FILE.pub` stores a trusted key in a folder, one PEM file per name. A signer is reported by
+that local name, never by text from the bundle. Does not import torch; `cryptography` implements Ed25519.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tcdeploy.cache.trust.signed_header import Signature, SignedHeader
+from tcdeploy.errors import TcdeployError, TrustError, UsageError
+from tcdeploy.host.regular_file import read_regular, write_new
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+SIGNATURE_CONTEXT = (
+    b"tcdeploy bundle header\n"  # prefix of the signed message; excludes signatures made for other purposes
+)
+MAX_KEY_BYTES = 1 << 16
+SECRET_SUFFIX, PUBLIC_SUFFIX = ".key", ".pub"
+
+
+@dataclass(frozen=True)
+class TrustedKey:
+    name: str
+    fingerprint: str
+
+
+def default_trusted_keys_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """TCDEPLOY_TRUSTED_KEYS, else tcdeploy/trusted in the user's configuration folder."""
+    if folder := environ.get("TCDEPLOY_TRUSTED_KEYS"):
+        return Path(folder)
+    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "tcdeploy" / "trusted"
+
+
+def generate_key(name: Path) -> str:
+    """Write NAME.key (mode 0600) and NAME.pub; returns the fingerprint. Raises UsageError if either exists."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    secret, public = (name.with_name(name.name + suffix) for suffix in (SECRET_SUFFIX, PUBLIC_SUFFIX))
+    for path in (secret, public):
+        if path.exists():
+            raise UsageError(f"{path} already exists", "choose another name: tcdeploy cache keygen NAME")
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with _translate_os_errors(secret):
+        with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(private)
+        public.write_bytes(_public_pem(key.public_key()))
+    return fingerprint(key.public_key())
+
+
+@contextlib.contextmanager
+def _translate_os_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TcdeployError(
+            f"the key {path} cannot be written: {error.strerror}", "choose a writable folder"
+        ) from error
+
+
+def trust(name: str, public: Path, folder: Path) -> TrustedKey:
+    """Add a public key to the trusted keys, under `name`. Raises UsageError."""
+    if not name or name.startswith(".") or os.sep in name:
+        raise UsageError(f"{name!r} is not a valid key name", "use a file name, such as ci or release-2026")
+    path = folder / f"{name}{PUBLIC_SUFFIX}"
+    key = _parse_public(public, Path.read_bytes)  # the user names the file, which may be a pipe
+    if path.exists() and fingerprint(_read_trusted(path)) != fingerprint(key):
+        raise UsageError(f"another key is already trusted as {name}: {path}", "delete it first, or choose another name")
+    with _translate_os_errors(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_new(path, _public_pem(key))
+    return TrustedKey(name, fingerprint(key))
+
+
+def sign(header: bytes, secret: Path) -> Signature:
+    """Sign a header with the private key in the file `secret`. Raises UsageError if it is not an Ed25519 key."""
+    key = _read_secret(secret)
+    return Signature(fingerprint(key.public_key()), key.sign(SIGNATURE_CONTEXT + header).hex())
+
+
+def verify_signature(
+    signed_header: SignedHeader, name: str, folder: Path, allow_unsigned: bool = False
+) -> TrustedKey | None:
+    """The trusted key that signed the header, or None if no trusted key did and `allow_unsigned` is set.
+
+    Raises TrustError if no trusted key signed it, or if a trusted key's signature is invalid.
+    """
+    from cryptography.exceptions import InvalidSignature
+
+    trusted = _load_trusted_keys(folder)
+    for signature in signed_header.signatures:
+        if signature.key not in trusted:
+            continue
+        signer, key = trusted[signature.key]
+        try:
+            key.verify(bytes.fromhex(signature.signature), SIGNATURE_CONTEXT + signed_header.header)
+        except InvalidSignature:
+            raise TrustError(
+                f"the signature of {signer} does not match the bundle {name}",
+                "the bundle was changed after it was signed; fetch it again from its source",
+            ) from None
+        return TrustedKey(signer, signature.key)
+    if allow_unsigned:
+        return None
+    unknown = ", ".join(signature.key for signature in signed_header.signatures)
+    raise TrustError(
+        f"no trusted key signed the bundle {name}; it is signed by {unknown}" if unknown else f"{name} is not signed",
+        "trust a key whose owner you know: tcdeploy cache trust NAME FILE.pub; --allow-unsigned skips this check "
+        "and runs the code in the bundle",
+    )
+
+
+def fingerprint(key: Ed25519PublicKey) -> str:
+    """The first 32 hexadecimal digits of the sha256 of the raw public key."""
+    return hashlib.sha256(key.public_bytes_raw()).hexdigest()[:32]
+
+
+def _load_trusted_keys(folder: Path) -> dict[str, tuple[str, Ed25519PublicKey]]:
+    keys = {path.stem: _read_trusted(path) for path in sorted(folder.glob(f"*{PUBLIC_SUFFIX}"))}
+    return {fingerprint(key): (name, key) for name, key in keys.items()}
+
+
+def _public_pem(key: Ed25519PublicKey) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def _read_trusted(path: Path) -> Ed25519PublicKey:
+    """A key in the folder of trusted keys, where it may be a link, as in a mounted Secret of Kubernetes."""
+    return _parse_public(path, lambda path: read_regular(path, MAX_KEY_BYTES, follows_links=True))
+
+
+def _parse_public(path: Path, read: Callable[[Path], bytes]) -> Ed25519PublicKey:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        key = serialization.load_pem_public_key(read(path))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is not a public key: {error}", "create a pair: tcdeploy cache keygen NAME") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise UsageError(f"{path} is not an Ed25519 key", "create a pair: tcdeploy cache keygen NAME")
+    return key
+
+
+def _read_secret(path: Path) -> Ed25519PrivateKey:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{path} is not a private key: {error}", "create a pair: tcdeploy cache keygen NAME"
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UsageError(f"{path} is not an Ed25519 key", "create a pair: tcdeploy cache keygen NAME")
+    return key

@@ -1,0 +1,185 @@
+"""The prompts on which buckets are checked against the reference.
+
+All buckets are checked on prefixes of the same prompts of random tokens. A forward pass over a prompt gives the
+reference logits of all of its prefixes, so the reference is computed once per start, and not once per bucket.
+
+The first NUM_LONG_PROMPTS prompts fill prefill buckets; the rest are for decode batches, of which no two rows have the
+same prompt: a row that reads the keys of another row must get other logits. They are a few blocks long, so that the
+second block of a row is checked too, and their reference is one batched pass.
+
+If the model has a sliding window that fits into the KV cache, one prefix is longer than the window. Other prefixes have
+at most MAX_PROMPT_TOKENS tokens; a larger prefill bucket is filled with several of them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.memory import CHECKED_BLOCKS, MAX_CHECKED_ROWS, MAX_PROMPT_TOKENS, checked_window
+from tcdeploy.planning.plan import Bucket, Plan
+
+NUM_LONG_PROMPTS = 3
+FIRST_UNCHECKED_PROMPT = NUM_LONG_PROMPTS + MAX_CHECKED_ROWS  # of decode rows whose logits are not compared
+NUM_LENGTHS = 6  # of decode rows
+MIXED_ROWS = 2  # decode rows of a mixed step that is checked
+BEYOND_WINDOW = 5  # tokens by which a sequence exceeds the sliding window
+
+
+class PromptPrefix(NamedTuple):
+    """The first `length` tokens of a prompt, which is given by its number."""
+
+    prompt: int
+    length: int
+
+
+class CheckPrompts:
+    """Chooses the prefixes on which each bucket of a plan is checked, and makes their tokens from `seed`."""
+
+    def __init__(self, plan: Plan, architecture: Architecture, config: Any, seed: int) -> None:
+        self._plan = plan
+        self._seed = seed
+        self._vocab_size = architecture.vocab_size
+        self._excluded_tokens = special_token_ids(config.to_dict())
+        window = checked_window(architecture, plan.context)
+        self._long_length = window + BEYOND_WINDOW if window else 0
+
+    def token_ids(self, prefix: PromptPrefix) -> list[int]:
+        """Random tokens, equal for equal prefixes. Placeholders of images and other special tokens are left out."""
+        source = random.Random(f"{self._seed} {prefix.prompt}")
+        tokens: list[int] = []
+        while len(tokens) < prefix.length:
+            token = source.randrange(self._vocab_size)
+            if token not in self._excluded_tokens or self._vocab_size <= len(self._excluded_tokens):
+                tokens.append(token)
+        return tokens
+
+    def all_prefixes(self) -> list[PromptPrefix]:
+        """The prefixes of all buckets whose logits are compared."""
+        prefixes = {
+            prefix for bucket in self._plan.buckets for prefix in [*self.checked(bucket), *self.continued(bucket)]
+        }
+        return sorted(prefixes)
+
+    def checked(self, bucket: Bucket) -> list[PromptPrefix]:
+        """Those of `batch` whose logits are compared."""
+        batch = self.batch(bucket)
+        return [batch[row] for row in checked_rows(bucket, len(batch))]
+
+    def batch(self, bucket: Bucket) -> list[PromptPrefix]:
+        """Prefill: several packed prompts if they fit, else one. Decode: one sequence for each row."""
+        plan = self._plan
+        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+        if not bucket.is_prefill:
+            rows = zip(_decode_prompts(bucket), self._decode_lengths(bucket), strict=True)
+            return [PromptPrefix(prompt, length) for prompt, length in rows]
+        lengths = _prefill_lengths(bucket, plan, allocator)
+        return [PromptPrefix(row % NUM_LONG_PROMPTS, length) for row, length in enumerate(lengths)]
+
+    def continued(self, bucket: Bucket) -> list[PromptPrefix]:
+        """The prefix that is checked in two chunks, of which the bucket computes the second. Empty for decode."""
+        first = self.batch(bucket)[0]
+        if not bucket.is_prefill or first.length < 2:
+            return []
+        return [first._replace(length=max(first.length, self._length_that_fits(self._long_length)))]
+
+    def mixed_rows(self, bucket: Bucket) -> list[PromptPrefix]:
+        """The prefixes that decode rows of a mixed step continue, beside the chunk of `continued`.
+
+        They are checked prefixes of the bucket's batch, so the reference has their logits. Empty if steps are not
+        mixed, for decode, or if they do not fit.
+        """
+        plan, continued = self._plan, self.continued(bucket)
+        if not plan.mixed_steps or not continued:
+            return []
+        rows = self.batch(bucket)[1 : 1 + min(MIXED_ROWS, plan.decode_buckets[-1].size)]
+        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+        blocks = sum(allocator.blocks_for(prefix.length) for prefix in [*continued, *rows])
+        return rows if blocks <= allocator.num_allocatable else []
+
+    def blocks_needed(self, bucket: Bucket) -> int:
+        """KV blocks of the largest batch on which the bucket is checked."""
+        batches = (self.batch(bucket), [*self.continued(bucket), *self.mixed_rows(bucket)])
+        block_size = self._plan.block_size
+        return max(sum(-(-prefix.length // block_size) for prefix in batch) for batch in batches)
+
+    def _decode_lengths(self, bucket: Bucket) -> list[int]:
+        """Checked rows have up to CHECKED_BLOCKS blocks if enough are free, and the first one more. Others have one."""
+        plan = self._plan
+        one_block = min(plan.block_size, plan.context)
+        several_blocks = min(CHECKED_BLOCKS * plan.block_size, plan.context)
+        short = [_varied_length(row, one_block) for row in range(bucket.size)]
+        lengths = short.copy()
+        for number, row in enumerate(checked_rows(bucket, bucket.size)):
+            lengths[row] = _varied_length(number, several_blocks)
+        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+        if sum(map(allocator.blocks_for, lengths)) > allocator.num_allocatable:
+            lengths = short
+        other_blocks = sum(map(allocator.blocks_for, lengths[1:]))
+        for first in (self._long_length, CHECKED_BLOCKS * plan.block_size + BEYOND_WINDOW):
+            first = self._length_that_fits(first, other_blocks)
+            if first > lengths[0]:
+                lengths[0] = first
+                break
+        return lengths
+
+    def _length_that_fits(self, length: int, other_blocks: int = 0) -> int:
+        """`length`, limited by the context; 0 if the KV cache cannot hold it together with `other_blocks`."""
+        plan = self._plan
+        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+        length = min(length, plan.context)
+        return length if allocator.blocks_for(length) + other_blocks <= allocator.num_allocatable else 0
+
+
+def _decode_prompts(bucket: Bucket) -> list[int]:
+    """The prompt of each row. The first checked row may be long; the others have prompts of the batched pass."""
+    prompts = [FIRST_UNCHECKED_PROMPT + row for row in range(bucket.size)]
+    for number, row in enumerate(checked_rows(bucket, bucket.size)):
+        prompts[row] = NUM_LONG_PROMPTS + number - 1 if number else 0
+    return prompts
+
+
+def _varied_length(number: int, most: int) -> int:
+    """One of NUM_LENGTHS lengths of at most `most` tokens, another one for each neighbour.
+
+    They are few, since the reference has logits for each length of each prompt.
+    """
+    return most - number % NUM_LENGTHS * ((most - 2) // NUM_LENGTHS)
+
+
+def checked_rows(bucket: Bucket, count: int) -> list[int]:
+    """All prompts of a prefill; of a decode batch at most MAX_CHECKED_ROWS, the first and the last among them."""
+    if bucket.is_prefill:
+        return list(range(count))
+    return evenly_spaced(count, MAX_CHECKED_ROWS)
+
+
+def evenly_spaced(count: int, limit: int) -> list[int]:
+    """At most `limit` numbers of 0..count-1, including the first and the last."""
+    if count <= limit:
+        return list(range(count))
+    return [round(index * (count - 1) / (limit - 1)) for index in range(limit)]
+
+
+def special_token_ids(config: dict[str, Any]) -> set[int]:
+    """Token ids that a config names, also in the configs within it: bos, eos, padding, placeholders of images."""
+    token_ids: set[int] = set()
+    for name, value in config.items():
+        if isinstance(value, dict):
+            token_ids |= special_token_ids(value)
+        elif str(name).endswith(("_token_id", "_token_index", "_token_ids")):
+            token_ids |= {item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)}
+    return token_ids
+
+
+def _prefill_lengths(bucket: Bucket, plan: Plan, allocator: BlockAllocator) -> list[int]:
+    """Three unequal prompts that leave padding, and further ones if their length is limited."""
+    size = bucket.size
+    lengths = [min(length, MAX_PROMPT_TOKENS) for length in (size - size // 4 - size // 8 - 1, size // 4, size // 8)]
+    while (rest := size - 1 - sum(lengths)) > size // 8 and len(lengths) < plan.max_prefill_sequences:
+        lengths.append(min(rest, MAX_PROMPT_TOKENS))
+    blocks = sum(allocator.blocks_for(length) for length in lengths)
+    fits = size >= 8 and plan.max_prefill_sequences >= len(lengths) and blocks <= allocator.num_allocatable
+    return lengths if fits else [min(size, MAX_PROMPT_TOKENS)]

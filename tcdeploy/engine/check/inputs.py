@@ -1,0 +1,157 @@
+"""The token sequences that a bucket is compiled, checked and timed on.
+
+Check batches have unequal lengths and leave padding in the bucket, so that the parity check covers packing and padding
+rows; check_prompts.py has their tokens. Timing batches are random tokens that fill the bucket. Neither goes through the
+scheduler. Without a given allocator, each batch takes its KV blocks from a new one, so batches overwrite each other's
+cache. While a server has requests, these are the blocks that `Engine.paused` reserves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tcdeploy.engine.check.check_prompts import CheckPrompts, PromptPrefix
+from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.programs.stances import force_eager
+
+MAX_TIMED_CONTEXT = 512  # tokens
+SMALL_PROMPT_TOKENS = 16
+SEED = 20
+
+
+class WarmupBatch(NamedTuple):
+    """A bucket and the sequences that its step runs on."""
+
+    runner: ModelRunner
+    bucket: Bucket
+    sequences: list[Sequence]
+
+    @property
+    def plan(self) -> Plan:
+        return self.runner.plan
+
+    def run(self) -> StepOutput:
+        """One step: the whole prompts in a prefill bucket, the next token of each sequence in a decode bucket."""
+        if self.bucket.is_prefill:
+            chunks = [Chunk(sequence, 0, len(sequence.token_ids)) for sequence in self.sequences]
+            return self.runner.prefill(chunks, bucket=self.bucket)
+        self.runner.row_assignment.assign_prefilled(self.sequences)
+        return self.runner.decode(self.sequences)
+
+    def fill_kv_cache(self) -> None:
+        """Write the keys and values of all but each sequence's last token, by eager packed prefills."""
+        self._fill_kv_cache([len(sequence.token_ids) - 1 for sequence in self.sequences])
+
+    def run_in_two_chunks(self) -> StepOutput:
+        """Prefill the first sequence: its beginning eagerly, and the rest, at most half of it, in the bucket.
+
+        The other sequences decode one token each in the same step.
+        """
+        sequence, *decoding = self.sequences
+        length = len(sequence.token_ids)
+        start = length - min(self.bucket.size - len(decoding), length // 2)
+        self._fill_kv_cache([start, *(len(other.token_ids) - 1 for other in decoding)])
+        if decoding:
+            self.runner.row_assignment.assign_prefilled(decoding)
+        for other in decoding:
+            other.num_computed_tokens = len(other.token_ids)
+        return self.runner.prefill(
+            [Chunk(sequence, start, length)], decoding, self.bucket, len(decoding), self._early_size_from
+        )
+
+    def _fill_kv_cache(self, lengths: list[int]) -> None:
+        with force_eager():
+            for chunks in _packed_chunks(self.sequences, lengths, self.plan):
+                self.runner.prefill(chunks, early_size_from=self._early_size_from)
+
+    @property
+    def _early_size_from(self) -> int | None:
+        """0 without the model: such starts cannot run eagerly, so steps are padded to sizes captured at start-up."""
+        return None if self.runner.has_model else 0
+
+
+def make_check_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:
+    """The bucket's batch of check prompts (check_prompts.py)."""
+    return _make_check_batch(runner, bucket, prompts, prompts.batch(bucket))
+
+
+def make_continued_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:
+    """The prompt that is checked in two chunks, and the decode rows beside it in a mixed step; or an empty batch."""
+    return _make_check_batch(runner, bucket, prompts, [*prompts.continued(bucket), *prompts.mixed_rows(bucket)])
+
+
+def make_small_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
+    """A prompt of SMALL_PROMPT_TOKENS, for `run_in_two_chunks`, and a decode row beside it if steps are mixed.
+
+    Without the decode row if the KV cache has no block for it: then no step has both either.
+    """
+    plan, prompt = runner.plan, min(SMALL_PROMPT_TOKENS, runner.plan.context)
+    allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+    has_row = plan.mixed_steps and allocator.blocks_for(prompt) < allocator.num_allocatable
+    return _make_batch(runner, bucket, [[0] * length for length in (prompt, *[2] * has_row)])
+
+
+def _make_check_batch(
+    runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, prefixes: list[PromptPrefix]
+) -> WarmupBatch:
+    return _make_batch(runner, bucket, [prompts.token_ids(prefix) for prefix in prefixes])
+
+
+def make_timing_batch(
+    runner: ModelRunner, bucket: Bucket, length: int | None = None, allocator: BlockAllocator | None = None
+) -> WarmupBatch:
+    """A batch of random tokens. The keys and values that are in the KV cache before the step are not initialized.
+
+    length: in prefill, tokens of the one prompt (default: the bucket's size); in decode, tokens of each row (default:
+        `timed_context`).
+    allocator: source of the KV blocks, which the caller releases; default: a new one.
+
+    Variants are compared on the default batch only. Many short prompts in one bucket, and chunks that follow a cached
+    prefix, are not timed.
+    """
+    if bucket.is_prefill:
+        lengths = [length or bucket.size]
+    else:
+        lengths = [length or timed_context(runner.plan, bucket)] * bucket.size
+    source = random.Random(SEED)
+    token_ids = [[source.randrange(runner.vocab_size) for _ in range(n)] for n in lengths]
+    return _make_batch(runner, bucket, token_ids, allocator)
+
+
+def timed_context(plan: Plan, bucket: Bucket) -> int:
+    """Tokens per sequence while a decode bucket is timed: MAX_TIMED_CONTEXT, or what the context or KV blocks allow."""
+    available = (plan.kv_blocks - 1) // bucket.size * plan.block_size
+    return min(MAX_TIMED_CONTEXT, plan.context, available)
+
+
+def _make_batch(
+    runner: ModelRunner, bucket: Bucket, token_ids: list[list[int]], allocator: BlockAllocator | None = None
+) -> WarmupBatch:
+    allocator = allocator or runner.batch_allocator()
+    sequences = []
+    for tokens in token_ids:
+        sequence = Sequence(0, tokens, len(tokens), SamplingParams())
+        sequence.blocks = allocator.allocate(allocator.blocks_for(len(tokens)))
+        sequences.append(sequence)
+    return WarmupBatch(runner, bucket, sequences)
+
+
+def _packed_chunks(sequences: list[Sequence], lengths: list[int], plan: Plan) -> Iterator[list[Chunk]]:
+    """The first `lengths` tokens of the sequences, in prefill steps of the largest bucket."""
+    largest = plan.prefill_buckets[-1].size
+    chunks: list[Chunk] = []
+    for sequence, length in zip(sequences, lengths, strict=True):
+        for start in range(0, length, largest):
+            chunk = Chunk(sequence, start, min(start + largest, length))
+            tokens = sum(stop - begin for _, begin, stop in [*chunks, chunk])
+            if chunks and (tokens > largest or len(chunks) == plan.max_prefill_sequences):
+                yield chunks
+                chunks = []
+            chunks.append(chunk)
+    yield chunks

@@ -1,0 +1,105 @@
+"""Runs a model's own code in a higher precision than that of its weights, without a copy of the weights.
+
+Within `precise_math(low, high)` every operation that gets a tensor of the dtype `low` computes in `high` instead, and
+conversions to `low` are left out. So the activations are `high` from the first operation on, and each weight is
+converted when an operation reads it. Operations that only move data (views, embeddings, indexing) keep `low`: their
+result is exact, and an embedding matrix need not be converted.
+
+GEMMs of float32 activations and bfloat16 weights run on tensor cores: an activation is split into three bfloat16 terms,
+and the three bfloat16 GEMMs are accumulated in float32. On an H100 this takes a third of the time of a float32 GEMM and
+needs no float32 copy of the weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcdeploy.torch_compat.dynamo import dispatch_mode
+
+aten = torch.ops.aten
+MOVES_DATA = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+GROUPED_GEMMS = {"aten::_grouped_mm", "tcdeploy::grouped_mm", "transformers::grouped_mm_fallback"}
+BFLOAT16_PIECES = 3  # of 8 bits each, like the 24 bits of a float32
+
+
+def supported() -> bool:
+    return dispatch_mode.supported()
+
+
+def precise_math(low: torch.dtype, high: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Compute in `high` wherever an operation would compute in `low`. Tensors made within the block are `high`."""
+    return dispatch_mode.handle_operations(functools.partial(_compute, low, high))
+
+
+def _compute(low: torch.dtype, high: torch.dtype, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.is_view or func in MOVES_DATA:
+        return func(*args, **kwargs)
+    product = _GEMMS.get(func)
+    if product is not None and _is_split_gemm(args, low, high):
+        return product(*args, **kwargs)
+    if func.name() in GROUPED_GEMMS:
+        return _grouped_gemm(*args, **kwargs)
+    return func(*_raise_precision(args, low, high), **_raise_precision(kwargs, low, high))
+
+
+def _raise_precision(value: Any, low: torch.dtype, high: torch.dtype) -> Any:
+    """`value` with tensors of the dtype `low`, and that dtype itself, raised to `high`; in lists and dicts too."""
+    if isinstance(value, Tensor):
+        return value.to(high) if value.dtype == low else value
+    if isinstance(value, list | tuple):
+        return type(value)(_raise_precision(item, low, high) for item in value)
+    if isinstance(value, dict):
+        return {name: _raise_precision(item, low, high) for name, item in value.items()}
+    return high if value is low else value
+
+
+def _is_split_gemm(args: tuple[Any, ...], low: torch.dtype, high: torch.dtype) -> bool:
+    """Whether the last two arguments are float32 activations and a bfloat16 weight on a GPU."""
+    activations, weight = args[-2:]
+    return bool(
+        (low, high) == (torch.bfloat16, torch.float32)
+        and (activations.dtype, weight.dtype) == (high, low)
+        and weight.is_cuda
+        and weight.ndim == 2
+    )
+
+
+def split_gemm(activations: Tensor, weight: Tensor) -> Tensor:
+    """[m, k] float32 times [k, n] bfloat16, as accurate as in float32: [m, n] float32."""
+    pieces, rest = [], activations
+    for _ in range(BFLOAT16_PIECES):
+        pieces.append(rest.to(torch.bfloat16))
+        rest = rest - pieces[-1]
+    out = torch.mm(pieces.pop(), weight, out_dtype=torch.float32)  # the smallest first
+    while pieces:
+        out += torch.mm(pieces.pop(), weight, out_dtype=torch.float32)
+    return out
+
+
+def _addmm(bias: Tensor, activations: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return beta * bias.to(torch.float32) + alpha * split_gemm(activations, weight)
+
+
+def _grouped_gemm(activations: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    """Rows [offs[i-1], offs[i]) of `activations` [tokens, k] times weight[i] [k, n]. Rows after the last are zero."""
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm
+    if _is_split_gemm((activations, weight[0]), weight.dtype, activations.dtype):
+        multiply = split_gemm
+    out = activations.new_zeros(activations.shape[0], weight.shape[2])
+    start = 0
+    for index, stop in enumerate(offs.tolist()):
+        if stop > start:
+            rows = activations[start:stop]
+            matrix = weight[index] if multiply is split_gemm else weight[index].to(rows.dtype)
+            out[start:stop] = multiply(rows, matrix)
+        start = stop
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+_GEMMS: dict[Any, Callable[..., Tensor]] = {aten.mm.default: split_gemm, aten.addmm.default: _addmm}

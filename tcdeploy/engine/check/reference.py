@@ -1,0 +1,173 @@
+"""Computes the reference logits of the parity check with transformers' own attention, uncompiled.
+
+The reference shares only the weights with a bucket: no compiled program, paged cache or custom op is used. Each linear
+layer reads its slice of the packed weights (models/convert/packed_linears.py). A prompt runs from its first token: a
+long one alone, the short ones of decode rows in one batch.
+
+Two passes are made: one in the compute dtype (eager), and one in a higher precision (precise), in which rounding errors
+are negligible. The distance between them is the error that the dtype causes on this model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcdeploy.engine.check import precise_math
+from tcdeploy.engine.check.check_prompts import NUM_LONG_PROMPTS, CheckPrompts, PromptPrefix, evenly_spaced
+from tcdeploy.engine.check.parity import ROUNDING, row_distances
+from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.errors import SpaceError
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.memory import MAX_PROMPT_TOKENS
+
+HIGHER_PRECISION = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
+SAMPLED_ROWS = 8  # of each prompt
+SAMPLED_ROWS_WITH_EXPERTS = 32
+log = logging.getLogger("tcdeploy.engine")
+
+
+class PrefixLogits(NamedTuple):
+    """Logits [vocab] after a prefix. `precise` is float32 or float64.
+
+    Computed logits are in host memory; those of a stored reference are on the device given to `read_reference`.
+    """
+
+    eager: Tensor
+    precise: Tensor
+
+
+class ReferenceLogits(NamedTuple):
+    """The reference of all buckets.
+
+    dtype: that of the precise logits; the compute dtype if they could not be computed in a higher one.
+    sampled_distances: [rows, 2] distances of eager from precise logits in a sample of other rows
+        (parity.row_distances).
+    """
+
+    rows: dict[PromptPrefix, PrefixLogits]
+    dtype: str
+    sampled_distances: Tensor
+
+
+def reference_attn_implementation(architecture: Architecture) -> str:
+    """The attention implementation of the reference: sdpa, or eager if the model needs soft-capping or sinks."""
+    plain = all(not spec.softcap and not spec.has_sinks for spec in architecture.attention_layers)
+    return "sdpa" if plain else "eager"
+
+
+def compute_references(runner: ModelRunner, prompts: CheckPrompts, attn_implementation: str) -> ReferenceLogits:
+    """The logits after all prefixes that any bucket is checked on."""
+    rows: dict[PromptPrefix, PrefixLogits] = {}
+    sampled_distances: list[Tensor] = [torch.empty(0, 2, dtype=torch.float64)]
+    compute_dtype = runner.plan.compute_dtype
+    dtype = HIGHER_PRECISION[compute_dtype] if precise_math.supported() else compute_dtype
+    has_experts = any("expert" in name for name, _ in runner.model.named_parameters())
+    for batch in _batches(runner, prompts):
+        token_ids, positions = batch.token_ids, batch.positions
+        if len(token_ids) == 1:
+            sampled = evenly_spaced(len(token_ids[0]), SAMPLED_ROWS_WITH_EXPERTS if has_experts else SAMPLED_ROWS)
+            positions = positions + sampled
+        eager = runner.reference_logits(token_ids, positions, attn_implementation)
+        precise = _precise_logits(runner, token_ids, positions, attn_implementation) if dtype != compute_dtype else None
+        if precise is None:
+            precise, dtype = eager.float(), compute_dtype
+        if len(token_ids) == 1:
+            count = len(batch.positions)
+            sampled_distances.append(row_distances(eager[0, count:], precise[0, count:]).cpu())
+        for prefix, prompt, row in batch.rows():
+            rows[prefix] = PrefixLogits(eager[prompt, row].cpu(), precise[prompt, row].cpu())
+    if runner.plan.device == "cuda":
+        torch.cuda.empty_cache()
+    if dtype == compute_dtype:  # of all rows, also of those before the one that could not be computed
+        rows = {prefix: PrefixLogits(logits.eager, logits.eager.float()) for prefix, logits in rows.items()}
+    return ReferenceLogits(rows, dtype, torch.cat(sampled_distances))
+
+
+def reference_changed(
+    runner: ModelRunner, prompts: CheckPrompts, references: ReferenceLogits, attn_implementation: str
+) -> bool:
+    """Whether the eager logits differ from those in `references` by more than rounding, in most rows.
+
+    Then something has changed the weights or the modules since. Computes the last batch only.
+    """
+    batch = _batches(runner, prompts)[-1]
+    logits = runner.reference_logits(batch.token_ids, batch.positions, attn_implementation)
+    pairs = [(logits[prompt, row].cpu(), references.rows[prefix].eager) for prefix, prompt, row in batch.rows()]
+    now, before = (torch.stack(column).float() for column in zip(*pairs, strict=True))
+    rounding, _ = ROUNDING[runner.plan.compute_dtype]
+    difference = (now - before).abs().amax(dim=-1).median().item()
+    return not difference <= rounding * before.abs().max().item()
+
+
+class _Batch(NamedTuple):
+    """Prompts of equal length that are computed in one pass, and the prefixes of them that are compared."""
+
+    token_ids: list[list[int]]
+    prefixes: list[list[PromptPrefix]]  # of each prompt
+
+    @property
+    def positions(self) -> list[int]:
+        """Positions whose logits are computed in each prompt: the last ones of all prefixes."""
+        return sorted({prefix.length - 1 for prompt in self.prefixes for prefix in prompt})
+
+    def rows(self) -> Iterator[tuple[PromptPrefix, int, int]]:
+        """Each prefix with the index of its prompt, and that of its position."""
+        rows = {position: row for row, position in enumerate(self.positions)}
+        for number, prompt in enumerate(self.prefixes):
+            for prefix in prompt:
+                yield prefix, number, rows[prefix.length - 1]
+
+
+def _batches(runner: ModelRunner, prompts: CheckPrompts) -> list[_Batch]:
+    """Each long prompt alone, and then all others in one batch.
+
+    Prompts are extended to the same number of tokens in a pass, because another number may need other cuBLAS kernels,
+    and loading them takes about 1 s on an H100. Appended tokens do not change the logits of a prefix.
+    """
+    by_prompt = itertools.groupby(prompts.all_prefixes(), key=lambda prefix: prefix.prompt)
+    groups = [list(group) for _, group in by_prompt]
+    long = [[group] for group in groups if group[0].prompt < NUM_LONG_PROMPTS]
+    short = [group for group in groups if group[0].prompt >= NUM_LONG_PROMPTS]
+    batches = [*long, short] if short else long
+    tokens = [len(batch) * max(group[-1].length for group in batch) for batch in batches]
+    common = 0
+    if runner.plan.device == "cuda":
+        common = max((count for count in tokens if count <= MAX_PROMPT_TOKENS), default=0)
+        common += -common % max(len(short), 1)
+    lengths = [max(count, common) // len(batch) for batch, count in zip(batches, tokens, strict=True)]
+    lengths = [min(length, runner.plan.context) for length in lengths]
+    return [_make_batch(prompts, batch, length) for batch, length in zip(batches, lengths, strict=True)]
+
+
+def _make_batch(prompts: CheckPrompts, groups: list[list[PromptPrefix]], length: int) -> _Batch:
+    return _Batch([prompts.token_ids(group[-1]._replace(length=length)) for group in groups], groups)
+
+
+def _precise_logits(
+    runner: ModelRunner, token_ids: list[list[int]], positions: list[int], attn_implementation: str
+) -> Tensor | None:
+    """None if the model cannot be computed in the higher precision, for example because of a kernel of its own."""
+    compute_dtype = runner.plan.compute_dtype
+    low, high = getattr(torch, compute_dtype), getattr(torch, HIGHER_PRECISION[compute_dtype])
+    try:
+        with precise_math.precise_math(low, high):
+            return runner.reference_logits(token_ids, positions, attn_implementation)
+    except torch.OutOfMemoryError as error:
+        dtype = HIGHER_PRECISION[compute_dtype]
+        raise SpaceError(
+            f"the reference of the parity check in {dtype} does not fit into the GPU's free memory",
+            "use a smaller --memory-fraction",
+        ) from error
+    except Exception as error:  # torch and the model's own code raise many types
+        log.warning(
+            "the parity check uses fixed tolerances, because the reference cannot be computed in %s: %s",
+            HIGHER_PRECISION[compute_dtype],
+            str(error).strip().split("\n")[0][:200],
+        )
+        return None

@@ -1,0 +1,438 @@
+"""Continuous batching: picks the prompt chunks and the decode rows of each step. Does not import torch.
+
+A sequence is admitted when a decode row and the KV blocks for its present tokens are free. Blocks for its maximum
+length are not reserved: most answers end early, and the reservation would leave most of the cache unused. If the blocks
+run out, the scheduler preempts the sequence it admitted last: that one goes back to the head of the queue and computes
+its tokens again, mostly from the prefix cache. The sequence admitted first is never preempted, so there is no livelock.
+
+Rows are shared fairly between groups; a group is the sequences of one client request, one per choice. A free row goes
+to the waiting group with the fewest rows, and among equals to the group that has waited longest. If no row is free and
+a waiting group has none, the scheduler preempts the last sequence of the group with the most rows, unless it has only
+one. So a request with 128 choices uses all rows while no other request waits, delays other requests by one step, and
+always keeps one row.
+
+`schedule` updates the sequences as if the step had run, so the engine must launch the step before it calls `schedule`,
+`finish` or `abort` again. The host need not have read the tokens of the previous step: positions depend on counts only.
+Steps run in stream order, so freed blocks can be given to the next step at once. For the same reason the blocks of a
+prompt are registered in the prefix cache without waiting for their step to end. This happens when the next step is
+scheduled, because only a later step may read them.
+
+With `mixed_steps`, every running sequence decodes one token in each step, and chunks of prompts fill the rest of it. So
+sequences never wait for the prompts of others, and the weights are read once for both. step_size.py chooses the number
+of tokens of such a step from its predicted time.
+
+Prompts are computed first come, first served, with one exception if steps are mixed: a long prompt shares its steps
+with the prompts behind it. A prompt is long if it needs more than LONG_PROMPT_STEPS steps of the present size. If the
+first prompt is long, it gets half of the tokens of a step, and the following prompts get the other half in their order;
+tokens that they do not need go to the long one. So at most two prompts are computed in part: the first, and the last of
+the others. tests/engine/test_scheduler_costs.py derives how long a prompt may wait for its first chunk.
+
+Without mixed steps, or if the running sequences would take more than half of a prefill step, prefill and decode are
+separate steps.
+Prefill has priority: an additional decode row is almost free, and an empty row produces nothing. After
+`max_consecutive_prefills` prefill steps the running sequences get a decode step, so a burst of prompts does not stall
+their streams.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, deque
+from typing import NamedTuple
+
+from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.sequence import Chunk, Sequence
+from tcdeploy.engine.schedule.step_costs import StepPredictor
+from tcdeploy.engine.schedule.step_size import MIN_CHUNK_TOKENS, Backlog, choose_step_tokens
+
+LOOKAHEAD_BLOCKS = 8  # with blocks of 16 tokens, a row's block table changes once in 128 steps
+MAX_BACKLOG_PROMPTS = 256  # most waiting prompts that are considered when the size of a step is chosen
+LONG_PROMPT_STEPS = 4  # a prompt that needs more steps than this shares them with the prompts behind it
+
+
+class SchedulerConfig(NamedTuple):
+    """Limits of the warmed buckets: decode rows, tokens and chunks per prefill step, prefill steps in a row.
+
+    itl_target_ms: limit of the predicted time of a mixed step; None: the default of step_size.py. It has no effect
+        without step costs.
+    min_chunk_tokens: prompt tokens that a mixed step always has room for.
+    """
+
+    max_rows: int
+    prefill_tokens: int
+    max_prefill_sequences: int
+    max_consecutive_prefills: int = 4
+    mixed_steps: bool = False
+    itl_target_ms: float | None = None
+    min_chunk_tokens: int = MIN_CHUNK_TOKENS
+
+
+class SchedulerOutput(NamedTuple):
+    """The next step: prefill chunks, decode sequences, or both in a mixed step.
+
+    `decode` is in row order, and holds the first of the running sequences if chunks end prompts in the same step.
+    """
+
+    chunks: tuple[Chunk, ...] = ()
+    decode: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(stop - start for _, start, stop in self.chunks)
+
+    @property
+    def row_context(self) -> int:
+        """Tokens in the KV cache, summed over the decode rows."""
+        return sum(sequence.num_computed_tokens for sequence in self.decode)
+
+    @property
+    def prefix_pairs(self) -> int:
+        """Pairs of a token of a chunk and a token before the chunk in the same prompt, summed over the chunks."""
+        return sum((stop - start) * start for _, start, stop in self.chunks)
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before a chunk in its prompt; the maximum over the chunks."""
+        return max((start for _, start, _ in self.chunks), default=0)
+
+
+class SchedulerStats(NamedTuple):
+    """Counts for metrics. `used_blocks` excludes cached blocks without a reference, since they can be evicted."""
+
+    waiting: int
+    prefilling: int
+    running: int
+    used_blocks: int
+    preemptions: int  # since start-up
+
+
+class Scheduler:
+    """Owns the queue, the decode rows and the KV blocks. Not thread-safe.
+
+    `predictor` predicts the times of steps, from which the size of a mixed step is chosen. Without it, mixed steps have
+    up to `config.prefill_tokens` tokens.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, allocator: BlockAllocator, predictor: StepPredictor | None = None
+    ) -> None:
+        largest_step = predictor.step_sizes(0)[-1] if predictor else config.prefill_tokens
+        assert largest_step == config.prefill_tokens, "every prompt is computed in steps that exist"
+        self.config = config
+        self.allocator = allocator
+        self.predictor = predictor
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []  # prompts launched in part: at most two, in order of admission
+        self.running: list[Sequence] = []  # index is the decode row
+        self.preemptions = 0
+        self._admitted: dict[Sequence, None] = {}  # prefilling and running, in order of admission
+        self._consecutive_prefills = 0
+        self._just_preempted: set[Sequence] = set()  # by the step that is being scheduled
+        self._unregistered_chunks: tuple[Chunk, ...] = ()  # of the last step
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.running)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt waits or is computed in part."""
+        return bool(self.waiting or self.prefilling)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        used = self.allocator.capacity - self.allocator.num_allocatable
+        return SchedulerStats(len(self.waiting), len(self.prefilling), len(self.running), used, self.preemptions)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Append to the queue. The caller has checked that the sequence fits in the cache when it runs alone."""
+        assert not sequence.blocks and not sequence.finish_reason, "the sequence is new"
+        assert self.allocator.blocks_for(_max_cached_tokens(sequence)) <= self.allocator.capacity, (
+            "the caller checks first"
+        )
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence in any state. Its tokens in flight are dropped. A second call has no effect."""
+        sequence.finish_reason = sequence.finish_reason or "abort"
+        self._release(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Release a sequence whose last token the host has read. It may be running, or queued after a preemption."""
+        assert sequence.finish_reason, "`receive` sets it"
+        self._release(sequence)
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step, which the caller launches at once.
+
+        None if there is no work, or if nothing can run until tokens in flight are read.
+        """
+        self._just_preempted.clear()
+        self._register_prefixes()
+        self._release_finished()
+        if self._mixes:
+            return self._schedule_mixed()
+        decode_is_due = bool(self.running) and self._consecutive_prefills >= self.config.max_consecutive_prefills
+        chunks: tuple[Chunk, ...] = ()
+        if not decode_is_due:
+            self._make_room_for_new_group()
+            chunks = self._schedule_prefill(self.config.prefill_tokens)
+        if chunks:
+            self._consecutive_prefills += 1
+            return SchedulerOutput(chunks=chunks)
+        if not self.running:
+            return None
+        self._consecutive_prefills = 0
+        return SchedulerOutput(decode=self._schedule_decode())
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether the next step is mixed. Running sequences leave at least half of its tokens to prompts."""
+        return self.config.mixed_steps and 0 < 2 * len(self.running) <= self.config.prefill_tokens
+
+    def _schedule_mixed(self) -> SchedulerOutput:
+        """One token of each running sequence, and prompts in the rest of the step."""
+        self._make_room_for_new_group()
+        decode = self._schedule_decode()
+        chunks = self._schedule_prefill(self._mixed_step_tokens(decode), len(decode))
+        self._consecutive_prefills = 0
+        return SchedulerOutput(chunks, decode)
+
+    def _mixed_step_tokens(self, decode: tuple[Sequence, ...]) -> int:
+        """Tokens that a mixed step may have, those of the decode rows included."""
+        if self.predictor is None or not decode:  # all running sequences may just have been preempted
+            return self.config.prefill_tokens
+        free_rows = self.config.max_rows - len(self._admitted)
+        prompts = [*self.prefilling, *itertools.islice(self.waiting, min(free_rows, MAX_BACKLOG_PROMPTS))]
+        if not prompts:
+            return len(decode)
+        backlog = Backlog(
+            rows=len(decode),
+            row_context=SchedulerOutput(decode=decode).row_context,
+            prompts=len(prompts),
+            prompt_tokens=sum(map(_uncomputed_tokens, prompts)),
+            prefix=max(sequence.num_computed_tokens for sequence in prompts),
+        )
+        return choose_step_tokens(self.predictor, backlog, self.config.itl_target_ms, self.config.min_chunk_tokens)
+
+    def requeue_all(self) -> None:
+        """After a scheduled step failed: return all admitted sequences to the queue and clear the prefix cache."""
+        for sequence in reversed(list(self._admitted)):
+            self.allocator.release(sequence.blocks)
+            sequence.num_computed_tokens = sequence.in_flight = 0
+            if not sequence.finish_reason:
+                self.waiting.appendleft(sequence)
+        self._admitted.clear()
+        self.prefilling.clear()
+        self.running.clear()
+        self._unregistered_chunks = ()
+        self.allocator.reset_prefix_cache()
+
+    def requeue_admitted(self) -> None:
+        """Return all admitted sequences to the queue, so that no row and no block is in use. No step may be in flight.
+
+        They are computed again later, mostly out of the prefix cache, which is kept.
+        """
+        for sequence in reversed(list(self._admitted)):
+            self._release(sequence)
+            sequence.num_computed_tokens = 0
+            self.waiting.appendleft(sequence)
+
+    def _register_prefixes(self) -> None:
+        """Register the blocks that the last step's chunks write. A sequence released since then has none left."""
+        for sequence, _, stop in self._unregistered_chunks:
+            self.allocator.register(sequence.token_ids, sequence.blocks, stop)
+        self._unregistered_chunks = ()
+
+    def _release_finished(self) -> None:
+        """Release sequences whose last token is sampled: they need no row, even if the host has not read the token."""
+        for sequence in self.running.copy():
+            if sequence.has_sampled_last_token or sequence.finish_reason:
+                self._release(sequence)
+
+    def _schedule_prefill(self, step_tokens: int, rows: int = 0) -> tuple[Chunk, ...]:
+        """Prompts in order of arrival for a step of `step_tokens` tokens, of which `rows` belong to decode rows.
+
+        The last prompt is split if it does not fit. If the first one is long, it is split so that the others have half
+        of the tokens.
+        """
+        token_budget = step_tokens - rows
+        chunk_sizes: list[int] = []  # of the prompts in `prefilling`, from the first on
+        while token_budget and len(chunk_sizes) < self.config.max_prefill_sequences:
+            sequence = self._prompt(len(chunk_sizes))
+            if sequence is None:
+                break
+            is_shared = not chunk_sizes and self._is_long(sequence, token_budget)
+            size = token_budget - token_budget // 2 if is_shared else min(token_budget, _uncomputed_tokens(sequence))
+            chunk_sizes.append(size)
+            token_budget -= size
+        if chunk_sizes:
+            chunk_sizes[0] += min(token_budget, _uncomputed_tokens(self.prefilling[0]) - chunk_sizes[0])
+        self._unregistered_chunks = tuple(map(_next_chunk, self.prefilling, chunk_sizes))
+        for chunk in self._unregistered_chunks:
+            self._account_for_chunk(chunk)
+        assert len(self.prefilling) <= 2, "only the first prompt and the last one in a step are split"
+        return self._unregistered_chunks
+
+    def _prompt(self, number: int) -> Sequence | None:
+        """The prompt that is computed as the step's `number`th: one that was launched in part, or a new one."""
+        return self.prefilling[number] if number < len(self.prefilling) else self._admit()
+
+    def _is_long(self, sequence: Sequence, token_budget: int) -> bool:
+        return self.config.mixed_steps and _uncomputed_tokens(sequence) > LONG_PROMPT_STEPS * token_budget
+
+    def _admit(self) -> Sequence | None:
+        """Admit the next sequence and allocate its blocks. None if it has to wait; then no other one is admitted."""
+        if not self.waiting or not self._has_free_row():
+            return None
+        sequence = self._next_waiting()
+        if sequence.in_flight:  # preempted with unread tokens, which the host cannot feed yet
+            return None
+        if sequence in self._just_preempted:  # its decode row has to be emptied first
+            return None
+        wants_prompt_logprobs = sequence.params.prompt_logprobs is not None  # cached tokens have to be scored too
+        shared = [] if wants_prompt_logprobs else self.allocator.match(sequence.token_ids)
+        missing = self.allocator.blocks_for(len(sequence.token_ids)) - len(shared)
+        watermark = len(self._admitted)  # each may need a block at the next step, and would preempt this sequence
+        if missing + watermark > self.allocator.num_allocatable:
+            self.allocator.release(shared)
+            return None
+        sequence.blocks = shared + self.allocator.allocate(missing)
+        sequence.num_computed_tokens = (len(sequence.blocks) - missing) * self.allocator.block_size
+        sequence.prefix_hit_tokens += sequence.num_computed_tokens
+        if not sequence.admitted_at:
+            sequence.admitted_at, sequence.cached_prompt_tokens = time.perf_counter(), sequence.num_computed_tokens
+        self.waiting.remove(sequence)
+        self.prefilling.append(sequence)
+        self._admitted[sequence] = None
+        return sequence
+
+    def _next_waiting(self) -> Sequence:
+        """The first sequence of the waiting group with the fewest rows. One without a group forms its own group."""
+        head, num_rows = self.waiting[0], self._rows_by_group()
+        return min(self.waiting, key=lambda sequence: num_rows[sequence.group]) if num_rows[head.group] else head
+
+    def _rows_by_group(self) -> Counter[int | None]:
+        return Counter(sequence.group for sequence in self._admitted if sequence.group is not None)
+
+    def _make_room_for_new_group(self) -> None:
+        """If no row is free and a group waits without a row, preempt the last sequence of the group with most rows."""
+        if not self.waiting or self._has_free_row():
+            return
+        num_rows, sequence = self._rows_by_group(), self._next_waiting()
+        [(largest_group, count)] = num_rows.most_common(1) or [(None, 0)]
+        if count > 1 and not num_rows[sequence.group] and not sequence.in_flight:
+            self._preempt(next(other for other in reversed(self._admitted) if other.group == largest_group))
+
+    def _account_for_chunk(self, chunk: Chunk) -> None:
+        """Update the chunk's sequence as if the chunk had run. Only the chunk that ends the prompt samples a token."""
+        sequence = chunk.sequence
+        sequence.num_computed_tokens = chunk.stop
+        if chunk.stop == len(sequence.token_ids):
+            sequence.in_flight += 1
+            self.prefilling.remove(sequence)
+            self.running.append(sequence)
+
+    def _schedule_decode(self) -> tuple[Sequence, ...]:
+        self._allocate_decode_blocks()
+        for sequence in self.running:
+            sequence.num_computed_tokens = sequence.length
+            sequence.in_flight += 1
+        return tuple(self.running)
+
+    def _allocate_decode_blocks(self) -> None:
+        """Give every running sequence the blocks for `length` tokens, and lookahead blocks while enough are free.
+
+        One call either grows or shrinks the blocks of a sequence, never both. So a sequence that has kept its row since
+        the previous decode step, and has the same number of blocks, has the same blocks.
+        """
+        if not self._total_missing_blocks(0):
+            return
+        lookahead_blocks = LOOKAHEAD_BLOCKS if self._can_look_ahead() else 0
+        self._preempt_until_it_fits()
+        for sequence in self.running:
+            sequence.blocks += self.allocator.allocate(self._missing_blocks(sequence, lookahead_blocks))
+
+    def _can_look_ahead(self) -> bool:
+        """Lookahead takes at most half of the free blocks, and none while a queued sequence waits for blocks."""
+        waits_for_blocks = bool(self.waiting) and self._has_free_row()
+        return (
+            not waits_for_blocks and 2 * self._total_missing_blocks(LOOKAHEAD_BLOCKS) <= self.allocator.num_allocatable
+        )
+
+    def _preempt_until_it_fits(self) -> None:
+        """Free unused lookahead blocks, then preempt the most recently admitted sequences."""
+        if self._total_missing_blocks(0) > self.allocator.num_allocatable:
+            self._drop_lookahead()
+        while self._total_missing_blocks(0) > self.allocator.num_allocatable:
+            assert len(self._admitted) > 1, "every sequence fits when it runs alone"
+            self._preempt(next(reversed(self._admitted)))
+
+    def _drop_lookahead(self) -> None:
+        for sequence in self.running:
+            used = self.allocator.blocks_for(sequence.length)
+            unused = sequence.blocks[used:]
+            del sequence.blocks[used:]
+            self.allocator.release(unused)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.preemptions += 1
+        self._just_preempted.add(sequence)
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Remove a sequence from its queue or row and free its blocks.
+
+        Full blocks with known tokens stay in the prefix cache, for its own restart or the next turn of a chat.
+        """
+        if sequence not in self._admitted:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            return
+        del self._admitted[sequence]
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+        else:
+            self._remove_row(sequence)
+        num_known_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        self.allocator.register(sequence.token_ids, sequence.blocks, num_known_tokens)
+        self.allocator.release(sequence.blocks)
+
+    def _remove_row(self, sequence: Sequence) -> None:
+        """Fill the gap with the last row: rows stay dense, and no other row moves."""
+        row = self.running.index(sequence)
+        last = self.running.pop()
+        if last is not sequence:
+            self.running[row] = last
+
+    def _has_free_row(self) -> bool:
+        return len(self._admitted) < self.config.max_rows
+
+    def _total_missing_blocks(self, lookahead_blocks: int) -> int:
+        return sum(self._missing_blocks(sequence, lookahead_blocks) for sequence in self.running)
+
+    def _missing_blocks(self, sequence: Sequence, lookahead_blocks: int) -> int:
+        """Blocks to allocate for the next token plus `lookahead_blocks`, at most what the sequence can ever fill."""
+        target = min(
+            self.allocator.blocks_for(sequence.length) + lookahead_blocks,
+            self.allocator.blocks_for(_max_cached_tokens(sequence)),
+        )
+        return max(0, target - len(sequence.blocks))
+
+
+def _uncomputed_tokens(sequence: Sequence) -> int:
+    """Tokens of a prompt that no step has computed."""
+    return len(sequence.token_ids) - sequence.num_computed_tokens
+
+
+def _next_chunk(sequence: Sequence, size: int) -> Chunk:
+    return Chunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + size)
+
+
+def _max_cached_tokens(sequence: Sequence) -> int:
+    """Most tokens of the sequence that the cache can hold: the last new token is never fed back."""
+    return sequence.prompt_length + sequence.params.max_new_tokens - 1

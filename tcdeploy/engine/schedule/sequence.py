@@ -1,0 +1,259 @@
+"""One request in the engine: its sampling parameters, tokens, KV blocks and progress. Does not import torch.
+
+The host runs one step ahead of the device: it schedules and launches a step while the tokens of the previous step are
+still unread. A sequence therefore has two lengths. `token_ids` holds the tokens that the host has read. `length` also
+counts the tokens that launched steps sample. Reading each token before the next launch would need one length only, and
+would leave the GPU idle while Python schedules.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from tcdeploy.engine.schedule.constraint import Constraint, Matcher
+from tcdeploy.errors import UsageError
+
+MAX_FLOAT = sys.float_info.max  # comparing with it rejects inf, NaN and integers beyond the range of a float
+MAX_TOP_K = 2**31 - 1  # int32
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 512  # per request and decode row; OpenAI's API accepts 300
+MAX_POSITION = 2**62  # beyond any sequence
+
+
+class ParamCheck(NamedTuple):
+    """The type and range of a parameter, and the error for any other value."""
+
+    label: str
+    type_: type
+    is_valid: Callable[[Any], bool]
+    expected: str
+    hint: str
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value is in range. An int passes as a float; a bool passes as neither."""
+        types = (int, float) if self.type_ is float else self.type_
+        return not isinstance(value, bool) and isinstance(value, types) and self.is_valid(value)
+
+    def check(self, value: Any) -> None:
+        """Raise UsageError for a value that is not accepted."""
+        if not self.accepts(value):
+            raise UsageError(f"{self.label} is {value!r}; it must be {self.expected}", self.hint)
+
+
+INTEGER, NUMBER = "a whole number", "a number"
+STOP_TOKEN_ID = ParamCheck("a stop token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "pass token ids")
+BIASED_TOKEN_ID = ParamCheck("a biased token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "pass token ids")
+PARAM_CHECKS = {
+    "max_new_tokens": ParamCheck(
+        "max new tokens", int, lambda n: n >= 1, f"{INTEGER}, 1 or more", "--max-new-tokens 128"
+    ),
+    "temperature": ParamCheck(
+        "temperature", float, lambda t: 0 <= t <= MAX_FLOAT, f"{NUMBER}, 0 or more", "0 is greedy"
+    ),
+    "top_k": ParamCheck("top-k", int, lambda k: 0 <= k <= MAX_TOP_K, f"{INTEGER}, 0 to {MAX_TOP_K}", "0 keeps all"),
+    "top_p": ParamCheck(
+        "top-p", float, lambda p: 0 <= p <= 1, f"{NUMBER} from 0 to 1", "0 keeps one token, 1 keeps all"
+    ),
+    "min_p": ParamCheck("min-p", float, lambda p: 0 <= p < 1, f"{NUMBER} from 0 to below 1", "0 keeps all"),
+    "repetition_penalty": ParamCheck(
+        "repetition penalty", float, lambda p: 0 < p <= MAX_FLOAT, f"{NUMBER} above 0", "1 changes nothing"
+    ),
+    "presence_penalty": ParamCheck(
+        "presence penalty", float, lambda p: -2 <= p <= 2, f"{NUMBER} from -2 to 2", "0 changes nothing"
+    ),
+    "frequency_penalty": ParamCheck(
+        "frequency penalty", float, lambda p: -2 <= p <= 2, f"{NUMBER} from -2 to 2", "0 changes nothing"
+    ),
+    "min_new_tokens": ParamCheck("min new tokens", int, lambda n: n >= 0, f"{INTEGER}, 0 or more", "0 sets no minimum"),
+    "seed": ParamCheck("seed", int, lambda seed: -(2**63) <= seed < 2**64, f"{INTEGER} of 64 bits", "--seed 0"),
+    "logprobs": ParamCheck(
+        "logprobs", int, lambda n: 0 <= n <= MAX_LOGPROBS, f"{INTEGER} from 0 to {MAX_LOGPROBS}", "None reports none"
+    ),
+    "prompt_logprobs": ParamCheck(
+        "prompt logprobs",
+        int,
+        lambda n: 0 <= n <= MAX_LOGPROBS,
+        f"{INTEGER} from 0 to {MAX_LOGPROBS}",
+        "None reports none",
+    ),
+}
+LOGIT_BIAS = ParamCheck(
+    "a logit bias", float, lambda b: -100 <= b <= 100, f"{NUMBER} from -100 to 100", "-100 excludes a token"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a request samples its tokens. Raises UsageError for a value out of range.
+
+    `temperature` 0 is greedy, and the other defaults leave the model's distribution unchanged. `logprobs` is the number
+    of most likely tokens reported with each new token; None reports nothing. `prompt_logprobs` is the same for the
+    prompt's tokens after the first. Stop tokens are excluded for the first `min_new_tokens` tokens. `logit_bias` holds
+    pairs of a token id and the value added to its logit. `constraint` restricts the tokens at each position, and is
+    compared by identity.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        for name, param_check in PARAM_CHECKS.items():
+            value, default = getattr(self, name), DEFAULTS[name]
+            if type(value) is not type(default) or value != default:  # True == 1, so types are compared too
+                param_check.check(value)
+        if not isinstance(self.stop_token_ids, tuple):
+            raise UsageError(f"stop token ids are {self.stop_token_ids!r}; they must be a tuple", "pass () for none")
+        for token_id in self.stop_token_ids:
+            STOP_TOKEN_ID.check(token_id)
+        if len(self.logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIASES:
+            raise UsageError(
+                f"there are {len(self.logit_bias)} logit biases and {len(self.stop_token_ids)} stop token ids; "
+                f"the limit is {MAX_LOGIT_BIASES} together",
+                "send fewer of them",
+            )
+        for token_id, value in self.logit_bias:
+            BIASED_TOKEN_ID.check(token_id)
+            LOGIT_BIAS.check(value)
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """A copy with another seed. Only the seed is checked: checking 512 logit biases again would take 0.5 ms."""
+        PARAM_CHECKS["seed"].check(seed)
+        params = copy.copy(self)
+        object.__setattr__(params, "seed", seed)  # the class is frozen
+        return params
+
+    def biases(self, prompt_length: int) -> list[tuple[int, float, int]]:
+        """Logit biases as (token id, added value, first position without it), excluded stop tokens included."""
+        stop_biases = [(token_id, -math.inf, prompt_length + self.min_new_tokens) for token_id in self.stop_token_ids]
+        logit_biases = [(token_id, value, MAX_POSITION) for token_id, value in self.logit_bias]
+        return logit_biases + (stop_biases if self.min_new_tokens else [])
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def is_unmodified_greedy(self) -> bool:
+        """Whether the next token is the argmax of the model's logits."""
+        return self.is_greedy and not self.has_penalties and not self.has_biases and self.constraint is None
+
+    @property
+    def has_biases(self) -> bool:
+        return bool(self.logit_bias or (self.min_new_tokens and self.stop_token_ids))
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+DEFAULTS = {param.name: param.default for param in fields(SamplingParams)}
+
+
+@dataclass(eq=False)  # compared by identity: two requests may have the same tokens
+class Sequence:
+    """State of one request. `token_ids` holds the prompt and the new tokens that the host has read.
+
+    Steps launched so far write the keys and values of the first `num_computed_tokens` tokens, in stream order. Once
+    `finish_reason` is set the sequence takes no more tokens, and the engine drops those in flight.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    prompt_length: int
+    params: SamplingParams
+    group: int | None = None  # id of the client request; the scheduler shares decode rows fairly between groups
+    blocks: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    in_flight: int = 0  # tokens of launched steps that the host has not read
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0  # tokens taken from the prefix cache, over all admissions
+    cached_prompt_tokens: int = 0  # tokens of the prompt that were in the prefix cache at the first admission
+    submitted_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float = 0.0  # the first admission; 0 before it
+    prompt_logprobs: list[Any] = field(default_factory=list)  # TokenLogprobs, filled chunk by chunk if requested
+    finish_reason: str = ""  # "stop", "length", "abort" or "error" (from the constraint); "" while open
+    matcher: Matcher | None = field(init=False)  # has accepted exactly the new tokens in `token_ids`
+
+    def __post_init__(self) -> None:
+        self.matcher = self.params.constraint.start() if self.params.constraint else None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """New tokens that the host has read."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def length(self) -> int:
+        """Tokens on the device, those in flight included. A decode step feeds the token at position length - 1."""
+        return len(self.token_ids) + self.in_flight
+
+    @property
+    def has_sampled_last_token(self) -> bool:
+        """Whether the last allowed token is sampled, read by the host or not."""
+        return self.num_output_tokens + self.in_flight >= self.params.max_new_tokens
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        if self.matcher and (verdict := self.matcher.accept(token_id)):
+            self.finish_reason = verdict
+        elif token_id in self.params.stop_token_ids:
+            self.finish_reason = "stop"
+        elif self.num_output_tokens >= self.params.max_new_tokens:
+            self.finish_reason = "length"
+
+    def receive(self, token_id: int) -> None:
+        """Take one token in flight, now read by the host."""
+        assert self.in_flight > 0 and not self.finish_reason, "the engine drops tokens after the end"
+        self.in_flight -= 1
+        self.append(token_id)
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, stop) of a sequence, computed by one prefill step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities in nats under the model's distribution, before sampling parameters apply."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), most likely first
+
+
+class NewToken(NamedTuple):
+    """One new token of a request. `finish_reason` is "" except on the last token."""
+
+    request_id: int
+    token_id: int
+    finish_reason: str
+    logprobs: TokenLogprobs | None = None
+    # With the first new token; covers the prompt after its first token.
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    queue_seconds: float | None = None  # with the first new token; from submission to admission
+    cached_tokens: int = 0  # with the first new token; tokens of the prompt that were in the prefix cache

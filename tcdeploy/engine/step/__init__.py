@@ -1,0 +1,1 @@
+"""How a step runs: static tensors, rows, CUDA graphs, programs, sampling."""

@@ -1,0 +1,270 @@
+"""The static tensors that programs and CUDA graphs read: the decode rows, and the inputs of each prefill bucket.
+
+A CUDA graph replays on fixed addresses. `DecodeRows` is the device's state of the running sequences: the next input
+token of each, its position, length, block table and sampling parameters. Decode bucket b reads the first b rows. The
+step itself advances them (engine/step/advance.py), so the host uploads nothing while the batch stays the same. A
+prefill bucket has inputs of its own, which are uploaded in one copy.
+
+A mixed step is a prefill bucket that also feeds the running sequences: its first tokens are those of the decode rows,
+and its outputs are those of the prompts and then those of the rows. The ids of the rows' tokens are read on the device,
+since the host may not have read them yet; positions and lengths are known to the host. `row_slots` is the number of
+rows that a step has outputs for. It is fixed by a CUDA graph, so it is the size of a decode bucket, or 0.
+
+Unused rows and tokens of a bucket are padding. The last decode row is the padding row: sampled tokens of padding are
+written to it (`ModelRunner.sample`). Its length is 0, and a sequence of length 0 neither writes nor reads a key.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tcdeploy.engine.schedule.sequence import Chunk, Sequence
+from tcdeploy.engine.step.graphs import StepKey
+from tcdeploy.engine.step.sampling import SamplingRows, make_sampling_rows
+from tcdeploy.kernels.attention.kv_cache import PADDING_SLOT
+from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+from tcdeploy.kernels.attention.ops import HOST_SCALARS
+from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
+
+ALIGNMENT = 16  # elements: each part of a packed upload starts at a multiple of 128 bytes (int64) or 64 bytes (int32)
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The device's state of the running sequences. The last row is the padding row."""
+
+    token_ids: Tensor  # [max batch + 1] int64: the token that the next step feeds
+    positions: Tensor  # [max batch + 1] int64: the position of that token
+    seq_lens: Tensor  # [max batch + 1] int32: position + 1, or 0 for an empty row
+    block_table: Tensor  # [max batch + 1, width] int32
+    sampling: SamplingRows
+
+    @property
+    def padding_row(self) -> int:
+        return self.token_ids.shape[0] - 1
+
+
+def make_decode_rows(plan: Plan, vocab_size: int) -> DecodeRows:
+    num_rows = plan.decode_buckets[-1].size + 1
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=plan.device)
+
+    return DecodeRows(
+        token_ids=zeros(num_rows, dtype=torch.int64),
+        positions=zeros(num_rows, dtype=torch.int64),
+        seq_lens=zeros(num_rows, dtype=torch.int32),
+        block_table=zeros(num_rows, _block_table_width(plan), dtype=torch.int32),
+        sampling=make_sampling_rows(num_rows, vocab_size, torch.device(plan.device)),
+    )
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """The static inputs of one bucket.
+
+    Output i belongs to decode row `rows[i]`, whose sequence has `lengths[i]` tokens after this step. Where the length
+    is 0 (padding, or a chunk that does not end its prompt) the step writes nothing to the decode rows; sampling writes
+    to the padding row.
+    """
+
+    bucket: Bucket
+    input_ids: Tensor  # [1, tokens] int64
+    position_ids: Tensor  # [1, tokens] int64
+    rows: Tensor  # [outputs] int64
+    lengths: Tensor  # [outputs] int32
+    metadata: AttentionMetadata
+    logits_indices: Tensor | None = None  # [outputs] int64: the token of each output; None: every token
+    row_slots: int = 0
+    # [tokens] int64: the decode row of each token, or max batch + 1 plus its index in input_ids; None: all in input_ids
+    token_sources: Tensor | None = None
+
+    @property
+    def key(self) -> StepKey:
+        return StepKey(self.bucket, self.input_ids.shape[1], self.row_slots)
+
+
+def decode_buffers(bucket: Bucket, decode_rows: DecodeRows, split_counters: Tensor) -> StepBuffers:
+    """Views of the first decode rows, which all decode buckets share."""
+    size = bucket.size
+    block_table = decode_rows.block_table[:size]
+    mark_dynamic(block_table, 1)  # the width follows the context, which is not part of a program
+    decode = DecodeMetadata(block_table, decode_rows.seq_lens[:size], split_counters)
+    rows = torch.arange(size, device=decode_rows.token_ids.device)
+    input_ids, position_ids = decode_rows.token_ids[None, :size], decode_rows.positions[None, :size]
+    return StepBuffers(bucket, input_ids, position_ids, rows, decode.seq_lens, AttentionMetadata(decode=decode))
+
+
+class PrefillBuffers:
+    """The inputs of a prefill bucket: views of one device tensor that is filled by one copy."""
+
+    def __init__(
+        self, plan: Plan, bucket: Bucket, tokens: int, decode_rows: DecodeRows, split_counters: Tensor
+    ) -> None:
+        self.plan, self.decode_rows = plan, decode_rows
+        self.tokens, self._bucket = tokens, bucket
+        # In a mixed step the first sequence holds the tokens of the decode rows.
+        self._first_sequence = int(plan.mixed_steps)
+        sequences, width = plan.max_prefill_sequences + self._first_sequence, _block_table_width(plan)
+        outputs = plan.max_prefill_sequences + (decode_rows.padding_row if plan.mixed_steps else 0)
+        self._int64_layout = _PackedLayout(
+            ids=tokens, positions=tokens, slots=tokens, sources=tokens if plan.mixed_steps else 0,
+            logits_indices=outputs, rows=outputs,
+        )  # fmt: skip
+        self._int32_layout = _PackedLayout(
+            seq_lens=sequences, starts=sequences + 1, lengths=outputs, tables=sequences * width
+        )
+        self._packed = torch.zeros(
+            self._int64_layout.size + self._int32_layout.size // 2, dtype=torch.int64, device=plan.device
+        )
+        # Block tables need no clearing: attention reads only the entries that `fill` writes.
+        self._zeroed_size = self._int64_layout.size + self._int32_layout.offset_of("tables") // 2
+        self._int64_views = self._int64_layout.views(self._packed)
+        self._int32_views = self._int32_layout.views(self._packed[self._int64_layout.size :].view(torch.int32))
+        block_table = self._int32_views["tables"].view(sequences, width)
+        mark_dynamic(block_table, 1)
+        self._prefill = PrefillMetadata(
+            slot_mapping=self._int64_views["slots"],
+            block_table=block_table,
+            seq_lens=self._int32_views["seq_lens"],
+            cu_seqlens_q=self._int32_views["starts"],
+            host_scalars=torch.zeros(len(HOST_SCALARS), dtype=torch.int64),
+        )
+        self._decode = _all_rows(decode_rows, split_counters) if plan.mixed_steps else None
+        self._host_scalars_array = self._prefill.host_scalars.numpy()
+        self._buffers: dict[int, StepBuffers] = {}  # by row_slots
+
+    def buffers(self, row_slots: int = 0) -> StepBuffers:
+        """The inputs of a step with outputs for all prompts and for `row_slots` decode rows."""
+        if row_slots not in self._buffers:
+            self._buffers[row_slots] = self._make_buffers(row_slots)
+        return self._buffers[row_slots]
+
+    def _make_buffers(self, row_slots: int) -> StepBuffers:
+        outputs = self.plan.max_prefill_sequences + row_slots
+        int64_views = self._int64_views
+        logits_indices = int64_views["logits_indices"][:outputs]
+        if self.plan.mixed_steps or self._bucket.min_size:
+            # Programs must not depend on the number of rows. The storage offset of the view becomes a symbol too; torch
+            # would specialise an offset of 0 or 1.
+            mark_dynamic(logits_indices, 0)
+        return StepBuffers(
+            bucket=self._bucket,
+            input_ids=int64_views["ids"][None],
+            position_ids=int64_views["positions"][None],
+            rows=int64_views["rows"][:outputs],
+            lengths=self._int32_views["lengths"][:outputs],
+            metadata=AttentionMetadata(self._prefill, self._decode),
+            logits_indices=logits_indices,
+            row_slots=row_slots,
+            token_sources=int64_views["sources"] if row_slots else None,
+        )
+
+    def fill(self, chunks: ListLike[Chunk], rows: ListLike[int | None], decoding: ListLike[Sequence] = ()) -> None:
+        """Pack one token of each sequence in `decoding`, whose index is its decode row, and then the chunks in order.
+
+        `rows[i]` is the decode row of chunk i if the chunk ends its prompt, else None.
+        """
+        staging = torch.empty(self._packed.shape, dtype=torch.int64, pin_memory=self._packed.is_cuda)
+        staging_array = staging.numpy()
+        int64_views = self._int64_layout.views(staging_array)
+        int32_views = self._int32_layout.views(staging_array[self._int64_layout.size :].view(numpy.int32))
+        staging_array[: self._zeroed_size] = 0
+        int64_views["slots"][:] = PADDING_SLOT
+        int64_views["rows"][:] = self.decode_rows.padding_row
+        if self.plan.mixed_steps:
+            self._fill_rows(decoding, int64_views, int32_views)
+        tables = int32_views["tables"].reshape(self._prefill.block_table.shape)
+        coordinates = _block_coordinates(self.plan.context, self.plan.block_size)
+        end = len(decoding)
+        for number, (sequence, start, stop) in enumerate(chunks):
+            begin, end = end, end + stop - start
+            blocks = numpy.array(sequence.blocks, dtype=numpy.int64)
+            int64_views["ids"][begin:end] = sequence.token_ids[start:stop]
+            positions, block_index, block_offset = (column[start:stop] for column in coordinates)
+            int64_views["positions"][begin:end] = positions
+            first_slots = blocks * self.plan.block_size
+            numpy.add(first_slots[block_index], block_offset, out=int64_views["slots"][begin:end])
+            int64_views["logits_indices"][number] = end - 1
+            entry = number + self._first_sequence
+            tables[entry, : len(blocks)] = blocks
+            int32_views["seq_lens"][entry] = stop
+            int32_views["starts"][entry + 1 :] = end
+            row = rows[number]
+            if row is not None:
+                int64_views["rows"][number], int32_views["lengths"][number] = row, stop
+        self._packed.copy_(staging, non_blocking=True)
+        self._host_scalars_array[:] = _host_scalars(chunks, end, len(decoding))
+
+    def _fill_rows(
+        self, decoding: ListLike[Sequence], int64_views: dict[str, Any], int32_views: dict[str, Any]
+    ) -> None:
+        """The tokens and outputs of the decode rows. Their K and V are written by attention, so they have no slots."""
+        count, first_output = len(decoding), self.plan.max_prefill_sequences
+        lengths = numpy.array([sequence.num_computed_tokens for sequence in decoding], dtype=numpy.int64)
+        row_numbers, outputs = numpy.arange(count), slice(first_output, first_output + count)
+        int64_views["sources"][:] = numpy.arange(self.tokens) + self.decode_rows.padding_row + 1
+        int64_views["sources"][:count] = row_numbers
+        int64_views["positions"][:count] = lengths - 1
+        int64_views["logits_indices"][outputs] = row_numbers
+        int64_views["rows"][outputs] = row_numbers
+        int32_views["lengths"][outputs] = lengths
+        int32_views["starts"][1:] = count
+
+
+def _all_rows(decode_rows: DecodeRows, split_counters: Tensor) -> DecodeMetadata:
+    """All decode rows, as mixed steps read them. Programs depend neither on the largest batch nor on the context."""
+    for tensor, dims in ((decode_rows.block_table, (0, 1)), (decode_rows.seq_lens, (0,))):
+        for dim in dims:
+            mark_dynamic(tensor, dim)
+    return DecodeMetadata(decode_rows.block_table, decode_rows.seq_lens, split_counters)
+
+
+@functools.cache
+def _block_coordinates(
+    context: int, block_size: int
+) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """(position, block index, offset in the block) of every position, as read-only arrays that all buckets share."""
+    positions = numpy.arange(context)
+    columns = positions, positions // block_size, positions % block_size
+    for column in columns:
+        column.setflags(write=False)
+    return columns
+
+
+def _host_scalars(chunks: ListLike[Chunk], tokens: int, num_decoding: int) -> list[int]:
+    """The values that kernels/attention/ops.py lists in HOST_SCALARS; the runner sets the number of rows."""
+    lengths = [stop for _, _, stop in chunks]
+    max_seqlen_q = max((stop - start for _, start, stop in chunks), default=0)
+    has_prefix = any(start > 0 for _, start, _ in chunks)
+    return [tokens, sum(lengths), max_seqlen_q, max(lengths, default=0), int(has_prefix), num_decoding, 0]
+
+
+class _PackedLayout:
+    """Named slices of a flat tensor or array, each starting at a multiple of ALIGNMENT elements."""
+
+    def __init__(self, **sizes: int) -> None:
+        self._slices: dict[str, tuple[int, int]] = {}
+        self.size = 0
+        for name, size in sizes.items():
+            self._slices[name] = (self.size, self.size + size)
+            self.size += -(-size // ALIGNMENT) * ALIGNMENT
+
+    def offset_of(self, name: str) -> int:
+        return self._slices[name][0]
+
+    def views(self, flat):  # type: ignore[no-untyped-def]  # a torch.Tensor or a numpy array
+        return {name: flat[start:stop] for name, (start, stop) in self._slices.items()}
+
+
+def _block_table_width(plan: Plan) -> int:
+    return max(plan.blocks_per_sequence, 2)  # torch specialises a width of 1

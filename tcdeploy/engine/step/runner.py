@@ -1,0 +1,352 @@
+"""Runs one step of the model for a bucket: replays its CUDA graph, or calls its programs.
+
+Only the rows that are sampled from pass through the head. A step ends on the device with the greedy tokens and the
+advance of the decode rows; other sampling replaces these tokens afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as ListLike
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.sequence import Chunk, Sequence
+from tcdeploy.engine.step import sampling
+from tcdeploy.engine.step.advance import advance
+from tcdeploy.engine.step.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
+from tcdeploy.engine.step.graphs import StepKey, StepOutput
+from tcdeploy.engine.step.rows import RowAssignment
+from tcdeploy.engine.step.step_graphs import StepGraphs
+from tcdeploy.kernels.attention.metadata import AttentionConfig, Step, StepHolder
+from tcdeploy.kernels.attention.ops import HOST_SCALARS, choose_decode_splits
+from tcdeploy.planning.backends import BACKENDS
+from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.planning.variants import DEFAULT, Variant
+from tcdeploy.programs.model_forward import ModelForward, StepInputs, TransformersForward
+from tcdeploy.torch_compat.dynamo.body_forward import reuse_body_output
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PROMPT_LOGPROBS_CHUNK = 512  # rows: 130 MB of bfloat16 logits at a vocabulary of 128,256
+
+
+class ModelRunner:
+    """Owns the decode rows, and the buffers and CUDA graphs of all buckets.
+
+    Every pass runs under `no_grad`, because torch guards on the grad mode. `split_counters` is described in
+    kernels/attention/metadata.py; `step_holder` is the one that the attention modules of `model` hold. Without a model,
+    steps are run by `forward` (programs/packages.py), and no reference can be computed.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | None,
+        plan: Plan,
+        step_holder: StepHolder,
+        split_counters: Tensor,
+        vocab_size: int,
+        forward: ModelForward | None = None,
+    ) -> None:
+        self._model = model
+        self.step_holder = step_holder
+        self.forward: ModelForward = forward or self.transformers_forward  # ahead-of-time programs replace it
+        self.plan = plan
+        self.split_counters = split_counters
+        self.vocab_size = vocab_size
+        self.decode_rows = make_decode_rows(plan, vocab_size)
+        self.row_assignment = RowAssignment(self.decode_rows)
+        self._decode_buffers = {
+            bucket: decode_buffers(bucket, self.decode_rows, split_counters) for bucket in plan.decode_buckets
+        }
+        self._prefill_buffers: dict[tuple[Bucket, int], PrefillBuffers] = {}  # by bucket and tokens
+        uses_triton = BACKENDS[plan.decode_attention].uses_triton
+        self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
+        self._variants = dict.fromkeys(plan.buckets, DEFAULT)  # works for every model; warm-up sets the others
+        self.eager_buckets: set[Bucket] = set()  # run without programs, graphs and padding of prompts
+        self.reserved_blocks: tuple[int, ...] | None = None  # for batches of the warm-up; None: all blocks
+        self.graphs = StepGraphs(plan, self._forward, self._buffers_of)
+        self._row_slots = plan.row_slots(plan.prefill_buckets[-1])  # the same in all prefill buckets
+        self._prefill_logits: Tensor | None = None  # [outputs, vocab], which all captured prefill steps write
+        self.step_counts: Counter[Bucket] = Counter()  # steps of each bucket since the start
+        self.computed_tokens: Counter[Bucket] = Counter()  # tokens or rows of these steps, padding included
+        self.padding_tokens: Counter[Bucket] = Counter()  # those of them that were padding
+        self._counts_steps = True
+
+    @property
+    def has_model(self) -> bool:
+        return self._model is not None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model of transformers, whose weights the programs share. A start from packages has none."""
+        assert self._model is not None
+        return self._model
+
+    @cached_property
+    def transformers_forward(self) -> TransformersForward:
+        return TransformersForward(self.model, self.step_holder)
+
+    def prefill(
+        self,
+        chunks: ListLike[Chunk],
+        running: ListLike[Sequence] = (),
+        bucket: Bucket | None = None,
+        num_decoding: int = 0,
+        early_size_from: int | None = None,
+    ) -> StepOutput:
+        """One packed step over the chunks, in `bucket` or else in the smallest one that holds them.
+
+        Output i belongs to chunk i. If the chunk ends its prompt, the first new token is written to the decode row of
+        its sequence: the sequence's index in `running`. An empty `running` empties all decode rows.
+
+        In a mixed step the first `num_decoding` sequences of `running` also decode one token each; output
+        max_prefill_sequences + i belongs to sequence i.
+
+        With `early_size_from`, the step is padded to a size that is captured during start-up and has at least so many
+        tokens. So a step of the same length always has the same size, and its results can be compared. Without it, a
+        step is padded less once a smaller size is captured.
+        """
+        tokens = num_decoding + sum(stop - start for _, start, stop in chunks)
+        bucket = bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
+        self.row_assignment.assign(running)
+        if num_decoding:
+            self.row_assignment.upload_block_table()
+        row_slots = self._row_slots_for(num_decoding)
+        sizes = self._sizes(bucket, row_slots)
+        if early_size_from is not None:
+            sizes = tuple(size for size in self.graphs.early_sizes(bucket) if size >= early_size_from)
+        prefill = self._prefill_for(bucket, tokens, sizes)
+        prefill.fill(chunks, self.row_assignment.rows_for_chunks(chunks), running[:num_decoding])
+        self._count_step(bucket, tokens, prefill.tokens)
+        if self._counts_steps:
+            self.graphs.count_wanted(bucket, tokens, row_slots)
+        return self.graphs.run(prefill.buffers(row_slots))
+
+    def decode(self, running: ListLike[Sequence]) -> StepOutput:
+        """One token for each sequence; output i belongs to sequence i."""
+        self.row_assignment.assign(running)
+        self.row_assignment.upload_block_table()
+        bucket = smallest_bucket(self.plan.decode_buckets, len(running))
+        self._count_step(bucket, len(running), bucket.size)
+        return self.graphs.run(self._decode_buffers[bucket])
+
+    def step_sizes(self, num_decoding: int) -> tuple[int, ...]:
+        """The token counts that steps with prompts and `num_decoding` decode rows are currently padded to, ascending.
+
+        The last one is the size of the largest prefill bucket. Sizes below `num_decoding` may be included.
+        """
+        return self.graphs.step_sizes(self._row_slots_for(num_decoding))
+
+    def _row_slots_for(self, num_decoding: int) -> int:
+        return next(row_slots for row_slots in self._row_slots if row_slots >= num_decoding)
+
+    @contextlib.contextmanager
+    def uncounted_steps(self) -> Iterator[None]:
+        """Exclude steps from the counters of steps, tokens and wanted graphs, which describe requests only."""
+        self._counts_steps = False
+        try:
+            yield
+        finally:
+            self._counts_steps = True
+
+    def _count_step(self, bucket: Bucket, used: int, size: int) -> None:
+        if not self._counts_steps:
+            return
+        self.step_counts[bucket] += 1
+        self.computed_tokens[bucket] += size
+        self.padding_tokens[bucket] += size - used
+
+    @torch.no_grad()
+    def sample(self, output: StepOutput, features: sampling.Features, masks: Tensor | None = None) -> StepOutput:
+        """Sample the tokens of a step with the rows' parameters, in place of the greedy ones; they are the next input.
+
+        `masks` [outputs, words] int32 is needed if `features.masks` is set.
+        """
+        decode_rows = self.decode_rows
+        positions = decode_rows.positions[output.rows]
+        tokens = sampling.sample(output.logits, decode_rows.sampling, positions, features, output.rows, masks)
+        decode_rows.token_ids.index_copy_(0, output.rows, tokens)
+        if features.penalties:
+            sampling.count_tokens(decode_rows.sampling, output.rows, tokens)
+        return output._replace(tokens=tokens)
+
+    def compute_prompt_logprobs(self, chunk: Chunk, num_top: int) -> list[tuple[int, sampling.Logprobs]]:
+        """Log-probabilities of the prompt tokens that follow the tokens of a chunk, with `num_top` alternatives each.
+
+        Returns pieces of at most PROMPT_LOGPROBS_CHUNK rows, each with the position of its first row: the logits of a
+        whole prompt may be larger than the weights. Graphs are not used, since they keep only the last row of a prompt.
+        """
+        sequence, start, stop = chunk
+        end_of_rows = min(stop, sequence.prompt_length - 1)
+        bucket = smallest_bucket(self.plan.prefill_buckets, stop - start)
+        prefill = self._prefill_for(bucket, stop - start, self._sizes(bucket, 0))
+        prefill.fill([chunk], [None])
+        pieces: list[tuple[int, sampling.Logprobs]] = []
+        with reuse_body_output(self.model) if self.has_model else contextlib.nullcontext():
+            for begin in range(start, end_of_rows, PROMPT_LOGPROBS_CHUNK):
+                end = min(begin + PROMPT_LOGPROBS_CHUNK, end_of_rows)
+                rows = torch.arange(begin - start, end - start, device=self.plan.device)
+                next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
+                logits = self._logits_at(prefill.buffers(), rows)
+                pieces.append((begin, sampling.logprobs(logits, next_ids, num_top)))
+        self.graphs.uncaptured_runs += self.graphs.is_captured(bucket)
+        return pieces
+
+    def set_variant(self, bucket: Bucket, variant: Variant) -> None:
+        """Run the bucket with this variant from now on. The graphs of another variant are dropped."""
+        self.graphs.drop(bucket)
+        self._variants[bucket] = variant
+
+    def variant(self, bucket: Bucket) -> Variant:
+        return self._variants[bucket]
+
+    def run_eagerly(self, bucket: Bucket) -> None:
+        """Run the bucket uncompiled from now on, with the variant that works for every model."""
+        self.set_variant(bucket, DEFAULT)
+        self.eager_buckets.add(bucket)
+
+    def batch_allocator(self) -> BlockAllocator:
+        """A new allocator for a batch of the warm-up, which does not go through the scheduler."""
+        if self.reserved_blocks is not None:
+            return BlockAllocator.of_blocks(self.reserved_blocks, self.plan.block_size)
+        return BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
+
+    @property
+    def uncaptured_runs(self) -> int:
+        """Forward passes of captured buckets that did not replay a CUDA graph: those that compute prompt logprobs."""
+        return self.graphs.uncaptured_runs
+
+    def rerun(self, bucket: Bucket) -> StepOutput:
+        """Run the bucket's step again on the current contents of its buffers."""
+        return self.graphs.run(self._buffers_of(StepKey(bucket, bucket.size, 0)))
+
+    def run_uncaptured(self, key: StepKey) -> StepOutput:
+        """Run a step of this shape without its CUDA graph.
+
+        Prefill buffers are filled with padding, so the step writes to no KV block. Decode buffers are left as they are.
+        """
+        return self._forward(self._buffers_of(key, clear=True))
+
+    def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
+        return self._forward(self._buffers_of(StepKey(bucket, bucket.size, 0)))
+
+    def _buffers_of(self, key: StepKey, clear: bool = False) -> StepBuffers:
+        """The buffers of a step. `clear`: fill prefill buffers with padding, so that the step writes to no KV block."""
+        if not key.bucket.is_prefill:
+            return self._decode_buffers[key.bucket]
+        prefill = self._prefill_of_size(key.bucket, key.tokens)
+        if clear:
+            prefill.fill([], [])
+        return prefill.buffers(key.row_slots)
+
+    def _sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
+        """The sizes that the steps of a prefill bucket are padded to; () if they are not padded."""
+        return () if bucket in self.eager_buckets else self.graphs.sizes(bucket, row_slots)
+
+    def _prefill_for(self, bucket: Bucket, tokens: int, sizes: ListLike[int]) -> PrefillBuffers:
+        """The buffers for `tokens` tokens, padded to the next of `sizes`."""
+        size = next((size for size in sizes if size >= tokens), None)
+        if size is None:  # not padded: a dynamic bucket without graphs, or an eager one; there are no static buffers
+            return self._make_prefill_buffers(bucket, max(tokens, bucket.min_size))
+        return self._prefill_of_size(bucket, size)
+
+    def _prefill_of_size(self, bucket: Bucket, size: int) -> PrefillBuffers:
+        if (bucket, size) not in self._prefill_buffers:
+            self._prefill_buffers[bucket, size] = self._make_prefill_buffers(bucket, size)
+        return self._prefill_buffers[bucket, size]
+
+    def _make_prefill_buffers(self, bucket: Bucket, tokens: int) -> PrefillBuffers:
+        return PrefillBuffers(self.plan, bucket, tokens, self.decode_rows, self.split_counters)
+
+    @torch.no_grad()
+    def _forward(self, buffers: StepBuffers) -> StepOutput:
+        selects_early = self._variants[buffers.bucket].last_token_rows
+        last_token_rows = buffers.logits_indices if selects_early else None
+        logits = self._logits(buffers, last_token_rows, None if selects_early else buffers.logits_indices)
+        if buffers.bucket.is_prefill and self.plan.uses_cuda_graph(buffers.bucket):
+            logits = self._share_logits(logits)
+        decode_rows = self.decode_rows
+        tokens = advance(
+            logits, buffers.rows, buffers.lengths, decode_rows.token_ids, decode_rows.positions, decode_rows.seq_lens,
+            self._advance_backend,
+        )  # fmt: skip
+        return StepOutput(logits, tokens, buffers.rows)
+
+    def _share_logits(self, logits: Tensor) -> Tensor:
+        """Copy the logits of a prefill step to a tensor that all graphs of prefill steps share.
+
+        Otherwise each of some hundred graphs would keep its own: 68 MB for 264 outputs and a vocabulary of 128,256.
+        Steps run in stream order, so a step's tokens are sampled before the next step overwrites the logits.
+        """
+        outputs, vocab_size = logits.shape
+        if self._prefill_logits is None:
+            max_outputs = self.plan.max_prefill_sequences + self._row_slots[-1]
+            self._prefill_logits = logits.new_empty(max_outputs, vocab_size)
+        return self._prefill_logits[:outputs].copy_(logits)
+
+    @torch.no_grad()
+    def _logits_at(self, buffers: StepBuffers, rows: Tensor) -> Tensor:
+        return self._logits(buffers, None, rows)
+
+    def _logits(self, buffers: StepBuffers, last_token_rows: Tensor | None, head_rows: Tensor | None) -> Tensor:
+        """Logits [outputs, vocab] of a forward pass.
+
+        Rows are selected in the last layer (`last_token_rows`), or at the head (`head_rows`).
+        """
+        if self.plan.graphs == "region":
+            torch.compiler.cudagraph_mark_step_begin()
+        if buffers.metadata.prefill is not None:
+            buffers.metadata.prefill.host_scalars[HOST_SCALARS.index("rows")] = buffers.row_slots
+        input_ids = buffers.input_ids
+        if buffers.token_sources is not None:
+            input_ids = torch.cat([self.decode_rows.token_ids, input_ids[0]])[buffers.token_sources][None]
+        step, in_last_layer = self._make_step(buffers, last_token_rows), last_token_rows is not None
+        rows = last_token_rows if in_last_layer else head_rows
+        return self.forward(StepInputs(input_ids, buffers.position_ids, step, rows, in_last_layer))
+
+    def _make_step(self, buffers: StepBuffers, last_token_rows: Tensor | None) -> Step:
+        bucket, variant = buffers.bucket, self._variants[buffers.bucket]
+        attention = AttentionConfig(
+            prefill_backend=variant.attention or self.plan.prefill_attention,
+            decode_backend=self.plan.decode_attention,
+            kv_write_backend=self.plan.decode_attention,
+            decode_splits=1 if bucket.is_prefill else choose_decode_splits(bucket.size, self.split_counters),
+        )
+        return Step(
+            bucket, variant, buffers.metadata, attention, last_token_rows, is_compiled=bucket not in self.eager_buckets
+        )
+
+    @torch.no_grad()
+    def reference_logits(self, token_ids: list[list[int]], positions: list[int], attn_implementation: str) -> Tensor:
+        """Logits [prompts, positions, vocab] after the tokens at `positions` of prompts of equal length.
+
+        Computed by transformers' own attention, uncompiled.
+        """
+        from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION  # imports transformers
+
+        input_ids = torch.tensor(token_ids, device=self.model.device)
+        rows = torch.tensor(positions, device=self.model.device)
+        selected_rows = {"logits_to_keep": rows} if self.transformers_forward.supports_logits_to_keep else {}
+        self.step_holder.step = None  # modules run uncompiled
+        try:
+            self.model.set_attn_implementation(attn_implementation)
+        except ValueError:  # a part of the model, such as an audio tower, supports only eager attention
+            self.model.set_attn_implementation("eager")
+        try:
+            logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **selected_rows).logits
+        finally:
+            self.model.set_attn_implementation(ATTN_IMPLEMENTATION)
+        return logits if selected_rows else logits[:, rows]
+
+
+def smallest_bucket(buckets: tuple[Bucket, ...], size: int) -> Bucket:
+    """The smallest bucket that holds `size`."""
+    return next(bucket for bucket in buckets if bucket.size >= size)

@@ -1,0 +1,1 @@
+"""Warms every bucket: compiles, tunes, times and captures its step."""

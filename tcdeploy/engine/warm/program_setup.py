@@ -1,0 +1,58 @@
+"""Makes a runner's steps run compiled programs instead of the model's own code."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from tcdeploy.cache.manifest import Origin
+from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.plan import Plan
+from tcdeploy.programs.aot import AotForward, PackageExchange, package_folder
+from tcdeploy.programs.export import TracedLayer
+from tcdeploy.programs.jit import JitLoader
+from tcdeploy.programs.programs import ProgramTable, compile_in_place
+from tcdeploy.programs.regions import Region, find_head_modules, find_layers, regions_to_compile
+
+
+def install_programs(
+    runner: ModelRunner,
+    architecture: Architecture,
+    origin: Origin,
+    cache_dir: str,
+    original_key: str | None = None,
+    exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
+) -> None:
+    """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called.
+
+    `cache_dir`: the folder in use. `original_key`: of the plan for whose model this one is a copy; None: it is no copy.
+    `exchange`: how packages are shared with other processes.
+    """
+    plan, model = runner.plan, runner.model
+    if plan.programs == "aot":
+        folder = package_folder(cache_dir, original_key or plan.key, origin.sources, origin.torch_settings, model)
+        layers = traced_layers(model, architecture)
+        is_copy = original_key is not None
+        runner.forward = AotForward(runner.transformers_forward, layers, plan, folder, is_copy, exchange)
+        return
+    regions = regions_of(model, plan, architecture)
+    compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
+
+
+def traced_layers(model: PreTrainedModel, architecture: Architecture) -> list[TracedLayer]:
+    """The model's layers, which are exported as programs."""
+    return [
+        TracedLayer(layer.module, layer.path, model.get_submodule(spec.path).tcdeploy)
+        for layer, spec in zip(find_layers(model, architecture), architecture.attention_layers, strict=True)
+    ]
+
+
+def regions_of(model: PreTrainedModel, plan: Plan, architecture: Architecture) -> list[Region]:
+    """The regions to compile.
+
+    Head modules are added if the whole step is one CUDA graph, except with `--region model`, which contains them.
+    """
+    layers = find_layers(model, architecture)
+    compiles_head = plan.graphs == "step" and plan.region != "model"
+    head_modules = find_head_modules(model, layers) if compiles_head else []
+    return [*regions_to_compile(model, layers, plan.region), *head_modules]

@@ -1,0 +1,256 @@
+"""Choose the variant of a bucket: the first that compiles and passes the parity check, or the fastest of several.
+
+Without `--tune-seconds` the first one is compiled and none is timed; the next ones are tried only if it fails.
+`--tune-seconds` bounds the time spent on variants beyond the first, which has to be compiled in any case. Trials come
+from the manifest of an earlier run, if any, and from this run. A variant is timed once: a warm start loads the selected
+variant only, and repeats no timing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+import resource
+import time
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from tcdeploy.cache.manifest import Trial
+from tcdeploy.engine.check.inputs import WarmupBatch
+from tcdeploy.engine.check.parity_check import ParityCheck, ParityChecker, describe_parity
+from tcdeploy.engine.warm.timing import measure_step_ms, synchronize
+from tcdeploy.planning.plan import Plan
+from tcdeploy.planning.variants import Variant, untimed_variants
+from tcdeploy.programs.compile_stats import CompileStats, measure_compiles
+from tcdeploy.torch_compat.dynamo.compile_threads import without_compile_workers
+
+RUNS_BEFORE_CAPTURE = 2
+MAX_ERROR_CHARS = 200
+log = logging.getLogger("tcdeploy.engine")
+
+
+class CompiledVariant(NamedTuple):
+    """What compiling and capturing one variant took."""
+
+    compilation: CompileStats
+    capture_seconds: float
+    graph_memory_bytes: int | None  # None without a GPU
+
+
+class TuningRun(NamedTuple):
+    """Trials of a bucket. `compiled` and `seconds` cover this run only."""
+
+    trials: tuple[Trial, ...] = ()  # of this and earlier runs; empty if no variant was timed, and none failed
+    compiled: Mapping[Variant, CompiledVariant] = MappingProxyType({})  # in the order of compilation, failures included
+    seconds: float = 0.0  # spent beyond the first variant that could be timed
+
+
+class SelectedVariant(NamedTuple):
+    """The variant that serves, with its parity check."""
+
+    variant: Variant
+    compiled: CompiledVariant
+    trials: tuple[Trial, ...]
+    check: ParityCheck
+    check_seconds: float
+    peak_memory_bytes: int
+
+
+class _Attempt(NamedTuple):
+    """`compiled` of a variant that failed holds what had been compiled until then."""
+
+    trial: Trial
+    compiled: CompiledVariant
+    error: Exception | None
+
+
+def tune(batch: WarmupBatch, known_trials: Iterable[Trial], has_more_time: bool, seconds: float) -> TuningRun:
+    """Time the bucket's variants for at most `seconds`, except those that the `known_trials` of an earlier run cover.
+
+    Nothing is timed unless `has_more_time`: this is the first run, or the time allowed has grown since the earlier one.
+    """
+    variants = _variants_by_name(batch)
+    if len(variants) == 1:
+        return TuningRun()
+    trials = tuple(trial for trial in known_trials if trial.variant in variants)
+    if not has_more_time or seconds <= 0:
+        return TuningRun(trials)
+    tried = {trial.variant for trial in trials}
+    untried = [variant for name, variant in variants.items() if name not in tried]
+    tuning = time_variants(batch, untried, seconds, must_succeed=not any_timed(trials))
+    return tuning._replace(trials=trials + tuning.trials)
+
+
+def time_variants(batch: WarmupBatch, variants: list[Variant], seconds: float, must_succeed: bool) -> TuningRun:
+    """Compile and time one variant after another until `seconds` are spent.
+
+    A variant that cannot be compiled on this torch or GPU is recorded with its error and skipped. With `must_succeed`,
+    time spent before the first variant that can be timed does not count, and the last error is raised if none can.
+    """
+    trials: list[Trial] = []
+    compiled: dict[Variant, CompiledVariant] = {}
+    spent = 0.0
+    error: Exception | None = None
+    for variant in variants:
+        is_required = must_succeed and not any_timed(trials)
+        if not is_required and spent >= seconds:
+            break
+        attempt = _try_variant(batch, variant, is_timed=True)
+        trials.append(attempt.trial)
+        compiled[variant] = attempt.compiled
+        error = attempt.error or error
+        spent += 0.0 if is_required else attempt.trial.seconds
+    if must_succeed and error is not None and not any_timed(trials):
+        raise error
+    return TuningRun(tuple(trials), compiled, spent)
+
+
+def select_variant(
+    batch: WarmupBatch, tuning: TuningRun, checker: ParityChecker, programs_cached: bool
+) -> SelectedVariant:
+    """Compile and check the preferred variant.
+
+    A variant that does not compile or fails the parity check is recorded in the trials, and the next one is taken. If
+    none is left, the last one's error is raised, or it is returned with its failed check.
+    """
+    variants, trials, compiled = _variants_by_name(batch), tuning.trials, dict(tuning.compiled)
+    selected: SelectedVariant | None = None
+    error: Exception | None = None
+    while (variant := preferred_variant(trials, variants)) is not None:
+        with without_compile_workers() if programs_cached else contextlib.nullcontext():
+            # A variant that was timed is compiled again here, because the runner keeps only the variant set last.
+            trial, latest, error = _try_variant(batch, variant, is_timed=False)
+        compiled.setdefault(variant, latest)
+        if error is None:
+            latest = latest._replace(compilation=total_compilation(variant, compiled))
+            selected = check_variant(batch, variant, latest, trials, checker)
+            if selected.check.parity.passed:
+                return selected
+            parity = describe_parity(selected.check.parity)
+            trial = dataclasses.replace(trial, error=f"failed the parity check: {parity}")
+        log.warning("%s: variant %s is not used: %s", batch.bucket.name, variant.name, trial.error)
+        trials = (*(known for known in trials if known.variant != variant.name), trial)
+    if error is not None:
+        raise error
+    assert selected is not None, "a bucket has at least one variant"
+    return selected
+
+
+def preferred_variant(trials: Iterable[Trial], variants: Mapping[str, Variant]) -> Variant | None:
+    """The fastest variant, or the first one that has not failed if none was timed. None if no variant is left."""
+    trials = tuple(trials)
+    if any_timed(trials):
+        return variants[fastest(trials, variants).variant]
+    failed = {trial.variant for trial in trials}
+    untimed = untimed_variants(tuple(variants.values()))
+    return next((variant for variant in untimed if variant.name not in failed), None)
+
+
+def check_variant(
+    batch: WarmupBatch, variant: Variant, compiled: CompiledVariant, trials: tuple[Trial, ...], checker: ParityChecker
+) -> SelectedVariant:
+    """Check the bucket, which already runs `variant`. The returned check may have failed."""
+    peak_memory_bytes, start = _peak_memory_bytes(batch.plan), time.perf_counter()
+    check = checker.check(batch.bucket)
+    return SelectedVariant(variant, compiled, trials, check, time.perf_counter() - start, peak_memory_bytes)
+
+
+def compile_variant(batch: WarmupBatch, variant: Variant) -> CompiledVariant:
+    """Compile the bucket's step with `variant`, and capture it if the plan uses a CUDA graph for it."""
+    runs = RUNS_BEFORE_CAPTURE if _uses_any_graph(batch, variant) else 1
+    return capture_variant(batch, variant, run_variant(batch, variant, runs))
+
+
+def run_variant(batch: WarmupBatch, variant: Variant, runs: int) -> CompileStats:
+    """Run the bucket with `variant` from now on: compile or load its programs by running the batch `runs` times."""
+    batch.runner.set_variant(batch.bucket, variant)
+    with measure_compiles() as compilation:
+        for _ in range(runs):
+            batch.run()
+        synchronize()
+    return compilation
+
+
+def capture_variant(batch: WarmupBatch, variant: Variant, compilation: CompileStats) -> CompiledVariant:
+    """Capture the bucket's step, which has run with `variant`, if the plan uses a CUDA graph for it."""
+    runner, bucket, plan = batch.runner, batch.bucket, batch.plan
+    free_before = _free_bytes()
+    start = time.perf_counter()
+    if plan.uses_cuda_graph(bucket, variant):
+        runner.graphs.capture(bucket)
+        synchronize()
+    seconds = time.perf_counter() - start
+    graph_memory_bytes = None if free_before is None else free_before - (_free_bytes() or 0)
+    return CompiledVariant(compilation, seconds, graph_memory_bytes)
+
+
+def any_timed(trials: Iterable[Trial]) -> bool:
+    return any(trial.step_ms is not None for trial in trials)
+
+
+def fastest(trials: Iterable[Trial], variants: Mapping[str, Variant]) -> Trial:
+    """The trial with the lowest median, scaled by the speedup that its variant is required to bring."""
+
+    def scaled_ms(trial: Trial) -> float:
+        return math.inf if trial.step_ms is None else trial.step_ms * variants[trial.variant].required_speedup
+
+    return min(trials, key=scaled_ms)
+
+
+def total_compilation(selected: Variant, compiled: Mapping[Variant, CompiledVariant]) -> CompileStats:
+    """What this run compiled for `selected`: its first compilation, and that of the first earlier variant that shares
+    programs with it.
+    """
+    earlier = itertools.takewhile(lambda variant: variant != selected, compiled)
+    sharing = (compiled[variant].compilation for variant in earlier if variant.shares_programs_with(selected))
+    return next(sharing, CompileStats()) + compiled[selected].compilation
+
+
+def _try_variant(batch: WarmupBatch, variant: Variant, is_timed: bool) -> _Attempt:
+    start = time.perf_counter()
+    step_ms: float | None = None
+    error: Exception | None = None
+    with measure_compiles() as attempted:
+        try:
+            compiled = compile_variant(batch, variant)
+            step_ms = measure_step_ms(batch.runner, batch.bucket) if is_timed else None
+        except OSError:
+            raise  # a full or unwritable cache folder, not a fault of the variant
+        except Exception as exception:  # Triton, Inductor, Dynamo and CUDA errors share no base class
+            if not batch.runner.has_model:
+                raise  # a start from packages has no other variant to try
+            error = exception
+    if error is not None:
+        compiled = CompiledVariant(attempted, 0.0, None)
+    trial = Trial(variant.name, step_ms, time.perf_counter() - start, _first_line(error) if error else "")
+    return _Attempt(trial, compiled, error)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_ERROR_CHARS]
+
+
+def _variants_by_name(batch: WarmupBatch) -> dict[str, Variant]:
+    return {variant.name: variant for variant in batch.plan.variants(batch.bucket)}
+
+
+def _uses_any_graph(batch: WarmupBatch, variant: Variant) -> bool:
+    """Whether the engine or Inductor captures a graph, before which an extra run completes lazy initialisation."""
+    return batch.plan.graphs == "region" or batch.plan.uses_cuda_graph(batch.bucket, variant)
+
+
+def _peak_memory_bytes(plan: Plan) -> int:
+    """GPU memory since the bucket's warm-up began. On a CPU, the peak of the process since its start (getrusage)."""
+    if plan.device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _free_bytes() -> int | None:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None

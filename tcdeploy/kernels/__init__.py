@@ -1,0 +1,1 @@
+"""Custom ops with their references in plain PyTorch, and the Triton kernels behind them."""

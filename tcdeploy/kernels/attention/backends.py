@@ -1,0 +1,266 @@
+"""The functions behind the `tcdeploy::` ops: one `Implementation` for each row of planning/backends.py.
+
+All FlashAttention versions implement one signature, `VarlenAttention`: packed Q, K and V in, output and log-sum-exp
+out. The first chunk of a prompt uses the K and V that it was called with. A later chunk gathers its KV blocks into a
+packed copy first. The copy costs one read of the prefix and avoids the packages' incompatible paged layouts: FA2
+requires a multiple of 256 slots per block, and FlashAttention in torch 2.11 has no paged KV. Attention sinks need no
+kernel support: a sink only adds to the softmax denominator, so the output is scaled by sigmoid(log_sum_exp - sink).
+
+Packages are imported at the first call: importing FlashAttention-4 takes 5 to 10 s.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcdeploy.kernels.attention import decode, kv_write, mixed, prefill, reference
+from tcdeploy.torch_compat.torch_flash import flash_attention_forward
+
+# FlashAttention-2 reads out of bounds for a padding sequence if max_seqlen_q is 1: it then packs the heads of a group
+# as queries and reads one query per sequence, and a padding sequence has none. `_flash_prefill` passes at least this
+# value.
+MAX_SEQLEN_Q_FLOOR = 2
+
+
+class AttentionParams(NamedTuple):
+    """Scaling, window (0: none), soft cap (0: none) and sinks [heads]: see `reference.paged_decode`."""
+
+    scale: float
+    window: int
+    softcap: float
+    sinks: Tensor | None
+
+    @property
+    def window_sizes(self) -> tuple[int, int] | None:
+        """(left, right) as FlashAttention counts them, without the query's own key; None without a window."""
+        return (self.window - 1, 0) if self.window else None
+
+
+class PagedBatch(NamedTuple):
+    """The paged cache and a prefill batch: see `reference.paged_prefill`. host_scalars as in ops.HOST_SCALARS."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    host_scalars: Tensor
+
+
+class PagedDecodeBatch(NamedTuple):
+    """The paged cache, a decode batch and its split counters: see `ops.decode_attention`."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    split_counters: Tensor
+
+
+class RotaryCosSin(NamedTuple):
+    """Rotary factors [sequences, head_dim] that decode applies to Q and K first: see `reference.apply_rotary`."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class VarlenSeqlens(NamedTuple):
+    """Cumulative query and key counts [sequences + 1], and the longest of each over the sequences."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+class VarlenResult(NamedTuple):
+    out: Tensor  # [tokens, heads, head_dim]
+    log_sum_exp: Tensor  # [heads, tokens]
+
+
+VarlenAttention = Callable[[Tensor, Tensor, Tensor, VarlenSeqlens, AttentionParams], VarlenResult]
+
+
+def _torch_flash(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
+    """FlashAttention-2 as shipped with torch (aten::_flash_attention_forward). Has no soft-capping."""
+    options = dict(zip(("window_size_left", "window_size_right"), params.window_sizes or (), strict=False))
+    out, log_sum_exp, *_ = flash_attention_forward(q, k, v, *seqlens, 0.0, True, False, scale=params.scale, **options)
+    return VarlenResult(out, log_sum_exp)
+
+
+def _flash_attn_2(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
+    from flash_attn import flash_attn_varlen_func
+
+    out, log_sum_exp, *_ = flash_attn_varlen_func(
+        q, k, v, *seqlens, softmax_scale=params.scale, causal=True, window_size=params.window_sizes or (-1, -1),
+        softcap=params.softcap, return_attn_probs=True,
+    )  # fmt: skip
+    return VarlenResult(out, log_sum_exp)
+
+
+def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
+    from flash_attn_interface import flash_attn_varlen_func
+
+    out, log_sum_exp, *_ = flash_attn_varlen_func(
+        q, k, v, *seqlens, softmax_scale=params.scale, causal=True, window_size=params.window_sizes or (-1, -1),
+        softcap=params.softcap, return_attn_probs=True,
+    )  # fmt: skip
+    return VarlenResult(out, log_sum_exp)
+
+
+def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    out, log_sum_exp, *_ = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=seqlens.cu_seqlens_q, cu_seqlens_k=seqlens.cu_seqlens_k,
+        max_seqlen_q=seqlens.max_seqlen_q, max_seqlen_k=seqlens.max_seqlen_k, softmax_scale=params.scale, causal=True,
+        window_size=params.window_sizes or (None, None), softcap=params.softcap, return_lse=True,
+    )  # fmt: skip
+    return VarlenResult(out, log_sum_exp)
+
+
+def gather_paged_kv(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, keys: int) -> Tensor:
+    """Packs the slots of all sequences: cache [blocks, block_size, heads, dim] -> [keys, heads, dim]."""
+    block_size = cache.shape[1]
+    index = torch.arange(keys, device=cache.device)
+    row = torch.searchsorted(cu_seqlens_k, index, right=True) - 1
+    offset = index - cu_seqlens_k[row]
+    slot = block_table[row, offset // block_size].long() * block_size + offset % block_size
+    return cache.flatten(0, 1).index_select(0, slot)
+
+
+def _flash_prefill(
+    varlen: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams
+) -> Tensor:
+    """Q [tokens, heads, head_dim] over the given K and V, or over gathered KV blocks if there is a prefix.
+
+    Reads host_scalars on the host, so a CUDA graph cannot contain it.
+    """
+    tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix, decoding, _ = batch.host_scalars.tolist()
+    if decoding:  # a mixed step: the first sequence holds the tokens of the decode rows and has no keys
+        prompts = batch._replace(
+            block_table=batch.block_table[1:],
+            cu_seqlens_q=batch.cu_seqlens_q[1:] - decoding,
+            seq_lens=batch.seq_lens[1:],
+            host_scalars=torch.tensor([tokens - decoding, keys, max_seqlen_q, max_seqlen_k, has_prefix, 0, 0]),
+        )
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+        out[:decoding] = 0
+        out[decoding:] = _flash_prefill(varlen, q[decoding:], k[decoding:], v[decoding:], prompts, params)
+        return out
+    if has_prefix:
+        cu_seqlens_k = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        k, v = (
+            gather_paged_kv(cache, batch.block_table, cu_seqlens_k, keys) for cache in (batch.k_cache, batch.v_cache)
+        )
+    else:
+        cu_seqlens_k, k, v = batch.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
+    seqlens = VarlenSeqlens(batch.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MAX_SEQLEN_Q_FLOOR), max_seqlen_k)
+    result = varlen(q[:tokens], k, v, seqlens, params)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+    out[tokens:] = 0
+    if params.sinks is None:
+        out[:tokens] = result.out
+    else:
+        share = torch.sigmoid(result.log_sum_exp.T - params.sinks.float())  # [tokens, heads]
+        out[:tokens] = (result.out * share[..., None]).to(q.dtype)
+    return out
+
+
+def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
+    return prefill.paged_prefill(q, *batch[:5], *params)
+
+
+def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
+    return reference.paged_prefill(q, *batch[:5], *params)
+
+
+def _triton_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PagedDecodeBatch,
+    params: AttentionParams,
+    splits: int,
+    rotary: RotaryCosSin | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    cos, sin = rotary or (None, None)
+    return decode.paged_decode(q, k, v, *batch, *params, splits, cos, sin, out)
+
+
+def _triton_mixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prompts: PagedBatch,
+    rows: PagedDecodeBatch,
+    prefill_counters: Tensor,
+    params: AttentionParams,
+    splits: int,
+) -> Tensor:
+    return mixed.paged_mixed(
+        q, k, v, *prompts[:5], rows.block_table, rows.seq_lens, rows.split_counters, prefill_counters,
+        params.scale, params.window, params.softcap, params.sinks, splits,
+    )  # fmt: skip
+
+
+def _reference_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PagedDecodeBatch,
+    params: AttentionParams,
+    splits: int,
+    rotary: RotaryCosSin | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    if rotary:
+        q, k = reference.apply_rotary(q, *rotary), reference.apply_rotary(k, *rotary)
+    return reference.paged_decode(q, k, v, *batch[:4], *params, out)
+
+
+def _triton_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    kv_write.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    k_cache.flatten(0, 1)[slot_mapping] = k
+    v_cache.flatten(0, 1)[slot_mapping] = v
+
+
+PrefillFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]
+# If the last argument is given, it is returned: rows of length 0 keep their contents.
+DecodeFunction = Callable[
+    [Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None, Tensor | None], Tensor
+]
+MixedFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, PagedDecodeBatch, Tensor, AttentionParams, int], Tensor]
+WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+class Implementation(NamedTuple):
+    """The functions of one backend; None for an op that it does not implement.
+
+    mixed: attention of a mixed step whose prefill and decode backends are both this one. If None, `prefill` and then
+        `decode` run.
+    """
+
+    prefill: PrefillFunction | None = None
+    decode: DecodeFunction | None = None
+    write_kv: WriteKVFunction | None = None
+    mixed: MixedFunction | None = None
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": Implementation(_reference_prefill, _reference_decode, _reference_write),
+    "triton": Implementation(_triton_prefill, _triton_decode, _triton_write, _triton_mixed),
+    "torch-flash": Implementation(functools.partial(_flash_prefill, _torch_flash)),
+    "flash-attn-2": Implementation(functools.partial(_flash_prefill, _flash_attn_2)),
+    "flash-attn-3": Implementation(functools.partial(_flash_prefill, _flash_attn_3)),
+    "flash-attn-4": Implementation(functools.partial(_flash_prefill, _flash_attn_4)),
+}

@@ -1,0 +1,123 @@
+"""The bridge to transformers: one attention function, registered with the AttentionInterface.
+
+Modelling code is neither patched nor copied. Each attention module carries a `LayerBinding` with the layer's own K and
+V caches and the holder of the running step. To torch.compile the tensors of a binding are inputs of the program, so all
+layers share one program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tcdeploy.kernels.attention import ops
+from tcdeploy.kernels.attention.backends import AttentionParams
+from tcdeploy.kernels.attention.kv_cache import LayerKV
+from tcdeploy.kernels.attention.metadata import AttentionConfig, DecodeMetadata, PrefillMetadata, StepHolder
+from tcdeploy.planning.architecture import Architecture
+
+ATTN_IMPLEMENTATION = "tcdeploy"
+
+
+@dataclass
+class LayerBinding:
+    """What an attention module carries as its attribute `tcdeploy`."""
+
+    k_cache: Tensor  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: Tensor  # [blocks, block_size, kv_heads, v_head_dim]
+    step_holder: StepHolder
+
+
+def register_attention() -> None:
+    """Register `attn_implementation="tcdeploy"` with transformers, which builds no mask for a name it does not know."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTN_IMPLEMENTATION, paged_attention)
+
+
+def bind_attention(model: nn.Module, architecture: Architecture, cache: list[LayerKV], step_holder: StepHolder) -> None:
+    """Attach its K and V cache and the step holder to each attention module of `model`."""
+    for spec, layer_kv in zip(architecture.attention_layers, cache, strict=True):
+        binding = LayerBinding(layer_kv.k, layer_kv.v, step_holder)
+        model.get_submodule(spec.path).tcdeploy = binding  # type: ignore[assignment]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls: query [1, heads, tokens, head_dim] -> [1, tokens, heads, v_head_dim].
+
+    key and value are [1, kv_heads, tokens, dim]. The probe refuses models that pass other arguments with an effect.
+    """
+    binding: LayerBinding = module.tcdeploy  # type: ignore[assignment]
+    step = binding.step_holder.step
+    assert step is not None, "the runner assigns the step before each forward pass"
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [tokens, heads, head_dim]
+    scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+    params = AttentionParams(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    prefill, decode = step.attention_metadata
+    if prefill is not None and decode is not None:
+        out = _mixed(q, k, v, binding, prefill, decode, step.attention_config, params)
+    elif prefill is not None:
+        out = _prefill(q, k, v, binding, prefill, step.attention_config, params)
+    else:
+        assert decode is not None
+        out = _decode(q, k, v, binding, decode, step.attention_config, params)
+    return out.unsqueeze(0), None
+
+
+def _mixed(
+    q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, prefill: PrefillMetadata, decode: DecodeMetadata,
+    config: AttentionConfig, params: AttentionParams,
+) -> Tensor:  # fmt: skip
+    q, k, v = _write_kv(q, k, v, binding, prefill, config)
+    return ops.mixed_attention(
+        q, k, v, binding.k_cache, binding.v_cache, prefill.block_table, prefill.cu_seqlens_q, prefill.seq_lens,
+        prefill.host_scalars, decode.block_table, decode.seq_lens, decode.split_counters,
+        params.sinks, params.scale, params.window, params.softcap, config.prefill_backend, config.decode_backend,
+    )  # fmt: skip
+
+
+def _prefill(
+    q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: PrefillMetadata, config: AttentionConfig,
+    params: AttentionParams,
+) -> Tensor:  # fmt: skip
+    q, k, v = _write_kv(q, k, v, binding, batch, config)
+    return ops.prefill_attention(
+        q, k, v, binding.k_cache, binding.v_cache, batch.block_table, batch.cu_seqlens_q, batch.seq_lens,
+        batch.host_scalars, params.sinks, params.scale, params.window, params.softcap, config.prefill_backend,
+    )  # fmt: skip
+
+
+def _write_kv(
+    q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: PrefillMetadata, config: AttentionConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as the prefill backends need them. k and v are written to the cache.
+
+    The tokens of decode rows map to the padding slot: the decode kernel writes their K and V.
+    """
+    q, k = q.contiguous(), k.contiguous()
+    if v.stride(-1) != 1:  # usually a slice of the packed projection, which the rotary embedding has not copied
+        v = v.contiguous()
+    ops.kv_write(k, v, binding.k_cache, binding.v_cache, batch.slot_mapping, config.kv_write_backend)
+    return q, k, v
+
+
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: DecodeMetadata, config: AttentionConfig,
+    params: AttentionParams,
+) -> Tensor:  # fmt: skip
+    return ops.decode_attention(
+        q, k, v, binding.k_cache, binding.v_cache, batch.block_table, batch.seq_lens, batch.split_counters,
+        params.sinks, params.scale, params.window, params.softcap, config.decode_splits, config.decode_backend,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The Triton kernels that end a step on the device."""

@@ -1,0 +1,1 @@
+"""Changes of a model between its checkpoint and its programs: packed and stacked tensors, quantised weights, RoPE."""

@@ -1,0 +1,289 @@
+"""Checks a model's files before its weights are loaded: formats, quantisation, adapters, and tensor names and shapes.
+
+transformers ignores tensors that it does not know, such as the scales of quantised weights, or a bias that the config
+does not declare. Such a model would start, pass the parity check (which compares it with the same weights), and
+generate wrong text. It is refused here instead. Only the headers of safetensors files are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tcdeploy.errors import ModelError, UnsupportedModelError
+from tcdeploy.models.auto_classes import model_class
+from tcdeploy.models.convert.expert_tensors import check_experts, conversion_error
+from tcdeploy.models.convert.quantisation import (
+    MODEL_OPTIMIZER_FILE,
+    Tensor,
+    check_method,
+    check_model_optimizer,
+    check_not_quantised,
+    dequantised_tensors,
+    is_dequantised,
+)
+from tcdeploy.models.convert.unused_tensors import text_depends_on
+from tcdeploy.models.load_errors import is_failed_conversion
+from tcdeploy.models.refusals import Refusals
+from tcdeploy.models.task_heads import check_task
+from tcdeploy.models.weights.files import FORMAT_HINT, OTHER_FORMATS, check_format, explicit_file, read_headers
+from tcdeploy.torch_compat.dynamo import fake_tensors
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Converting this many on fake tensors takes about 0.5 s. A checkpoint with more tensors, as with many experts, is
+# compared only while loading.
+MAX_TENSORS = 2500
+HUB_TIMEOUT_S = 10
+log = logging.getLogger("tcdeploy.models")
+
+
+class ExpectedTensors(NamedTuple):
+    """The shapes in a model's state dict, by name, and the names of tensors that are tied to an earlier one."""
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: frozenset[str]
+
+    def match(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether these are the model's tensors, under the same names. A checkpoint may omit tied ones."""
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        return shapes.items() <= self.shapes.items() and self.shapes.keys() - shapes.keys() <= self.tied
+
+
+def expected_tensors(model: nn.Module) -> ExpectedTensors:
+    """The tensors that a checkpoint of the model contains, unless transformers renames or converts them."""
+    names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)  # some modules add objects other than tensors
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    tied = frozenset(name for name, tensor in tensors.items() if names.setdefault(id(tensor), name) != name)
+    return ExpectedTensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tied)
+
+
+def check_path(model: str) -> None:
+    """Refuse a file, and a folder that contains an adapter or weights in another format instead of a config.json."""
+    path = Path(model)
+    if path.suffix == ".gguf":
+        raise ModelError(f"{model} is a GGUF file, which is not supported", "pass the folder of the safetensors model")
+    if path.is_file():
+        raise ModelError(f"{model} is a file, not a model folder", "pass the folder that contains config.json")
+    if not path.is_dir() or (path / "config.json").is_file():
+        return
+    names: set[str] = set()
+    with contextlib.suppress(OSError):  # unreadable; reported as a folder without config.json
+        names = {item.name for item in path.iterdir()}
+    _check_formats(f"folder {model}", names, path)
+
+
+def check_repository(model: str, revision: str | None) -> None:
+    """Refuse a Hub repository without config.json, by what it contains instead. `load_config` has failed for it."""
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    # only the cache's "no such file" entry proves that the repository lacks a config.json
+    if config is None or isinstance(config, str):
+        return
+    adapter_config = _path_of(ADAPTER_CONFIG, model, revision, None)
+    folder = adapter_config.parent if adapter_config else None
+    _check_formats(model, _file_names(model, revision, folder), folder)
+    raise ModelError(f"{model} has no config.json on the hub", FORMAT_HINT)
+
+
+def _check_formats(model: str, names: set[str], folder: Path | None) -> None:
+    """Refuse an adapter, and weights in another format, of a model without config.json."""
+    if ADAPTER_CONFIG in names:
+        raise _adapter_error(model, folder)
+    suffixes = {Path(name).suffix for name in names} & OTHER_FORMATS.keys()
+    if suffixes:
+        formats = ", ".join(sorted({OTHER_FORMATS[suffix] for suffix in suffixes}))
+        raise ModelError(
+            f"{model} has weights in the format {formats}, which is not supported, and no config.json", FORMAT_HINT
+        )
+
+
+def check_files(
+    model: str, revision: str | None, config: PreTrainedConfig, refusals: Refusals, reads_weights: bool = True
+) -> None:
+    """Refuse adapters, quantised weights, weights in other formats, and models for other tasks. Needs no weights.
+
+    `model`: a folder or Hub id whose config has been loaded. `reads_weights`: False if they will be random.
+    """
+    folder = model_folder(model, revision)
+    names = _file_names(model, revision, folder)
+    if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
+        remedy = f"delete {ADAPTER_CONFIG}"
+        if not Path(model).is_dir():
+            remedy = f"download the repository without {ADAPTER_CONFIG} and pass that folder"
+        refusals.add(_adapter_error(model, folder, f"; if it is merged already, {remedy}"))
+    with refusals.collecting():
+        check_task(model, config, names)
+    with refusals.collecting():
+        check_method(model, config)
+        if MODEL_OPTIMIZER_FILE in names:
+            check_model_optimizer(model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder))
+    is_complete = Path(model).is_dir() or not folder or {item.name for item in folder.iterdir()} < names
+    with refusals.collecting():
+        if reads_weights and is_complete and not explicit_file(model, config):
+            check_format(model, names)
+
+
+def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConfig) -> dict[str, Tensor] | None:
+    """The tensors in the headers of a model's safetensors files, by name.
+
+    None if the files have not been downloaded or are not safetensors. Raises ModelError for broken files.
+    """
+    folder = model_folder(model, revision)
+    return read_headers(model, folder, explicit_file(model, config)) if folder else None
+
+
+def check_tensors(
+    model: str,
+    config: PreTrainedConfig,
+    tensors: dict[str, Tensor],
+    expected: ExpectedTensors,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Compare the tensors of a checkpoint with those of the model. Returns whether they were compared.
+
+    If a name or a shape differs, transformers' own renaming and conversion decides. This is skipped for more than
+    MAX_TENSORS tensors and for modelling code from the repository; load.py then checks the tensors while loading.
+    Raises ModelError.
+    """
+    if is_mxfp4 := is_dequantised(config):
+        tensors = dequantised_tensors(tensors)
+    check_not_quantised(model, tensors, is_mxfp4)
+    if expected.match(tensors):
+        return True
+    known_class = model_class(config, trust_remote_code)
+    if known_class is None:
+        return False
+    _check_prefixes(model, tensors, expected, known_class.base_model_prefix)
+    check_experts(model, tensors)
+    if len(tensors) > MAX_TENSORS:
+        return False
+    try:
+        loaded, report = _load_on_fake_tensors(known_class, config, tensors)
+    except Exception as error:  # the load on real tensors may succeed, and is checked too
+        if is_failed_conversion(error):
+            raise conversion_error(model, tensors, expected.shapes) from error
+        log.debug("the tensors of %s are not compared while planning: %s", model, error)
+        return False
+    check_loading_report(model, loaded, report)
+    return True
+
+
+def _check_prefixes(model: str, tensors: dict[str, Tensor], expected: ExpectedTensors, prefix: str) -> None:
+    """Refuse a tensor of the model that occurs with and without the prefix, which transformers adds and removes."""
+    for name in tensors:
+        names = {name, f"{prefix}.{name}"}
+        if names <= tensors.keys() and len(names & expected.shapes.keys()) == 1:
+            raise ModelError(
+                f"{model} has two tensors for one of the model: {name}, {prefix}.{name}",
+                "save the model again with only one of them; transformers would have used either",
+            )
+
+
+def stored_dtype(tensors: dict[str, Tensor]) -> str:
+    """The dtype that transformers' `dtype="auto"` takes if the config states none: of the first floating tensor."""
+    dtypes = (DTYPES.get(tensor.dtype) for tensor in tensors.values())
+    return str(next(filter(None, dtypes), "")).removeprefix("torch.")
+
+
+def _load_on_fake_tensors(
+    model_class: Any, config: PreTrainedConfig, tensors: dict[str, Tensor]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load tensors of these names and shapes. Returns transformers' report too, with its renaming of tensors."""
+    with fake_tensors.fake_loading(), torch.no_grad():
+        state_dict = {
+            name: torch.empty(tensor.shape, dtype=DTYPES.get(tensor.dtype, torch.float32))
+            for name, tensor in tensors.items()
+        }
+        config = copy.deepcopy(config)
+        config.__dict__.pop("quantization_config", None)  # the tensors are those after dequantisation
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=state_dict,
+            dtype=torch.bfloat16,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    return model, dict(report)
+
+
+def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -> None:
+    """Raise ModelError if tensors are missing, have another shape, or are not used by the model.
+
+    `loaded` and `report`: as transformers returns them with `output_loading_info`. Tensors that the model's class
+    declares ignorable are not in the report.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"the checkpoint of {model} lacks {len(missing)} of the model's tensors: {_first(missing)}",
+            "download it again; transformers would have used random weights for them",
+        )
+    if mismatched := sorted(_describe_mismatch(*item) for item in report["mismatched_keys"]):
+        raise ModelError(
+            f"tensors of {model} have other shapes than config.json describes ({len(mismatched)}): "
+            f"{_first(mismatched)}",
+            "use the config.json that belongs to these weights",
+        )
+    if unexpected := text_depends_on(report["unexpected_keys"], loaded.config):
+        raise ModelError(
+            f"the checkpoint of {model} has tensors that the model does not use ({len(unexpected)}): "
+            f"{_first(unexpected)}",
+            "use the config.json that belongs to these weights; transformers would have ignored the tensors",
+        )
+
+
+def _describe_mismatch(name: str, stored: Any, expected: Any) -> str:
+    return f"{name} ({list(stored)} instead of {list(expected)})"
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3])
+
+
+def model_folder(model: str, revision: str | None) -> Path | None:
+    """The folder of a local model, or of the downloaded files of a Hub model. None if nothing was downloaded."""
+    if Path(model).is_dir():
+        return Path(model)
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _file_names(model: str, revision: str | None, folder: Path | None) -> set[str]:
+    """Names of the model's files. The Hub is asked once, as long as no weights have been downloaded."""
+    names = {item.name for item in folder.iterdir()} if folder else set()
+    if not Path(model).is_dir() and not any(name.endswith((".safetensors", ".bin")) for name in names):
+        with contextlib.suppress(Exception):  # huggingface_hub raises many types without a network
+            info = HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
+            names |= {item.rfilename for item in info.siblings or ()}
+    return names
+
+
+def _path_of(name: str, model: str, revision: str | None, folder: Path | None) -> Path | None:
+    """The path of a small file of the model, downloaded if necessary; None if that is not possible."""
+    if folder and (folder / name).is_file():
+        return folder / name
+    with contextlib.suppress(Exception):  # huggingface_hub raises many types, also if there is no such file
+        return Path(hf_hub_download(model, name, revision=revision))
+    return None
+
+
+def _adapter_error(model: str, folder: Path | None, remedy: str = "") -> UnsupportedModelError:
+    """`folder` contains the adapter's config, if it is known. `remedy` ends the hint."""
+    base = ""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        name = json.loads((folder / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path") if folder else None
+        base = f" for {name}" if name else ""
+    return UnsupportedModelError(
+        f"{model} contains a PEFT adapter{base}, which is not supported",
+        f"merge it into the base model with PEFT's merge_and_unload(), save that, and pass the new folder{remedy}",
+    )

@@ -1,0 +1,237 @@
+"""Reads tensors from safetensors files straight into tensors that exist already, with several threads.
+
+A file is an 8-byte length, a JSON header with the dtype, shape and byte range of each tensor, and the tensors. On a CPU
+a thread reads into the target's memory. For a GPU it reads into a page-locked buffer and copies that to the device,
+while other threads read. Meanwhile the main thread imports packages or captures steps, so the threads make few calls
+that need the GIL. Only a tensor that is converted is held in host memory as a whole. Imports neither transformers nor
+safetensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcdeploy.errors import ModelError
+from tcdeploy.torch_compat.triton.cuda_driver import copy_to_gpu, use_primary_context
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100 << 20  # the limit of safetensors
+CHUNK_BYTES = 32 << 20
+THREADS = 8
+# GIL switch interval during reading. With Python's default of 5 ms, a thread waits up to 5 ms several times per chunk.
+SWITCH_SECONDS = 0.0005
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file: bytes [begin, end) from the start of the file."""
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Copy(NamedTuple):
+    """Read `source` into `target`, which has the same shape; convert it if the dtypes differ."""
+
+    source: StoredTensor
+    target: Tensor
+
+
+@dataclass
+class ReadTotal:
+    """What was read from the files, and how long it took; zero until it has ended."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+def read_header(path: Path) -> bytes:
+    """The JSON header of a safetensors file. Raises ModelError if the file is not one, and OSError."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header = file.read(min(length, MAX_HEADER_BYTES))
+    if not length or len(header) != length:
+        raise ModelError(f"{path} is damaged: it has no safetensors header", "download the file again")
+    return header
+
+
+def stored_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+    """The tensors of several files by name, without those whose dtype is not in DTYPES. Raises as `read_header`."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in paths:
+        header = read_header(path)
+        start = LENGTH_BYTES + len(header)
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__" and entry["dtype"] in DTYPES:
+                begin, end = entry["data_offsets"]
+                shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+                if end - begin != math.prod(shape) * dtype.itemsize:
+                    raise ModelError(f"{path} is damaged: {name} has {end - begin} bytes", "download the file again")
+                tensors[name] = StoredTensor(str(path), dtype, shape, start + begin, start + end)
+    return tensors
+
+
+def read_tensor(stored: StoredTensor, max_elements: int | None = None) -> Tensor:
+    """A stored tensor in host memory, or its first elements, flat. Raises ModelError if the file is too short."""
+    count = (stored.end - stored.begin) // stored.dtype.itemsize
+    if max_elements is not None:
+        count = min(count, max_elements)
+    content = torch.empty(count * stored.dtype.itemsize, dtype=torch.uint8)
+    descriptor = os.open(stored.path, os.O_RDONLY)
+    try:
+        _read(descriptor, memoryview(content.numpy().data), stored.begin, stored.path)
+    finally:
+        os.close(descriptor)
+    tensor = content.view(stored.dtype)
+    return tensor if max_elements is not None else tensor.view(stored.shape)
+
+
+@contextlib.contextmanager
+def copying_tensors(copies: Iterable[Copy], stop: threading.Event | None = None) -> Iterator[ReadTotal]:
+    """Read all tensors into their targets while the block runs. Targets and total are valid after a normal exit.
+
+    If the block raises, or `stop` is set, the remaining chunks are skipped, and targets and total are invalid. A failed
+    read sets `stop`. All targets are on one device. Raises ModelError if a file is too short, DriverError and OSError.
+    """
+    tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+    targets: list[Tensor] = []
+    total, num_bytes = ReadTotal(), 0
+    for copy in sorted(copies, key=lambda copy: (copy.source.path, copy.source.begin)):
+        targets.append(copy.target)
+        num_bytes += copy.source.end - copy.source.begin
+        for task in _tasks(copy):
+            tasks.put(task)
+    if not targets:
+        yield total
+        return
+    device, stop = targets[0].device, stop or threading.Event()
+    # The threads copy on streams of their own: earlier work on the targets' memory has to end before, and all copies
+    # before the targets are used or freed.
+    _synchronize(device)
+    switch_interval, start = sys.getswitchinterval(), time.perf_counter()
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            sys.setswitchinterval(SWITCH_SECONDS)
+            all_started = threading.Event()
+            try:
+                workers = [pool.submit(_run_tasks, tasks, device, stop, all_started) for _ in range(THREADS)]
+            finally:
+                all_started.set()
+            try:
+                yield total
+                wait(workers)
+            except BaseException:  # also KeyboardInterrupt during the wait
+                stop.set()
+                raise
+        total.seconds = max(worker.result() for worker in workers) - start
+        total.num_bytes = num_bytes
+    finally:
+        sys.setswitchinterval(switch_interval)
+        _synchronize(device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Task(NamedTuple):
+    """Copy the file's bytes from `begin` into `target`, which is a view [bytes] uint8.
+
+    With `converts`, `target` is the tensor itself, and the whole source is read and converted.
+    """
+
+    source: StoredTensor
+    begin: int
+    target: Tensor
+    converts: bool = False
+
+
+def _tasks(copy: Copy) -> Iterator[_Task]:
+    source, target = copy
+    if target.dtype != source.dtype or not target.is_contiguous():
+        yield _Task(source, source.begin, target, converts=True)
+        return
+    content = target.view(-1).view(torch.uint8)
+    for start in range(0, len(content), CHUNK_BYTES):
+        yield _Task(source, source.begin + start, content[start : start + CHUNK_BYTES])
+
+
+def _run_tasks(
+    tasks: queue.SimpleQueue[_Task], device: torch.device, stop: threading.Event, all_started: threading.Event
+) -> float:
+    """Returns the time at which it has read its last chunk, by time.perf_counter."""
+    # Creating a thread blocks while another allocates page-locked memory (0.1 s), so all are created first.
+    all_started.wait()
+    with contextlib.ExitStack() as stack:
+        descriptors: dict[str, int] = {}
+        staging = _CudaStaging(device) if device.type == "cuda" else None
+        try:
+            while not stop.is_set():
+                try:
+                    source, begin, target, converts = tasks.get_nowait()
+                except queue.Empty:
+                    break
+                if source.path not in descriptors:
+                    descriptors[source.path] = os.open(source.path, os.O_RDONLY)
+                    stack.callback(os.close, descriptors[source.path])
+                descriptor = descriptors[source.path]
+                if converts:
+                    target.copy_(read_tensor(source))
+                elif staging is not None:
+                    staging.read(descriptor, target, begin, source.path)
+                else:
+                    _read(descriptor, memoryview(target.numpy().data), begin, source.path)
+        except BaseException:
+            stop.set()
+            raise
+    return time.perf_counter()
+
+
+class _CudaStaging:
+    """A page-locked buffer and a stream of one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        use_primary_context(torch.cuda.current_device() if device.index is None else device.index)
+        self._stream = torch.cuda.Stream(device)
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._view, self._address = memoryview(self._buffer.numpy().data), self._buffer.data_ptr()
+
+    def read(self, descriptor: int, target: Tensor, begin: int, path: str) -> None:
+        length = target.numel()
+        _read(descriptor, self._view[:length], begin, path)
+        copy_to_gpu(target.data_ptr(), self._address, length, self._stream.cuda_stream)
+
+
+def _read(descriptor: int, view: memoryview, begin: int, path: str) -> None:
+    """Fill `view` with the file's bytes from offset `begin`. Raises ModelError if the file ends before, and OSError."""
+    while view:
+        count = os.preadv(descriptor, [view], begin)
+        if not count:
+            raise ModelError(f"{path} is damaged: it ends before its last tensor", "download the file again")
+        view, begin = view[count:], begin + count

@@ -1,0 +1,176 @@
+"""Compiles steps ahead of time to packages in the cache folder, from which packages.py runs them.
+
+A package is found under `aot/KEY`. KEY hashes what programs depend on besides their graphs: the plan's key, the sources
+of our ops, of the export and of the model, and the torch settings in torch's cache key. A start that finds its packages
+does not trace the model, so a change of one of these would otherwise go undetected.
+
+transformers loads the model. Its forward runs uncompiled steps and computes the reference of the parity check. Later
+starts need neither (start/packages.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from tcdeploy.cache.contents import AOT_DIR
+from tcdeploy.errors import CompileError, TcdeployError
+from tcdeploy.models.sources import model_sources
+from tcdeploy.planning.keys import source_digests
+from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.planning.variants import Variant
+from tcdeploy.programs import aot_counts
+from tcdeploy.programs.cxx_runtime import check_cxx_runtime
+from tcdeploy.programs.export import ExportedStep, TracedLayer, export_step
+from tcdeploy.programs.jit import inductor_options
+from tcdeploy.programs.model_forward import StepInputs, TransformersForward
+from tcdeploy.programs.packages import PackagedForward, StepVariant
+from tcdeploy.programs.stances import current_stance
+from tcdeploy.programs.step_program import StepProgram
+from tcdeploy.torch_compat.dynamo import compile_refusal
+from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
+from tcdeploy.torch_compat.inductor.aot_package import compile_package
+
+# Files of this package that decide what an exported program computes or how it is stored, beside those of `sources`.
+HASHED_FILES = (
+    "kernels/attention/interface.py", "programs/aot.py", "programs/export.py", "programs/graph_parts.py",
+    "programs/model_forward.py", "programs/packages.py", "programs/step_program.py", "models/convert/packed_linears.py",
+    "models/sources.py", "models/convert/static_rope.py", "torch_compat/inductor/aot_package.py",
+    "torch_compat/inductor/aot_pdl.py", "torch_compat/dynamo/mark_dynamic.py",
+)  # fmt: skip
+
+
+class PackageExchange(NamedTuple):
+    """Callbacks through which processes that compile the same step share packages.
+
+    fetch: called before a package is compiled; copies finished packages of other processes into this folder.
+    offer: called with the path of each package that this process has compiled.
+    """
+
+    fetch: Callable[[], None] = lambda: None
+    offer: Callable[[Path], None] = lambda path: None
+
+
+class AotForward(PackagedForward):
+    """Runs a step from its packages, after compiling those that are missing.
+
+    Under `force_eager` it calls the model's own forward instead.
+    """
+
+    def __init__(
+        self,
+        transformers_forward: TransformersForward,
+        layers: Sequence[TracedLayer],
+        plan: Plan,
+        folder: Path,
+        is_copy: bool = False,
+        exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
+    ) -> None:
+        """`folder`: where the packages of this plan are, or will be (`package_folder`).
+
+        `is_copy`: the model is a copy with fewer layers than the model of the plan (start/workers/parallel.py). It has
+        the same packages, but other step programs, which are neither read nor written then. A copy compiles the
+        packages of a step from the last to the first, so it shares the work on a step with the process that has the
+        model.
+        """
+        constants = _constants(transformers_forward.model, layers)
+        super().__init__(constants, transformers_forward.supports_logits_to_keep, plan, folder)
+        self._uncompiled, self._layers = transformers_forward, layers
+        self._is_copy, self._exchange = is_copy, exchange
+        self._equal_layers: tuple[int, ...] | None = None  # see ExportedStep; None: no step was exported yet
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """Logits [outputs, vocab]. Raises RecompileError if the step has no package and nothing may be compiled."""
+        if current_stance() == "eager":
+            return self._uncompiled(inputs._replace(selects_in_last_layer=False))
+        return super().__call__(inputs)
+
+    def _make(self, key: StepVariant, inputs: StepInputs) -> StepProgram:
+        compile_refusal.check(f"a package of variant {key.variant.name}")
+        exported_step = self._export(key, inputs)
+        programs = list(exported_step.exported.items())
+        if self._is_copy:
+            if (
+                key.selects_in_last_layer
+            ):  # also those of the step that selects rows at the head, which `_load` loads next
+                at_head = self._with_exported_rows(inputs._replace(selects_in_last_layer=False))
+                step_with_rows_at_head = self._export(key._replace(selects_in_last_layer=False), at_head)
+                programs = list({**exported_step.exported, **step_with_rows_at_head.exported}.items())
+            programs.reverse()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, exported in programs:
+            self._provide_package(name, exported, key.variant)
+        if not self._is_copy:
+            (self.folder / key.file_name).write_text(exported_step.step_program.to_json())
+        return exported_step.step_program
+
+    def _export(self, key: StepVariant, inputs: StepInputs) -> ExportedStep:
+        variant = key.variant
+        flags = (variant.inductor_config, variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
+        _mark_dynamic_sizes(key.bucket, inputs)
+        try:
+            exported_step = export_step(self._uncompiled.model, self._layers, inputs, repr(flags), self._equal_layers)
+        except (OSError, TcdeployError):
+            raise
+        except Exception as error:  # torch.export and modelling code raise many types
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            raise CompileError(
+                f"{self._plan.model} cannot be compiled ahead of time: {reason}", "use --programs jit"
+            ) from error
+        self._equal_layers = exported_step.equal_layers
+        return exported_step
+
+    def _provide_package(self, name: str, exported: ExportedProgram, variant: Variant) -> None:
+        """Compile a package, unless the folder or another process has it."""
+        path = self.package_path(name)
+        if not path.is_file():
+            self._exchange.fetch()
+        if path.is_file():
+            aot_counts.packages_loaded += name not in self._programs
+            return
+        check_cxx_runtime()
+        partial = path.with_suffix(".partial.pt2")  # a failed compilation may leave a part of the file
+        compile_package(exported, str(partial), inductor_options(variant, self._plan))
+        os.replace(partial, path)
+        aot_counts.packages_compiled += 1
+        self._exchange.offer(path)
+
+    def _read(self, key: StepVariant) -> StepProgram | None:
+        return None if self._is_copy else super()._read(key)
+
+
+def package_folder(
+    cache_dir: str, plan_key: str, sources: Mapping[str, str], torch_settings: Mapping[str, str], model: nn.Module
+) -> Path:
+    """The folder of a plan's packages. Its name changes with what their programs depend on."""
+    package = Path(__file__).parent.parent
+    own_sources = source_digests(package, [package / path for path in HASHED_FILES])
+    factors = [plan_key, dict(sources), own_sources, dict(torch_settings), model_sources(model)]
+    digest = hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(cache_dir, AOT_DIR, digest)
+
+
+def _mark_dynamic_sizes(bucket: Bucket, inputs: StepInputs) -> None:
+    """The number of rows of every prefill step, and the number of tokens of a dynamic bucket."""
+    if inputs.rows is not None:
+        mark_dynamic(inputs.rows, 0)
+    prefill = inputs.step.attention_metadata.prefill
+    if bucket.min_size and prefill is not None:
+        for tensor, dim in ((inputs.input_ids, 1), (inputs.position_ids, 1), (prefill.slot_mapping, 0)):
+            mark_dynamic(tensor, dim, min=bucket.min_size, max=bucket.size)
+
+
+def _constants(model: nn.Module, layers: Sequence[TracedLayer]) -> dict[str, Tensor]:
+    """Weights, buffers and KV caches by their names in a step program."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    constants: dict[str, Tensor] = {f"weight/{name}": tensor for name, tensor in tensors}
+    for index, layer in enumerate(layers):
+        constants |= {f"kv/{index}/k": layer.binding.k_cache, f"kv/{index}/v": layer.binding.v_cache}
+    return constants

@@ -1,0 +1,121 @@
+"""FX passes: fuse the residual addition into the product before it, which saves a kernel and a trip through memory.
+
+`tcdeploy::linear` takes the residual as an argument. cuBLAS can accumulate any other product into the residual in place
+if nothing reads the residual later, as at the end of a layer: residual += down(x).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the ops
+from tcdeploy.programs.passes.nodes import (
+    ALIASES,
+    RESHAPES,
+    count_symbolic,
+    erase_if_unused,
+    insert_call,
+    insert_reshape,
+    match_linear,
+    strip_reshapes,
+)
+
+aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
+
+
+def fuse_residual_add(graph: Graph) -> None:
+    """Pass the other operand of an addition to a `tcdeploy::linear` without bias that only the addition reads."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        products = [arg for arg in node.args if _is_unbiased_skinny_gemm(node, arg)]
+        others = [arg for arg in node.args if arg not in products]
+        if len(products) != 1 or not isinstance(others[0], Node):
+            continue
+        linear_node, shape = strip_reshapes(products[0]), node.meta["val"].shape
+        residual = others[0].meta["val"]
+        if (
+            not _same_dtype_and_shape(node.meta["val"], products[0].meta["val"], residual)
+            or not residual.is_contiguous()
+        ):
+            continue
+        x, weight, _, config = linear_node.args
+        with graph.inserting_before(node):
+            rows = insert_reshape(graph, others[0], linear_node.meta["val"].shape)
+            added = insert_call(graph, tcdeploy_ops.linear.default, x, weight, rows, config)
+            shaped = insert_reshape(graph, added, shape)
+        node.replace_all_uses_with(shaped)
+        graph.erase_node(node)
+        erase_if_unused(graph, products[0])
+
+
+def fuse_inplace_residual_add(graph: Graph) -> None:
+    """Accumulate a product into the sum that it is added to, if nothing reads that sum later.
+
+    The sum is a new tensor of this graph, never an input or a view of one.
+    """
+    positions = {node: position for position, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        for accumulator, reshaped in (node.args, node.args[::-1]):
+            product = match_linear(strip_reshapes(reshaped)) if _has_single_consumer(node, reshaped) else None
+            if product is None or product.bias is not None or not _is_last_consumer(node, accumulator, positions):
+                continue
+            product_shape = strip_reshapes(reshaped).meta["val"].shape
+            has_same_shape = _same_dtype_and_shape(node.meta["val"], reshaped.meta["val"], accumulator.meta["val"])
+            if not has_same_shape or count_symbolic(product_shape) > 1:
+                continue
+            with graph.inserting_before(node):
+                rows = insert_reshape(graph, accumulator, product_shape)
+                insert_call(graph, tcdeploy_ops.linear_add_.default, rows, product.x, product.weight)
+            node.replace_all_uses_with(accumulator)
+            graph.erase_node(node)
+            erase_if_unused(graph, reshaped)
+            break
+
+
+def _has_single_consumer(consumer: Node, arg: Any) -> bool:
+    """Whether `consumer` is the only reader of `arg` and of the nodes that it reshapes."""
+    while isinstance(arg, Node) and list(arg.users) == [consumer]:
+        if arg.op != "call_function" or arg.target not in RESHAPES:
+            return True
+        consumer, arg = arg, arg.args[0]
+    return False
+
+
+def _is_last_consumer(consumer: Node, accumulator: Any, positions: dict[Node, int]) -> bool:
+    """Whether `accumulator` is a sum that nothing reads after `consumer`, not even through a view."""
+    if (
+        not isinstance(accumulator, Node)
+        or accumulator.op != "call_function"
+        or accumulator.target is not aten.add.Tensor
+    ):
+        return False
+    readers = [user for user in accumulator.users if user is not consumer]
+    for user in readers:
+        if user not in positions or positions[user] > positions[consumer]:
+            return False
+        if user.op == "call_function" and user.target in ALIASES:
+            readers += user.users
+    return True
+
+
+def _same_dtype_and_shape(*values: Tensor) -> bool:
+    """Symbolic sizes are compared as expressions: they cannot be hashed, and `==` could add a guard."""
+    return len({(value.dtype, *map(str, value.shape)) for value in values}) == 1
+
+
+def _is_unbiased_skinny_gemm(consumer: Node, arg: Any) -> bool:
+    """Whether `arg` is a `tcdeploy::linear` without bias whose only reader is `consumer`."""
+    while isinstance(arg, Node) and arg.op == "call_function" and list(arg.users) == [consumer]:
+        if arg.target is tcdeploy_ops.linear.default:
+            return arg.args[2] is None
+        if arg.target not in RESHAPES:
+            return False
+        consumer, arg = arg, arg.args[0]
+    return False

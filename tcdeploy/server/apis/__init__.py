@@ -1,0 +1,1 @@
+"""What the HTTP APIs share: answers, and turns of a conversation."""

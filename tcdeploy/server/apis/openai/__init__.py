@@ -1,0 +1,1 @@
+"""OpenAI's completions and chat completions, with vLLM's extensions."""

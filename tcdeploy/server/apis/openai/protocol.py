@@ -1,0 +1,455 @@
+"""Request schemas of OpenAI's API with vLLM's extensions, and the error format.
+
+Sources: OpenAI's API reference (completions, chat completions, models) and vLLM's protocol for the extensions (top_k,
+min_p, repetition_penalty, ignore_eos, min_tokens, continuous_usage_stats). Types are strict: `"5"` and `true` are not
+numbers. Unknown fields are accepted, so that clients with other extensions work. validation.py checks values and
+combinations. A list fails at its first invalid item, because a body may hold thousands of items.
+request_parsing.py validates bodies with these schemas. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
+
+from tcdeploy.server.apis.openai.nested_fields import NestedFields
+from tcdeploy.server.http.json_steps import Integers
+from tcdeploy.server.output.structured.output_constraint import ConstraintFields
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # text parts or tool calls in one message
+PART_SEPARATOR = "\n"  # between the text parts of one message, as in vLLM
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+MEDIA = {  # content parts of OpenAI's and vLLM's APIs, by type
+    "image_url": "images", "input_image": "images", "image": "images", "image_pil": "images", "image_embeds": "images",
+    "input_audio": "audio inputs", "audio_url": "audio inputs", "audio": "audio inputs",
+    "video_url": "videos", "input_video": "videos", "video": "videos", "file": "files", "input_file": "files",
+}  # fmt: skip
+# Type of the validation error for an unsupported part or item. `path` in its context is appended to the location of the
+# error.
+UNSUPPORTED_PART = "unsupported_part"
+MAX_LOGIT_BIASES = 512  # the engine's limit, which includes stop token ids
+
+
+class ApiError(Exception):
+    """An error response: the HTTP status, headers and OpenAI's error body. `retry_after` is in seconds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.headers = dict(headers or {}) | ({} if retry_after is None else {"retry-after": str(retry_after)})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}}
+
+    @property
+    def error_type(self) -> str:
+        types = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+        return types.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+
+def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param, code)
+
+
+def _check_num_biases(value: Any) -> Any:
+    """Raise ValueError for too many biases.
+
+    pydantic's `max_length` would validate all items before it checks their number, and create two errors for each
+    invalid item.
+    """
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"there are {len(value)} logit biases; the limit is {MAX_LOGIT_BIASES}")
+    return value
+
+
+def _keep_integers(value: Any, validate: Callable[[Any], Any]) -> Any:
+    """Accept a list of integers as it is, because the parser of large bodies has checked its items."""
+    return value if type(value) is Integers else validate(value)
+
+
+Number = Annotated[StrictInt | StrictFloat, Field()]
+TokenIds: TypeAlias = Annotated[
+    list[StrictInt], Field(fail_fast=True, max_length=1 << 20), WrapValidator(_keep_integers)
+]
+StringList: TypeAlias = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+TokenIdLists: TypeAlias = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+
+
+class StreamOptions(NestedFields):
+    place = "stream_options"
+    inert_values = {"include_obfuscation": (False,)}
+
+    include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
+
+
+class SamplingRequest(BaseModel):
+    """Fields that all APIs share: the model, its sampling parameters, and whether tokens are streamed."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: StrictStr | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    stop_token_ids: TokenIds | None = None
+    seed: StrictInt | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: Annotated[dict[str, Number], BeforeValidator(_check_num_biases)] | None = None
+    min_tokens: StrictInt | None = None
+    ignore_eos: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    bad_words: StringList | None = None
+    stream: StrictBool | None = None
+    _unknown_nested: frozenset[str] = PrivateAttr(default=frozenset())  # names of unknown fields inside of others
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The maximum number of tokens of a choice; None if the request sets no limit."""
+        raise NotImplementedError
+
+
+class GenerationRequest(SamplingRequest, ConstraintFields):
+    """Fields that completions and chat completions share."""
+
+    n: StrictInt | None = None
+    stop: StrictStr | StringList | None = None
+    max_tokens: StrictInt | None = None
+    truncate_prompt_tokens: StrictInt | None = None
+    add_special_tokens: StrictBool | None = None  # default: true for completions, false for chats
+    return_token_ids: StrictBool | None = None
+    prompt_logprobs: StrictInt | None = None
+    stream_options: StreamOptions | None = None
+    user: StrictStr | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def constraint_field(self) -> str:
+        """Name of the field that constrains the output, or ""."""
+        return self.output_constraint.field if self.output_constraint else ""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of alternatives per token, besides the sampled one; None if no log-probabilities are returned."""
+        raise NotImplementedError
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def lowers_max_tokens(self) -> bool:
+        """Whether a limit of new tokens that exceeds the context is lowered; otherwise the request is rejected."""
+        return False
+
+    @property
+    def only_scores_prompt(self) -> bool:
+        """Whether the response has the prompt and its log-probabilities, and no new tokens."""
+        return False
+
+
+class CompletionRequest(GenerationRequest):
+    # left_to_right: smart mode would validate a long prompt against every member of the union.
+    prompt: StrictStr | TokenIds | StringList | TokenIdLists = Field(union_mode="left_to_right")
+    logprobs: StrictInt | None = None
+    echo: StrictBool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def only_scores_prompt(self) -> bool:
+        return self.max_tokens == 0 and self.echo is True
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts of the request, as text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class TextPart(NestedFields):
+    """A text. The other types are those of the Responses API, which clients send in chats too."""
+
+    place = "messages.content"
+    no_effect = frozenset({"cache_control", "annotations"})
+
+    type: Literal["text", "input_text", "output_text"]
+    text: StrictStr
+
+
+class RefusalPart(NestedFields):
+    place = "messages.content"
+    no_effect = frozenset({"cache_control"})
+
+    type: Literal["refusal"]
+    text: StrictStr = Field(alias="refusal")
+
+
+class FunctionCall(NestedFields):
+    place = "messages.tool_calls.function"
+
+    name: StrictStr
+    arguments: StrictStr  # JSON
+
+
+class ToolCall(NestedFields):
+    """A tool call of an earlier assistant message."""
+
+    place = "messages.tool_calls"
+    no_effect = frozenset({"index"})
+
+    id: StrictStr | None = None
+    type: Literal["function"] | None = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        call_id = {} if self.id is None else {"id": self.id}
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {**call_id, "type": "function", "function": function}
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", strict=True)]
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class Tool(NestedFields):
+    place = "tools"
+    no_effect = frozenset({"cache_control"})
+    inert_values = {"defer_loading": (False,), "allowed_callers": (["direct"],), "custom": ()}
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(NestedFields):
+    place = "tool_choice.function"
+
+    name: StrictStr
+
+
+class _ToolChoiceFields(NestedFields):
+    place = "tool_choice"
+    inert_values = {"disable_parallel_tool_use": (False,), "mode": ()}
+    alternatives = {"disable_parallel_tool_use": "use parallel_tool_calls"}
+
+
+class NamedToolChoice(_ToolChoiceFields):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTool(NestedFields):
+    place = "tool_choice.allowed_tools.tools"
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(NestedFields):
+    place = "tool_choice.allowed_tools"
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(fail_fast=True, min_length=1)]
+
+
+class AllowedToolsChoice(_ToolChoiceFields):
+    """OpenAI's `tool_choice` that restricts a request to some of its tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice: TypeAlias = (
+    Literal["none", "auto", "required"] | Annotated[NamedToolChoice | AllowedToolsChoice, Field(discriminator="type")]
+)
+
+
+def _check_parts(content: Any) -> Any:
+    """Raise an error for a part other than text. The message names its kind, the context its place in the list.
+
+    pydantic's own first error would be that the content is not a string.
+    """
+    for index, part in enumerate(content[:MAX_PARTS] if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            name = MEDIA.get(kind)
+            raise PydanticCustomError(
+                UNSUPPORTED_PART,
+                f"{name} are not supported by this server"
+                if name
+                else f"content parts of this type are not supported by this server, only {', '.join(TEXT_PARTS)}",
+                {"path": f"[{index}]"},
+            )
+    return content
+
+
+Part: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Parts: TypeAlias = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+class Message(NestedFields):
+    """A message. The chat template gets its unknown fields too, so they are not counted."""
+
+    model_config = ConfigDict(extra="allow")
+    inert_values = {"audio": (), "prefix": (False,), "partial": (False,), "images": ([],), "files": ([],)}
+    alternatives = dict.fromkeys(("prefix", "partial"), "use continue_final_message")
+
+    role: StrictStr
+    content: Annotated[StrictStr | Parts | None, BeforeValidator(_check_parts)] = None
+    refusal: StrictStr | None = None  # OpenAI's API returns it instead of content
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    function_call: FunctionCall | None = None  # OpenAI's earlier form of a tool call
+    tool_call_id: StrictStr | None = None
+
+    @property
+    def text(self) -> str:
+        texts = [part.text for part in self.content] if isinstance(self.content, list) else [self.content]
+        return PART_SEPARATOR.join(text for text in (*texts, self.refusal) if text)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with its content as text. text/template_form.py converts it to the template's form."""
+        message = {**(self.model_extra or {}), "role": self.role, "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.function_call is not None:
+            message["function_call"] = self.function_call.model_dump()
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True)]
+Messages: TypeAlias = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
+class TemplateRequest(BaseModel):
+    """Fields that the chat template depends on."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool | None = None  # default: true, unless the final message is continued
+    continue_final_message: StrictBool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+
+class ChatRequest(GenerationRequest, TemplateRequest):
+    messages: Messages
+    max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: StrictBool | None = None  # false: only the first call is returned
+
+    @functools.cached_property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call, as they were sent. Only these are in the prompt."""
+        tools = [] if self.tool_choice == "none" else dump_tools(self.tools)
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return [tool for tool in tools if tool["function"]["name"] in self.chosen_names]
+        return tools
+
+    @functools.cached_property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which one must be called; empty if no call is required."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return [tool for tool in self.usable_tools if tool["function"]["name"] in self.chosen_names]
+        return self.usable_tools if self.tool_mode == "required" else []
+
+    @property
+    def chosen_names(self) -> set[str]:
+        """The functions that `tool_choice` names."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return {self.tool_choice.function.name}
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return set()
+
+    @property
+    def tool_mode(self) -> str | None:
+        """`tool_choice`, or its mode if it restricts the tools. None if it is omitted or names a function."""
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return self.tool_choice.allowed_tools.mode
+        return self.tool_choice if isinstance(self.tool_choice, str) else None
+
+    @property
+    def allows_multiple_calls(self) -> bool:
+        return self.tool_mode == "required" and self.parallel_tool_calls is not False
+
+    @property
+    def constraint_field(self) -> str:
+        return super().constraint_field or ("tool_choice" if self.forced_tools else "")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeRequest(TemplateRequest):
+    model_config = ConfigDict(extra="allow")
+
+    prompt: StrictStr | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: StrictBool | None = None  # default: true for a prompt, false for messages
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    tokens: TokenIds
+
+
+def dump_tools(tools: list[Tool] | None) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_unset=True) for tool in tools or []]

@@ -1,0 +1,1 @@
+"""A generation request, from its admission to its last token."""

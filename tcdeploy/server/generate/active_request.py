@@ -1,0 +1,238 @@
+"""An admitted request, from submission to the engine until its last token or its cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
+
+from tcdeploy.engine.schedule.constraint import Constraint
+from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
+from tcdeploy.server.apis.openai.protocol import ChatRequest, CompletionRequest, bad_request
+from tcdeploy.server.apis.openai.response_builder import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    ServedModel,
+)
+from tcdeploy.server.apis.openai.validation import check_prompt_logprobs, params_of_choices, to_sampling_params
+from tcdeploy.server.generate.choice import Choice, Usage, total_usage
+from tcdeploy.server.generate.request_group import RequestGroup
+from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
+from tcdeploy.server.generate.tokenization import Prompt
+from tcdeploy.server.observe.metrics import Stopwatch
+from tcdeploy.server.observe.request_log import LoggedUsage
+from tcdeploy.server.output.tools import SelectedParser
+from tcdeploy.server.service import Service
+from tcdeploy.server.worker.worker import PendingRequest
+
+# Prompts or choices that are set up between two yields to the event loop. All ready requests run in one turn of the
+# loop, so slices are short: a prompt with 512 logit biases takes 0.8 ms, and a choice with tools parses their template.
+PROMPTS_PER_SLICE = CHOICES_PER_SLICE = 2
+GRAMMAR_ERROR_MESSAGE = (
+    "the output cannot follow its schema or grammar, which exceeded a limit of work or memory; use a simpler one"
+)
+
+
+class ActiveRequest:
+    """The engine requests and choices of one API request.
+
+    Choice i * n + j is the j-th choice of prompt i, with n = `request.num_choices`. `builder` exists after `submit`,
+    which fills `choices`. `close` must be called once. `observe_output` is called after each token with its choice and
+    content.
+    """
+
+    builder: ResponseBuilder
+    observe_output: Callable[[Choice, str], None] | None = None
+
+    def __init__(
+        self,
+        service: Service,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[Prompt],
+        params: list[SamplingParams],  # one per choice
+    ) -> None:
+        self.service, self.request, self.prompts = service, request, prompts
+        self.choices: list[Choice] = []
+        self._has_failed = False
+        self.stopwatches = [Stopwatch(service.metrics, not request.only_scores_prompt) for _ in params]
+        prompts_and_params = [
+            (prompts[index // request.num_choices].token_ids, choice_params)
+            for index, choice_params in enumerate(params)
+        ]
+        self.group = RequestGroup(service.worker, prompts_and_params)
+
+    @classmethod
+    async def create(
+        cls,
+        service: Service,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[Prompt],
+        constraint: Constraint | None = None,
+    ) -> ActiveRequest:
+        """Build the sampling parameters of each choice, without blocking the event loop.
+
+        The choices of a prompt share one object unless the request has a seed. Raises ApiError 400 if a value is
+        invalid for the model.
+        """
+        check_prompt_logprobs(request, sum(len(prompt.token_ids) for prompt in prompts))
+        params: list[SamplingParams] = []
+        for number, prompt in enumerate(prompts, 1):
+            first = to_sampling_params(request, len(prompt.token_ids), service.limits, constraint)
+            params += params_of_choices(first, request.num_choices, isinstance(request, ChatRequest))
+            if number % PROMPTS_PER_SLICE == 0:
+                await asyncio.sleep(0)
+        return cls(service, request, prompts, params)
+
+    async def submit(self) -> None:
+        """Submit to the engine, then create the response builder and count the prompt.
+
+        With the switch `wait_for_launch`, this happens while the engine runs the first step.
+        """
+        await self.group.start()
+        request, service = self.request, self.service
+        served = ServedModel(service.settings.model, service.system_fingerprint, service.vocabulary)
+        if isinstance(request, ChatRequest):
+            self.builder = ChatResponseBuilder(request, served)
+            if request.return_token_ids:
+                self.builder.first_fields["prompt_token_ids"] = self.prompts[0].token_ids
+        else:
+            self.builder = CompletionResponseBuilder(request, served)
+        for index in range(len(self.stopwatches)):
+            self.choices.append(self._new_choice(index, self.prompts[index // request.num_choices]))
+            if len(self.choices) % CHOICES_PER_SLICE == 0:
+                await asyncio.sleep(0)
+        prompt_lengths = [len(prompt.token_ids) for prompt in self.prompts]
+        for length in prompt_lengths:
+            service.missed_shapes.observe_shape("prefill", length)
+        service.missed_shapes.observe_shape("decode", service.admission.num_admitted)
+        max_tokens = (pending.params.max_new_tokens for pending in self.group.pending_requests)
+        service.metrics.observe_request(prompt_lengths, max_tokens, request.num_choices)
+
+    def _new_choice(self, index: int, prompt: Prompt) -> Choice:
+        request, tokenizer = self.request, self.service.tokenizer.tokenizer
+        echo = prompt.text if isinstance(request, CompletionRequest) and request.echo else None
+        returns_token_ids = request.return_token_ids is True
+        # A chat's response contains the log-probabilities of its prompt once, and not in each choice.
+        num_prompt_logprobs = None if isinstance(request, ChatRequest) and index else request.prompt_logprobs
+        needs_prompt_token_ids = returns_token_ids or echo is not None or num_prompt_logprobs is not None
+        selected = SelectedParser(None)
+        if isinstance(request, ChatRequest):
+            selected = self.service.tools.output_parser(request, prompt.text or "")
+        skips_special_tokens = request.skip_special_tokens is not False
+        hidden_ids: frozenset[int] = frozenset()
+        if selected.parser is not None and skips_special_tokens and selected.shown_delimiters is not None:
+            hidden_ids = self.service.tools.hidden_token_ids(selected.shown_delimiters)
+        detokenizer = StopStringDetokenizer(
+            tokenizer, request.stop_strings, skips_special_tokens and selected.parser is None, hidden_ids
+        )
+        return Choice(
+            index=index,
+            detokenizer=detokenizer,
+            output_parser=selected.parser,
+            num_prompt_tokens=len(prompt.token_ids),
+            num_top_logprobs=request.num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+            echo=echo,
+            drops_output=request.only_scores_prompt,
+            returns_token_ids=returns_token_ids,
+            prompt_token_ids=tuple(prompt.token_ids) if needs_prompt_token_ids else (),
+        )
+
+    async def deltas(self, timeout_s: float | None = None) -> AsyncGenerator[dict[int, str], None]:
+        """Yield new text by choice index; an empty dict if nothing arrived for `timeout_s` seconds.
+
+        A first token is sent to the client before it is counted in the metrics.
+        """
+        try:
+            async with contextlib.aclosing(self.group.tokens(timeout_s)) as batches:
+                async for tokens in batches:
+                    texts: dict[int, str] = {}
+                    received: list[tuple[PendingRequest, NewToken, bool]] = []
+                    now = time.perf_counter()
+                    try:
+                        for pending, token in tokens:
+                            if pending.is_open:
+                                texts[pending.index] = texts.get(pending.index, "") + self._append_token(pending, token)
+                                received.append((pending, token, not pending.is_open))
+                        yield texts
+                        if any(token.queue_seconds is not None for _, token, _ in received):
+                            await asyncio.sleep(0)  # the loop flushes the socket before it resumes this task
+                    finally:
+                        for pending, token, is_last in received:
+                            self._count_token(pending, token, is_last, now)
+        except Exception:
+            self._has_failed = True
+            raise
+
+    def _append_token(self, pending: PendingRequest, token: NewToken) -> str:
+        """The text that a token adds to its choice. Closes `pending` at the end of the choice."""
+        choice, metrics = self.choices[pending.index], self.service.metrics
+        if token.finish_reason == "error":
+            raise bad_request(GRAMMAR_ERROR_MESSAGE, self.request.constraint_field)
+        text = choice.receive(token, self.service.vocabulary)
+        if self.observe_output is not None:
+            self.observe_output(choice, text)
+        if choice.finish_reason:
+            metrics.observe_end(choice.finish_reason, choice.num_tokens)
+            metrics.broken_tool_calls.inc(choice.output_parser is not None and choice.output_parser.num_malformed > 0)
+            if not token.finish_reason:  # a stop string ended the choice; the engine would generate on
+                self.group.cancel(pending)
+            pending.is_open = False
+        return text
+
+    def _count_token(self, pending: PendingRequest, token: NewToken, is_last: bool, now: float) -> None:
+        """Count a token in the metrics. `now`: when it arrived, in seconds of time.perf_counter."""
+        is_first = token.queue_seconds is not None
+        if is_first and pending.params.prompt_logprobs is None:  # else the cache was not looked up
+            self.service.metrics.observe_prefix_cache(len(pending.prompt), token.cached_tokens)
+        self.stopwatches[pending.index].observe_token(now, is_last, token.queue_seconds)
+
+    def close(self) -> None:
+        """Cancel what is still open, and release the admitted choices."""
+        for pending in self.group.pending_requests:
+            if pending.is_open:
+                num_tokens = self.choices[pending.index].num_tokens if pending.index < len(self.choices) else 0
+                self.service.metrics.observe_end("error" if self._has_failed else "abort", num_tokens)
+        self.group.close()
+        self.service.admission.release(len(self.stopwatches))
+
+    def logged_usage(self) -> LoggedUsage:
+        """For the access log and for traces."""
+        num_logged, params = self.service.settings.log_prompts, self.group.pending_requests[0].params
+        first_times = [watch.first_token_seconds for watch in self.stopwatches if watch.first_token_seconds is not None]
+        token_times = [watch.seconds_per_token for watch in self.stopwatches if watch.seconds_per_token is not None]
+        return LoggedUsage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
+            completion_tokens=sum(choice.num_tokens for choice in self.choices),
+            finish_reasons=tuple(choice.finish_reason for choice in self.choices),
+            cached_tokens=self.usage.cached_tokens if self.choices else 0,
+            first_token_seconds=min(first_times, default=None),
+            seconds_per_token=sum(token_times) / len(token_times) if token_times else None,
+            is_streamed=self.request.stream is True,
+            parameters=vars(params),
+            prompts=tuple(self._logged_prompt(prompt, num_logged) for prompt in self.prompts) if num_logged else (),
+        )
+
+    def _logged_prompt(self, prompt: Prompt, num_chars: int) -> str:
+        """The first characters of a prompt. A character is at most four tokens."""
+        if prompt.text is not None:
+            return prompt.text[:num_chars]
+        return str(self.service.tokenizer.tokenizer.decode(prompt.token_ids[: 4 * num_chars]))[:num_chars]
+
+    @property
+    def usage(self) -> Usage:
+        return total_usage(self.choices, len(self.prompts))
+
+
+async def full_body(active: ActiveRequest) -> bytes:
+    """The JSON of the response of a request that is not streamed, after its last token."""
+    texts: list[list[str]] = [[] for _ in active.choices]
+    async for deltas in active.deltas():
+        for index, text in deltas.items():
+            texts[index].append(text)
+    choices = [
+        active.builder.full_json(choice, "".join(pieces)) for choice, pieces in zip(active.choices, texts, strict=True)
+    ]
+    return await active.builder.body(active.builder.envelope(choices, active.usage))

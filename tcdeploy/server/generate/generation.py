@@ -1,0 +1,157 @@
+"""Runs a generation request of any HTTP API, from its body to its response.
+
+A request passes the body limit, schema validation, admission, the tokenizer, the model's limits, and then the engine.
+Each stage rejects with an ApiError that names the field. The APIs differ in the schema of the body and in the format of
+the response (answer.py). An API other than OpenAI's completions and chat completions translates its body to a
+ChatRequest; errors then name the fields as that API does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from tcdeploy.errors import TcdeployError
+from tcdeploy.server.apis.answer import Answer, ChunkAnswer
+from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
+from tcdeploy.server.apis.openai.unsupported_fields import INERT_VALUES, rename_error
+from tcdeploy.server.apis.openai.validation import check
+from tcdeploy.server.generate.active_request import ActiveRequest
+from tcdeploy.server.generate.admission import BodyReservation
+from tcdeploy.server.generate.tokenization import PromptTokenizer
+from tcdeploy.server.http.content_encoding import read_decoded_body
+from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES, RequestT, parse
+from tcdeploy.server.http.sse import EventStream
+from tcdeploy.server.observe.request_log import set_usage
+from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.service import Service
+from tcdeploy.server.worker.worker import EngineDeadError
+
+
+class TranslatedRequest(NamedTuple):
+    """A request of any API as one that the engine runs, and the constructor of its `Answer`."""
+
+    request: CompletionRequest | ChatRequest
+    new_answer: Callable[[ActiveRequest], Answer]
+
+
+async def _without_translation(_: ServerState, __: Request, body: Any) -> TranslatedRequest:
+    return TranslatedRequest(body, ChunkAnswer)
+
+
+@dataclass(frozen=True)
+class GenerationApi:
+    """What distinguishes one HTTP API. `translate` may raise ApiError."""
+
+    body_type: type[SamplingRequest]
+    translate: Callable[[ServerState, Request, Any], Awaitable[TranslatedRequest]] = _without_translation
+    inert_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: INERT_VALUES)  # of unsupported fields
+    field_names: Mapping[str, str] = field(default_factory=dict)  # names of ChatRequest's fields in this API
+
+
+async def generate(state: ServerState, raw_request: Request, api: GenerationApi) -> Response:
+    """The response to a request of `api`. Raises ApiError."""
+    with BodyReservation(state.admission) as reservation:
+        body = await parse_body(state, raw_request, api.body_type, reservation)
+        translated = await api.translate(state, raw_request, body)
+        try:
+            check(translated.request)
+            state.admission.check_open()
+            service = state.require_service()
+            unknown = [name for name in body.model_extra or {} if name not in api.inert_values]
+            service.count_unknown_fields([*unknown, *body._unknown_nested])
+            service.check_model(translated.request.model)
+            return await _run(service, raw_request, translated, reservation)
+        except ApiError as error:
+            raise rename_error(error, api.field_names) from None
+
+
+async def _run(
+    service: Service, raw_request: Request, translated: TranslatedRequest, reservation: BodyReservation
+) -> Response:
+    request, new_answer = translated
+    num_choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+    if not num_choices:
+        raise bad_request("prompt is an empty list", "prompt")
+    service.admission.acquire(num_choices)
+    active, stream = None, None
+    try:
+        prompts = await service.tokenizer.prompts(request)
+        constraint = await service.constraint(request, prompts)
+        active = await ActiveRequest.create(service, request, prompts, constraint)
+        reservation.release()
+        set_usage(raw_request.scope, active.logged_usage)
+        await active.submit()
+        answer = new_answer(active)
+        if request.stream:
+            stream = EventStream(answer, service.settings.stall_timeout)
+            return stream
+        content = await _run_until_disconnect(raw_request, answer.body())
+        return Response(content, media_type="application/json")
+    except EngineDeadError as error:
+        raise ApiError(503, str(error), code=error.code) from None
+    except TcdeployError as error:
+        raise bad_request(error.message, None) from None
+    finally:
+        if active is None:
+            service.admission.release(num_choices)
+        elif stream is None:
+            active.close()  # a stream closes it when it ends
+
+
+@contextlib.asynccontextmanager
+async def admitted_body(
+    state: ServerState, request: Request, request_type: type[RequestT]
+) -> AsyncIterator[tuple[PromptTokenizer, RequestT]]:
+    """Read the body of a request that needs only the tokenizer, and admit it until the end of the block.
+
+    It counts as one choice. The body is read first, so that clients which send no body cannot fill the queue.
+    """
+    service = state.require_service()
+    service.admission.check_open()
+    with BodyReservation(service.admission) as reservation:
+        body = await parse_body(state, request, request_type, reservation)
+        service.admission.acquire(1)
+        try:
+            yield service.tokenizer, body
+        finally:
+            service.admission.release(1)
+
+
+async def parse_body(
+    state: ServerState, request: Request, request_type: type[RequestT], reservation: BodyReservation
+) -> RequestT:
+    """The validated JSON body. Raises ApiError 400, 408, 413 or 415, and 503 if too many bytes wait."""
+    content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415, f"the content type is {content_type[:80]!r}; it must be application/json")
+    body = await read_decoded_body(request, state.settings.max_body_bytes, state.settings.hot_path, reservation)
+    if len(body) <= SMALL_BODY_BYTES:
+        return parse(request_type, body)
+    state.admission.check_open()  # the limits of large bodies depend on the model
+    return await state.parser.parse(request_type, body, state.require_service().json_limits)
+
+
+async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects."""
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        disconnect.cancel()
+        task.cancel()
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

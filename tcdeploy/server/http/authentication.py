@@ -1,0 +1,55 @@
+"""Checks the API keys of requests."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.server.http.error_response import error_response
+
+UNAUTHENTICATED_PATHS = ("/health", "/ready", "/", "/docs")
+
+
+class AuthMiddleware:
+    """Checks the API key, and calls the apps of `direct_routes` for POST requests to their paths.
+
+    Plain ASGI: Starlette's BaseHTTPMiddleware would switch tasks for each event of a stream.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], direct_routes: Mapping[str, ASGIApp]) -> None:
+        self._app, self._api_keys, self._direct_routes = app, api_keys, direct_routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        app = self._app
+        if scope["method"] == "POST":
+            app = self._direct_routes.get(scope["path"], app)
+        if (
+            self._api_keys
+            and scope["path"] not in UNAUTHENTICATED_PATHS
+            and find_key(Request(scope), self._api_keys) is None
+        ):
+            error = ApiError(
+                401, "the API key is missing or wrong; send `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                code="invalid_api_key", headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
+            app = error_response(error, scope["path"])
+        await app(scope, receive, send)
+
+
+def find_key(request: Request, keys: tuple[str, ...]) -> str | None:
+    """The one of `keys` that the request contains, or None. The time does not depend on which key matches.
+
+    Anthropic's clients send the key as `x-api-key`.
+    """
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    bearer = credentials.strip() if scheme.lower() == "bearer" else ""
+    sent = [text.encode() for text in (bearer, request.headers.get("x-api-key", ""))]
+    matches = [key for key in keys for text in sent if hmac.compare_digest(text, key.encode())]
+    return matches[0] if matches else None

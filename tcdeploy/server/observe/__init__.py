@@ -1,0 +1,1 @@
+"""Figures of the server: metrics, status, logs and traces."""

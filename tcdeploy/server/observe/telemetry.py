@@ -1,0 +1,158 @@
+"""Exports a span and latencies of each generation request to an OpenTelemetry collector (--otlp-endpoint).
+
+Names follow OpenTelemetry's semantic conventions for generative AI, which are not stable yet. The text of prompts and
+outputs is not exported. opentelemetry-sdk sends batches over HTTP in its own threads; its environment variables
+(OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, ...) apply.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tcdeploy import __version__
+from tcdeploy.server.observe.request_log import LoggedRequest
+
+OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
+PROVIDER = "tcdeploy"
+MAX_OTLP_INTEGER = 2**63 - 1
+CLOSE_TIMEOUT_S = 3.0  # for the last export
+# Limits of the histograms' buckets in seconds, those of the semantic conventions.
+DURATIONS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+FIRST_TOKEN_TIMES = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
+TOKEN_TIMES = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+# Field of SamplingParams -> attribute.
+PARAMETERS = {
+    "max_new_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "seed": "gen_ai.request.seed",
+}
+
+
+class Telemetry:
+    """Used by the event loop only."""
+
+    def __init__(self, endpoint: str, model: str) -> None:
+        """`endpoint`: base URL of the collector, such as http://localhost:4318."""
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._model = model
+        service = os.environ.get("OTEL_SERVICE_NAME") or "tcdeploy"
+        resource = Resource.create({"service.name": service, "service.version": __version__})
+        # shutdown_on_exit would wait for a collector that does not answer; `close` has a time limit
+        self._tracer_provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._tracer_provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{endpoint}/v1/traces")))
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter(f"{endpoint}/v1/metrics"))
+        self._meter_provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
+        self._tracer = self._tracer_provider.get_tracer("tcdeploy", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._span_kind, self._error_status = SpanKind.SERVER, Status(StatusCode.ERROR)
+        meter = self._meter_provider.get_meter("tcdeploy", __version__)
+
+        def histogram(name: str, description: str, limits: Iterable[float]) -> Any:
+            name = f"gen_ai.server.{name}"
+            return meter.create_histogram(name, "s", description, explicit_bucket_boundaries_advisory=list(limits))
+
+        self._durations = histogram("request.duration", "Time to the last token", DURATIONS)
+        self._first_token_times = histogram("time_to_first_token", "Time to the first token", FIRST_TOKEN_TIMES)
+        self._token_times = histogram("time_per_output_token", "Time per token after the first", TOKEN_TIMES)
+
+    def record(self, request: LoggedRequest) -> None:
+        """Record a request that has ended, if it is a generation request."""
+        operation = OPERATIONS.get(request.path)
+        if operation is None or request.method != "POST":
+            return
+        common = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+            **({"error.type": str(request.status)} if request.status >= 400 else {}),
+        }
+        end_ns = int(request.end_time * 1e9)
+        span = self._tracer.start_span(
+            f"{operation} {self._model}", self._parent(request.headers), self._span_kind,
+            {**common, **_span_attributes(request)}, start_time=end_ns - int(request.seconds * 1e9),
+        )  # fmt: skip
+        if request.status >= 500:
+            span.set_status(self._error_status)
+        span.end(end_ns)
+        self._durations.record(request.seconds, common)
+        if (usage := request.usage) is not None and request.status < 400:
+            if usage.first_token_seconds is not None:
+                self._first_token_times.record(usage.first_token_seconds, common)
+            if usage.seconds_per_token is not None:
+                self._token_times.record(usage.seconds_per_token, common)
+
+    def _parent(self, headers: Iterable[tuple[bytes, bytes]]) -> Any:
+        """The span of the client, which W3C's headers name."""
+        carrier = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in headers
+            if name in (b"traceparent", b"tracestate")
+        }
+        return self._propagator.extract(carrier)
+
+    def close(self) -> None:
+        """Export what is left, for at most CLOSE_TIMEOUT_S."""
+
+        def shutdown() -> None:
+            self._tracer_provider.shutdown()
+            self._meter_provider.shutdown()
+
+        thread = threading.Thread(target=shutdown, daemon=True)
+        thread.start()
+        thread.join(CLOSE_TIMEOUT_S)
+
+
+def _span_attributes(request: LoggedRequest) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        "http.request.method": request.method,
+        "url.path": request.path,
+        "http.response.status_code": request.status,
+        "tcdeploy.request.id": request.request_id,
+    }
+    usage = request.usage
+    if usage is None:
+        return attributes
+    attributes |= {
+        "gen_ai.request.choice.count": len(usage.finish_reasons),
+        "gen_ai.request.stream": usage.is_streamed,
+        "gen_ai.response.finish_reasons": [reason or "abort" for reason in usage.finish_reasons],
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        **_parameters(usage.parameters),
+    }
+    if usage.first_token_seconds is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = usage.first_token_seconds
+    return attributes
+
+
+def _parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that are set. A seed from 2^63 on is left out: OTLP has 64-bit integers with a sign."""
+    attributes = {attribute: values[name] for name, attribute in PARAMETERS.items() if values.get(name) is not None}
+    if attributes.get("gen_ai.request.seed", 0) > MAX_OTLP_INTEGER:
+        del attributes["gen_ai.request.seed"]
+    return attributes

@@ -1,0 +1,1 @@
+"""Parsers of a model's output: text, reasoning and tool calls."""

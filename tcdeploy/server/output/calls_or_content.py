@@ -1,0 +1,125 @@
+"""Outputs of requests with tools and a format: tool calls, or content that follows the format.
+
+OpenAI's API allows both in one request, and agents send both in every turn. A grammar begins with the reasoning, if the
+model reasons, and then has two alternatives: calls, and JSON of the request's schema. Where the format of calls has no
+grammar of its own, any text may follow an opening of a call (`open_calls`).
+
+The parser of calls would also find calls in the strings of JSON content. `CallsOrContent` therefore bypasses that
+parser once the content has begun.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tcdeploy.server.output.parsed_output import OutputEnd, OutputParser, ParsedDelta
+from tcdeploy.server.output.structured.json_schema import exact_schemas
+from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
+from tcdeploy.text.tool_formats import ReasoningFormat
+
+
+class CallsOrContent:
+    """Implements `OutputParser` with the parser of calls."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._is_content = False
+        self.num_malformed = 0
+
+    @property
+    def has_calls(self) -> bool:
+        return self._parser.has_calls
+
+    def push(self, text: str) -> ParsedDelta:
+        deltas = []
+        for index, char in enumerate(
+            text
+        ):  # by character, so that the parser reads nothing after the start of the content
+            if self._is_content:
+                deltas.append(ParsedDelta(text[index:]))
+                break
+            deltas.append(self._parser.push(char))
+            if deltas[-1].content and not self._parser.has_calls:
+                deltas.append(self.finish("stop_string"))
+                self._is_content = True
+        return _joined(deltas)
+
+    def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
+        if self._is_content:
+            return ParsedDelta()
+        delta = self._parser.finish(end)
+        self.num_malformed = self._parser.num_malformed
+        return delta
+
+
+def _joined(deltas: list[ParsedDelta]) -> ParsedDelta:
+    content, reasoning = ("".join(getattr(delta, name) for delta in deltas) for name in ("content", "reasoning"))
+    return ParsedDelta(content, reasoning, tuple(call for delta in deltas for call in delta.calls))
+
+
+def open_calls(openings: Iterable[str], text: Callable[[str], str]) -> str:
+    """Grammar of calls that begin with one of `openings`, followed by any tokens. `text`: terminals of a fixed text."""
+    return f"start: ({' | '.join(map(text, openings))}) rest\nrest: <[*]>*"
+
+
+def plain_calls(functions: list[dict[str, Any]]) -> str:
+    """Grammar of one call as a JSON object without delimiters, `{"name": ..., "parameters": ...}`.
+
+    The whole object is JSON of one schema. Rejected: a fixed text before the arguments, whose beginning llguidance's
+    lexer cannot distinguish from that of the content. Raises UnsupportedSchemaError.
+    """
+    schemas = []
+    for function in functions:
+        parameters = function.get("parameters") or {"type": "object"}
+        schema = {
+            "type": "object", "properties": {"name": {"const": function["name"]}, "parameters": parameters},
+            "required": ["name", "parameters"], "additionalProperties": False,
+        }  # fmt: skip
+        _check_references(parameters)
+        schema |= {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # targets of $refs
+        schemas.append(schema)
+    rules = [f"call_{number}: %json {json.dumps(exact)}" for number, exact in enumerate(exact_schemas(schemas))]
+    return "\n".join([f"start: {' | '.join(f'call_{number}' for number in range(len(functions)))}", *rules])
+
+
+def _check_references(value: Any) -> None:
+    """Raise UnsupportedSchemaError for a reference that means another schema once the parameters are in the call's."""
+    if isinstance(value, dict):
+        reference = value.get("$ref")
+        if isinstance(reference, str) and not reference.startswith(("#/$defs/", "#/definitions/")):
+            raise UnsupportedSchemaError(f"the reference {reference[:80]!r} is not supported in calls of this format")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_references(item)
+
+
+def calls_or_content(
+    calls: str,
+    schema: dict[str, Any],
+    text: Callable[[str], str],
+    *,
+    reasoning: ReasoningFormat | None = None,
+    starts_in_reasoning: bool = False,
+    after_reasoning: str = "",
+    before_content: str = "",
+) -> str:
+    """Grammar of reasoning, which may be omitted, and then `calls` or JSON of `schema`.
+
+    `calls`: a grammar with the rule `start`. `after_reasoning`, `before_content`: fixed texts of the model's format.
+    """
+    rules = [re.sub("^start:", "calls:", calls), f"json: %json {json.dumps(schema)}"]
+    rules.append(f"content: {text(before_content) if before_content else ''} json")
+    start = "start: (calls | content)"
+    if reasoning is not None:
+        closing = text(reasoning.closing)
+        if closing.startswith('"'):  # a text, at which the rule ends; a token cannot occur in the text before it
+            rules.append(f"reasoning_text[suffix={closing}]: /(?s:.*)/")
+        else:
+            rules.append(f"reasoning_text: /(?s:.*)/ {closing}")
+        opening = "" if starts_in_reasoning else text(reasoning.opening)
+        after = text(after_reasoning) if after_reasoning else "gap"
+        rules += [f"reasoning: {opening} reasoning_text {after}", r"gap: /\s{0,4}/"]
+        start = f"start: reasoning{'' if starts_in_reasoning else '?'} (calls | content)"
+    return "\n".join([start, *rules])

@@ -1,0 +1,114 @@
+"""Parses outputs in gpt-oss's Harmony format: messages with a channel, `<|channel|>NAME<|message|>TEXT<|end|>`.
+
+`analysis` is reasoning; `final`, and `commentary` without recipient, are content. A message to a recipient
+(`to=functions.NAME`, in the header before or after the channel) is a call whose text is the arguments. The prompt ends
+with `<|start|>assistant`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from tcdeploy.server.generate.stop_strings import partial_match_length
+from tcdeploy.server.output.json_text import ObjectScanner, valid_object
+from tcdeploy.server.output.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, SteppingParser, log_malformed
+
+MESSAGE = "<|message|>"
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+MAX_HEADER_CHARS = 512
+MAX_REPARSED_CHARS = 8192  # of unfinished arguments, which are parsed again at the end of the output
+_TEXT_ENDS = re.compile(r"^(<\|(end|call|return)\|>)+")
+_HEADER_START = re.compile(r"\s*(<\|(start|channel|constrain)\|>|to=|$)")
+_FIRST_MARK = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
+_ROLE = re.compile(r"\s*(assistant\b|to=|$)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+
+
+class HarmonyParser(SteppingParser):
+    """The output of one choice. Implements `OutputParser`."""
+
+    def __init__(self, *, max_calls: int | None = None) -> None:
+        super().__init__(DeltaBuilder(max_calls))
+        self._recipient = ""
+        self._scanner = ObjectScanner()
+        self._emit: Callable[[str], None] = self._builder.add_content
+        self._step = self._read_header
+
+    def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
+        self._run_steps(is_last=False)
+        if self._step == self._read_arguments and end == "length":
+            self._builder.add_call(self._recipient, self._buffer.strip())
+            return self._builder.finish()
+        while self._step == self._read_arguments:  # messages may follow in the text that is not a call
+            self._fail("the output ends inside the call", is_malformed=end == "complete")
+            text, self._buffer = self._buffer, ""
+            self._parse(text[:MAX_REPARSED_CHARS])
+            self._buffer += text[MAX_REPARSED_CHARS:]
+        self._run_steps(is_last=True)
+        return self._builder.finish()
+
+    def _read_header(self, is_last: bool) -> bool:
+        self._buffer = _TEXT_ENDS.sub("", self._buffer)
+        end = self._buffer.find(MESSAGE, 0, MAX_HEADER_CHARS)
+        if end < 0:
+            is_text = len(self._buffer) >= MAX_HEADER_CHARS or (is_last and not _HEADER_START.match(self._buffer))
+            if is_text:
+                self._builder.add_content(self._buffer[:1])  # it may begin a delimiter, which would end the text again
+                self._buffer = self._buffer[1:]
+                self._emit, self._step = self._builder.add_content, self._read_text
+            return is_text
+        header, self._buffer = self._buffer[:end], self._buffer[end + len(MESSAGE) :]
+        text = _FIRST_MARK.split(header, maxsplit=1)[0]
+        if text != header and not _ROLE.match(text):  # of a message without header, or one that is continued
+            self._builder.add_content(text)
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient is not None:
+            self._recipient, self._scanner = recipient[1], ObjectScanner()
+            self._step = self._read_arguments
+        else:
+            is_reasoning = channel is not None and channel[1] == "analysis"
+            self._emit = self._builder.add_reasoning if is_reasoning else self._builder.add_content
+            self._builder.end_content()
+            self._step = self._read_text
+        return True
+
+    def _read_text(self, is_last: bool) -> bool:
+        ends = [(index, mark) for mark in MESSAGE_ENDS if (index := self._buffer.find(mark)) >= 0]
+        if not ends:
+            num_kept = 0 if is_last else max(partial_match_length(self._buffer, mark) for mark in MESSAGE_ENDS)
+            index = len(self._buffer) - num_kept
+        else:
+            index = min(ends)[0]
+        self._emit(self._buffer[:index])
+        self._buffer = self._buffer[index:]
+        if ends:
+            self._step = self._read_header
+        return bool(ends)
+
+    def _read_arguments(self, is_last: bool) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if not self._buffer:
+            return False
+        try:
+            if not self._buffer.startswith("{"):
+                raise ValueError("its arguments are not a JSON object")
+            end = self._scanner.find_end(self._buffer)
+            if end is None:
+                return False
+            self._builder.add_call(self._recipient, valid_object(self._buffer[:end]))
+        except (ValueError, RecursionError) as error:
+            self._fail(error, is_malformed=True)
+            return True
+        self._buffer = self._buffer[end:]
+        self._emit = self._builder.add_content
+        self._step = self._read_text
+        return True
+
+    def _fail(self, reason: object, *, is_malformed: bool) -> None:
+        """Treat the text of the message as content."""
+        if is_malformed:
+            self.num_malformed += 1
+            log_malformed(reason)
+        self._emit, self._step = self._builder.add_content, self._read_text

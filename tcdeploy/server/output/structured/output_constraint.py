@@ -1,0 +1,141 @@
+"""Request fields that constrain the output: OpenAI's `response_format`, and vLLM's `structured_outputs` and guided_*.
+
+All of them become an `OutputConstraint`: a kind, its value, and the field for error messages. structured_output.py
+compiles it. A request may contain one constraint; validation.py rejects more. Does not import torch.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+
+from tcdeploy.server.apis.openai.nested_fields import NestedFields
+
+ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
+MAX_ALTERNATIVES = 1024  # alternatives of one constraint
+Choices: TypeAlias = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MAX_ALTERNATIVES)]
+# Unsupported keys of `structured_outputs` -> the value that has no effect and is accepted, as is null.
+UNSUPPORTED_KEYS = {
+    "structural_tag": None, "disable_any_whitespace": False, "disable_additional_properties": False,
+    "whitespace_pattern": None,
+}  # fmt: skip
+
+
+class OutputConstraint(NamedTuple):
+    """`value`: for json, a schema as a dict or as JSON text; for choice, a list of strings; otherwise a string."""
+
+    kind: ConstraintKind
+    value: Any
+    field: str  # name of the request field
+
+
+class _Format(NestedFields):
+    """A response format. `inert_values` has the fields of other servers, and those of other types of formats."""
+
+    place = "response_format"
+    inert_values = dict.fromkeys(
+        ("schema", "json_schema", "response_schema", "value", "regex", "pattern", "grammar", "format"), ()
+    )
+    alternatives = dict.fromkeys(
+        ("schema", "json_schema", "response_schema", "value"), "use the type json_schema with json_schema.schema"
+    ) | dict.fromkeys(("regex", "pattern", "grammar"), "use structured_outputs")
+
+
+class TextFormat(_Format):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Format):
+    """With `schema`, as in llama.cpp's and Together's APIs, the output follows that schema."""
+
+    type: Literal["json_object"]
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class JsonSchema(NestedFields):
+    """The output always follows the schema, whatever the value of `strict`."""
+
+    place = "response_format.json_schema"
+
+    name: StrictStr | None = None
+    description: StrictStr | None = None
+    strict: StrictBool | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class JsonSchemaFormat(_Format):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's field. Other keys are kept, so that they can be rejected by name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    json_schema: dict[str, Any] | StrictStr | None = Field(default=None, alias="json")
+    regex: StrictStr | None = None
+    choice: Choices | None = None
+    grammar: StrictStr | None = None
+    json_object: StrictBool | None = None
+
+    def constraints(self) -> list[OutputConstraint]:
+        schema = {"type": "object"} if self.json_object else None
+        values: list[tuple[ConstraintKind, Any]] = [
+            ("json", self.json_schema), ("regex", self.regex), ("choice", self.choice), ("grammar", self.grammar),
+            ("json", schema),
+        ]  # fmt: skip
+        return [OutputConstraint(kind, value, "structured_outputs") for kind, value in values if value is not None]
+
+    def unsupported_key(self) -> str:
+        """The first key that would change the output and is not supported, or ""."""
+        extra = self.model_extra or {}
+        inert = (name for name, value in extra.items() if value is None or value == UNSUPPORTED_KEYS.get(name, ...))
+        return next(iter(extra.keys() - set(inert)), "")
+
+
+class ConstraintFields(BaseModel):
+    """Request fields that constrain the output. vLLM's older guided_* fields have no effect if they are empty."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | StrictStr | None = None
+    guided_regex: StrictStr | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: StrictStr | None = None
+
+    @cached_property
+    def output_constraints(self) -> list[OutputConstraint]:
+        """All constraints, of which a valid request has at most one."""
+        if not (
+            self.response_format or self.structured_outputs or self.guided_json or self.guided_regex
+            or self.guided_choice or self.guided_grammar
+        ):  # fmt: skip
+            return []  # a fast path: most requests have no constraint
+        constraints = []
+        if isinstance(self.response_format, JsonSchemaFormat):
+            constraints.append(
+                OutputConstraint("json", self.response_format.json_schema.json_schema, "response_format")
+            )
+        elif isinstance(self.response_format, JsonObjectFormat):
+            schema = self.response_format.json_schema
+            constraints.append(
+                OutputConstraint("json", {"type": "object"} if schema is None else schema, "response_format")
+            )
+        if self.structured_outputs is not None:
+            constraints += self.structured_outputs.constraints()
+        guided: list[tuple[ConstraintKind, Any]] = [
+            ("json", self.guided_json), ("regex", self.guided_regex), ("choice", self.guided_choice),
+            ("grammar", self.guided_grammar),
+        ]  # fmt: skip
+        constraints += [OutputConstraint(kind, value, f"guided_{kind}") for kind, value in guided if value]
+        return constraints
+
+    @property
+    def output_constraint(self) -> OutputConstraint | None:
+        return self.output_constraints[0] if self.output_constraints else None

@@ -1,0 +1,208 @@
+"""Parses outputs with transformers' ResponseParser, for tokenizers that have a `response_template`.
+
+ResponseParser raises an exception for a malformed call and cannot continue. Its events contain neither the text of
+delimiters nor the groups that their patterns captured, so this module keeps the text since the last call, and searches
+it with the same patterns when a call is malformed or truncated. ResponseParser's time is quadratic in the length of
+white space outside of calls (20 s for 120,000 spaces), so the rest of a long run is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from tcdeploy.server.output.json_text import dump, has_utf8, object_members, string_value
+from tcdeploy.server.output.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, log_malformed
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates
+# Raised by ResponseParser for malformed calls.
+PARSER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+MAX_SPACE = 256  # white space in a row that reaches ResponseParser, outside of calls
+# Splits text after characters that may end a delimiter, so that ResponseParser reports a call before the next one
+# fails. ResponseParser's time is quadratic in the length of a piece.
+_PIECE = re.compile(r"[^>\]}\n]{0,256}[>\]}\n]?")
+
+
+class Markup(NamedTuple):
+    """Format of a call as JSON: `opening`, an object with the two keys, `closing`."""
+
+    opening: str
+    closing: str
+    name_key: str
+    arguments_key: str
+
+    def example(self, name: str) -> str:
+        return f"{self.opening}{json.dumps({self.name_key: name, self.arguments_key: {}})}{self.closing}"
+
+
+class TemplateParser:
+    """The output of one choice. Implements `OutputParser`."""
+
+    def __init__(
+        self, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]], max_calls: int | None = None
+    ) -> None:
+        """Raises ImportError without transformers, and ValueError for an invalid template."""
+        self.num_malformed = 0
+        self._parser = _new_response_parser(template, prompt, tools)
+        self._field = template.get("fields", {}).get("tool_calls", {})
+        self._markup = find_markup(template)
+        self._builder = DeltaBuilder(max_calls, trims_content=True)
+        self._text: list[str] = []  # since the last call, or the last reasoning
+        self._body: list[str] | None = None  # the reported text of the open call; None: no call is open
+        self._num_spaces = 0  # at the end of the text
+        self._is_broken = False
+
+    @property
+    def has_calls(self) -> bool:
+        return self._builder.num_calls > 0
+
+    def push(self, text: str) -> ParsedDelta:
+        for piece in _PIECE.findall(text):
+            self._push_piece(piece)
+        return self._builder.take()
+
+    def _push_piece(self, piece: str) -> None:
+        if self._is_broken:
+            self._builder.add_content(piece)
+            return
+        if self._body is None:
+            piece = self._without_long_space(piece)
+        self._text.append(piece)
+        try:
+            self._collect(self._parser.feed(piece))
+        except PARSER_ERRORS as error:
+            self._break(error)
+
+    def _without_long_space(self, piece: str) -> str:
+        num_leading = len(piece) - len(piece.lstrip())
+        num_kept = min(num_leading, max(0, MAX_SPACE - self._num_spaces))
+        is_space = num_leading == len(piece)
+        self._num_spaces = self._num_spaces + num_leading if is_space else len(piece) - len(piece.rstrip())
+        return piece[num_leading - num_kept :]
+
+    def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
+        if self._is_broken:
+            return self._builder.take()
+        is_open = self._body is not None
+        if is_open and end == "length" and (call := self._cut_call()) is not None:
+            self._builder.add_call(*call)
+        elif is_open and end != "complete":
+            self._builder.add_content(self._text_of_call())
+        else:
+            try:
+                self._collect(self._parser.finalize()[1])
+            except PARSER_ERRORS as error:
+                self._break(error)
+        return self._builder.take()
+
+    def _collect(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            kind, field = event["type"], event["field"]
+            if field == "tool_calls":
+                if kind == "region_open":
+                    self._body = []
+                elif kind == "region_chunk":
+                    assert self._body is not None  # a chunk follows the opening of its region
+                    self._body.append(event["text"])
+                else:
+                    self._add_calls(event["value"])
+                    self._body, self._text = None, []
+            elif kind == "region_chunk" and field == "content":
+                self._builder.add_content(event["text"])
+            elif kind == "region_chunk" and field in REASONING_FIELDS:
+                self._builder.add_reasoning(event["text"])
+                self._text = []
+
+    def _add_calls(self, value: Any) -> None:
+        calls = []
+        for call in value if isinstance(value, list) else [value]:
+            name, arguments = call["function"]["name"], call["function"].get("arguments")
+            if not isinstance(name, str) or string_value(json.dumps(name)) is None:
+                raise TypeError(f"the function name is {name!r}, not a text")
+            text = arguments if isinstance(arguments, str) else dump(arguments or {})
+            if not has_utf8(text):
+                raise ValueError("its arguments contain a lone surrogate")
+            calls.append((name, text))
+        self._builder.end_content()
+        for name, text in calls:
+            self._builder.add_call(name, text)
+
+    def _break(self, error: Exception) -> None:
+        """Return all text from the opening of the malformed call on as content."""
+        self.num_malformed, self._is_broken = 1, True
+        log_malformed(error)
+        self._builder.add_content(self._text_of_call())
+
+    def _text_of_call(self) -> str:
+        """The text from the opening of the call on."""
+        text = "".join(self._text)
+        match = _find_opening(self._field, text)
+        return text[match.start() :].lstrip() if match else text
+
+    def _cut_call(self) -> tuple[str, str] | None:
+        """Name of the open call, and its arguments so far; None if the name is incomplete."""
+        assert self._body is not None
+        body = "".join(self._body)
+        if self._markup is not None:
+            try:
+                members = object_members(body)
+            except (ValueError, RecursionError):
+                return None
+            name = string_value(members.get(self._markup.name_key, ""))
+            return None if name is None else (name, members.get(self._markup.arguments_key, ""))
+        opening = _find_opening(self._field, "".join(self._text))
+        name = opening.groupdict().get("name") if opening else None
+        if name is None:
+            return None
+        tag_pattern = self._field.get("content_args", {}).get("tag_pattern")
+        if tag_pattern is None:
+            return name, body.strip()
+        arguments = {match["key"]: match["value"] for match in re.finditer(tag_pattern, body, re.DOTALL)}
+        return name, dump(arguments)[:-1]
+
+
+def _new_response_parser(template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> Any:
+    """transformers' ResponseParser, a module without stability guarantees. Raises ImportError if it has moved."""
+    from transformers.utils.chat_parsing import ResponseParser
+
+    return ResponseParser(template, prefix=prompt, tools=tools)
+
+
+def _find_opening(field: dict[str, Any], text: str) -> Any:
+    """The first match of a field's opening. Patterns use the syntax of `regex`, a dependency of transformers."""
+    import regex  # type: ignore[import-untyped]
+
+    literals = field.get("open")
+    if literals is not None:
+        pattern = "|".join(map(regex.escape, [literals] if isinstance(literals, str) else literals))
+    else:
+        pattern = field.get("open_pattern", "(?!)")
+    return regex.search(pattern, text, regex.DOTALL)
+
+
+def find_markup(template: dict[str, Any]) -> Markup | None:
+    """The markup of a response template whose calls are JSON between fixed delimiters, else None."""
+    field = template.get("fields", {}).get("tool_calls", {})
+    opening, closing = literal_delimiter(field, "open"), literal_delimiter(field, "close")
+    if opening is None or closing is None or field.get("content") != "json" or field.get("content_args"):
+        return None
+    shape = field.get("transform")
+    function = shape.get("function") if isinstance(shape, dict) else None
+    if function == "{content}":
+        return Markup(opening, closing, "name", "arguments")
+    if not isinstance(function, dict):
+        return None
+    keys = [re.fullmatch(r"\{content\.(\w+)\}", str(function.get(key))) for key in ("name", "arguments")]
+    return Markup(opening, closing, *(key[1] for key in keys if key)) if all(keys) else None
+
+
+def literal_delimiter(field: dict[str, Any], side: str) -> str | None:
+    """The fixed text that opens or closes a region, or None. `side`: "open" or "close"."""
+    literal = field.get(side)
+    if isinstance(literal, list):
+        return str(literal[0])
+    if literal is not None:
+        return str(literal)
+    pattern = str(field.get(f"{side}_pattern", "")).removeprefix(r"\s*")
+    return pattern if pattern and re.escape(pattern) == pattern else None

@@ -1,0 +1,1 @@
+"""The engine side: the thread that runs the engine."""

@@ -1,0 +1,121 @@
+"""Runs the canary (engine/check/canary.py) while the engine is idle, one step at a time.
+
+A round runs every case once. The next round is due `interval` seconds after it ended, or at once after a step that
+raised without ending the engine. (Today any exception ends the engine thread, also one in a canary step.)
+
+A step runs only if the engine has had no request for IDLE_S, so the short gaps between one client's requests are not
+used. The engine thread checks its inbox after each step, so a request that arrives during a step waits for at most one
+step of the largest bucket. The interrupted case restarts from its first step when the engine is idle again.
+
+A case whose first two runs differ is left out and counted. With `--canary-strict`, a server without a case does not
+start, because it would report a health that nothing checks.
+
+A server that is never idle runs no canaries; the timestamp of the last success then stops advancing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, NamedTuple
+
+from tcdeploy.errors import CompileError
+
+if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
+    from tcdeploy.engine.check.canary import Canary, Difference
+    from tcdeploy.engine.engine import Engine
+
+IDLE_S = 0.1
+log = logging.getLogger("tcdeploy.server")
+
+
+class CanaryStats(NamedTuple):
+    """Counts for metrics, since the start."""
+
+    rounds: int = 0  # completed
+    failures: int = 0  # cases with a difference
+    steps: int = 0  # recording included
+    last_success: float = 0.0  # Unix time of the last round without a difference, or of the recording
+    cases_used: int = 0
+    cases_not_repeatable: int = 0  # left out, because their first two runs differed
+
+
+class CanarySchedule:
+    """Used by the engine thread. Other threads may read `stats`, which is replaced at each change."""
+
+    def __init__(self, canary: Canary, engine: Engine, interval: float) -> None:
+        self.stats = CanaryStats(
+            steps=canary.num_steps,
+            last_success=time.time(),
+            cases_used=len(canary.cases),
+            cases_not_repeatable=len(canary.unrepeatable),
+        )
+        self._canary, self._engine, self._interval = canary, engine, interval
+        self._due_at = time.monotonic() + interval
+        self._busy_at = 0.0  # when the engine last had work
+        self._seen_failed_steps = engine.failed_steps
+        self._case = 0  # index of the next case of the round
+        self._round_failures = 0
+        self._check: Generator[None, None, Difference | None] | None = None  # the case that is running
+        for difference in canary.unrepeatable:
+            log.warning("a canary is not used, because its first two runs differ: %s", difference)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a case is running, which holds blocks and rows."""
+        return self._check is not None
+
+    def require_cases(self) -> None:
+        """Raises CompileError if no case is left."""
+        if not self._canary.cases:
+            raise CompileError(
+                f"--canary-strict has nothing to check: each known prompt gave two results, the first one "
+                f"{self._canary.unrepeatable[0]}",
+                "find the operation that is not deterministic, or start without --canary-strict",
+            )
+
+    def seconds_until_due(self) -> float:
+        """Seconds until the next step may run if the engine stays idle; infinity if there is nothing to run."""
+        if not self._canary.cases:
+            return float("inf")
+        due_at = self._due_at if self._engine.failed_steps == self._seen_failed_steps else 0.0
+        return max(0.0, max(due_at, self._busy_at + IDLE_S) - time.monotonic())
+
+    def interrupt(self) -> None:
+        """The engine has work: drop the running case, so that its blocks and rows are free. Called before each step."""
+        self._busy_at = time.monotonic()
+        if self._check is not None:
+            self._check.close()
+            self._check = None
+
+    def run_step_if_due(self) -> None:
+        """Run one step of the canary, or end a case. Call it only while the engine has no work."""
+        if self.seconds_until_due() > 0:
+            return
+        if self._check is None:
+            if self._case == 0:  # a step that fails from here on needs another round
+                self._seen_failed_steps = self._engine.failed_steps
+            self._due_at = 0.0  # an interrupted round continues as soon as the engine is idle
+            self._check = self._canary.check(self._case)
+        try:
+            next(self._check)
+        except StopIteration as end:
+            self._check = None
+            self._finish_case(end.value)
+        self.stats = self.stats._replace(steps=self._canary.num_steps)
+
+    def _finish_case(self, difference: Difference | None) -> None:
+        if difference is not None:
+            log.error("canary failed: %s", difference)
+            self._round_failures += 1
+            self.stats = self.stats._replace(failures=self.stats.failures + 1)
+        self._case += 1
+        if self._case == len(self._canary.cases):
+            self._finish_round()
+
+    def _finish_round(self) -> None:
+        last_success = self.stats.last_success if self._round_failures else time.time()
+        self.stats = self.stats._replace(rounds=self.stats.rounds + 1, last_success=last_success)
+        self._case = self._round_failures = 0
+        self._due_at = time.monotonic() + self._interval

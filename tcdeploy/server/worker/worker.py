@@ -1,0 +1,290 @@
+"""Runs the engine in a thread, and passes requests and tokens between the event loop and that thread.
+
+The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue, which
+the thread reads until the next step is due (engine/step/launch_timer.py). The tokens of a step leave in one callback of
+the event loop. While no request is open, the thread captures the remaining CUDA graphs, times them
+(engine/step/step_graphs.py) and runs the canary (canary.py). It checks the queue after each capture, each timed graph
+and each step of the canary. Under load, it captures at most one graph every CAPTURE_INTERVAL_S, and only if steps would
+use it. After an eager start it also replaces eager steps by programs, one bucket at a time (start/eager.py); requests
+have at least half of the time in between. An exception in a step is fatal, because the state of the device is unknown
+afterwards: every open request fails with EngineDeadError, and the server exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+
+from tcdeploy.engine.schedule.scheduler import SchedulerStats
+from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
+from tcdeploy.engine.step.launch_lock import LaunchLock
+from tcdeploy.errors import TcdeployError
+from tcdeploy.server.http.hot_path import seconds_until_launch, sleep_after_first_token
+from tcdeploy.server.settings import HotPath
+from tcdeploy.server.worker.canary import CanarySchedule
+
+if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
+    from tcdeploy.engine.engine import Engine
+    from tcdeploy.start.deployment import ProgramSwaps
+
+STOP = None  # inbox message that ends the thread
+# A capture delays the next request by about 0.05 s (the longest one measured took 0.28 s), and a timing by three steps.
+CAPTURE_AFTER_IDLE_S = 0.2
+CAPTURE_INTERVAL_S = 5.0  # under load; such rare pauses do not affect the 99th percentile of gaps between tokens
+SWAP_POLL_S = 0.25  # between two looks at the process that compiles programs
+MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
+ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
+
+
+class EngineDeadError(Exception):
+    """No more tokens will come: the engine has failed, or the server is shutting down."""
+
+    def __init__(self, message: str, code: str = "engine_died") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PendingRequest:
+    """The event loop's handle for one engine request.
+
+    `receive` is called with each new token, with an exception, and with None when the engine has made its first step
+    after accepting the request.
+    """
+
+    def __init__(
+        self, index: int, prompt: list[int], params: SamplingParams, receive: ReceiveCallback, group: int | None = None
+    ) -> None:
+        self.index, self.prompt, self.params, self.group = index, prompt, params, group
+        self.request_id: int | None = None  # the engine's id; used by the engine thread only
+        self.is_open = True
+        self._receive = receive
+
+    def deliver(self, item: NewToken | Exception | None) -> None:
+        self._receive(self, item)
+
+    def close(self) -> None:
+        """Ignore all further items. Also breaks the reference cycle with the owner of `receive`."""
+        self._receive = _ignore
+
+
+def _ignore(pending: PendingRequest, item: NewToken | Exception | None) -> None:
+    pass
+
+
+class EngineOwner(Protocol):
+    @property
+    def engine(self) -> Engine: ...
+
+
+LoadedT = TypeVar("LoadedT", bound=EngineOwner)
+
+
+class Worker(Generic[LoadedT]):
+    """The engine thread. All public methods are called from the event loop.
+
+    `load` runs in the thread; its result goes to `on_ready`, and its engine runs until `stop`. `on_ready` and
+    `on_death` are called on the event loop; `on_death` also if `load` raises.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], LoadedT],
+        on_ready: Callable[[LoadedT], None],
+        on_death: Callable[[BaseException], None],
+        hot_path: HotPath,
+    ) -> None:
+        self.hot_path = hot_path
+        self.failure: BaseException | None = None
+        self.stats = SchedulerStats(0, 0, 0, 0, 0)
+        self.canary: CanarySchedule | None = None  # assigned by `load`, in the thread
+        self.swaps: ProgramSwaps | None = None  # assigned by `load`, in the thread; None unless the start is eager
+        self.launch_lock = LaunchLock()  # the engine's, once it is loaded
+        self._load, self._on_ready, self._on_death = load, on_ready, on_death
+        self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._open_requests: set[PendingRequest] = set()  # event loop: requests that may still receive tokens
+        self._by_request_id: dict[int, PendingRequest] = {}  # thread: requests in the engine
+        self._new_requests: list[PendingRequest] = []  # thread: submitted since the last step
+        self._captures_when_idle = True  # thread: whether graphs are left
+        self._busy_at = time.monotonic()  # thread: when the engine last had work
+        self._capture_due_at = self._busy_at + CAPTURE_INTERVAL_S  # thread: when a graph may be captured under load
+        self._swap_due_at = 0.0  # thread: when `swaps` may advance
+        self._when_warm: Callable[[], None] | None = None  # thread: called once, when the engine is idle
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def start_swaps(self, swaps: ProgramSwaps, when_warm: Callable[[], None]) -> None:
+        """Called by `load`. `when_warm` is called in the thread, once all buckets run programs and it is idle."""
+        self.swaps, self._when_warm = swaps, when_warm
+
+    def submit(self, pending: PendingRequest) -> None:
+        """Queue a request. Its tokens, or an error, arrive at `pending`."""
+        if self.failure is not None:
+            pending.deliver(EngineDeadError("the engine is not running"))
+            return
+        self._open_requests.add(pending)
+        self._inbox.put(lambda engine: self._submit(engine, pending))
+
+    def cancel(self, pending: PendingRequest) -> None:
+        """Abort a request. Its KV blocks are free after the current step."""
+        pending.is_open = False
+        self._open_requests.discard(pending)
+        self._inbox.put(lambda engine: self._abort(engine, pending))
+
+    def stop(self) -> None:
+        self._inbox.put(STOP)
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """Deliver `error` to every open request. Their owners cancel them."""
+        for pending in list(self._open_requests):
+            pending.deliver(error)
+
+    # Engine thread
+
+    def _run(self) -> None:
+        try:
+            loaded = self._load()
+            self.launch_lock = loaded.engine.launch_lock
+            self._loop.call_soon_threadsafe(self._on_ready, loaded)
+            self._serve(loaded.engine)
+        except BaseException as error:
+            self.failure = error
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                self._loop.call_soon_threadsafe(self._on_engine_failure, error)
+
+    def _serve(self, engine: Any) -> None:
+        while self._process_inbox(engine):
+            self._swap_if_due(engine)
+            canary = self.canary
+            if not engine.has_work:
+                self._report_warm()
+                self._capture_if_idle(engine)
+                if canary is not None:
+                    canary.run_step_if_due()
+                continue
+            if canary is not None:
+                canary.interrupt()
+            self._note_start_of_load()
+            tokens = engine.step()
+            self._busy_at = time.monotonic()
+            self.stats = engine.scheduler.stats
+            new_requests, self._new_requests = self._new_requests, []
+            if tokens or new_requests:
+                outputs = [(self._by_request_id[token.request_id], token) for token in tokens]
+                self._loop.call_soon_threadsafe(self._deliver, new_requests, outputs)
+                for token in tokens:
+                    if token.finish_reason:
+                        del self._by_request_id[token.request_id]
+                if self.hot_path.first_token_sleep:
+                    sleep_after_first_token(tokens)
+            self._capture_if_due(engine)
+
+    @property
+    def _is_swapping(self) -> bool:
+        return self.swaps is not None and not self.swaps.is_finished
+
+    def _swap_if_due(self, engine: Engine) -> None:
+        """Replace the eager steps of one bucket, if its programs are there."""
+        if self.swaps is None or self.swaps.is_finished or time.monotonic() < self._swap_due_at:
+            return
+        start = time.monotonic()
+        has_delayed = self.swaps.advance(engine)
+        self.stats = engine.scheduler.stats
+        now = time.monotonic()
+        self._swap_due_at = now + SWAP_POLL_S if not has_delayed else now + (now - start) * engine.has_work
+        self._captures_when_idle = True  # of the buckets that have just been captured
+
+    def _report_warm(self) -> None:
+        """Call `when_warm` once all eager steps are replaced. The engine is idle."""
+        if self._when_warm is not None and self.swaps is not None and self.swaps.is_warm:
+            when_warm, self._when_warm = self._when_warm, None
+            when_warm()
+
+    def _note_start_of_load(self) -> None:
+        """After an idle time, in which graphs may have been captured, restart the interval of captures under load."""
+        now = time.monotonic()
+        if now - self._busy_at >= CAPTURE_AFTER_IDLE_S:
+            self._capture_due_at = now + CAPTURE_INTERVAL_S
+
+    def _capture_if_due(self, engine: Engine) -> None:
+        """Capture a CUDA graph that steps would use, at most one every CAPTURE_INTERVAL_S."""
+        if self._busy_at >= self._capture_due_at and engine.wants_graph:
+            engine.capture_wanted_graph()
+            self._capture_due_at = time.monotonic() + CAPTURE_INTERVAL_S
+
+    def _capture_if_idle(self, engine: Engine) -> None:
+        """Capture or time one CUDA graph, unless there was a request just now or a case of the canary is running."""
+        is_idle = time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S
+        if (
+            self._captures_when_idle
+            and is_idle
+            and not self._is_swapping
+            and not (self.canary and self.canary.is_running)
+        ):
+            self._captures_when_idle = engine.capture_next_graph()
+
+    def _process_inbox(self, engine: Engine) -> bool:
+        """Process messages until the next step is due. False: stop.
+
+        While the engine is idle: until a request arrives, or a capture or the canary is due.
+        """
+        while True:
+            try:
+                message = self._inbox.get(timeout=self._seconds_to_wait(engine))
+            except queue.Empty:
+                return True
+            if message is STOP:
+                return False
+            message(engine)
+
+    def _seconds_to_wait(self, engine: Engine) -> float | None:
+        """Seconds to wait for the next message. None: no limit."""
+        if engine.has_work:
+            return seconds_until_launch(engine.launch_due, self.hot_path)
+        timeouts = []
+        if self.canary:
+            timeouts.append(min(self.canary.seconds_until_due(), MAX_IDLE_WAIT_S))
+        if self._is_swapping:
+            timeouts.append(max(0.0, self._swap_due_at - time.monotonic()))
+        elif self._captures_when_idle:
+            timeouts.append(max(0.0, self._busy_at + CAPTURE_AFTER_IDLE_S - time.monotonic()))
+        return min(timeouts, default=None)
+
+    def _submit(self, engine: Engine, pending: PendingRequest) -> None:
+        if not pending.is_open:  # cancelled meanwhile
+            return
+        try:
+            pending.request_id = engine.submit(pending.prompt, pending.params, pending.group)
+        except TcdeployError as error:
+            self._loop.call_soon_threadsafe(pending.deliver, error)
+            return
+        self._by_request_id[pending.request_id] = pending
+        self._new_requests.append(pending)
+
+    def _abort(self, engine: Engine, pending: PendingRequest) -> None:
+        if pending.request_id in self._by_request_id:  # else it has finished
+            del self._by_request_id[pending.request_id]
+            self._new_requests = [other for other in self._new_requests if other is not pending]
+            engine.abort(pending.request_id)
+            self.stats = engine.scheduler.stats
+
+    # Event loop
+
+    def _deliver(self, new_requests: list[PendingRequest], outputs: list[tuple[PendingRequest, NewToken]]) -> None:
+        for pending in new_requests:
+            pending.deliver(None)
+        for pending, token in outputs:
+            if token.finish_reason:
+                self._open_requests.discard(pending)
+            pending.deliver(token)
+
+    def _on_engine_failure(self, error: BaseException) -> None:
+        self.fail_all(EngineDeadError(str(error) or type(error).__name__))
+        self._on_death(error)

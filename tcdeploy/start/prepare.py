@@ -1,0 +1,90 @@
+"""`prepare`: from a recipe to a running deployment.
+
+With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone, without
+the model's code and torch's compiler (start/packages.py). Every other start goes through start/model_code.py. Both
+import torch first. Meanwhile threads create the CUDA context (cuda_context.py) and read the weights into the page cache
+(models/weights/read_ahead.py). In a start with start/model_code.py on a GPU, threads then copy the weights to the GPU
+while start/model_code.py is imported (models/weights/early_weights.py). Does not import torch.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tcdeploy.errors import UsageError
+from tcdeploy.host.cuda_context import start_context
+from tcdeploy.host.progress import NullProgress, Progress
+from tcdeploy.host.stages import ImportStage
+from tcdeploy.models.location import local_folder
+from tcdeploy.models.weights.read_ahead import start_read_ahead
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.record.factors import weight_files
+
+if TYPE_CHECKING:
+    from tcdeploy.models.weights.early_weights import EarlyWeights
+    from tcdeploy.start.deployment import Deployment
+
+
+def prepare(
+    recipe: Recipe,
+    progress: Progress | None = None,
+    measure: bool = False,
+    trusted_keys: Path | None = None,
+    needs_tokenizer: bool = False,
+    eager: bool = False,
+) -> Deployment:
+    """As `model_code.prepare`, which describes the arguments. Raises TcdeployError.
+
+    `measure` compares each bucket with uncompiled steps, and those need the model's code.
+    """
+    progress = progress or NullProgress()
+    if eager:
+        check_eager_start(recipe)
+    if recipe.device != "cpu":
+        start_context()
+    folder = local_folder(recipe.model, recipe.revision) if recipe.load_format == "auto" else None
+    if folder is not None:
+        start_read_ahead(weight_files(folder))
+    if recipe.programs == "aot" and not measure:
+        from tcdeploy.start.packages import start_from_packages
+
+        deployment = start_from_packages(recipe, progress, trusted_keys, needs_tokenizer)
+        if deployment is not None:
+            return deployment
+    with _early_weights(recipe, folder) as early_weights:
+        from tcdeploy.start import model_code
+
+        return model_code.prepare(recipe, progress, measure, trusted_keys, needs_tokenizer, eager, early_weights)
+
+
+def _early_weights(recipe: Recipe, folder: Path | None) -> AbstractContextManager[EarlyWeights | None]:
+    """Import torch and start to read the weights to the GPU. A null context if they are not read early.
+
+    The import is timed here, because start/model_code.py would otherwise import torch.
+    """
+    if folder is None or recipe.device == "cpu":
+        return nullcontext()
+    import_stage = ImportStage()
+    from tcdeploy.models.weights.early_weights import start_reading
+
+    import_stage.end()
+    return start_reading(recipe, folder, weight_files(folder)) or nullcontext()
+
+
+def check_eager_start(recipe: Recipe) -> None:
+    """Raise UsageError for a recipe that cannot start eagerly (start/eager.py)."""
+    reasons = {
+        "--programs aot": (recipe.programs == "aot", "a start from packages takes seconds, and runs no eager steps"),
+        "--tune-seconds": (recipe.tune_seconds > 0, "timing variants would delay requests"),
+        "--trust-remote-code": (
+            recipe.trust_remote_code,
+            "programs are compiled on a copy of the model's config alone",
+        ),
+        "--require-signed": (recipe.require_signed, "it compiles nothing, so a warm start takes seconds"),
+        "--no-compile": (not recipe.compile, "it compiles in another process"),
+    }
+    for option, (is_given, reason) in reasons.items():
+        if is_given:
+            raise UsageError(f"--start eager excludes {option}: {reason}", f"omit --start, or {option}")

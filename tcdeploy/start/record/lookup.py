@@ -1,0 +1,187 @@
+"""Looks for the start record of a recipe (start/record/record.py), and says why none fits.
+
+Records with the key of this start (start/record/factors.py) are compared with the machine, the installed packages and
+the variables. If there is none and transformers is not installed, the plans and the other records of the cache folder
+are read, so that the error names what they were made with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+from tcdeploy.cache.compatibility import HINT as MISMATCH_HINT
+from tcdeploy.cache.compatibility import assume_recorded, environment_mismatch, join_differences
+from tcdeploy.cache.folder import check_folder
+from tcdeploy.cache.listed_files import DAMAGE_HINT, ListedFile
+from tcdeploy.cache.manifest import manifest_path, plan_keys, read_manifest
+from tcdeploy.cache.trust.provenance import SigningPolicy
+from tcdeploy.cache.trust.signing import default_trusted_keys_folder
+from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError
+from tcdeploy.models.executed_sources import changed_sources
+from tcdeploy.models.location import local_folder
+from tcdeploy.planning.environment import Environment, detect_environment
+from tcdeploy.planning.extras import is_installed
+from tcdeploy.planning.plan import Plan, decide_cache_dir, make_plan
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.record.factors import (
+    NoStartRecordError,
+    StartDifferences,
+    StartFactors,
+    compare_factors,
+    require_start_factors,
+)
+from tcdeploy.start.record.record import (
+    WITH_TOKENIZER,
+    WITHOUT_TOKENIZER,
+    StartRecord,
+    compiler_variables,
+    find_records,
+    parse_factors,
+    parse_record,
+)
+
+
+class FoundRecord(NamedTuple):
+    """A record that fits this machine and model."""
+
+    record: StartRecord
+    path: str  # in the cache folder
+    content: bytes  # as the plan's manifest lists it
+    folder: Path  # of the model's files
+    environment: Environment
+    plan: Plan
+
+
+class DoesNotFit(Exception):  # noqa: N818 - not an error: another start follows
+    """Why the packages cannot be used."""
+
+
+def find_record(recipe: Recipe, needs_tokenizer: bool, trusted_keys: Path) -> FoundRecord | None:
+    """The newest record of this recipe that can be used on this machine; None if the cache folder has no record.
+
+    Only records that a plan lists are read, and nothing of a record is used before its sha256 is compared. Raises
+    DoesNotFit if records exist but cannot be used, MismatchError if the hardware, versions or tcdeploy's source files
+    are the reason, and TrustError or IntegrityError if the folder, the record or its plan is not trusted or damaged.
+    """
+    folder = local_folder(recipe.model, recipe.revision)
+    try:
+        factors = require_start_factors(recipe, folder)
+    except NoStartRecordError as error:
+        if is_installed("transformers"):  # a start with transformers says what is wrong
+            return None
+        raise DoesNotFit(str(error)) from error
+    assert folder is not None
+    environment = detect_environment(recipe.device)
+    cache_dir = decide_cache_dir(recipe, environment)
+    check_folder(cache_dir, recipe.trust_cache_dir)
+    policy = SigningPolicy(trusted_keys, recipe.require_signed)
+    records = find_records(cache_dir, policy, factors.key)
+    reasons: list[DoesNotFit | TcdeployError] = []
+    for listed in records.files:
+        try:
+            record = _parse(listed, factors.key)
+            assumed = assume_recorded(environment, record)
+            plan = _plan(listed, record, recipe, assumed, defaults_name(needs_tokenizer))
+            if mismatch := _mismatch(record, assumed, plan, cache_dir):
+                raise mismatch
+        except (DoesNotFit, MismatchError, IntegrityError) as reason:
+            reasons.append(reason)
+        else:
+            return FoundRecord(record, listed.path, listed.content, folder, assumed, plan)
+    reasons += records.problems
+    if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
+        difference = environment_mismatch(
+            cache_dir, plan_keys(cache_dir), environment, recipe.model
+        ) or _factor_mismatch(cache_dir, factors, environment, recipe.model)
+        reasons += [difference] if difference is not None else []
+    if reasons:
+        if isinstance(reasons[0], IntegrityError) and recipe.on_bad_cache == "rebuild" and not recipe.require_signed:
+            raise DoesNotFit(reasons[0].message)  # the other start discards the plan
+        raise reasons[0]
+    return None
+
+
+def _parse(listed: ListedFile, key: str) -> StartRecord:
+    """Raises IntegrityError if the content is not a record that a start with this key and plan wrote."""
+    try:
+        record = parse_record(listed.content)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(listed, str(error)) from error
+    if record.factors.key != key or record.plan_key != listed.plan_key:
+        raise _invalid(listed, "it belongs to another start")
+    return record
+
+
+def _plan(listed: ListedFile, record: StartRecord, recipe: Recipe, environment: Environment, name: str) -> Plan:
+    """`name`: the entry of the record's decisions. Raises DoesNotFit, and IntegrityError if no plan can be made."""
+    if name not in record.decisions or name not in record.defaults:
+        raise DoesNotFit(f"{listed.path} has no tokenizer, because none could be loaded when it was written")
+    try:
+        return make_plan(recipe, environment, record.architecture, record.decisions[name])
+    except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise _invalid(listed, f"no plan can be made from it: {type(error).__name__}: {error}") from error
+
+
+def _invalid(listed: ListedFile, reason: str) -> IntegrityError:
+    return IntegrityError(f"the start record {listed.path} of plan {listed.plan_key} is invalid: {reason}", DAMAGE_HINT)
+
+
+def _factor_mismatch(
+    cache_dir: str, here: StartFactors, environment: Environment, model: str
+) -> DoesNotFit | MismatchError | None:
+    """An error that names how this start differs from the most similar record; None if no record can be compared.
+
+    A record is compared if its plan has a manifest and was made for this hardware, and if the model's name or one of
+    its files is equal. MismatchError if a version or a source file of tcdeploy differs, otherwise DoesNotFit.
+    """
+    compared: list[StartDifferences] = []
+    path_of_other_version = ""
+    for plan_key, path, content in find_records(cache_dir, SigningPolicy(default_trusted_keys_folder())).files:
+        with contextlib.suppress(IntegrityError, OSError, ValueError, RecursionError):
+            recorded = parse_factors(content)
+            manifest = read_manifest(manifest_path(cache_dir, plan_key))
+            if manifest is None or environment_mismatch(cache_dir, [plan_key], environment):
+                continue
+            has_name = manifest.plan["model"] == model
+            if recorded is None and has_name:
+                path_of_other_version = path
+            elif recorded is not None and (has_name or recorded.files.items() & here.files.items()):
+                compared.append(compare_factors(here, recorded))
+    # Versions first: a start can have other flags, but not other versions than those that are installed.
+    by_similarity = sorted(compared, key=lambda found: (len(found.environment), len(found.flags_and_files)))
+    for found in by_similarity:
+        if texts := found.texts():
+            text = f"the packages in {cache_dir} were made with {join_differences(texts)}"
+            return MismatchError(text, MISMATCH_HINT) if found.environment else DoesNotFit(text)
+    if path_of_other_version:
+        text = f"{path_of_other_version} in {cache_dir} was written by another version of tcdeploy"
+        return MismatchError(text, MISMATCH_HINT)
+    return None
+
+
+def defaults_name(needs_tokenizer: bool) -> str:
+    """The name of the entry of a record's `defaults` and `decisions` that a start uses."""
+    return WITH_TOKENIZER if needs_tokenizer else WITHOUT_TOKENIZER
+
+
+def _mismatch(
+    record: StartRecord, environment: Environment, plan: Plan, cache_dir: str
+) -> DoesNotFit | MismatchError | None:
+    """Why the record does not fit; None if it does."""
+    if environment.transformers != record.transformers:
+        installed = environment.transformers
+        return DoesNotFit(
+            f"the packages were made with transformers {record.transformers}, and {installed} is installed"
+        )
+    if changed := changed_sources(record.sources):
+        return DoesNotFit(f"{changed[0]} of transformers has changed since the packages were made")
+    for name, value in compiler_variables().items():  # one that is unset now had its effect on the packages
+        if record.variables.get(name) != value:
+            return DoesNotFit(f"the packages were made with another value of {name}")
+    if plan.key != record.plan_key:
+        return environment_mismatch(cache_dir, [record.plan_key], environment) or DoesNotFit(
+            "the packages belong to another plan; `tcdeploy cache why` names what differs on this machine"
+        )
+    return None

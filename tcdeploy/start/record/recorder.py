@@ -1,0 +1,155 @@
+"""Collects what a later start from packages needs to know about the model, and writes it (start/record/record.py)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from tcdeploy.cache.contents import REFERENCES_DIR
+from tcdeploy.cache.manifest import BucketRecord
+from tcdeploy.cache.staging import StagingFolder
+from tcdeploy.engine.check.parity_check import ParityChecker
+from tcdeploy.engine.check.stored_reference import reference_digest, write_reference
+from tcdeploy.engine.generation_defaults import read_model_defaults
+from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.errors import ModelError, TcdeployError
+from tcdeploy.models.executed_sources import digest_sources, record_executed_files
+from tcdeploy.models.load import config_to_dict
+from tcdeploy.models.location import local_folder
+from tcdeploy.models.sources import source_file
+from tcdeploy.models.weights.reader import stored_tensors
+from tcdeploy.models.weights.sources import WeightNotInCheckpointError, describe_weights
+from tcdeploy.programs.aot import AotForward
+from tcdeploy.start.planned import PlannedDeployment
+from tcdeploy.start.record.factors import StartFactors, start_factors, weight_files
+from tcdeploy.start.record.record import (
+    WITH_TOKENIZER,
+    WITHOUT_TOKENIZER,
+    StartRecord,
+    compiler_variables,
+    write_record,
+)
+from tcdeploy.text.tokenizer import TokenizerDescription, describe_tokenizer, load_tokenizer
+from tcdeploy.torch_compat.triton.kernel import record_kernels, stop_recording_kernels
+
+log = logging.getLogger("tcdeploy.start")
+
+
+class StartRecorder:
+    """Records the start that runs within its context: compiled Triton kernels, and source files that are executed.
+
+    `factors`: as they are when the start begins. None: nothing is recorded or written.
+    """
+
+    def __init__(self, factors: StartFactors | None) -> None:
+        self._factors = factors
+        self._files: set[str] = set()  # those that define the model
+        self._kernels = record_kernels() if factors is not None else None
+
+    @property
+    def is_active(self) -> bool:
+        return self._factors is not None
+
+    def __enter__(self) -> StartRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop_recording_kernels()
+
+    @contextmanager
+    def recording_sources(self) -> Iterator[None]:
+        """Record the source files that this thread executes in the block. Python is slower meanwhile."""
+        if self._factors is None:
+            yield
+            return
+        with record_executed_files(self._files):
+            yield
+
+    def write(
+        self,
+        planned: PlannedDeployment,
+        runner: ModelRunner,
+        checker: ParityChecker,
+        records: list[BucketRecord],
+        staging: StagingFolder,
+    ) -> list[str]:
+        """Write the record and its files. Returns their paths in the cache folder.
+
+        `records`: of the warmed buckets. If the record cannot be written, logs why and returns [].
+        """
+        if self._factors is None or self._kernels is None:
+            return []
+        recipe, plan, architecture = planned.recipe, planned.plan, planned.architecture
+        folder = local_folder(recipe.model, recipe.revision)
+        forward = cast(AotForward, runner.forward)
+        if folder is None or start_factors(recipe, folder) != self._factors:
+            log.warning("later starts load this model with transformers: its files have changed during this start")
+            return []
+        if forward.foreign_ops:
+            names = ", ".join(sorted(forward.foreign_ops))
+            log.warning("later starts load this model with transformers, because its packages call %s", names)
+            return []
+        try:
+            checkpoint = stored_tensors(weight_files(folder))
+            weights = describe_weights(runner.model, checkpoint, architecture.packed_linears)
+            model_files = {file for module in runner.model.modules() if (file := source_file(type(module)))}
+            sources = digest_sources(self._files | model_files)
+        except (WeightNotInCheckpointError, ModelError, OSError) as reason:
+            log.warning("later starts load this model with transformers, and not from its packages alone: %s", reason)
+            return []
+        reference = f"{REFERENCES_DIR}/{reference_digest(checker.reference)}.safetensors"
+        if not write_reference(Path(staging.path, reference), checker.reference, plan, records):
+            return []
+        defaults, decisions = {}, {}
+        tokenizer = _load_recorded_tokenizer(planned)
+        for name, used in ((WITHOUT_TOKENIZER, None), (WITH_TOKENIZER, tokenizer)):
+            if name == WITHOUT_TOKENIZER or used is not None:
+                defaults[name], decisions[name] = read_model_defaults(recipe, planned.config, architecture, used)
+        described = TokenizerDescription(None, "", "")
+        if tokenizer is not None:
+            described = describe_tokenizer(tokenizer, architecture.model_type, folder)
+        if described.problem:
+            log.warning("later starts load the tokenizer with transformers: %s", described.problem)
+        environment = planned.environment
+        record = StartRecord(
+            factors=self._factors,
+            plan_key=plan.key,
+            package_folder=forward.folder.relative_to(staging.path).as_posix(),
+            reference=reference,
+            buffers="",
+            kernels="",
+            transformers=environment.transformers,
+            compiler=environment.compiler,
+            triton=environment.triton,
+            install_paths=environment.install_paths,
+            torch_settings=environment.torch_settings,
+            sources=sources,
+            variables=compiler_variables(),
+            missing_internals=environment.missing_internals,
+            architecture=architecture,
+            config=config_to_dict(planned.config),
+            defaults=defaults,
+            decisions=decisions,
+            supports_logits_to_keep=forward.supports_logits_to_keep,
+            weights=dict(weights.sources),
+            tokenizer=described.record,
+            tokenizer_problem=described.problem,
+        )
+        try:
+            return write_record(
+                Path(staging.path), record, weights.stored, described.backend_json, self._kernels.to_json()
+            )
+        except OSError as error:
+            log.warning("later starts load this model with transformers: their record cannot be written: %s", error)
+            return []
+
+
+def _load_recorded_tokenizer(planned: PlannedDeployment) -> Any:
+    """The tokenizer for the record, which `warm` has not loaded; None if the model has none."""
+    try:
+        return planned.tokenizer or load_tokenizer(planned.recipe)
+    except TcdeployError:
+        return None

@@ -1,0 +1,1 @@
+"""Processes that compile buckets for a start."""

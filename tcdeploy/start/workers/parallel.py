@@ -1,0 +1,278 @@
+"""Compiles buckets of a plan in several processes at once.
+
+The first process compiles the largest bucket, as it would without others, and *compile workers*
+(start/workers/process.py) compile the rest at the same time. When it reaches a bucket of a worker, it waits until the
+worker has finished it, copies its files from the worker's journal, and loads its programs from the cache. A bucket that
+a worker does not finish is compiled by the first process, with a warning. A server with eager steps uses one worker for
+all buckets (start/eager.py).
+
+With ahead-of-time programs, one worker compiles packages of the largest bucket, from the last to the first, while the
+first process compiles them from the first to the last. Before each package, both look for those of the other.
+
+A worker compiles a copy of the model with few layers, random weights and few KV blocks, because a second copy of the
+weights may not fit on the GPU. Layers of a kind share their programs, and the number of KV blocks is a symbol in them.
+
+Rejected: a worker for the largest bucket. A worker imports torch first (8 s on an H100 machine), and the first process
+would load the bucket's programs afterwards. In that time it loads the weights and begins to compile the bucket itself.
+Rejected: threads. Tracing holds the GIL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tcdeploy.cache.manifest import Compilation
+from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets
+from tcdeploy.engine.check.check_prompts import CheckPrompts
+from tcdeploy.engine.warm.warmup import warmup_order
+from tcdeploy.errors import TcdeployError
+from tcdeploy.host.resources import count_cores
+from tcdeploy.models.load import config_to_dict
+from tcdeploy.models.short_config import layers_to_keep, shorten_config
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.memory import DTYPE_BYTES, gib
+from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.programs.regions import find_layers, layer_kinds
+from tcdeploy.start.workers.process import CompileProcess
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Inductor and Triton compile the kernels of one process on several cores.
+CORES_PER_PROCESS = 4
+# Weights below which a start uses one process: a worker costs seconds of CPU time for imports, and memory.
+MIN_WEIGHT_BYTES = 1 << 30
+# Device memory of a copy, as a multiple of its weights: the parity check also holds one layer or the head in float32.
+COPY_FACTOR = 2
+HOST_BYTES_PER_PROCESS = 4 << 30  # about: torch, transformers and the compilers that Inductor starts
+MAX_WORKERS = 4  # more would compete for the GPU and for the lock of the cache folder
+log = logging.getLogger("tcdeploy.start")
+
+
+class ShortCopy(NamedTuple):
+    """The copy of a model that workers compile: its config.json, its layers, and the bytes of its weights."""
+
+    config: dict[str, Any]
+    num_layers: int
+    weight_bytes: int
+
+
+class OneProcess(NamedTuple):
+    """Why all buckets are compiled in one process."""
+
+    reason: str
+
+
+class CompileWorkers:
+    """The running compile workers of a start. Use it as a context manager, which ends them.
+
+    package_worker: compiles packages of the largest bucket from the last to the first, while the first process compiles
+        them from the first to the last.
+    """
+
+    def __init__(
+        self,
+        staging: StagingFolder,
+        workers: Sequence[CompileProcess] = (),
+        package_worker: CompileProcess | None = None,
+    ) -> None:
+        self._staging, self._workers, self._package_worker = staging, tuple(workers), package_worker
+        self._failed: list[CompileProcess] = []
+
+    def __bool__(self) -> bool:
+        """Whether workers were started."""
+        return bool(self._workers)
+
+    def wait_for(self, bucket: Bucket) -> Compilation | None:
+        """Wait until a worker has finished the bucket, and copy its files. None if no worker compiles it, or it fails.
+
+        Raises SpaceError, TrustError and TcdeployError if the files cannot be copied.
+        """
+        worker = next((worker for worker in self._workers if bucket.name in worker.buckets), None)
+        if worker is None:
+            return None
+        if self._package_worker is not None:
+            self._package_worker.stop()  # the first process has finished the largest bucket
+        compilation = worker.wait_for(bucket.name)
+        if compilation is None:
+            if worker not in self._failed:
+                self._failed.append(worker)
+                unfinished = ", ".join(name for name in worker.buckets if name not in worker.finished)
+                log.warning("a compile worker did not compile %s, so this process does: %s", unfinished, worker.failure)
+            return None
+        copy_finished_buckets(self._staging)
+        if worker.finished.keys() >= set(worker.buckets):
+            worker.stop()  # free its memory, and the lock of its staging folder
+        return compilation
+
+    def stop(self) -> None:
+        """End all workers, also those that compile."""
+        for worker in (*self._workers, *([self._package_worker] if self._package_worker else [])):
+            worker.stop()
+
+    def __enter__(self) -> CompileWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def make_short_copy(model: nn.Module, config: PreTrainedConfig, plan: Plan, architecture: Architecture) -> ShortCopy:
+    """The copy of a model with the first layers that have all of its programs. `model` may have fake tensors.
+
+    Raises ModelError if its config cannot be shortened.
+    """
+    layers = find_layers(model, architecture)
+    kinds = layer_kinds(layers)
+    count = len(kinds) if plan.region == "model" else layers_to_keep(kinds)
+    values = config_to_dict(shorten_config(config, len(kinds), count))
+    values.pop("quantization_config", None)  # dequantised weights run the programs of others
+    if architecture.dtype:
+        values["dtype"] = architecture.dtype
+    removed = tuple(f"{layer.path}." for layer in layers[count:])
+    parameters = [parameter for name, parameter in model.named_parameters() if not name.startswith(removed)]
+    elements = sum(parameter.numel() for parameter in parameters)
+    return ShortCopy(values, count, elements * DTYPE_BYTES[plan.weight_dtype])
+
+
+def worker_recipe(recipe: Recipe, plan: Plan, prompts: CheckPrompts) -> Recipe:
+    """The recipe of a worker: the plan's choices that programs depend on, random weights, and few KV blocks."""
+    checked = max(map(prompts.blocks_needed, plan.buckets))
+    blocks = max(checked, plan.decode_buckets[-1].size, -(-plan.prefill_buckets[-1].size // plan.block_size)) + 1
+    return dataclasses.replace(
+        recipe,
+        revision=None,
+        load_format="dummy",
+        generation_config="none",
+        device=plan.device,
+        graphs=plan.graphs,
+        shapes="dynamic" if plan.prefill_buckets[0].min_size else "bucket",
+        buckets=tuple(bucket.size for bucket in plan.prefill_buckets),
+        batch_sizes=tuple(bucket.size for bucket in plan.decode_buckets),
+        context=None,  # of the config, and at most what the blocks hold
+        block_size=plan.block_size,
+        kv_blocks=min(blocks, plan.kv_blocks),
+        mixed_steps="on" if plan.mixed_steps else "off",
+        cache_dir=plan.cache_dir,
+    )
+
+
+def reason_for_one_process(recipe: Recipe, plan: Plan, cores: int) -> str:
+    """Why all buckets are compiled in one process, whatever memory there is; "" if they need not be."""
+    is_small = plan.weight_bytes < MIN_WEIGHT_BYTES
+    reasons = {
+        "--tune-seconds times variants": plan.tune_seconds > 0,
+        "--mode max-autotune times kernels, which other processes would disturb": plan.mode == "max-autotune",
+        "--trust-remote-code: a worker gets config.json, but not the repository's code": plan.trust_remote_code,
+        "--require-signed does not allow compilation": recipe.require_signed,
+        f"the model has {gib(plan.weight_bytes)} of weights; workers need {gib(MIN_WEIGHT_BYTES)}": is_small,
+        "there is only one bucket": _max_shares(plan) < 1,
+        f"{cores} CPU cores; two processes need {2 * CORES_PER_PROCESS}": cores < 2 * CORES_PER_PROCESS,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def share_buckets(
+    recipe: Recipe, plan: Plan, copy: ShortCopy, cores: int, spare_bytes: int, host_bytes: int
+) -> list[list[str]] | OneProcess:
+    """The names of the buckets that each worker compiles, in its order. All but the largest bucket are shared out.
+
+    With ahead-of-time programs, the first of several workers gets the largest bucket.
+
+    `cores`: that this process may use. `spare_bytes`: of the device, beside what this process will use. `host_bytes`:
+    of the host's memory.
+    """
+    if reason := reason_for_one_process(recipe, plan, cores):
+        return OneProcess(reason)
+    copy_bytes = COPY_FACTOR * copy.weight_bytes + plan.workspace_bytes
+    if spare_bytes < copy_bytes:
+        return OneProcess(f"{gib(spare_bytes)} are free beside the model; a copy needs {gib(copy_bytes)}")
+    if host_bytes < 2 * HOST_BYTES_PER_PROCESS:
+        return OneProcess(f"{gib(host_bytes)} of host memory; two processes need {gib(2 * HOST_BYTES_PER_PROCESS)}")
+    num_workers = min(
+        _max_shares(plan),
+        MAX_WORKERS,
+        cores // CORES_PER_PROCESS - 1,
+        spare_bytes // copy_bytes,
+        host_bytes // HOST_BYTES_PER_PROCESS - 1,
+    )
+    largest, *order = [bucket.name for bucket in warmup_order(plan)]
+    package_share = [[largest]] if plan.programs == "aot" and num_workers > 1 else []
+    num_workers -= len(package_share)
+    return package_share + [order[number::num_workers] for number in range(num_workers)]
+
+
+def _max_shares(plan: Plan) -> int:
+    """The number of buckets but the largest, which one more worker may share with ahead-of-time programs."""
+    others = len(plan.buckets) - 1
+    return others + 1 if plan.programs == "aot" and others else others
+
+
+def count_spare_bytes(plan: Plan, environment: Environment, early_bytes: int = 0) -> int:
+    """Free bytes of the GPU, or the host's memory, less weights, KV cache and workspace.
+
+    Call it before the model is loaded. `early_bytes`: of its weights, which are on the GPU already.
+
+    A lower bound: `workspace_bytes` includes the CUDA context, which the free bytes lack already. The difference is
+    left for the parity check.
+    """
+    free = torch.cuda.mem_get_info()[0] + early_bytes if plan.device == "cuda" else environment.host_memory_bytes
+    return int(free) - plan.weight_bytes - plan.kv_bytes - plan.workspace_bytes
+
+
+def start_workers(
+    recipe: Recipe,
+    plan: Plan,
+    environment: Environment,
+    model: nn.Module,
+    config: PreTrainedConfig,
+    architecture: Architecture,
+    prompts: CheckPrompts,
+    staging: StagingFolder,
+    early_bytes: int = 0,
+) -> CompileWorkers:
+    """Start workers for all buckets of the plan but the largest. Starts none if that would not be faster or possible.
+
+    `model`: with fake tensors, because the weights are not loaded yet. `early_bytes`: as in `count_spare_bytes`.
+    """
+    cores = count_cores()
+    if reason := reason_for_one_process(recipe, plan, cores):
+        log.info("all buckets are compiled in one process: %s", reason)
+        return CompileWorkers(staging)
+    try:
+        short_copy = make_short_copy(model, config, plan, architecture)
+    except Exception as error:  # a config may raise any exception when its layers are removed
+        log.warning(
+            "all buckets are compiled in one process, because the model's config cannot be shortened: %s", error
+        )
+        return CompileWorkers(staging)
+    spare_bytes = count_spare_bytes(plan, environment, early_bytes)
+    shares = share_buckets(recipe, plan, short_copy, cores, spare_bytes, environment.host_memory_bytes)
+    if isinstance(shares, OneProcess):
+        log.info("all buckets are compiled in one process: %s", shares.reason)
+        return CompileWorkers(staging)
+    log.info("compile workers have %d of %d layers", short_copy.num_layers, len(architecture.attention_layers))
+    workers: list[CompileProcess] = []
+    try:
+        for names in shares:
+            workers.append(CompileProcess(worker_recipe(recipe, plan, prompts), short_copy.config, plan.key, names))
+    except (TcdeployError, OSError) as error:
+        log.warning("buckets without a compile worker are compiled in this process: %s", error)
+    except BaseException:
+        CompileWorkers(staging, workers).stop()
+        raise
+    largest = warmup_order(plan)[0].name
+    package_worker = next((worker for worker in workers if largest in worker.buckets), None)
+    others = [worker for worker in workers if worker is not package_worker]
+    if package_worker is not None and not others:  # the others could not be started
+        package_worker.stop()
+        package_worker = None
+    return CompileWorkers(staging, others, package_worker)

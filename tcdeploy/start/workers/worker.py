@@ -1,0 +1,80 @@
+"""The process that compiles buckets of a plan for another process (start/workers/process.py).
+
+It warms buckets of the model of its recipe, as `tcdeploy warm` does, and exits with that command's exit codes. It runs
+at low priority, and the kernel kills it when the other process ends. It reports each finished bucket as a line of JSON;
+the bucket's files are in the journal of its staging folder by then. Its messages go to stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
+
+from tcdeploy.errors import TcdeployError
+from tcdeploy.host.gc_policy import relax_gc_for_startup
+from tcdeploy.models.unused_packages import enable_fast_transformers_import
+from tcdeploy.planning.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tcdeploy.cache.manifest import BucketRecord
+
+PRIORITY = 10  # added to the nice value of the other process
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+log = logging.getLogger("tcdeploy.start")
+
+
+def write_report(reports: IO[str], record: BucketRecord) -> None:
+    """Write a line of JSON: the name of a finished bucket, and the fields of its `Compilation`."""
+    log.info("%s: %s, %.1f s", record.bucket, record.outcome, record.seconds)
+    report = {"bucket": record.bucket, "compilation": record.compilation._asdict()}
+    reports.write(json.dumps(report) + "\n")
+    reports.flush()
+
+
+def main() -> None:
+    """Read a request from stdin, and compile its buckets.
+
+    It has "parent", the id of the other process, "reports", the descriptor for reports, "recipe", fields of a Recipe,
+    "plan", the key of the plan to which the programs belong, "buckets", their names, and "staging", the folder for its
+    staging folder, null for the cache folder.
+    """
+    request = json.load(sys.stdin)
+    _die_with(request["parent"])
+    os.nice(PRIORITY)
+    relax_gc_for_startup()
+    enable_fast_transformers_import()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    from tcdeploy.cache import staging
+    from tcdeploy.start import model_code  # imports torch, which takes seconds
+
+    staging.worker_parent = request["staging"]
+
+    try:
+        with open(request["reports"], "w", encoding="utf-8") as reports:
+            recipe = _parse_recipe(request["recipe"])
+            model_code.compile_buckets(recipe, request["plan"], request["buckets"], partial(write_report, reports))
+    except TcdeployError as error:
+        log.error("%s", error.message)
+        sys.exit(error.exit_code)
+
+
+def _parse_recipe(fields: dict[str, Any]) -> Recipe:
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return Recipe(**values)
+
+
+def _die_with(parent: int) -> None:
+    """Make a Linux kernel kill this process when the parent ends. Exits if the parent has ended already."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        sys.exit(1)

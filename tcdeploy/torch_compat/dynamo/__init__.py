@@ -1,0 +1,1 @@
+"""Private names of Dynamo, and of modules and tensors that it reads."""

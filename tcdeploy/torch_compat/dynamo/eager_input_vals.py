@@ -1,0 +1,41 @@
+"""Change the inputs of an opaque op in an FX graph, with the layouts that Inductor gives them.
+
+Inductor lays out an opaque op's inputs as they were traced. It takes those layouts from node.meta["eager_input_vals"],
+not from the input nodes, so a pass that replaces inputs must replace the recorded values as well.
+
+Without the key, a replaced input could get a stale layout, so the pass that needs it does not run
+(programs/passes/rotary.py).
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from tcdeploy.torch_compat.internal import Internal, find, mentions
+
+KEY = "eager_input_vals"
+
+
+def supported() -> bool:
+    """Whether tracing records the values, and Inductor's lowering reads them."""
+    return mentions(find("torch.fx.experimental.proxy_tensor:PythonKeyTracer"), KEY) and mentions(
+        find("torch._inductor.graph:GraphLowering"), KEY
+    )
+
+
+INTERNAL = Internal(
+    "rotary fusion",
+    "torch",
+    'node.meta["eager_input_vals"]',
+    "RoPE is not fused into decode attention",
+    supported,
+)
+
+
+def replace_inputs(node: Node, inputs: dict[str, Node]) -> None:
+    """Replace keyword inputs of `node`, whose new nodes must have meta["val"]."""
+    node.kwargs = {**node.kwargs, **inputs}
+    traced = node.meta.get(KEY)
+    if traced is not None:
+        values = {name: source.meta["val"] for name, source in inputs.items()}
+        node.meta[KEY] = (traced[0], {**traced[1], **values})

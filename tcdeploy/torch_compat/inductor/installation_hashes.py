@@ -1,0 +1,49 @@
+"""Hashes the installations of torch and Triton in a thread.
+
+Both hashes are part of every compile cache key, and are otherwise computed at the first look-up. Triton's covers its
+compiler library of some 400 MB: 0.6 s of a warm start on an H100 machine. Reading and hashing release the GIL, so the
+thread runs while the weights are loaded. torch and Triton cache their results. A look-up before the thread has finished
+computes the hash a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from tcdeploy.torch_compat.internal import Internal, find, is_installed
+
+TORCH_KEY = "torch._inductor.codecache:torch_key"
+TRITON_KEY = "triton.runtime.cache:triton_key"
+log = logging.getLogger("tcdeploy.programs")
+
+
+def supported() -> bool:
+    return callable(find(TORCH_KEY)) and (not is_installed("triton") or hasattr(find(TRITON_KEY), "cache_info"))
+
+
+INTERNAL = Internal(
+    "installation hashes",
+    "torch",
+    "torch._inductor.codecache.torch_key",
+    "each start hashes the installations of torch and Triton in its main thread",
+    supported,
+)
+
+
+def start_hashing() -> threading.Thread | None:
+    """Compute both hashes in a thread. The start need not wait for it. None if they are not supported."""
+    if not supported():
+        return None
+    thread = threading.Thread(target=_hash, name="installation-hashes", daemon=True)
+    thread.start()
+    return thread
+
+
+def _hash() -> None:
+    try:
+        find(TORCH_KEY)()
+        if is_installed("triton"):
+            find(TRITON_KEY)()
+    except Exception as error:  # the look-up raises it again
+        log.debug("the installations of torch and Triton could not be hashed in advance: %s", error)

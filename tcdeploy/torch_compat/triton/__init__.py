@@ -1,0 +1,1 @@
+"""Private names of Triton and of the CUDA driver."""

@@ -1,0 +1,199 @@
+"""Small models of many families have exactly one program per bucket and kind of layer, and correct outputs."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tcdeploy.cli.display import show_warm_report
+from tcdeploy.engine.check.inputs import make_timing_batch
+from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.step.graphs import StepKey
+from tcdeploy.errors import RecompileError
+from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, Variant
+from tcdeploy.programs.compile_stats import measure_compiles
+from tcdeploy.programs.stances import fail_on_recompile
+from tcdeploy.start.deployment import Deployment
+from tcdeploy.start.model_code import prepare
+from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
+from tests.conftest import TINY, reset_programs
+from tests.model_families import LAYER_KINDS, SUPPORTED, WINDOW, save_config
+
+BUCKET, BATCH = 48, 3
+
+
+def deploy(folder: str, cache_dir: str, **flags: Any) -> Deployment:
+    """A dummy deployment, after resetting torch's compiled programs so that all counts start at zero."""
+    reset_programs()
+    base_flags = {"model": folder, "load_format": "dummy", "buckets": (BUCKET,), "batch_sizes": (BATCH,), **flags}
+    return prepare(build_recipe({**base_flags, "cache_dir": cache_dir}, environ={}))
+
+
+@pytest.fixture(scope="module", params=list(SUPPORTED))
+def family(request: pytest.FixtureRequest, cache_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    deployment = deploy(save_config(request.param, tmp_path_factory.mktemp(request.param)), cache_dir)
+    return request.param, deployment
+
+
+def test_each_bucket_has_one_program_per_kind_of_layer(family: Any) -> None:
+    name, deployment = family
+    kinds = LAYER_KINDS.get(name, 1)
+    assert len(deployment.architecture.attention_layers) > kinds, "fewer kinds than layers, or the count proves nothing"
+    assert [record.programs for record in deployment.records] == [kinds, kinds]
+    assert [record.graph_breaks for record in deployment.records] == [0, 0]
+
+
+def test_compiled_logits_are_those_of_eager_transformers(family: Any) -> None:
+    """Prefill packs a prompt longer than the window; the difference is rounding in float32."""
+    _, deployment = family
+    for record in deployment.records:
+        assert record.parity.relative_difference < 1e-5, record
+        assert record.parity.kl < 1e-5, record
+
+
+def test_generating_past_the_window_equals_transformers_generate(family: Any) -> None:
+    """Covers chunks, the paged prefix, window, soft-capping and sinks, with 130 prompt tokens and 40 new ones."""
+    name, deployment = family
+    prompts = [
+        [(7 * position + row) % 250 + 3 for position in range(length)] for row, length in enumerate((130, 5, 47))
+    ]
+    assert max(map(len, prompts)) > WINDOW + BUCKET
+    with measure_compiles() as serving, fail_on_recompile():
+        ours = deployment.engine.generate(prompts, SamplingParams(max_new_tokens=40))
+    assert serving.counts.compiles == 0
+    model = deployment.engine.runner.model
+    model.set_attn_implementation("eager")
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            for prompt, answer in zip(prompts, ours, strict=True):
+                assert answer == greedy(model, prompt, 40), name
+    finally:
+        model.set_attn_implementation("tcdeploy")
+
+
+def greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    """Greedy decoding with a full, uncompiled forward pass per token and without a KV cache."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(("region", "programs"), [("blocks", 2), ("model", 1)])
+def test_other_regions_have_their_own_count(region: str, programs: int, cache_dir: str, tmp_path: Path) -> None:
+    deployment = deploy(save_config("llama", tmp_path, num_hidden_layers=2), cache_dir, region=region)
+    assert [record.programs for record in deployment.records] == [programs, programs]
+    assert all(record.parity.relative_difference < 1e-5 for record in deployment.records)
+
+
+def test_a_number_that_differs_between_layers_costs_a_program_per_layer(
+    cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention scales of 20 layers. torch's own limit is 8 programs. Dynamo makes them here, and Inductor none."""
+    sizes = {"n_layer": 20, "n_embd": 16, "n_head": 2, "n_positions": 64}
+    folder = save_config("gpt2", tmp_path, scale_attn_by_inverse_layer_idx=True, **sizes)
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        deployment = deploy(folder, cache_dir, buckets=(16,), batch_sizes=(1,))
+    assert [record.programs for record in deployment.records] == [20, 20]
+    show_warm_report(deployment, as_json=False)
+    assert "each layer has its own program" in capsys.readouterr().out
+
+
+PROMPTS_OF_THE_RANGE = [[3 + position % 200 for position in range(length)] for length in (1, 2, 3, 17, 47, 48, 49, 101)]
+
+
+@pytest.fixture(scope="module")
+def answers_of_a_static_bucket(cache_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    deployment = deploy(save_config("llama", tmp_path_factory.mktemp("static"), num_hidden_layers=2), cache_dir)
+    return deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
+
+
+@pytest.mark.parametrize(("region", "programs"), [("layer", 1), ("blocks", 2), ("model", 1)])
+def test_a_dynamic_range_is_one_program(
+    region: str, programs: int, cache_dir: str, tmp_path: Path, answers_of_a_static_bucket: list[list[int]]
+) -> None:
+    """Every length of the range, and chunks of longer prompts, run the one program that warm-up made."""
+    folder = save_config("llama", tmp_path, num_hidden_layers=2)
+    deployment = deploy(folder, cache_dir, shapes="dynamic", region=region)
+    record = deployment.records[0]
+    assert (record.bucket, record.programs, record.graph_breaks) == (f"prefill:2-{BUCKET}", programs, 0)
+    with measure_compiles() as serving, fail_on_recompile():
+        ours = deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
+    assert serving.counts.compiles == 0
+    assert ours == answers_of_a_static_bucket
+
+
+@pytest.mark.parametrize("model", [TINY, "qwen3", "gemma2"])
+def test_a_dynamic_range_has_one_program_that_selects_rows(model: str, cache_dir: str, tmp_path: Path) -> None:
+    """One program of the last layer selects 2 to 8 rows of 2 to 48 tokens, with the logits of selecting them later."""
+    flags = {"model": TINY} if model == TINY else {"model": save_config(model, tmp_path), "load_format": "dummy"}
+    reset_programs()
+    flags |= {"buckets": (BUCKET,), "batch_sizes": (BATCH,), "shapes": "dynamic", "cache_dir": cache_dir}
+    deployment = prepare(build_recipe(flags, environ={}))
+    kinds, runner, [bucket] = LAYER_KINDS.get(model, 1), deployment.engine.runner, deployment.plan.prefill_buckets
+    assert deployment.records[0].programs == kinds
+    for variant, programs in ((LAST_TOKEN_ROWS, 1), (LAST_TOKEN_ROWS_INPLACE, kinds + 1)):
+        runner.set_variant(bucket, variant)
+        with measure_compiles() as compiles:
+            make_timing_batch(runner, bucket).run()
+        assert (compiles.counts.programs, compiles.counts.graph_breaks) == (programs, 0)
+        with measure_compiles() as serving, fail_on_recompile(), torch.no_grad():
+            for tokens, num_rows in itertools.product((2, 3, 17, 31, 47, BUCKET), (2, 3, 5, 8)):
+                assert_same_logits(deployment, variant, tokens, num_rows)
+        assert serving.counts.compiles == 0
+
+
+def assert_same_logits(deployment: Deployment, variant: Variant, tokens: int, num_rows: int) -> None:
+    """The logits of one prompt, with the rows selected in the last layer and before the head."""
+    runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
+    sequence = Sequence(0, [3 + 5 * position % 200 for position in range(tokens)], tokens, SamplingParams())
+    sequence.blocks = [1, 2, 3]
+    prefill = runner._prefill_for(bucket, tokens, runner.plan.step_sizes(bucket))
+    prefill.fill([Chunk(sequence, 0, tokens)], [None])
+    buffers = prefill.buffers()
+    assert buffers.logits_indices is not None
+    rows = buffers.logits_indices[:num_rows].copy_(torch.arange(num_rows) * 7 % tokens)
+    mark_dynamic(rows, 0)  # as PrefillBuffers does for its own view
+    runner.set_variant(bucket, DEFAULT)
+    expected = runner._logits(buffers, None, rows)
+    runner.set_variant(bucket, variant)
+    selected_early = runner._logits(buffers, rows, None)
+    assert selected_early.shape == expected.shape == (num_rows, runner.vocab_size)
+    assert (selected_early - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_the_mlp_of_every_family_is_found(family: Any) -> None:
+    from tcdeploy.programs.regions import find_layers
+
+    name, deployment = family
+    layers = find_layers(deployment.engine.runner.model, deployment.architecture)
+    assert len({id(layer.module) for layer in layers}) == len(deployment.architecture.attention_layers), name
+    for layer in layers:
+        inside = {id(parameter) for module in (layer.attention, *layer.mlp) for parameter in module.parameters()}
+        left = [
+            path
+            for path, parameter in layer.module.named_parameters()
+            if id(parameter) not in inside and parameter.ndim > 1
+        ]
+        assert len(layer.mlp) == 1 and not left, f"{name}: {left} belong to no block"
+
+
+def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(tiny_deployment: Any) -> None:
+    """`fail_on_recompile` refuses a call of the model with a shape that no bucket has."""
+    runner = tiny_deployment.engine.runner
+    [bucket, *_] = tiny_deployment.plan.prefill_buckets
+    runner.step_holder.step = runner._make_step(runner._buffers_of(StepKey(bucket, bucket.size, 0)), None)
+    with pytest.raises(RecompileError, match="after warm-up"), fail_on_recompile(), torch.no_grad():
+        runner.model(input_ids=torch.zeros(1, 7, dtype=torch.long), position_ids=torch.arange(7)[None], use_cache=False)
+    runner.step_holder.step = None
+
+
+def test_max_autotune_gives_correct_logits(cache_dir: str, tmp_path: Path) -> None:
+    deployment = deploy(save_config("llama", tmp_path, num_hidden_layers=2), cache_dir, mode="max-autotune")
+    assert all(record.parity.relative_difference < 1e-5 for record in deployment.records)

@@ -1,0 +1,161 @@
+"""Models of every supported family start from ahead-of-time packages alone, with the tokens of transformers.
+
+test_packaged_start.py tests the embedded model, a Qwen3, in more detail. A family takes 15 to 45 s here, most of it in
+the compiler: two buckets of at least three programs. Programs that are equal in two families are compiled once.
+
+One family also starts on a machine that is read-only: a mount namespace in which every disk is mounted read-only, with
+an empty environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tcdeploy.cache.contents import AOT_DIR
+from tcdeploy.errors import CompileError
+from tcdeploy.programs.packages import PackagedForward
+from tcdeploy.start.prepare import prepare
+from tests.conftest import PACKAGES, mounted_tmpfs
+from tests.model_families import SUPPORTED
+from tests.start.test_packaged_start import FLAGS, SCRIPT, aot_recipe, run_script, transformers_tokens
+
+EMBEDDED = "qwen3"
+LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
+# Changes of the configs in model_families.py that leave fewer programs to compile. Only gemma3_text keeps two kinds of
+# layers, of which the second is the last one; the layers of the others are all of the kind with a window.
+FEWER: dict[str, dict[str, Any]] = {
+    "gemma2": {**LAYERS, "layer_types": ["sliding_attention"] * 2},
+    "gemma3_text": {**LAYERS, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {**LAYERS, "layer_types": ["sliding_attention"] * 2},
+    "gpt2": {"n_layer": 2},
+}
+
+
+class Packaged(NamedTuple):
+    """A model with its packages and their record."""
+
+    folder: str
+    cache_dir: str
+    tokens: list[int]  # of transformers
+
+
+@pytest.fixture(scope="module")
+def packaged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Packaged]:
+    """A function of a family. It compiles the packages at the first call."""
+
+    @functools.cache
+    def compile_packages(family: str) -> Packaged:
+        folder = tmp_path_factory.mktemp(family)
+        model = save_model(family, folder / "model")
+        prepare(aot_recipe(str(folder / "cache"), str(folder / "model")))
+        return Packaged(str(folder / "model"), str(folder / "cache"), transformers_tokens(model))
+
+    return compile_packages
+
+
+def save_model(family: str, folder: Path) -> Any:
+    """Save a model with random weights, large enough that its tokens vary. Returns it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)  # no two logits are so close that rounding decides
+    config = AutoConfig.for_model(family, **{**SUPPORTED[family], **FEWER.get(family, LAYERS)})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_embedding = "embed" in name or "wte" in name
+            parameter.add_(torch.randn_like(parameter), alpha=0.02 if is_embedding else 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", [family for family in SUPPORTED if family != EMBEDDED])
+def test_a_family_starts_with_the_tokens_of_transformers(family: str, packaged: Callable[[str], Packaged]) -> None:
+    """The new process imports neither transformers nor a compiler. The prompt is longer than the windows."""
+    model = packaged(family)
+    tokens, outcomes, imported = run_script(model.cache_dir, model.folder)
+    assert (outcomes, imported) == ([["hit", 0]] * 2, [])
+    assert tokens == model.tokens
+    assert len(set(tokens)) > 2, "the tokens depend on what was computed"
+
+
+def run_read_only(command: list[str], writable: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with `environ` as its only variables, where at most the folder `writable` can be written."""
+    if (unshare := subprocess.run(["unshare", "-m", "true"], capture_output=True, text=True)).returncode:
+        pytest.skip(f"a mount namespace is not permitted here: {unshare.stderr.strip()}")
+    points = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    disks = [point for point in points if not point.startswith(("/proc", "/sys"))]
+    bind = [["mount", "--bind", str(writable), str(writable)]] if writable else []
+    mounts = [*bind, *(["mount", "-o", "remount,ro,bind", disk] for disk in disks)]
+    run = ["exec", "env", "-i", *(f"{name}={value}" for name, value in environ.items()), *command]
+    script = " && ".join(shlex.join(words) for words in [*mounts, ["cd", "/"], run])
+    return subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=600)
+
+
+LIST_WRITABLE = """
+import json, os, sys, tempfile
+
+def is_writable(folder):
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+print(json.dumps([folder for folder in sys.argv[1:] if is_writable(folder)]))
+print(json.dumps(sorted({*os.environ} - {"LC_CTYPE"})))  # set by Python itself
+"""
+
+
+def test_a_start_on_a_read_only_machine_needs_one_folder_for_temporary_files(
+    packaged: Callable[[str], Packaged], tmp_path: Path
+) -> None:
+    """It has no HOME, and no compiler on PATH."""
+    variables = {"OMP_NUM_THREADS": "1", "PATH": "/no-programs", "TMPDIR": str(tmp_path)}
+    model = packaged("llama")
+    folders = [model.cache_dir, model.folder, "/", "/tmp", "/var/tmp", "/dev/shm", os.getcwd(), str(tmp_path)]
+    machine = run_read_only([sys.executable, "-c", LIST_WRITABLE, *folders], tmp_path, **variables)
+    assert machine.returncode == 0, machine.stderr
+    assert [json.loads(line) for line in machine.stdout.splitlines()] == [[str(tmp_path)], sorted(variables)]
+    command = [sys.executable, "-c", SCRIPT, model.folder, model.cache_dir]
+    started = run_read_only(command, tmp_path, **variables)
+    assert started.returncode == 0, started.stderr
+    assert json.loads(started.stdout) == [model.tokens, [["hit", 0]] * 2, []]
+    assert list(tmp_path.iterdir()) == [], "the private copy of the cache folder is removed"
+
+
+def test_without_a_folder_for_temporary_files_the_error_names_the_variable(
+    packaged: Callable[[str], Packaged],
+) -> None:
+    model = packaged("llama")
+    command = [sys.executable, "-m", "tcdeploy", "warm", model.folder, *FLAGS, "--cache-dir", model.cache_dir]
+    failed = run_read_only(command, OMP_NUM_THREADS="1", PYTHONPATH=PACKAGES)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert f"the cache folder {model.cache_dir} cannot be written, and no private copy can be made" in failed.stderr
+    assert "set TMPDIR to a writable folder" in failed.stderr
+
+
+def test_a_package_on_a_disk_without_execution_is_an_error_that_names_the_mount(
+    packaged: Callable[[str], Packaged], tmp_path: Path
+) -> None:
+    package = next(Path(packaged("llama").cache_dir, AOT_DIR).glob("*/*.pt2"))
+    with mounted_tmpfs(tmp_path / "disk", "-o", "noexec") as disk:
+        folder = disk / AOT_DIR / "KEY"
+        folder.mkdir(parents=True)
+        shutil.copy(package, folder)
+        plan: Any = SimpleNamespace(device="cpu", model="llama")
+        with pytest.raises(CompileError, match="cannot load the package .* is mounted with noexec") as error:
+            PackagedForward({}, True, plan, folder)._load_package(package.stem)
+    assert "TMPDIR if the cache folder is read-only" in error.value.hint
