@@ -15,7 +15,8 @@ from typing import Any
 
 from tcdeploy.server.output.calls_or_content import CallsOrContent
 from tcdeploy.server.output.harmony_parser import HarmonyParser
-from tcdeploy.server.output.parsed_output import OutputEnd, OutputParser
+from tcdeploy.server.output.parser import OutputEnd, OutputParser
+from tcdeploy.server.output.parts import split
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.template_parser import TemplateParser
 from tcdeploy.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
@@ -91,9 +92,9 @@ def random_pieces(source: random.Random, text: str) -> list[str]:
 
 
 def read(parser: OutputParser, pieces: list[str], end: OutputEnd) -> tuple[str, str, list[Any], int]:
-    deltas = [*(parser.push(piece) for piece in pieces), parser.finish(end)]
-    content, reasoning = ("".join(getattr(delta, kind) for delta in deltas) for kind in ("content", "reasoning"))
-    calls = [(call.name, call.arguments) for delta in deltas for call in delta.calls]
+    parts = [*(part for piece in pieces for part in parser.push(piece)), *parser.finish(end)]
+    content, reasoning, found = split(parts)
+    calls = [(call.name, call.arguments) for call in found]
     return content, reasoning, calls, parser.num_malformed
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from tcdeploy.engine.schedule.sequence import NewToken
 from tcdeploy.server.generate.active_request import ActiveRequest
+from tcdeploy.server.generate.choice import Delta
+from tcdeploy.server.output.parts import OutputText, split
 
 
 class FakeStopwatch:
@@ -36,11 +38,11 @@ def active_request(monkeypatch: pytest.MonkeyPatch, *batches: list[NewToken]) ->
         for batch in batches:
             yield [(pending, token) for token in batch]
 
-    def append_token(self: ActiveRequest, pending: Any, token: NewToken) -> str:
+    def add_token(self: ActiveRequest, pending: Any, token: NewToken, delta: Delta) -> None:
         pending.is_open = not token.finish_reason
-        return str(token.token_id)
+        delta.parts.append(OutputText(str(token.token_id)))
 
-    monkeypatch.setattr(ActiveRequest, "_append_token", append_token)
+    monkeypatch.setattr(ActiveRequest, "_add_token", add_token)
     active = object.__new__(ActiveRequest)
     active.group = SimpleNamespace(tokens=tokens)  # type: ignore[assignment]
     active.stopwatches = [stopwatch]  # type: ignore[list-item]
@@ -48,6 +50,10 @@ def active_request(monkeypatch: pytest.MonkeyPatch, *batches: list[NewToken]) ->
         metrics=SimpleNamespace(observe_prefix_cache=lambda *counts: stopwatch.prefix_cache.append(counts))
     )
     return active, stopwatch
+
+
+def texts_of(deltas: dict[int, Delta]) -> dict[int, str]:
+    return {index: split(delta.parts).content for index, delta in deltas.items()}
 
 
 NUM_PROMPT_TOKENS, NUM_CACHED_TOKENS = 20, 16
@@ -60,7 +66,8 @@ def test_text_is_sent_before_its_tokens_are_counted(monkeypatch: pytest.MonkeyPa
     events: list[tuple[dict[int, str], int]] = []  # text, and the number of counted tokens at that time
 
     async def run() -> None:
-        async for texts in active.deltas():
+        async for deltas in active.deltas():
+            texts = texts_of(deltas)
             if not events:  # the loop's pending callbacks, such as a socket write, also run before the count
                 asyncio.get_running_loop().call_soon(lambda: events.append(({}, len(stopwatch.entries))))
                 assert not stopwatch.prefix_cache
@@ -88,7 +95,7 @@ def test_tokens_after_the_last_one_in_a_batch_are_ignored(monkeypatch: pytest.Mo
     active, stopwatch = active_request(monkeypatch, [FIRST, MIDDLE, LAST, MIDDLE])
 
     async def run() -> list[dict[int, str]]:
-        return [texts async for texts in active.deltas()]
+        return [texts_of(deltas) async for deltas in active.deltas()]
 
     assert asyncio.run(run()) == [{0: "123"}]
     assert stopwatch.entries == [(False, 0.5), (False, None), (True, None)]
@@ -99,7 +106,7 @@ def test_tokens_are_counted_if_the_client_disconnects(monkeypatch: pytest.Monkey
 
     async def run() -> None:
         deltas = active.deltas()
-        assert await anext(deltas) == {0: "1"}
+        assert texts_of(await anext(deltas)) == {0: "1"}
         await deltas.aclose()
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ from tcdeploy.server.apis.anthropic.answer import _input
 from tcdeploy.server.apis.openai.protocol import ChatRequest
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import RequestParser, parse
-from tcdeploy.server.output.parsed_output import ParsedToolCall
+from tcdeploy.server.output.parts import OutputCall, split
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.xml_calls import convert
 from tcdeploy.text.tool_formats import TOOL_FORMATS
@@ -31,9 +31,9 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_an_integer_in_the_arguments_of_a_call_is_unchanged(name: str) -> None:
     parser = TagParser(TOOL_FORMATS[name], None, [TOOL], starts_in_reasoning=False, max_calls=None)
-    [call] = [*parser.push(CALLS[name]).calls, *parser.finish().calls]
+    [call] = split([*parser.push(CALLS[name]), *parser.finish()]).calls
     assert json.loads(call.arguments) == {"id": BIG}
-    assert _input(ParsedToolCall(0, "i", "note", call.arguments)) == {"id": BIG}, "in Anthropic's API"
+    assert _input(OutputCall(0, "i", "note", call.arguments)) == {"id": BIG}, "in Anthropic's API"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tcdeploy.server.apis.anthropic.translation import to_chat_request
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
 from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.apis.openai.validation import ModelLimits, check, context_length_error, to_sampling_params
-from tcdeploy.server.generate.choice import Choice, total_usage
+from tcdeploy.server.generate.choice import Choice, Delta, total_usage
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.generate.vocabulary import Vocabulary
 from tcdeploy.server.http import sse
@@ -219,17 +219,15 @@ def fake_active(tokenizer: Any, text: str, reason: str, batch_size: int, stop: t
     choice = Choice(0, detokenizer, 9, None, output_parser=tools.output_parser(chat, PROMPT).parser)
     ids = tokenizer(text, add_special_tokens=False).input_ids
 
-    async def deltas(_: Any = None) -> AsyncIterator[dict[int, str]]:
+    async def deltas(_: Any = None) -> AsyncIterator[dict[int, Delta]]:
         for start in range(0, len(ids), batch_size):
-            batch = ""
+            delta = Delta()
             for number in range(start, min(start + batch_size, len(ids))):
                 if choice.finish_reason:
                     break
                 token = NewToken(1, ids[number], reason if number == len(ids) - 1 else "", cached_tokens=4)
-                delta = choice.receive(token, vocabulary)
-                active.observe_output(choice, delta)
-                batch += delta
-            yield {0: batch}
+                choice.receive(token, vocabulary, delta)
+            yield {0: delta}
 
     class Active(SimpleNamespace):
         @property
@@ -237,8 +235,7 @@ def fake_active(tokenizer: Any, text: str, reason: str, batch_size: int, stop: t
             return total_usage(self.choices, 1)
 
     service = SimpleNamespace(settings=SimpleNamespace(model="tiny"))
-    active = Active(choices=[choice], service=service, deltas=deltas, request=chat, prompts=[None])
-    return active
+    return Active(choices=[choice], service=service, deltas=deltas, request=chat, prompts=[None])
 
 
 def events_of(answer: Answer) -> list[Any]:
@@ -246,8 +243,8 @@ def events_of(answer: Answer) -> list[Any]:
 
     async def run() -> bytes:
         content = answer.first_events()
-        async for texts in answer.active.deltas():
-            content += answer.events(texts)
+        async for deltas in answer.active.deltas():
+            content += answer.events(deltas)
         return content + answer.last_events()
 
     events = []
@@ -346,7 +343,7 @@ def test_arguments_that_are_not_an_object_are_put_into_one(tokenizer: Any) -> No
 def test_an_error_inside_a_stream_is_an_event_with_anthropics_format(tokenizer: Any) -> None:
     active = fake_active(tokenizer, "It is", "stop", 1)
 
-    async def failing_deltas(_: float) -> AsyncIterator[dict[int, str]]:
+    async def failing_deltas(_: float) -> AsyncIterator[dict[int, Delta]]:
         yield {}
         raise EngineDeadError("out of memory")
 

@@ -25,10 +25,10 @@ from tcdeploy.server.apis.responses.routes import RESPONSES
 from tcdeploy.server.apis.responses.store import ResponseStore, StoredResponse, memory_of
 from tcdeploy.server.apis.responses.translation import answer_messages, new_messages, to_chat_request
 from tcdeploy.server.generate.admission import Admission
+from tcdeploy.server.generate.choice import Delta
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import RequestParser, parse
 from tcdeploy.server.http.sse import sse_events
-from tcdeploy.server.output.output_parts import OutputPart
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.settings import HotPath, ServerSettings
 from tcdeploy.server.worker.worker import EngineDeadError
@@ -283,9 +283,7 @@ def test_the_events_build_the_whole_response_however_many_tokens_an_event_covers
         assert output_of(events) == last["response"]["output"]
         assert without_ids(last["response"]["output"]) == without_ids(whole["output"])
         assert last["response"]["usage"] == usage
-        assert [part._replace(call=None) for part in stored[-1][1]] == [
-            part._replace(call=None) for part in stored[0][1]
-        ]
+        assert stored[-1][1] == last["response"]["output"]
 
 
 def test_an_error_inside_a_stream_is_an_event_and_a_failed_response(tokenizer: Any) -> None:
@@ -293,9 +291,9 @@ def test_an_error_inside_a_stream_is_an_event_and_a_failed_response(tokenizer: A
     answer = fake_answer(tokenizer, "It is a sequence", "stop", 1, stored)
     deltas = answer.active.deltas
 
-    async def failing_deltas(timeout_s: float) -> AsyncIterator[dict[int, str]]:
-        async for texts in deltas(timeout_s):
-            yield texts
+    async def failing_deltas(timeout_s: float) -> AsyncIterator[dict[int, Delta]]:
+        async for new in deltas(timeout_s):
+            yield new
             raise EngineDeadError("out of memory")
 
     async def run() -> bytes:
@@ -362,8 +360,12 @@ def test_a_retrieval_that_would_be_streamed_is_refused() -> None:
 
 def test_a_conversation_continues_without_the_earlier_instructions() -> None:
     state = ready_state()
-    parts = [OutputPart("reasoning", "Hm."), OutputPart("text", "A sequence.")]
-    messages = [*chat_request(input=[USER]).messages, *answer_messages(parts)]
+    output = [
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "content": [{"type": "output_text", "text": "A sequence."}]},
+        {**CALL, "status": "incomplete", "arguments": "{"},
+    ]
+    messages = [*chat_request(input=[USER]).messages, *answer_messages(output)]
     state.stored_responses.put("resp_1", stored_response(100, "", *messages))
     request = chat_request(state, input="And?", previous_response_id="resp_1", instructions="Be kind.")
     assert [message.for_template() for message in request.messages] == [

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,15 +16,17 @@ import pytest
 
 from tcdeploy.engine.schedule.sequence import NewToken
 from tcdeploy.models.load import resolve_model_path
+from tcdeploy.server.apis.openai.answer import ChatAnswer
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
-from tcdeploy.server.apis.openai.response_builder import ChatResponseBuilder, Choice, ServedModel
 from tcdeploy.server.apis.openai.validation import ModelLimits, check
+from tcdeploy.server.generate.choice import Choice, Delta
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.generate.text_encoder import TextEncoder
 from tcdeploy.server.generate.tokenization import PromptTokenizer
 from tcdeploy.server.generate.vocabulary import Vocabulary
 from tcdeploy.server.http.request_parsing import parse
 from tcdeploy.server.output import tools as tools_module
+from tcdeploy.server.output.parts import split
 from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
 from tcdeploy.server.output.template_parser import Markup, TemplateParser, find_markup
 from tcdeploy.server.output.tools import ToolSupport
@@ -146,14 +149,17 @@ def parse_output(
         None,
         output_parser=tools.output_parser(request, PROMPT).parser,
     )
-    builder = ChatResponseBuilder(request, ServedModel("tiny", "fp_0", vocabulary))
+    settings = SimpleNamespace(model="tiny")
+    service = SimpleNamespace(settings=settings, system_fingerprint="fp_0", vocabulary=vocabulary)
+    answer = ChatAnswer(SimpleNamespace(request=request, service=service))  # type: ignore[arg-type]
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    content, message = "", {"content": "", "reasoning_content": "", "tool_calls": []}
+    output, message = Delta(), {"content": "", "reasoning_content": "", "tool_calls": []}
     for number, token_id in enumerate(ids):
-        delta = choice.receive(NewToken(1, token_id, reason if number == len(ids) - 1 else ""), vocabulary)
-        content += delta
+        new = Delta()
+        choice.receive(NewToken(1, token_id, reason if number == len(ids) - 1 else ""), vocabulary, new)
+        output.append(new)
         if stream:
-            delta = builder.delta(choice, delta)["delta"]
+            delta = answer.chunk_choice(choice, new)["delta"]
             assert [call["index"] for call in delta.get("tool_calls", [])] == list(
                 range(len(message["tool_calls"]), len(message["tool_calls"]) + len(delta.get("tool_calls", [])))
             )
@@ -162,7 +168,7 @@ def parse_output(
         if choice.finish_reason:
             break
     if not stream:
-        message = builder.full_json(choice, content)["message"]
+        message = answer.whole_choice(choice, output)["message"]
     calls = message.get("tool_calls", [])
     assert len({call["id"] for call in calls}) == len(calls)
     return {
@@ -265,8 +271,8 @@ def test_families_of_transformers_table_are_parsed(tmp_path: Path) -> None:
     assert qwen.unsupported_reason == ""
     parser = qwen.output_parser(chat_request(), "<|im_start|>assistant\n").parser
     assert isinstance(parser, TemplateParser)
-    parsed = parser.push('<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>')
-    assert [(call.name, call.arguments) for call in parsed.calls] == [("clock", '{"utc": true}')]
+    [call] = split(parser.push('<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>')).calls
+    assert (call.name, call.arguments) == ("clock", '{"utc": true}')
     assert '"<tool_call>"' in qwen.grammar(chat_request(tool_choice="required"), "<|im_start|>assistant\n")
 
 
@@ -275,11 +281,11 @@ def test_long_white_space_does_not_reach_transformers_parser(tools: ToolSupport)
     parser = tools.output_parser(chat_request(), PROMPT).parser
     assert isinstance(parser, TemplateParser)
     for text in ("A", *[" "] * 5000, "B", *[" "] * 200, "C", *["\n"] * 5000, WEATHER_TEXT):
-        delta = parser.push(text)
-        assert delta.content.strip() == text.strip().replace(WEATHER_TEXT, "")
-    assert [call.name for call in delta.calls] == ["get_weather"]
+        output = split(parser.push(text))
+        assert output.content.strip() == text.strip().replace(WEATHER_TEXT, "")
+    assert [call.name for call in output.calls] == ["get_weather"]
     text = '<call>{"name": "clock", "arguments": {"text": "' + " " * 5000 + '"}}</call>'
-    [call] = parser.push(text).calls
+    [call] = split(parser.push(text)).calls
     assert json.loads(call.arguments) == {"text": " " * 5000}
 
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 from tcdeploy.engine.schedule.constraint import Constraint
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.server.apis.openai.protocol import ChatRequest, CompletionRequest, bad_request
-from tcdeploy.server.apis.openai.response_builder import (
-    ChatResponseBuilder,
-    CompletionResponseBuilder,
-    ResponseBuilder,
-    ServedModel,
-)
 from tcdeploy.server.apis.openai.validation import check_prompt_logprobs, params_of_choices, to_sampling_params
-from tcdeploy.server.generate.choice import Choice, Usage, total_usage
+from tcdeploy.server.generate.choice import Choice, Delta, Usage, total_usage
 from tcdeploy.server.generate.request_group import RequestGroup
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.generate.tokenization import Prompt
@@ -38,13 +32,9 @@ GRAMMAR_ERROR_MESSAGE = (
 class ActiveRequest:
     """The engine requests and choices of one API request.
 
-    Choice i * n + j is the j-th choice of prompt i, with n = `request.num_choices`. `builder` exists after `submit`,
-    which fills `choices`. `close` must be called once. `observe_output` is called after each token with its choice and
-    content.
+    Choice i * n + j is the j-th choice of prompt i, with n = `request.num_choices`. `submit` fills `choices`. `close`
+    must be called once.
     """
-
-    builder: ResponseBuilder
-    observe_output: Callable[[Choice, str], None] | None = None
 
     def __init__(
         self,
@@ -86,19 +76,12 @@ class ActiveRequest:
         return cls(service, request, prompts, params)
 
     async def submit(self) -> None:
-        """Submit to the engine, then create the response builder and count the prompt.
+        """Submit to the engine, then create the choices and count the prompt.
 
         With the switch `wait_for_launch`, this happens while the engine runs the first step.
         """
         await self.group.start()
         request, service = self.request, self.service
-        served = ServedModel(service.settings.model, service.system_fingerprint, service.vocabulary)
-        if isinstance(request, ChatRequest):
-            self.builder = ChatResponseBuilder(request, served)
-            if request.return_token_ids:
-                self.builder.first_fields["prompt_token_ids"] = self.prompts[0].token_ids
-        else:
-            self.builder = CompletionResponseBuilder(request, served)
         for index in range(len(self.stopwatches)):
             self.choices.append(self._new_choice(index, self.prompts[index // request.num_choices]))
             if len(self.choices) % CHOICES_PER_SLICE == 0:
@@ -140,23 +123,23 @@ class ActiveRequest:
             prompt_token_ids=tuple(prompt.token_ids) if needs_prompt_token_ids else (),
         )
 
-    async def deltas(self, timeout_s: float | None = None) -> AsyncGenerator[dict[int, str], None]:
-        """Yield new text by choice index; an empty dict if nothing arrived for `timeout_s` seconds.
+    async def deltas(self, timeout_s: float | None = None) -> AsyncGenerator[dict[int, Delta], None]:
+        """Yield new output by choice index; an empty dict if nothing arrived for `timeout_s` seconds.
 
         A first token is sent to the client before it is counted in the metrics.
         """
         try:
             async with contextlib.aclosing(self.group.tokens(timeout_s)) as batches:
                 async for tokens in batches:
-                    texts: dict[int, str] = {}
+                    deltas: dict[int, Delta] = {}
                     received: list[tuple[PendingRequest, NewToken, bool]] = []
                     now = time.perf_counter()
                     try:
                         for pending, token in tokens:
                             if pending.is_open:
-                                texts[pending.index] = texts.get(pending.index, "") + self._append_token(pending, token)
+                                self._add_token(pending, token, deltas.setdefault(pending.index, Delta()))
                                 received.append((pending, token, not pending.is_open))
-                        yield texts
+                        yield deltas
                         if any(token.queue_seconds is not None for _, token, _ in received):
                             await asyncio.sleep(0)  # the loop flushes the socket before it resumes this task
                     finally:
@@ -166,21 +149,18 @@ class ActiveRequest:
             self._has_failed = True
             raise
 
-    def _append_token(self, pending: PendingRequest, token: NewToken) -> str:
-        """The text that a token adds to its choice. Closes `pending` at the end of the choice."""
+    def _add_token(self, pending: PendingRequest, token: NewToken, delta: Delta) -> None:
+        """Add the output of a token to `delta`. Closes `pending` at the end of the choice."""
         choice, metrics = self.choices[pending.index], self.service.metrics
         if token.finish_reason == "error":
             raise bad_request(GRAMMAR_ERROR_MESSAGE, self.request.constraint_field)
-        text = choice.receive(token, self.service.vocabulary)
-        if self.observe_output is not None:
-            self.observe_output(choice, text)
+        choice.receive(token, self.service.vocabulary, delta)
         if choice.finish_reason:
             metrics.observe_end(choice.finish_reason, choice.num_tokens)
             metrics.broken_tool_calls.inc(choice.output_parser is not None and choice.output_parser.num_malformed > 0)
             if not token.finish_reason:  # a stop string ended the choice; the engine would generate on
                 self.group.cancel(pending)
             pending.is_open = False
-        return text
 
     def _count_token(self, pending: PendingRequest, token: NewToken, is_last: bool, now: float) -> None:
         """Count a token in the metrics. `now`: when it arrived, in seconds of time.perf_counter."""
@@ -224,15 +204,3 @@ class ActiveRequest:
     @property
     def usage(self) -> Usage:
         return total_usage(self.choices, len(self.prompts))
-
-
-async def full_body(active: ActiveRequest) -> bytes:
-    """The JSON of the response of a request that is not streamed, after its last token."""
-    texts: list[list[str]] = [[] for _ in active.choices]
-    async for deltas in active.deltas():
-        for index, text in deltas.items():
-            texts[index].append(text)
-    choices = [
-        active.builder.full_json(choice, "".join(pieces)) for choice, pieces in zip(active.choices, texts, strict=True)
-    ]
-    return await active.builder.body(active.builder.envelope(choices, active.usage))

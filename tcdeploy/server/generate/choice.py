@@ -1,4 +1,4 @@
-"""State of one choice while its tokens arrive: text, tool calls, log-probabilities, finish reason; and token usage."""
+"""State of one choice while its tokens arrive, and the output that each token adds; and token usage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from tcdeploy.engine.schedule.sequence import NewToken, TokenLogprobs
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.generate.vocabulary import Vocabulary
-from tcdeploy.server.output.parsed_output import OutputEnd, OutputParser, ParsedDelta, ParsedToolCall
+from tcdeploy.server.output.parser import OutputParser
+from tcdeploy.server.output.parts import OutputPart, OutputReasoning, OutputText
 
 
 class ScoredToken(NamedTuple):
@@ -19,9 +20,28 @@ class ScoredToken(NamedTuple):
     offset: int  # characters from the start of the text
 
 
+@dataclass(slots=True)
+class Delta:
+    """The output that new tokens add to a choice.
+
+    The parts may be empty although there are tokens: a parser holds text back that may belong to a call.
+    """
+
+    is_first: bool = False  # whether it begins the choice
+    parts: list[OutputPart] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # if the response contains them
+    logprobs: list[ScoredToken] = field(default_factory=list)  # if the response contains them
+
+    def append(self, other: Delta) -> None:
+        self.is_first |= other.is_first
+        self.parts += other.parts
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+
+
 @dataclass
 class Choice:
-    """One choice of a request. The `unsent` fields are cleared when a response builder takes them."""
+    """One choice of a request."""
 
     index: int  # prompt index * n + choice index
     detokenizer: StopStringDetokenizer
@@ -33,114 +53,76 @@ class Choice:
     prompt_token_ids: tuple[int, ...] = ()  # empty unless the response contains them, or their log-probabilities
     num_cached_tokens: int = 0  # of the prompt; known with the first token
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0  # also those inside of the reasoning that add no text
     finish_reason: str = ""
-    num_chars: int = 0
     output_parser: OutputParser | None = None  # set if the output may contain tool calls or reasoning
     num_prompt_logprobs: int | None = None  # alternatives per token in vLLM's field `prompt_logprobs`
     scored_prompt: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # if that field is wanted
-    has_started: bool = False  # whether the first token has arrived
-    has_sent_prompt: bool = False  # whether the ids of the prompt were taken
-    unsent_token_ids: list[int] = field(default_factory=list)
-    unsent_logprobs: list[ScoredToken] = field(default_factory=list)
-    unsent_calls: list[ParsedToolCall] = field(default_factory=list)
-    unsent_reasoning: list[str] = field(default_factory=list)
+    _is_reasoning: bool = False  # whether the last part is reasoning
+    _num_chars: int = 0  # of the text; not counted with an output parser
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.num_top_logprobs is not None
-
-    @property
-    def has_unsent_output(self) -> bool:
-        return bool(
-            self.finish_reason
-            or self.unsent_token_ids
-            or self.unsent_logprobs
-            or self.unsent_calls
-            or self.unsent_reasoning
-        )
-
-    def receive(self, token: NewToken, vocabulary: Vocabulary) -> str:
-        """The content that a token adds, without tool calls. Sets `finish_reason` at the end of the choice."""
-        delta = "" if self.has_started else self._start(token, vocabulary)
+    def receive(self, token: NewToken, vocabulary: Vocabulary, delta: Delta) -> None:
+        """Add the output of a token to `delta`. Sets `finish_reason` at the end of the choice."""
+        if not self.num_tokens:
+            self._start(token, vocabulary, delta)
         if self.drops_output:
             self.finish_reason = "length"
-            return delta
+            return
         self.num_tokens += 1
         if self.returns_token_ids:
-            self.unsent_token_ids.append(token.token_id)
-        if self.wants_logprobs and token.logprobs is not None:
-            self.unsent_logprobs.append(ScoredToken(token.token_id, token.logprobs, self.num_chars + len(delta)))
-        delta += self.detokenizer.push(token.token_id)
+            delta.token_ids.append(token.token_id)
+        if self.num_top_logprobs is not None and token.logprobs is not None:
+            delta.logprobs.append(ScoredToken(token.token_id, token.logprobs, self._num_chars))
+        text = self.detokenizer.push(token.token_id)
         if self.detokenizer.stopped:
             self.finish_reason = "stop"
         elif token.finish_reason:
-            delta += self.detokenizer.finish()
+            text += self.detokenizer.finish()
             self.finish_reason = "stop" if self.detokenizer.stopped else token.finish_reason
-        if self.output_parser is not None:
-            delta = self._parse(delta, self.output_parser)
-        self.num_chars += len(delta)
-        return delta
+        if self.output_parser is None:
+            self._add_text(text, delta)
+        else:
+            self._parse(text, self.output_parser, delta)
 
-    def _start(self, token: NewToken, vocabulary: Vocabulary) -> str:
-        """The text of the prompt, if it is returned. The first token brings what the engine knows about the prompt."""
-        self.has_started, self.num_cached_tokens = True, token.cached_tokens
+    def _start(self, token: NewToken, vocabulary: Vocabulary, delta: Delta) -> None:
+        """Add the prompt, if it is returned. The first token brings what the engine knows about the prompt."""
+        delta.is_first, self.num_cached_tokens = True, token.cached_tokens
         if token.prompt_logprobs is not None:
             scored = list(zip(self.prompt_token_ids, (None, *token.prompt_logprobs), strict=True))
             if self.echo is not None and self.num_top_logprobs is not None:
-                self._echo_logprobs(scored, self.num_top_logprobs, vocabulary)
+                delta.logprobs += _echoed_logprobs(scored, self.num_top_logprobs, vocabulary)
             if self.num_prompt_logprobs is not None:
                 self.scored_prompt = scored
-        return self.echo or ""
+        self._add_text(self.echo or "", delta)
 
-    def _parse(self, delta: str, parser: OutputParser) -> str:
-        content = self._store_parsed(parser.push(delta))
-        if self.finish_reason:
-            end: OutputEnd = "stop_string" if self.detokenizer.stopped else "complete"
-            content += self._store_parsed(parser.finish("length" if self.finish_reason == "length" else end))
+    def _add_text(self, text: str, delta: Delta) -> None:
+        if text:
+            delta.parts.append(OutputText(text))
+            self._num_chars += len(text)
+
+    def _parse(self, text: str, parser: OutputParser, delta: Delta) -> None:
+        parts = parser.push(text)
+        if self.finish_reason == "length":
+            parts += parser.finish("length")
+        elif self.finish_reason:
+            parts += parser.finish("stop_string" if self.detokenizer.stopped else "complete")
         if self.finish_reason == "stop" and parser.has_calls:
             self.finish_reason = "tool_calls"
-        return content
+        if parts:
+            delta.parts += parts
+            self._is_reasoning = isinstance(parts[-1], OutputReasoning)
+        self.num_reasoning_tokens += self._is_reasoning
 
-    def _store_parsed(self, parsed: ParsedDelta) -> str:
-        self.unsent_calls += parsed.calls
-        if parsed.reasoning:
-            self.unsent_reasoning.append(parsed.reasoning)
-        return parsed.content
 
-    def take_calls(self) -> list[ParsedToolCall]:
-        calls, self.unsent_calls = self.unsent_calls, []
-        return calls
-
-    def take_reasoning(self) -> str:
-        reasoning, self.unsent_reasoning = "".join(self.unsent_reasoning), []
-        return reasoning
-
-    def take_token_ids(self) -> dict[str, list[int]]:
-        """vLLM's field `token_ids` if the request asks for it."""
-        if not self.returns_token_ids:
-            return {}
-        token_ids, self.unsent_token_ids = self.unsent_token_ids, []
-        return {"token_ids": token_ids}
-
-    def take_prompt_token_ids(self) -> dict[str, list[int]]:
-        """vLLM's field `prompt_token_ids` of completions, once."""
-        if not self.returns_token_ids or self.has_sent_prompt:
-            return {}
-        self.has_sent_prompt = True
-        return {"prompt_token_ids": list(self.prompt_token_ids)}
-
-    def take_logprobs(self) -> list[ScoredToken]:
-        scored, self.unsent_logprobs = self.unsent_logprobs, []
-        return scored
-
-    def _echo_logprobs(
-        self, scored: list[tuple[int, TokenLogprobs | None]], num_top: int, vocabulary: Vocabulary
-    ) -> None:
-        offset = 0
-        for token_id, logprobs in scored:
-            shortened = logprobs and logprobs._replace(top=logprobs.top[:num_top])
-            self.unsent_logprobs.append(ScoredToken(token_id, shortened, offset))
-            offset += 0 if vocabulary.is_special(token_id) else len(vocabulary.text(token_id))
+def _echoed_logprobs(
+    scored: list[tuple[int, TokenLogprobs | None]], num_top: int, vocabulary: Vocabulary
+) -> list[ScoredToken]:
+    entries, offset = [], 0
+    for token_id, logprobs in scored:
+        shortened = logprobs and logprobs._replace(top=logprobs.top[:num_top])
+        entries.append(ScoredToken(token_id, shortened, offset))
+        offset += 0 if vocabulary.is_special(token_id) else len(vocabulary.text(token_id))
+    return entries
 
 
 def prompt_logprob_json(

@@ -2,7 +2,7 @@
 
 A request passes the body limit, schema validation, admission, the tokenizer, the model's limits, and then the engine.
 Each stage rejects with an ApiError that names the field. The APIs differ in the schema of the body and in the format of
-the response (answer.py). An API other than OpenAI's completions and chat completions translates its body to a
+the response (apis/answer.py). An API other than OpenAI's completions and chat completions translates its body to a
 ChatRequest; errors then name the fields as that API does.
 """
 
@@ -18,7 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from tcdeploy.errors import TcdeployError
-from tcdeploy.server.apis.answer import Answer, ChunkAnswer
+from tcdeploy.server.apis.answer import Answer
+from tcdeploy.server.apis.openai.answer import ChatAnswer, CompletionAnswer
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
 from tcdeploy.server.apis.openai.unsupported_fields import INERT_VALUES, rename_error
 from tcdeploy.server.apis.openai.validation import check
@@ -42,7 +43,7 @@ class TranslatedRequest(NamedTuple):
 
 
 async def _without_translation(_: ServerState, __: Request, body: Any) -> TranslatedRequest:
-    return TranslatedRequest(body, ChunkAnswer)
+    return TranslatedRequest(body, ChatAnswer if isinstance(body, ChatRequest) else CompletionAnswer)
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ async def _answer_events(answer: Answer) -> AsyncGenerator[bytes, None]:
         yield first_events
     last_sent = time.monotonic()
     async with contextlib.aclosing(answer.active.deltas(KEEP_ALIVE_SECONDS)) as batches:
-        async for texts in batches:
-            events = answer.events(texts)
-            if events or not texts or time.monotonic() - last_sent >= KEEP_ALIVE_SECONDS:
+        async for deltas in batches:
+            events = answer.events(deltas)
+            if events or not deltas or time.monotonic() - last_sent >= KEEP_ALIVE_SECONDS:
                 yield events or answer.keep_alive
                 last_sent = time.monotonic()
     if last_events := answer.last_events():

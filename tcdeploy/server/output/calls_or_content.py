@@ -15,7 +15,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tcdeploy.server.output.parsed_output import OutputEnd, OutputParser, ParsedDelta
+from tcdeploy.server.output.parser import OutputEnd, OutputParser
+from tcdeploy.server.output.parts import OutputPart, OutputText
 from tcdeploy.server.output.structured.json_schema import exact_schemas
 from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
 from tcdeploy.text.tool_formats import ReasoningFormat
@@ -33,31 +34,24 @@ class CallsOrContent:
     def has_calls(self) -> bool:
         return self._parser.has_calls
 
-    def push(self, text: str) -> ParsedDelta:
-        deltas = []
-        for index, char in enumerate(
-            text
-        ):  # by character, so that the parser reads nothing after the start of the content
+    def push(self, text: str) -> list[OutputPart]:
+        parts: list[OutputPart] = []
+        for index, char in enumerate(text):  # so that the parser reads nothing after the start of the content
             if self._is_content:
-                deltas.append(ParsedDelta(text[index:]))
-                break
-            deltas.append(self._parser.push(char))
-            if deltas[-1].content and not self._parser.has_calls:
-                deltas.append(self.finish("stop_string"))
+                return [*parts, OutputText(text[index:])]
+            added = self._parser.push(char)
+            parts += added
+            if not self._parser.has_calls and any(isinstance(part, OutputText) for part in added):
+                parts += self.finish("stop_string")
                 self._is_content = True
-        return _joined(deltas)
+        return parts
 
-    def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
+    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
         if self._is_content:
-            return ParsedDelta()
-        delta = self._parser.finish(end)
+            return []
+        parts = self._parser.finish(end)
         self.num_malformed = self._parser.num_malformed
-        return delta
-
-
-def _joined(deltas: list[ParsedDelta]) -> ParsedDelta:
-    content, reasoning = ("".join(getattr(delta, name) for delta in deltas) for name in ("content", "reasoning"))
-    return ParsedDelta(content, reasoning, tuple(call for delta in deltas for call in delta.calls))
+        return parts
 
 
 def open_calls(openings: Iterable[str], text: Callable[[str], str]) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from tcdeploy.server.generate.stop_strings import partial_match_length
 from tcdeploy.server.output.json_text import ObjectScanner, valid_object
-from tcdeploy.server.output.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, SteppingParser, log_malformed
+from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, SteppingParser, log_malformed
+from tcdeploy.server.output.parts import OutputPart
 
 MESSAGE = "<|message|>"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -30,13 +31,13 @@ class HarmonyParser(SteppingParser):
     """The output of one choice. Implements `OutputParser`."""
 
     def __init__(self, *, max_calls: int | None = None) -> None:
-        super().__init__(DeltaBuilder(max_calls))
+        super().__init__(PartsBuilder(max_calls))
         self._recipient = ""
         self._scanner = ObjectScanner()
         self._emit: Callable[[str], None] = self._builder.add_content
         self._step = self._read_header
 
-    def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
+    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
         self._run_steps(is_last=False)
         if self._step == self._read_arguments and end == "length":
             self._builder.add_call(self._recipient, self._buffer.strip())

@@ -17,7 +17,8 @@ from typing import Any
 
 from tcdeploy.server.generate.stop_strings import partial_match_length
 from tcdeploy.server.output.json_text import ObjectScanner, arguments_object, object_members, string_value, valid_object
-from tcdeploy.server.output.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, SteppingParser, log_malformed
+from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, SteppingParser, log_malformed
+from tcdeploy.server.output.parts import OutputPart, split
 from tcdeploy.server.output.python_calls import PythonListParser
 from tcdeploy.server.output.xml_calls import XmlCall
 from tcdeploy.text.tool_formats import ReasoningFormat, ToolFormat
@@ -43,7 +44,7 @@ class TagParser(SteppingParser):
         starts_in_reasoning: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        super().__init__(DeltaBuilder(max_calls, tool_format.id_length if tool_format else 0))
+        super().__init__(PartsBuilder(max_calls, tool_format.id_length if tool_format else 0))
         self._format, self._reasoning = tool_format, reasoning
         self._tools, self._max_calls = tools, max_calls
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
@@ -54,7 +55,7 @@ class TagParser(SteppingParser):
         self._is_closed = False  # whether a closing delimiter followed the last call
         self._num_searched = 0  # characters of held reasoning
         self._held_parser: TagParser | None = None  # parses held reasoning as if it were closed
-        self._held_deltas: list[ParsedDelta] = []
+        self._held_parts: list[OutputPart] = []
         self._name: str | None = None  # of the open call, if its header contains it
         self._body = 0  # index of the arguments, or of the object, in the buffer
         self._scanner = ObjectScanner()
@@ -62,7 +63,7 @@ class TagParser(SteppingParser):
         self._xml = XmlCall("", {}, 0)
         self._step = self._read_reasoning if starts_in_reasoning else self._read_start
 
-    def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
+    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
         self._run_steps(is_last=False)
         self._end = end
         if end == "length":
@@ -128,7 +129,7 @@ class TagParser(SteppingParser):
         if literal != self._reasoning.closing:
             self._num_searched, self._step = 0, self._read_held_reasoning
             self._held_parser = TagParser(self._format, None, self._tools, max_calls=self._max_calls)
-            self._held_deltas = []
+            self._held_parts = []
             return True
         self._buffer = self._buffer[len(literal) :]
         self._may_reason = False
@@ -145,7 +146,7 @@ class TagParser(SteppingParser):
             self._builder.add_reasoning(self._buffer[:index])
             self._buffer, self._step = self._buffer[index:], self._read_reasoning
             return True
-        self._held_deltas.append(self._held_parser.push(self._buffer[self._num_searched :]))
+        self._held_parts += self._held_parser.push(self._buffer[self._num_searched :])
         self._num_searched = len(self._buffer)
         if is_last:
             self._end_held_reasoning(self._held_parser)
@@ -153,12 +154,11 @@ class TagParser(SteppingParser):
 
     def _end_held_reasoning(self, parser: TagParser) -> None:
         assert self._end is not None
-        last = parser.finish(self._end)
+        held = split([*self._held_parts, *parser.finish(self._end)])
         if parser.ends_with_call:
-            for delta in (*self._held_deltas, last):
-                self._builder.add_reasoning(delta.content)
-                for call in delta.calls:
-                    self._builder.add_call(call.name, call.arguments)
+            self._builder.add_reasoning(held.content)
+            for call in held.calls:
+                self._builder.add_call(call.name, call.arguments)
         else:
             self._builder.add_reasoning(self._buffer)
         self._buffer = ""

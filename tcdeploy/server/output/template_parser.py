@@ -13,7 +13,8 @@ import re
 from typing import Any, NamedTuple
 
 from tcdeploy.server.output.json_text import dump, has_utf8, object_members, string_value
-from tcdeploy.server.output.parsed_output import DeltaBuilder, OutputEnd, ParsedDelta, log_malformed
+from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, log_malformed
+from tcdeploy.server.output.parts import OutputPart
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates
 # Raised by ResponseParser for malformed calls.
@@ -47,7 +48,7 @@ class TemplateParser:
         self._parser = _new_response_parser(template, prompt, tools)
         self._field = template.get("fields", {}).get("tool_calls", {})
         self._markup = find_markup(template)
-        self._builder = DeltaBuilder(max_calls, trims_content=True)
+        self._builder = PartsBuilder(max_calls, trims_content=True)
         self._text: list[str] = []  # since the last call, or the last reasoning
         self._body: list[str] | None = None  # the reported text of the open call; None: no call is open
         self._num_spaces = 0  # at the end of the text
@@ -57,7 +58,7 @@ class TemplateParser:
     def has_calls(self) -> bool:
         return self._builder.num_calls > 0
 
-    def push(self, text: str) -> ParsedDelta:
+    def push(self, text: str) -> list[OutputPart]:
         for piece in _PIECE.findall(text):
             self._push_piece(piece)
         return self._builder.take()
@@ -81,7 +82,7 @@ class TemplateParser:
         self._num_spaces = self._num_spaces + num_leading if is_space else len(piece) - len(piece.rstrip())
         return piece[num_leading - num_kept :]
 
-    def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
+    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
         if self._is_broken:
             return self._builder.take()
         is_open = self._body is not None

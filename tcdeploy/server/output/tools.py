@@ -7,7 +7,7 @@ text/tool_formats.py; it is detected from the chat template, or selected by --to
 looked up in transformers' table of response templates.
 
 Outputs are parsed while tokens arrive. Content is streamed as it arrives, except text that may start a call; a call is
-sent when it is complete. parsed_output.py describes the handling of truncated and malformed calls.
+sent when it is complete. parser.py describes the handling of truncated and malformed calls.
 
 Arguments are guaranteed to follow their schema only if `tool_choice` forces a call, or if the tool is strict and the
 request has an output format (calls_or_content.py). In these cases a grammar enforces the delimiters of calls and the
@@ -27,7 +27,8 @@ from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.apis.openai.protocol import ChatRequest, bad_request
 from tcdeploy.server.output.calls_or_content import CallsOrContent, calls_or_content, open_calls, plain_calls
 from tcdeploy.server.output.harmony_parser import HarmonyParser
-from tcdeploy.server.output.parsed_output import OutputParser
+from tcdeploy.server.output.parser import OutputParser
+from tcdeploy.server.output.parts import split
 from tcdeploy.server.output.structured.json_schema import exact_schemas
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.template_parser import (
@@ -219,8 +220,8 @@ class ToolSupport:
         """Whether the parser parses `example` as one call without content."""
         parser = self.output_parser(request, prompt).parser
         assert parser is not None
-        first, last = parser.push(example), parser.finish()
-        return len(first.calls + last.calls) == 1 and not (first.content or last.content or parser.num_malformed)
+        output = split([*parser.push(example), *parser.finish()])
+        return len(output.calls) == 1 and not (output.content or parser.num_malformed)
 
     @functools.cached_property
     def _parser_problem(self) -> str:

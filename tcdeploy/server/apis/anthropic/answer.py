@@ -12,9 +12,9 @@ from tcdeploy.server.apis.anthropic.protocol import MESSAGES_FIELD_NAMES, Messag
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.generate.active_request import ActiveRequest
+from tcdeploy.server.generate.choice import Delta
 from tcdeploy.server.output.json_text import dump
-from tcdeploy.server.output.output_parts import OutputPart, OutputParts
-from tcdeploy.server.output.parsed_output import ParsedToolCall
+from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputReasoning, OutputText, joined
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 
@@ -27,16 +27,13 @@ class MessagesAnswer(Answer):
         self._max_tokens = body.max_tokens
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._id = f"msg_{uuid.uuid4().hex}"
-        self._parts = OutputParts()
-        self._open_kind = ""  # kind of the block that is not closed yet, or ""
+        self._open_kind: type[OutputPart] | None = None  # of the block that is not closed yet
         self._num_blocks = 0
-        active.observe_output = self._parts.receive
 
     async def body(self) -> bytes:
-        async for _ in self.active.deltas():
-            pass
+        [output] = await self.whole_output()
         content = []
-        for part in self._parts.take():
+        for part in joined(output.parts):
             block, key, value = self._block(part)
             content.append({**block, key: value})
         return to_json(self._message(content, **self._end())).encode()
@@ -45,8 +42,8 @@ class MessagesAnswer(Answer):
         message = self._message([], stop_reason=None, stop_sequence=None)
         return _event("message_start", message=message) + self.keep_alive
 
-    def events(self, texts: dict[int, str]) -> bytes:
-        return b"".join(self._part_events(part) for part in self._parts.take())
+    def events(self, deltas: dict[int, Delta]) -> bytes:
+        return b"".join(self._part_events(part) for delta in deltas.values() for part in joined(delta.parts))
 
     def last_events(self) -> bytes:
         delta = _event("message_delta", delta=self._end(), usage=self._usage())
@@ -58,10 +55,10 @@ class MessagesAnswer(Answer):
     def _part_events(self, part: OutputPart) -> bytes:
         block, key, value = self._block(part)
         events = b""
-        if part.kind == "call" or part.kind != self._open_kind:
+        if isinstance(part, OutputCall) or type(part) is not self._open_kind:
             events += self._close_block()
             events += _event("content_block_start", index=self._num_blocks, content_block=block)
-            self._open_kind = part.kind
+            self._open_kind = type(part)
         if key == "input":
             delta = {"type": "input_json_delta", "partial_json": to_json(value)}
         else:
@@ -69,21 +66,23 @@ class MessagesAnswer(Answer):
         return events + _event("content_block_delta", index=self._num_blocks, delta=delta)
 
     def _close_block(self) -> bytes:
-        if not self._open_kind:
+        if self._open_kind is None:
             return b""
-        self._open_kind = ""
+        self._open_kind = None
         self._num_blocks += 1
         return _event("content_block_stop", index=self._num_blocks - 1)
 
     def _block(self, part: OutputPart) -> tuple[dict[str, Any], str, Any]:
         """An empty block for a part, and the field that the part fills with its value."""
-        if part.call is not None:
-            call_id = part.call.id.replace("call_", "toolu_", 1)
-            return {"type": "tool_use", "id": call_id, "name": part.call.name, "input": {}}, "input", _input(part.call)
-        if part.kind == "text":
-            return {"type": "text", "text": ""}, "text", part.text
-        thinking = part.text if self._shows_thinking else ""
-        return {"type": "thinking", "thinking": "", "signature": ""}, "thinking", thinking
+        match part:
+            case OutputCall():
+                call_id = part.id.replace("call_", "toolu_", 1)
+                return {"type": "tool_use", "id": call_id, "name": part.name, "input": {}}, "input", _input(part)
+            case OutputText():
+                return {"type": "text", "text": ""}, "text", part.text
+            case OutputReasoning():
+                thinking = part.text if self._shows_thinking else ""
+                return {"type": "thinking", "thinking": "", "signature": ""}, "thinking", thinking
 
     def _message(self, content: list[dict[str, Any]], **end: Any) -> dict[str, Any]:
         model = self.active.service.settings.model
@@ -111,7 +110,7 @@ class MessagesAnswer(Answer):
         }
 
 
-def _input(call: ParsedToolCall) -> Any:
+def _input(call: OutputCall) -> Any:
     """The arguments as an object; of a truncated call, those that were generated.
 
     Clients require an object, so arguments of another type are wrapped in one.

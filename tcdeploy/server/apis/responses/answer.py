@@ -13,36 +13,33 @@ from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.apis.responses.protocol import RESPONSES_FIELD_NAMES, ResponsesRequest
 from tcdeploy.server.generate.active_request import ActiveRequest
-from tcdeploy.server.output.output_parts import OutputPart, OutputParts
+from tcdeploy.server.generate.choice import Delta
+from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputText, joined
 
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponsesAnswer(Answer):
-    """`store` is called with the JSON and the parts of the finished response."""
+    """`store` is called with the JSON and the output items of the finished response."""
 
     def __init__(
         self,
         active: ActiveRequest,
         body: ResponsesRequest,
         response_id: str,
-        store: Callable[[bytes, list[OutputPart]], None],
+        store: Callable[[bytes, list[dict[str, Any]]], None],
     ) -> None:
         super().__init__(active)
         self._store = store
         self._sequence_number = 0
-        self._new_parts = OutputParts()
-        self._parts: list[OutputPart] = []  # the complete ones
         self._items: list[dict[str, Any]] = []
         self._open_texts: list[str] | None = None  # pieces of the open item's text; None: no item is open
         # The JSON of the fields that do not change is made once, because tools and instructions may be long.
         self._fixed_json = to_json(_fixed_fields(active, body, response_id))
-        active.observe_output = self._new_parts.receive
 
     async def body(self) -> bytes:
-        async for _ in self.active.deltas():
-            pass
-        for part in self._new_parts.take():
+        [output] = await self.whole_output()
+        for part in joined(output.parts):
             self._add(part)
         self._end_output()
         return self._finish().encode()
@@ -51,8 +48,8 @@ class ResponsesAnswer(Answer):
         response = self._response("in_progress")
         return b"".join(self._response_event(name, response) for name in ("response.created", "response.in_progress"))
 
-    def events(self, texts: dict[int, str]) -> bytes:
-        return b"".join(self._add(part) for part in self._new_parts.take())
+    def events(self, deltas: dict[int, Delta]) -> bytes:
+        return b"".join(self._add(part) for delta in deltas.values() for part in joined(delta.parts))
 
     def last_events(self) -> bytes:
         events = self._end_output()
@@ -69,9 +66,9 @@ class ResponsesAnswer(Answer):
 
     def _add(self, part: OutputPart) -> bytes:
         """Add a part to the items. Returns the events."""
-        if part.call is not None:
+        if isinstance(part, OutputCall):
             return self._close() + self._add_call(part)
-        item_type = "message" if part.kind == "text" else "reasoning"
+        item_type = "message" if isinstance(part, OutputText) else "reasoning"
         events = b""
         if self._open_texts is None or self._items[-1]["type"] != item_type:
             events = self._close() + self._open(item_type)
@@ -79,19 +76,14 @@ class ResponsesAnswer(Answer):
         self._open_texts.append(part.text)
         return events + self._text_event("delta", delta=part.text)
 
-    def _add_call(self, part: OutputPart) -> bytes:
-        assert part.call is not None
-        call = {"call_id": part.call.id, "name": part.call.name}
-        item = self._new_item("function_call", **call, arguments="")
+    def _add_call(self, call: OutputCall) -> bytes:
+        item = self._new_item("function_call", call_id=call.id, name=call.name, arguments="")
         events = self._item_event("response.output_item.added")
-        arguments = part.call.arguments
         name = "response.function_call_arguments"
-        events += self._event(f"{name}.delta", **self._place(), delta=arguments)
-        events += self._event(f"{name}.done", **self._place(), name=part.call.name, arguments=arguments)
-        is_cut = self._was_cut and not _is_json(arguments)
-        item |= {"arguments": arguments, "status": "incomplete" if is_cut else "completed"}
-        if not is_cut:  # a truncated call cannot be part of the next request's prompt
-            self._parts.append(part)
+        events += self._event(f"{name}.delta", **self._place(), delta=call.arguments)
+        events += self._event(f"{name}.done", **self._place(), name=call.name, arguments=call.arguments)
+        is_cut = self._was_cut and not _is_json(call.arguments)
+        item |= {"arguments": call.arguments, "status": "incomplete" if is_cut else "completed"}
         return events + self._item_event("response.output_item.done")
 
     def _open(self, item_type: str) -> bytes:
@@ -110,7 +102,6 @@ class ResponsesAnswer(Answer):
         text, self._open_texts = "".join(self._open_texts), None
         item = self._items[-1]
         item["content"][0]["text"], item["status"] = text, status
-        self._parts.append(OutputPart("text" if item["type"] == "message" else "reasoning", text))
         events = self._text_event("done", text=text)
         events += self._content_event("response.content_part.done", part=item["content"][0])
         return events + self._item_event("response.output_item.done")
@@ -129,7 +120,7 @@ class ResponsesAnswer(Answer):
         """The JSON of the complete response, which is also stored."""
         details = {"reason": "max_output_tokens"} if self._was_cut else None
         response = self._response(self._status, incomplete_details=details, completed_at=int(time.time()))
-        self._store(response.encode(), self._parts)
+        self._store(response.encode(), self._items)
         return response
 
     @property
@@ -159,7 +150,7 @@ class ResponsesAnswer(Answer):
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._new_parts.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.active.choices[0].num_reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

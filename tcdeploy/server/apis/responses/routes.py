@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,7 +18,6 @@ from tcdeploy.server.apis.responses.translation import answer_messages, new_mess
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.generation import GenerationApi, TranslatedRequest, generate
 from tcdeploy.server.http.authentication import find_key
-from tcdeploy.server.output.output_parts import OutputPart
 from tcdeploy.server.server_state import ServerState
 
 # Unsupported query parameters of a GET, which would change the response.
@@ -39,9 +39,9 @@ async def _translate(state: ServerState, raw_request: Request, body: ResponsesRe
     request = to_chat_request(body, [*old_messages, *added])
     response_id = f"resp_{uuid.uuid4().hex}"
 
-    def store(response: bytes, parts: list[OutputPart]) -> None:
+    def store(response: bytes, output: list[dict[str, Any]]) -> None:
         if body.is_stored:
-            messages = [*added, *answer_messages(parts)]
+            messages = [*added, *answer_messages(output)]
             old_bytes = previous.num_bytes - len(previous.body) if previous else 0  # of its messages, which are kept
             num_bytes = len(response) + memory_of(messages) + old_bytes
             conversation = [*old_messages, *messages]

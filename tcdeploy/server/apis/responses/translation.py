@@ -39,7 +39,6 @@ from tcdeploy.server.apis.responses.protocol import (
 )
 from tcdeploy.server.apis.turn import BLOCKS_PER_SLICE, Turn, to_messages, tool_turn
 from tcdeploy.server.output.json_text import dump
-from tcdeploy.server.output.output_parts import OutputPart
 from tcdeploy.server.output.structured.output_constraint import JsonObjectFormat, JsonSchema, JsonSchemaFormat
 from tcdeploy.text.template_form import INSTRUCTION_ROLES, MESSAGE_SEPARATOR
 
@@ -85,16 +84,17 @@ def to_chat_request(body: ResponsesRequest, conversation: list[Message]) -> Chat
     )
 
 
-def answer_messages(parts: Iterable[OutputPart]) -> list[Message]:
-    """The messages of an output, for the next request of the conversation."""
+def answer_messages(items: Iterable[dict[str, Any]]) -> list[Message]:
+    """The messages of a response's output items, for the next request of the conversation, without a truncated call."""
     turns: list[Turn] = []
-    for part in parts:
-        if part.call is not None:
-            _add_call(turns, part.call.id, part.call.name, part.call.arguments)
-        elif part.kind == "reasoning":
-            _assistant_turn(turns).reasoning.append(part.text)
-        else:
-            _assistant_turn(turns).texts.append(part.text)
+    for item in items:
+        match item["type"]:
+            case "message":
+                _assistant_turn(turns).texts.append(item["content"][0]["text"])
+            case "reasoning":
+                _assistant_turn(turns).reasoning.append(item["content"][0]["text"])
+            case "function_call" if item["status"] == "completed":
+                _add_call(turns, item["call_id"], item["name"], item["arguments"])
     return [turn.message() for turn in turns]
 
 

@@ -1,4 +1,4 @@
-"""Types that parsers of outputs share: deltas of content, reasoning and tool calls, and their builder.
+"""What parsers of outputs share: their interface, the builder of parts, and the state machine.
 
 A call is sent when it is complete. A call that `max_tokens` truncates is sent with the arguments generated so far,
 which are not complete JSON; the finish reason `length` indicates this. The text of a malformed call, and of one that a
@@ -10,117 +10,86 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
+
+from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputReasoning, OutputText
 
 OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the output ended
 PIECE_CHARS = 1024  # of a long text, which is parsed in pieces
 log = logging.getLogger("tcdeploy.server")
 
 
-class ParsedToolCall(NamedTuple):
-    number: int  # index within the choice
-    id: str
-    name: str
-    arguments: str  # JSON, or the beginning of it
-
-    def json(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-class ParsedDelta(NamedTuple):
-    """A piece of output, split into its parts."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[ParsedToolCall, ...] = ()
-
-
 class OutputParser(Protocol):
-    """Splits the output of one choice incrementally."""
+    """Splits the output of one choice into parts as it arrives. No part has an empty text."""
 
     num_malformed: int  # calls whose text was returned as content
 
     @property
     def has_calls(self) -> bool: ...
 
-    def push(self, text: str) -> ParsedDelta: ...
+    def push(self, text: str) -> list[OutputPart]: ...
 
-    def finish(self, end: OutputEnd = "complete") -> ParsedDelta:
+    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
         """The rest of the output, after the last `push`."""
         ...
 
 
-class WhitespaceTrimmer:
-    """Strips leading and trailing white space of a text that arrives in pieces. Models put it around delimiters."""
+class TrimmedText:
+    """Holds the white space at the end of a text that arrives in pieces back, until more text follows.
 
-    def __init__(self) -> None:
-        self._has_text = False
-        self._trailing_space = TrailingSpace()
-
-    def push(self, text: str) -> str:
-        if not self._has_text:
-            text = text.lstrip()
-            self._has_text = bool(text)
-        return self._trailing_space.push(text)
-
-
-class TrailingSpace:
-    """The white space at the end of a text that arrives in pieces.
-
-    The pieces are joined once: a model in a loop may write nothing else until its context is full.
+    `skips_space`: also drop the white space before the next text. The held pieces are joined once: a model in a loop
+    may write nothing else until its context is full.
     """
 
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
+    def __init__(self, *, skips_space: bool) -> None:
+        self.skips_space = skips_space
+        self._held: list[str] = []
 
     def push(self, text: str) -> str:
-        """The text with the space before it, and without the space at its end."""
+        if self.skips_space:
+            text = text.lstrip()
+            self.skips_space = not text
         stripped = text.rstrip()
-        space = self.take() if stripped else ""
+        space = self.take_space() if stripped else ""
         if len(stripped) < len(text):
-            self._pieces.append(text[len(stripped) :])
+            self._held.append(text[len(stripped) :])
         return space + stripped
 
-    def take(self) -> str:
-        pieces, self._pieces = self._pieces, []
-        return "".join(pieces)
+    def take_space(self) -> str:
+        held, self._held = self._held, []
+        return "".join(held)
 
 
-class DeltaBuilder:
-    """Builds successive deltas, and numbers the calls of the choice.
+class PartsBuilder:
+    """Builds the parts of a choice, and numbers its calls.
 
     White space of the content is dropped next to delimiters; with `trims_content`, also at the start and end of the
     output. If delimiters divide the content, its parts are separated by a line break.
     """
 
     def __init__(self, max_calls: int | None, id_length: int = 0, *, trims_content: bool = False) -> None:
-        self._max_calls, self._id_length = max_calls, id_length
-        self._trims_content = self._skips_space = trims_content
-        self._trailing_space = TrailingSpace()  # of the content; dropped if a delimiter follows
+        self._max_calls, self._id_length, self._trims_content = max_calls, id_length, trims_content
+        self._content, self._reasoning = TrimmedText(skips_space=trims_content), TrimmedText(skips_space=True)
         self._separator = ""  # before the next content
         self._has_content = False
-        self._reasoning_trimmer = WhitespaceTrimmer()
-        self._content = self._reasoning = ""
-        self._calls: list[ParsedToolCall] = []
+        self._parts: list[OutputPart] = []
         self.num_calls = 0
         self.ends_with_call = False  # whether no content follows the last call
 
     def add_content(self, text: str) -> None:
-        if self._skips_space:
-            text = text.lstrip()
-            self._skips_space = not text
-        if text := self._trailing_space.push(text):
-            self._content += self._separator + text
+        if text := self._content.push(text):
+            self._parts.append(OutputText(self._separator + text))
             self._separator, self._has_content, self.ends_with_call = "", True, False
 
     def end_content(self) -> None:
         """Called at each delimiter."""
-        self._trailing_space.take()
-        self._skips_space = True
+        self._content.take_space()
+        self._content.skips_space = True
         self._separator = "\n" if self._has_content else ""
 
     def add_reasoning(self, text: str) -> None:
-        self._reasoning += self._reasoning_trimmer.push(text)
+        if text := self._reasoning.push(text):
+            self._parts.append(OutputReasoning(text))
 
     def add_call(self, name: str, arguments: str) -> None:
         """Calls beyond `max_calls` are dropped."""
@@ -128,19 +97,19 @@ class DeltaBuilder:
         if self.num_calls == self._max_calls:
             return
         call_id = uuid.uuid4().hex[: self._id_length] if self._id_length else f"call_{uuid.uuid4().hex}"
-        self._calls.append(ParsedToolCall(self.num_calls, call_id, name, arguments))
+        self._parts.append(OutputCall(self.num_calls, call_id, name, arguments))
         self.num_calls += 1
 
-    def finish(self) -> ParsedDelta:
-        if not self._trims_content:
-            self._content += self._trailing_space.take()
+    def finish(self) -> list[OutputPart]:
+        space = self._content.take_space()
+        if space and not self._trims_content:
+            self._parts.append(OutputText(space))
         return self.take()
 
-    def take(self) -> ParsedDelta:
-        delta = ParsedDelta(self._content, self._reasoning, tuple(self._calls))
-        self._content = self._reasoning = ""
-        self._calls = []
-        return delta
+    def take(self) -> list[OutputPart]:
+        """The parts since the last call."""
+        parts, self._parts = self._parts, []
+        return parts
 
 
 def log_malformed(reason: object) -> None:
@@ -156,7 +125,7 @@ class SteppingParser:
 
     _step: Callable[[bool], bool]
 
-    def __init__(self, builder: DeltaBuilder) -> None:
+    def __init__(self, builder: PartsBuilder) -> None:
         self.num_malformed = 0
         self._builder = builder
         self._buffer = ""  # text that is not parsed yet
@@ -169,7 +138,7 @@ class SteppingParser:
     def ends_with_call(self) -> bool:
         return self._builder.ends_with_call
 
-    def push(self, text: str) -> ParsedDelta:
+    def push(self, text: str) -> list[OutputPart]:
         self._parse(text)
         return self._builder.take()
 
