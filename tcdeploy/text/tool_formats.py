@@ -19,7 +19,8 @@ CallSyntax = Literal["json", "python", "xml", "harmony"]
 class ForcedCall:
     """Fixed texts of the calls that a grammar enforces: `start`, calls with `separator` between them, `end`.
 
-    A call is `before_name`, the name, `after_name`, the arguments as JSON, and `after_arguments`.
+    A call is `opening`, `before_name`, the name, `after_name`, the arguments as JSON, `after_arguments` and `closing`.
+    With `allows_space`, white space may be next to `opening`, `closing` and `separator`.
     """
 
     before_name: str
@@ -28,9 +29,13 @@ class ForcedCall:
     separator: str | None = None  # None: one call only
     start: str = ""
     end: str = ""
+    opening: str = ""
+    closing: str = ""
+    allows_space: bool = False
 
     def example(self, name: str) -> str:
-        return f"{self.start}{self.before_name}{name}{self.after_name}{{}}{self.after_arguments}{self.end}"
+        call = f"{self.opening}{self.before_name}{name}{self.after_name}{{}}{self.after_arguments}{self.closing}"
+        return f"{self.start}{call}{self.end}"
 
 
 @dataclass(frozen=True)

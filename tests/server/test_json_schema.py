@@ -16,7 +16,7 @@ from tcdeploy.server.output.structured.json_schema import exact_schema, exact_sc
 from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
 from tcdeploy.server.output.structured.structured_output import PARSER_LIMITS
 from tcdeploy.server.output.template_parser import Markup
-from tcdeploy.server.output.tools import call_grammar, forced_call_grammar
+from tcdeploy.server.output.tools import call_grammar
 from tcdeploy.text.tool_formats import TOOL_FORMATS
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -288,8 +288,8 @@ def forced_calls(parameters: dict[str, Any]) -> dict[str, str]:
     forced = TOOL_FORMATS["hermes"].forced
     assert forced is not None
     return {
-        '<call>{"name": "f", "arguments": ': call_grammar(functions, markup, ('"<call>"', '"</call>"'), False),
-        '<tool_call>\n{"name": "f", "arguments": ': forced_call_grammar(functions, forced, "", json.dumps, False),
+        '<call>{"name": "f", "arguments": ': call_grammar(functions, markup.forced, json.dumps, False),
+        '<tool_call>\n{"name": "f", "arguments": ': call_grammar(functions, forced, json.dumps, False),
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from tcdeploy.server.output.json_text import dump, has_utf8, object_members, string_value
 from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, log_malformed
 from tcdeploy.server.output.parts import OutputPart
+from tcdeploy.text.tool_formats import ForcedCall
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates
 # Raised by ResponseParser for malformed calls.
@@ -33,8 +34,12 @@ class Markup(NamedTuple):
     name_key: str
     arguments_key: str
 
-    def example(self, name: str) -> str:
-        return f"{self.opening}{json.dumps({self.name_key: name, self.arguments_key: {}})}{self.closing}"
+    @property
+    def forced(self) -> ForcedCall:
+        return ForcedCall(
+            f'{{"{self.name_key}": "', f'", "{self.arguments_key}": ', "}",
+            separator="", opening=self.opening, closing=self.closing, allows_space=True,
+        )  # fmt: skip
 
 
 class TemplateParser:

@@ -21,6 +21,7 @@ import functools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tcdeploy.planning.extras import is_installed
@@ -33,7 +34,6 @@ from tcdeploy.server.output.structured.json_schema import exact_schemas
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.template_parser import (
     REASONING_FIELDS,
-    Markup,
     TemplateParser,
     find_markup,
     literal_delimiter,
@@ -145,22 +145,24 @@ class ToolSupport:
         loop's thread, because rewriting large schemas takes some 50 ms.
         """
         functions = [tool["function"] for tool in request.forced_tools]
-        forced = self._format.forced if self._format is not None else None
-        markup = find_markup(self._template or {})
-        prefix = ""
-        if self._reasoning is not None and forced is not None and not _is_harmony(self._reasoning):
-            prefix = f"{self._reasoning.closing}\n\n" if _opens_reasoning(prompt, self._reasoning, request) else ""
-        example = forced.example if forced is not None else markup.example if markup is not None else None
-        if example is None or not self._parses_example(prefix + example(functions[0]["name"]), request, prompt):
+        forced, reasoning = self._forced, self._reasoning
+        if forced and self._format and reasoning and not _is_harmony(reasoning):
+            is_open = _opens_reasoning(prompt, reasoning, request)
+            forced = replace(forced, start=f"{reasoning.closing}\n\n{forced.start}") if is_open else forced
+        if forced is None or not self._parses_example(forced.example(functions[0]["name"]), request, prompt):
             raise bad_request(
                 "tool_choice must be none or auto for this request: no grammar can enforce the model's format of tool "
                 "calls after this prompt", "tool_choice", "unsupported_parameter",
             )  # fmt: skip
-        if forced is not None:
-            return forced_call_grammar(functions, forced, prefix, self._grammar_text, request.allows_multiple_calls)
-        assert markup is not None
-        delimiters = self._grammar_delimiter(markup.opening), self._grammar_delimiter(markup.closing)
-        return call_grammar(functions, markup, delimiters, request.allows_multiple_calls)
+        return call_grammar(functions, forced, self._grammar_text, request.allows_multiple_calls)
+
+    @property
+    def _forced(self) -> ForcedCall | None:
+        """The texts of calls that a grammar can enforce, if the model's format has such texts."""
+        if self._format is not None:
+            return self._format.forced
+        markup = find_markup(self._template or {})
+        return None if markup is None else markup.forced
 
     def calls_or_content_grammar(self, request: ChatRequest, prompt: str, schema: dict[str, Any]) -> str:
         """Grammar for calls of the tools that the model may call, or JSON of `schema`.
@@ -173,18 +175,16 @@ class ToolSupport:
             for function in (tool["function"] for tool in request.usable_tools)
         ]
         allow_multiple = request.parallel_tool_calls is not False
-        used, markup = self._format, find_markup(self._template or {})
+        used, forced = self._format, self._forced
         reasoning = self._reasoning if self._template is None else _reasoning_of_template(self._template)
         if (used is not None and used.syntax == "harmony") or _is_harmony(self._reasoning):
             used, reasoning = TOOL_FORMATS["openai"], REASONING_FORMATS["openai_gptoss"]
+            forced = used.forced
         starts_in_reasoning = reasoning is not None and _opens_reasoning(prompt, reasoning, request)
         if used is not None and used.starts_output and used.syntax == "json":
             calls = plain_calls(functions)
-        elif used is not None and used.forced is not None:
-            calls = forced_call_grammar(functions, used.forced, "", self._grammar_text, allow_multiple)
-        elif markup is not None:
-            delimiters = self._grammar_delimiter(markup.opening), self._grammar_delimiter(markup.closing)
-            calls = call_grammar(functions, markup, delimiters, allow_multiple)
+        elif forced is not None:
+            calls = call_grammar(functions, forced, self._grammar_text, allow_multiple)
         elif openings := self._openings(functions):
             calls = open_calls(openings, self._grammar_text)
         else:
@@ -241,53 +241,32 @@ class ToolSupport:
         added = self._tokenizer.added_tokens_decoder.items()
         ids = {token.content: token_id for token_id, token in added if token.content in text}
         if not ids:
-            return json.dumps(text)
+            return json.dumps(text) if text else ""
         pattern = "|".join(re.escape(content) for content in sorted(ids, key=len, reverse=True))
         parts = re.split(f"({pattern})", text)
         return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
-    def _grammar_delimiter(self, delimiter: str) -> str:
-        """A delimiter that is one token is written as its id."""
-        ids = self._tokenizer(delimiter, add_special_tokens=False).input_ids
-        return f"<[{ids[0]}]>" if len(ids) == 1 else self._grammar_text(delimiter)
-
 
 def call_grammar(
-    functions: list[dict[str, Any]], markup: Markup, delimiters: tuple[str, str], allow_multiple: bool
+    functions: list[dict[str, Any]], forced: ForcedCall, text: Callable[[str], str], allow_multiple: bool
 ) -> str:
-    """Grammar of one call, or of several in a row. Each schema is a document of its own, so that its $refs resolve."""
-    bodies, rules, schemas = [], [], _parameter_schemas(functions)
-    for number, function in enumerate(functions):
-        head = f"{{{json.dumps(markup.name_key)}: {json.dumps(function['name'])}, {json.dumps(markup.arguments_key)}: "
-        bodies.append(f'{json.dumps(head)} arguments_{number} "}}"')
-        rules.append(f"arguments_{number}: %json {json.dumps(schemas[number])}")
-    head = "start: call (space call)*" if allow_multiple else "start: call"
-    call = f"call: {delimiters[0]} space ({' | '.join(bodies)}) space {delimiters[1]}"
-    return "\n".join([head, call, *rules, r"space: /[ \n]{0,2}/"])
+    """Grammar of one call, or of several. `text` returns the terminals of a fixed text.
 
-
-def _parameter_schemas(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return exact_schemas([function.get("parameters") or {"type": "object"} for function in functions])
-
-
-def forced_call_grammar(
-    functions: list[dict[str, Any]],
-    forced: ForcedCall,
-    prefix: str,
-    text: Callable[[str], str],
-    allow_multiple: bool,
-) -> str:
-    """Grammar of one call, or of several. `text` returns the terminals of a fixed text."""
-    bodies, rules, schemas = [], [], _parameter_schemas(functions)
-    for number, function in enumerate(functions):
-        head = text(f"{forced.before_name}{function['name']}{forced.after_name}")
-        bodies.append(f"{head} arguments_{number}")
-        rules.append(f"arguments_{number}: %json {json.dumps(schemas[number])}")
+    Each schema is a document of its own, so that its $refs resolve.
+    """
+    schemas = exact_schemas([function.get("parameters") or {"type": "object"} for function in functions])
+    heads = [text(f"{forced.before_name}{function['name']}{forced.after_name}") for function in functions]
+    bodies = " | ".join(f"{head} arguments_{number}" for number, head in enumerate(heads))
+    space = "space" if forced.allows_space else ""
+    call = (
+        f"call: {text(forced.opening)} {space} ({bodies}) {text(forced.after_arguments)} {space} {text(forced.closing)}"
+    )
     calls = "call"
     if allow_multiple and forced.separator is not None:
-        calls = f"call ({text(forced.separator)} call)*"
-    start = f"start: {text(prefix + forced.start)} {calls} {text(forced.end)}".rstrip()
-    return "\n".join([start, f"call: ({' | '.join(bodies)}) {text(forced.after_arguments)}".rstrip(), *rules])
+        calls = f"call ({text(forced.separator)} {space} call)*"
+    start = " ".join(filter(None, ("start:", text(forced.start), calls, text(forced.end))))
+    rules = [f"arguments_{number}: %json {json.dumps(schema)}" for number, schema in enumerate(schemas)]
+    return "\n".join([start, call, *rules, r"space: /[ \n]{0,2}/"])
 
 
 def _opens_reasoning(prompt: str, reasoning: ReasoningFormat, request: ChatRequest) -> bool:

@@ -47,7 +47,7 @@ class ChunkAnswer(Answer):
         """The entry of `choices` in a chunk."""
         raise NotImplementedError
 
-    def whole_choice(self, choice: Choice, output: Delta) -> dict[str, Any]:
+    def whole_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """The entry of `choices` in a response that is not streamed."""
         raise NotImplementedError
 
@@ -181,9 +181,9 @@ class ChatAnswer(ChunkAnswer):
             **_token_ids(choice, delta),
         }
 
-    def whole_choice(self, choice: Choice, output: Delta) -> dict[str, Any]:
+    def whole_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         self._first_fields |= self._prompt_logprobs(choice)
-        content, reasoning, calls = split(output.parts)
+        content, reasoning, calls = split(delta.parts)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or None if calls else content,
@@ -196,9 +196,9 @@ class ChatAnswer(ChunkAnswer):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(choice, output),
+            "logprobs": self._logprobs(choice, delta),
             "finish_reason": choice.finish_reason,
-            **_token_ids(choice, output),
+            **_token_ids(choice, delta),
         }
 
     def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
