@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tcdeploy.server.generate.stop_strings import partial_match_length
 from tcdeploy.server.output.json_text import ObjectScanner, valid_object
 from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, SteppingParser, log_malformed
 from tcdeploy.server.output.parts import OutputPart
@@ -76,17 +75,10 @@ class HarmonyParser(SteppingParser):
         return True
 
     def _read_text(self, is_last: bool) -> bool:
-        ends = [(index, mark) for mark in MESSAGE_ENDS if (index := self._buffer.find(mark)) >= 0]
-        if not ends:
-            num_kept = 0 if is_last else max(partial_match_length(self._buffer, mark) for mark in MESSAGE_ENDS)
-            index = len(self._buffer) - num_kept
-        else:
-            index = min(ends)[0]
-        self._emit(self._buffer[:index])
-        self._buffer = self._buffer[index:]
-        if ends:
-            self._step = self._read_header
-        return bool(ends)
+        if self._find(MESSAGE_ENDS, is_last, self._emit) is None:
+            return False
+        self._step = self._read_header
+        return True
 
     def _read_arguments(self, is_last: bool) -> bool:
         self._buffer = self._buffer.lstrip()

@@ -71,10 +71,10 @@ def object_members(text: str, *, is_complete: bool = False) -> dict[str, str]:
 def _split_members(text: str) -> tuple[dict[str, str], int]:
     """The members, and the index up to which the text has been read: of the closing brace in a complete object."""
     members: dict[str, str] = {}
-    position = _skip_space(text, 0)
+    position = skip_space(text, 0)
     if not text.startswith("{", position):
         raise ValueError("it is not a JSON object")
-    position = _skip_space(text, position + 1)
+    position = skip_space(text, position + 1)
     num_members = 0
     while text.startswith('"', position):
         if num_members == MAX_MEMBERS:  # len(members) does not count a key that is repeated
@@ -84,20 +84,20 @@ def _split_members(text: str) -> tuple[dict[str, str], int]:
             key, position = _DECODER.raw_decode(text, position)
         except ValueError:  # the key is truncated
             return members, position
-        position = _skip_space(text, position)
+        position = skip_space(text, position)
         if not text.startswith(":", position):
             return members, position
-        start = _skip_space(text, position + 1)
+        start = skip_space(text, position + 1)
         try:
             _, position = _DECODER.raw_decode(text, start)
         except ValueError:
             members[key] = text[start:]
             return members, start
         members[key] = text[start:position]
-        position = _skip_space(text, position)
+        position = skip_space(text, position)
         if not text.startswith(",", position):
             break
-        position = _skip_space(text, position + 1)
+        position = skip_space(text, position + 1)
     return members, position
 
 
@@ -153,7 +153,7 @@ def string_value(raw: str) -> str | None:
     return value if isinstance(value, str) and has_utf8(value) else None
 
 
-def _skip_space(text: str, position: int) -> int:
+def skip_space(text: str, position: int) -> int:
     match = _SPACE.match(text, position)
     assert match is not None
     return match.end()

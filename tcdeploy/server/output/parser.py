@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias
 
+from tcdeploy.server.generate.stop_strings import partial_match_length
 from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputReasoning, OutputText
 
 OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the output ended
@@ -155,3 +156,22 @@ class SteppingParser:
     def _run_steps(self, *, is_last: bool) -> None:
         while self._step(is_last):
             pass
+
+    def _find(self, literals: tuple[str, ...], is_last: bool, emit: Callable[[str], None]) -> str | None:
+        """The first of `literals` in the buffer, or None. Emits the text before it, so that the buffer begins with it.
+
+        Text that may be the beginning of a literal is kept in the buffer, unless it is the last text.
+        """
+        matches = [(index, literal) for literal in literals if (index := self._buffer.find(literal)) >= 0]
+        if matches:
+            index, literal = min(matches)
+            emit(self._buffer[:index])
+            self._buffer = self._buffer[index:]
+            return literal
+        num_kept = 0
+        if not is_last and literals:
+            num_kept = max(partial_match_length(self._buffer, literal) for literal in literals)
+        end = len(self._buffer) - num_kept
+        emit(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        return None

@@ -12,10 +12,8 @@ output ends with a call, the results of the second parser are used.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
-from tcdeploy.server.generate.stop_strings import partial_match_length
 from tcdeploy.server.output.json_text import ObjectScanner, arguments_object, object_members, string_value, valid_object
 from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, SteppingParser, log_malformed
 from tcdeploy.server.output.parts import OutputPart, split
@@ -172,25 +170,6 @@ class TagParser(SteppingParser):
         self._builder.add_content(self._buffer)
         self._buffer = ""
         return False
-
-    def _find(self, literals: tuple[str, ...], is_last: bool, emit: Callable[[str], None]) -> str | None:
-        """The first of `literals` in the buffer, or None. Emits the text before it, so that the buffer begins with it.
-
-        Text that may be the beginning of a literal is kept in the buffer, unless it is the last text.
-        """
-        matches = [(index, literal) for literal in literals if (index := self._buffer.find(literal)) >= 0]
-        if matches:
-            index, literal = min(matches)
-            emit(self._buffer[:index])
-            self._buffer = self._buffer[index:]
-            return literal
-        num_kept = 0
-        if not is_last and literals:
-            num_kept = max(partial_match_length(self._buffer, literal) for literal in literals)
-        end = len(self._buffer) - num_kept
-        emit(self._buffer[:end])
-        self._buffer = self._buffer[end:]
-        return None
 
     # Calls. The buffer begins with the opening until the call is complete.
 

@@ -13,7 +13,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from tcdeploy.server.output.json_text import dump
+from tcdeploy.server.output.json_text import dump, skip_space
 
 END, PARAMETER, PARAMETER_END = "</function>", "<parameter=", "</parameter>"
 CALL_END = "</tool_call>"
@@ -25,7 +25,6 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]{1,188})>")
 _VALUE_END = re.compile("|".join(FOLLOWERS))
 _LAST_VALUE_END = re.compile(rf"{PARAMETER_END}|{PARAMETER}|{END}|\Z")
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-_SPACE = re.compile(r"\s*")
 
 
 class XmlCall:
@@ -46,7 +45,7 @@ class XmlCall:
     def find_end(self, text: str) -> int | None:
         """The index after the call; None if its end is not in `text` yet. Raises ValueError for a malformed call."""
         while True:
-            start = self.position = _skip_space(text, self.position)
+            start = self.position = skip_space(text, self.position)
             if text.startswith((END, CALL_END), start):
                 return start + len(END) if text.startswith(END, start) else start
             head = _PARAMETER.match(text, start)
@@ -69,7 +68,7 @@ class XmlCall:
         Call it after `find_end` has returned None. Raises ValueError if more than closing tags is missing.
         """
         while True:
-            start = self.position = _skip_space(text, self.position)
+            start = self.position = skip_space(text, self.position)
             if start == len(text):
                 return start
             if text.startswith(END, start):
@@ -88,7 +87,7 @@ class XmlCall:
 
     def _find_value_end(self, text: str, start: int) -> int | None:
         while (match := _VALUE_END.search(text, start)) is not None:
-            next_start = _skip_space(text, match.end())
+            next_start = skip_space(text, match.end())
             if text.startswith(FOLLOWERS[match[0]], next_start):
                 return match.start()
             is_near = next_start - match.start() <= MAX_SPACE  # otherwise this space would be read with each token
@@ -138,9 +137,3 @@ def _type_name(value: Any) -> set[str]:
         return {"boolean"}
     names = {dict: {"object"}, list: {"array"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}}
     return names.get(type(value), set())
-
-
-def _skip_space(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    assert match is not None
-    return match.end()
