@@ -139,7 +139,7 @@ def test_a_failure_after_submission_cancels_the_request_and_releases_the_admissi
     async def prompts(_: object) -> list[Prompt]:
         return [Prompt([1], None)]
 
-    def fail_in_answer(*_: object) -> None:
+    def fail_in_choice(*_: object) -> None:
         assert state.admission.num_admitted == len(submitted) == 1, "the engine has the request"
         raise error
 
@@ -147,7 +147,7 @@ def test_a_failure_after_submission_cancels_the_request_and_releases_the_admissi
     worker = fake_worker(state.settings.hot_path, submit=submitted.append, cancel=cancelled.append)
     tokenizer: Any = SimpleNamespace(prompts=prompts, tokenizer=None)
     state.service = dataclasses.replace(state.service, worker=worker, tokenizer=tokenizer)
-    monkeypatch.setattr("tcdeploy.server.generate.generation.CompletionAnswer", fail_in_answer)
+    monkeypatch.setattr("tcdeploy.server.generate.active_request.ActiveRequest._new_choice", fail_in_choice)
     body = {"prompt": [1], "stream": stream}
     if isinstance(error, asyncio.CancelledError):
         with pytest.raises(asyncio.CancelledError):
