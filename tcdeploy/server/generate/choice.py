@@ -20,17 +20,20 @@ class ScoredToken(NamedTuple):
     offset: int  # characters from the start of the text
 
 
-@dataclass(slots=True)
 class Delta:
     """The output that new tokens add to a choice.
 
-    The parts may be empty although there are tokens: a parser holds text back that may belong to a call.
+    The parts may be empty although there are tokens: a parser holds text back that may belong to a call. Not a
+    dataclass, whose default factories take 0.4 us per token.
     """
 
-    is_first: bool = False  # whether it begins the choice
-    parts: list[OutputPart] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # if the response contains them
-    logprobs: list[ScoredToken] = field(default_factory=list)  # if the response contains them
+    __slots__ = ("is_first", "logprobs", "parts", "token_ids")
+
+    def __init__(self) -> None:
+        self.is_first = False  # whether it begins the choice
+        self.parts: list[OutputPart] = []
+        self.token_ids: list[int] = []  # if the response contains them
+        self.logprobs: list[ScoredToken] = []  # if the response contains them
 
     def append(self, other: Delta) -> None:
         self.is_first |= other.is_first

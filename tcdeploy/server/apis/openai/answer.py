@@ -16,7 +16,7 @@ from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.choice import Choice, Delta, ScoredToken, Usage, prompt_logprob_json
 from tcdeploy.server.generate.vocabulary import Vocabulary
-from tcdeploy.server.output.parts import split
+from tcdeploy.server.output.parts import OutputText, split
 
 DONE = b"data: [DONE]\n\n"
 TOKENS_PER_SLICE = 64  # of a prompt, whose log-probabilities are encoded between two yields to the event loop: 7 ms
@@ -125,7 +125,7 @@ class CompletionAnswer(ChunkAnswer):
         has_prompt = choice.returns_token_ids and delta.is_first
         return {
             "index": choice.index,
-            "text": split(delta.parts).content,
+            "text": "".join([part.text for part in delta.parts if isinstance(part, OutputText)]),
             "logprobs": self._logprobs(delta.logprobs, choice.num_top_logprobs),
             "finish_reason": choice.finish_reason or None,
             **({"prompt_token_ids": list(choice.prompt_token_ids)} if has_prompt else {}),
