@@ -62,7 +62,7 @@ def test_nothing_compiles_after_warm_up(tiny_deployment: Any) -> None:
     prompts = [prompt_of(tiny_deployment.tokenizer, length) for length in (1, 2, 31, 33, 64, 127, 128, 129, 700)]
     with measure_compiles() as while_serving, fail_on_recompile():
         tiny_deployment.engine.generate(prompts, SamplingParams(max_new_tokens=9, temperature=0.7, seed=3))
-    assert while_serving.counts.compiles == 0, "on_compile_start fired"
+    assert while_serving.counts.compiles == 0
     assert while_serving.counts.programs == 0
 
 

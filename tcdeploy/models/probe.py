@@ -42,7 +42,6 @@ from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_c
 from tcdeploy.planning.memory import DTYPE_BYTES
 from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
 from tcdeploy.torch_compat.dynamo.fake_tensors import fake_tensors
-from tcdeploy.torch_compat.transformers.attention_registry import unregister_attention
 from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors
 
 PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
@@ -143,7 +142,7 @@ def _record_attention(
     """Build and run the model on fake tensors. Adds problems to `refusals`; the result is partial if there are any."""
     model: nn.Module | None = None
     recorder = AttentionRecorder(positions)
-    ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTN_IMPLEMENTATION, recorder)
+    ALL_ATTENTION_FUNCTIONS[PROBE_ATTN_IMPLEMENTATION] = recorder
     try:
         with quiet_transformers(), fake_tensors(), torch.no_grad(), refusals.collecting():
             try:
@@ -156,7 +155,7 @@ def _record_attention(
             else:
                 return model, read_attention(model, recorder, config, refusals)
     finally:
-        unregister_attention(PROBE_ATTN_IMPLEMENTATION)
+        del ALL_ATTENTION_FUNCTIONS[PROBE_ATTN_IMPLEMENTATION]
     return model, ()
 
 

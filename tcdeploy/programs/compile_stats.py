@@ -18,7 +18,7 @@ import torch
 
 from tcdeploy.cache import contents
 from tcdeploy.programs import aot_counts
-from tcdeploy.torch_compat.dynamo import compile_callback, compile_counters
+from tcdeploy.torch_compat.dynamo import compile_counters
 from tcdeploy.torch_compat.inductor import benchmarker
 from tcdeploy.torch_compat.internal import is_imported
 
@@ -27,7 +27,7 @@ from tcdeploy.torch_compat.internal import is_imported
 class CompileCounts:
     """A reading, or the difference of two. `cache_*` count Inductor's graph cache and ahead-of-time packages."""
 
-    compiles: int = 0
+    compiles: int = 0  # also of programs that came from the cache, but not of packages that were loaded
     programs: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
@@ -63,13 +63,12 @@ class CompileCounts:
 
 
 def read_counts() -> CompileCounts:
-    """Totals of this process; compilations and timings count from the first call on."""
-    compile_callback.listen()
+    """Totals of this process; timings count from the first call on."""
     benchmarker.count_kernel_timings()
     counters = compile_counters.read_counters()
     loaded, compiled = aot_counts.packages_loaded, aot_counts.packages_compiled
     return CompileCounts(
-        compiles=compile_callback.compile_starts + compiled,
+        compiles=counters.programs + compiled,
         programs=counters.programs + loaded + compiled,
         cache_hits=counters.cache_hits + loaded,
         cache_misses=counters.cache_misses + compiled,

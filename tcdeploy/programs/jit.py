@@ -15,10 +15,9 @@ from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.variants import Variant
 from tcdeploy.programs.passes.post_grad import PostGradPass
 from tcdeploy.programs.programs import Program, ProgramKey, run_region
-from tcdeploy.torch_compat.dynamo.compile_stack import import_compile_stack
-from tcdeploy.torch_compat.inductor.custom_graph_pass import pass_options
+from tcdeploy.torch_compat.inductor.custom_graph_pass import import_compiler, pass_options
 
-import_compile_stack()  # 3 s of imports that would otherwise count as compiling the first bucket
+import_compiler()  # 3 s of imports that would otherwise count as compiling the first bucket
 
 post_grad_pass = functools.cache(PostGradPass)  # torch compares options by value, and a pass by identity
 MAX_KINDS_PER_VARIANT = 12  # region kinds of one bucket and variant; torch's default recompile limit is 8 in total

@@ -91,7 +91,6 @@ from tcdeploy.torch_compat.inductor.installation_hashes import start_hashing
 from tcdeploy.torch_compat.inductor.kernel_environment import set_kernel_variable
 from tcdeploy.torch_compat.inductor.precompiled_headers import use_precompiled_headers
 from tcdeploy.torch_compat.inductor.settings import disabling_settings, settings_digest, torch_settings
-from tcdeploy.torch_compat.inductor.workers import patch_compile_workers
 from tcdeploy.torch_compat.registry import missing_internals
 from tcdeploy.torch_compat.triton.platform_key import patch_platform_key
 
@@ -368,7 +367,6 @@ def _activate(planned: PlannedDeployment, plan_key: str) -> StagingFolder:
     pickle_memory_formats_by_name()
     if plan.device == "cuda":
         patch_platform_key()
-        patch_compile_workers()
         relocate_autotune_cache()
     acquire_lease(staging.target, plan_key)
     return staging

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from tcdeploy.planning.tested_versions import tested_range
-
 
 @dataclass(frozen=True)
 class Internal:
@@ -27,10 +25,6 @@ class Internal:
     symbol: str  # its location, as users can search for it in that package
     consequence: str  # what is lost without it: a clause that reads on with ": torch 2.16 moved ..."
     supported: Callable[[], bool]
-
-    @property
-    def tried_with(self) -> str:
-        return f"{self.package} {tested_range(self.package)}"
 
 
 def find(path: str) -> Any:

@@ -12,11 +12,9 @@ from typing import NamedTuple
 from tcdeploy.torch_compat import torch_flash
 from tcdeploy.torch_compat.dynamo import (
     body_forward,
-    compile_callback,
     compile_counters,
     compile_errors,
     compile_refusal,
-    compile_stack,
     compile_threads,
     compile_trace,
     compiled_call,
@@ -39,10 +37,9 @@ from tcdeploy.torch_compat.inductor import (
     precompiled_headers,
 )
 from tcdeploy.torch_compat.inductor import settings as inductor_settings
-from tcdeploy.torch_compat.inductor import workers as inductor_workers
 from tcdeploy.torch_compat.internal import Internal
-from tcdeploy.torch_compat.transformers import attention_registry, float32_tensors
 from tcdeploy.torch_compat.transformers import fast_import as transformers_import
+from tcdeploy.torch_compat.transformers import float32_tensors
 from tcdeploy.torch_compat.triton import cache as triton_cache
 from tcdeploy.torch_compat.triton import platform_key as triton_platform_key
 from tcdeploy.torch_compat.triton import source as triton_source
@@ -52,12 +49,11 @@ from tcdeploy.torch_compat.uvicorn import protocol as uvicorn_protocol
 INTERNALS: tuple[Internal, ...] = tuple(
     module.INTERNAL
     for module in (
-        aot_package, aot_pdl, attention_registry, autotune_cache, benchmarker, body_forward, compile_callback,
-        compile_counters, compile_errors, compile_refusal, compile_stack, compile_threads, compile_trace, compiled_call,
-        compiler_queries, custom_graph_pass, dispatch_mode, eager_input_vals, fake_tensors, float32_tensors,
-        graph_cache_keys, inductor_settings, inductor_workers, installation_hashes, kernel_environment, mark_dynamic,
-        pdl, precompiled_headers, stored_kernels, torch_flash, transformers_import, triton_cache, triton_platform_key,
-        triton_source, uvicorn_protocol,
+        aot_package, aot_pdl, autotune_cache, benchmarker, body_forward, compile_counters, compile_errors,
+        compile_refusal, compile_threads, compile_trace, compiled_call, compiler_queries, custom_graph_pass,
+        dispatch_mode, eager_input_vals, fake_tensors, float32_tensors, graph_cache_keys, inductor_settings,
+        installation_hashes, kernel_environment, mark_dynamic, pdl, precompiled_headers, stored_kernels, torch_flash,
+        transformers_import, triton_cache, triton_platform_key, triton_source, uvicorn_protocol,
     )
 )  # fmt: skip
 

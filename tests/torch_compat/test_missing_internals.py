@@ -35,7 +35,6 @@ print(json.dumps({"decisions": decisions, "tokens": tokens + scored, "outcomes":
 DELETED = {
     "autotune cache": "from torch._inductor.runtime.autotune_cache import AutotuneCache; del AutotuneCache.create",
     "kernel timings": "from torch._inductor.runtime import benchmarking; del benchmarking.benchmarker",
-    "compile callback": "import torch._dynamo.callback; del torch._dynamo.callback.on_compile_start",
     "dynamic sizes": "import torch._dynamo; del torch._dynamo.mark_dynamic",
     "dependent launch": "import triton.language; del triton.language.extra.cuda.gdc_wait",
     "Triton library keys": "import triton.runtime.build; del triton.runtime.build.platform_key",
@@ -52,11 +51,6 @@ class MovedProperty:
 
 PreTrainedModel.base_model = MovedProperty(PreTrainedModel.base_model.fget)
 """,
-    "attention registry": """
-import collections
-from transformers import AttentionInterface
-AttentionInterface._global_mapping = collections.UserDict(AttentionInterface._global_mapping)
-""",
     "compile counters": """
 import collections
 import torch._dynamo.utils
@@ -68,28 +62,26 @@ torch._dynamo.utils.counters = MovedCounters()
 """,
 }
 MOVED = {
-    "compiler imports": ("compile_stack", "MODULES", ("torch._inductor.moved",)),
-    "compile threads": ("compile_threads", "CONFIG", "torch._inductor.moved"),
-    "compile trace": ("compile_trace", "LOGGER", "torch._logging.moved:trace_log"),
-    "ahead-of-time packages": ("aot_package", "LOADER", "torch:_C.moved"),
-    "dependent launch in packages": ("aot_pdl", "KERNEL_CALL", "torch._inductor.moved"),
-    "compile errors": ("compile_errors", "UNSUPPORTED", "Moved"),
-    "compile refusal": ("compile_refusal", "COMPILE_FX", "torch._inductor.moved"),
-    "C++ compiler queries": ("compiler_queries", "BUILDER", "torch._inductor.moved"),
-    "rotary fusion": ("eager_input_vals", "KEY", "moved_input_vals"),
-    "operation dispatch": ("dispatch_mode", "DISPATCH_MODE", "torch.utils.moved:TorchDispatchMode"),
-    "fake tensors": ("fake_tensors", "FAKE_TENSOR_MODE", "torch._subclasses.moved:FakeTensorMode"),
-    "float32 weights": ("float32_tensors", "DTYPE_PLAN", "transformers:PreTrainedModel.moved"),
-    "graph cache keys": ("graph_cache_keys", "PICKLER", "torch._inductor.moved:FxGraphCachePickler"),
-    "cache settings": ("inductor_settings", "CONFIG", "torch._inductor.moved"),
-    "compile workers": ("inductor_workers", "WORKER_FUNCTION", "torch._inductor.moved:_worker_compile_triton"),
-    "installation hashes": ("installation_hashes", "TORCH_KEY", "torch._inductor.moved:torch_key"),
-    "kernel environment": ("kernel_environment", "POINTER", "torch:_C._dynamo.guards.moved"),
-    "precompiled headers": ("precompiled_headers", "CODECACHE", "torch._inductor.moved"),
-    "stored kernels": ("stored_kernels", "COMPILED_KERNEL", "triton.compiler:Moved"),
+    "compile threads": ("dynamo.compile_threads", "CONFIG", "torch._inductor.moved"),
+    "compile trace": ("dynamo.compile_trace", "LOGGER", "torch._logging.moved:trace_log"),
+    "ahead-of-time packages": ("inductor.aot_package", "LOADER", "torch:_C.moved"),
+    "dependent launch in packages": ("inductor.aot_pdl", "KERNEL_CALL", "torch._inductor.moved"),
+    "compile errors": ("dynamo.compile_errors", "UNSUPPORTED", "Moved"),
+    "compile refusal": ("dynamo.compile_refusal", "COMPILE_FX", "torch._inductor.moved"),
+    "C++ compiler queries": ("inductor.compiler_queries", "BUILDER", "torch._inductor.moved"),
+    "rotary fusion": ("dynamo.eager_input_vals", "KEY", "moved_input_vals"),
+    "operation dispatch": ("dynamo.dispatch_mode", "DISPATCH_MODE", "torch.utils.moved:TorchDispatchMode"),
+    "fake tensors": ("dynamo.fake_tensors", "FAKE_TENSOR_MODE", "torch._subclasses.moved:FakeTensorMode"),
+    "float32 weights": ("transformers.float32_tensors", "DTYPE_PLAN", "transformers:PreTrainedModel.moved"),
+    "graph cache keys": ("inductor.graph_cache_keys", "PICKLER", "torch._inductor.moved:FxGraphCachePickler"),
+    "cache settings": ("inductor.settings", "CONFIG", "torch._inductor.moved"),
+    "installation hashes": ("inductor.installation_hashes", "TORCH_KEY", "torch._inductor.moved:torch_key"),
+    "kernel environment": ("inductor.kernel_environment", "POINTER", "torch:_C._dynamo.guards.moved"),
+    "precompiled headers": ("inductor.precompiled_headers", "CODECACHE", "torch._inductor.moved"),
+    "stored kernels": ("triton.stored_kernels", "COMPILED_KERNEL", "triton.compiler:Moved"),
     "torch-flash attention": ("torch_flash", "OP", "torch:ops.aten.moved"),
-    "transformers imports": ("transformers_import", "LISTING_FUNCTION", "moved"),
-    "Triton's cache": ("triton_cache", "CACHE_MANAGER", "triton.runtime.moved:FileCacheManager"),
+    "transformers imports": ("transformers.fast_import", "LISTING_FUNCTION", "moved"),
+    "Triton's cache": ("triton.cache", "CACHE_MANAGER", "triton.runtime.moved:FileCacheManager"),
 }
 AT_IMPORT = {  # read when tcdeploy is imported, so they need a new process
     "compiled call": """
@@ -112,7 +104,7 @@ REMOVALS = {
     **DELETED,
     **REPLACED,
     **{
-        name: f"from tcdeploy.torch_compat import {module}; {module}.{constant} = {value!r}"
+        name: f"import tcdeploy.torch_compat.{module} as module; module.{constant} = {value!r}"
         for name, (module, constant, value) in MOVED.items()
     },
     **AT_IMPORT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from torch._inductor.async_compile import AsyncCompile
 
 from tcdeploy.torch_compat.triton.cache import RELOCATABLE_MANAGER
 from tests.conftest import PACKAGES
@@ -65,45 +63,11 @@ print(compile_module_from_src(source, "launcher").__file__)
 """
 
 
-POOL = """
-import json
-
-from torch._inductor import async_compile
-from torch._inductor.compile_worker.subproc_pool import SubprocPool
-from torch._inductor.runtime import compile_tasks
-from tcdeploy.torch_compat.inductor.workers import patch_compile_workers
-from tcdeploy.torch_compat.triton.platform_key import patch_platform_key
-from triton.runtime import build
-
-from kernel import WorkerKernel
-
-if __name__ == "__main__":
-    patch_platform_key()
-    patch_compile_workers()
-    pool, keys = SubprocPool(1), [build.platform_key()]
-    for function in (compile_tasks._worker_compile_triton, async_compile._worker_compile_triton):
-        kernel, _ = pool.submit(function, WorkerKernel, {}, {}).result()
-        keys.append(kernel.platform_key)
-    pool.shutdown()
-    print(json.dumps(keys))
-"""
-WORKER_KERNEL = """
-class WorkerKernel:  # has the interface of Inductor's kernels
-    def __init__(self):
-        from triton.runtime import build
-        self.platform_key = build.platform_key()
-
-    def precompile(self, warm_cache_only): pass
-
-    def prepare_for_pickle(self): pass
-"""
-
-
 def run(folder: Path, program: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a new process, with Triton's cache in the folder."""
     source_dir = folder.parent / "source"
     source_dir.mkdir(exist_ok=True)
-    (source_dir / "kernel.py").write_text(KERNEL + WORKER_KERNEL)
+    (source_dir / "kernel.py").write_text(KERNEL)
     (source_dir / "main.py").write_text(program)
     inherited = {name: value for name, value in os.environ.items() if name != "CC"}
     environ = {**inherited, "PYTHONPATH": PACKAGES, "TRITON_CACHE_DIR": str(folder), **variables}
@@ -236,15 +200,6 @@ def test_a_library_is_found_without_compiler_and_without_the_file_command(tmp_pa
     (tmp_path / "here").rename(tmp_path / "there")
     moved = run(tmp_path / "there", BUILD, "patched", PATH=str(tmp_path))
     assert moved.stdout == built.stdout.replace("/here/", "/there/"), moved.stderr
-
-
-def test_inductor_s_workers_use_the_same_library_keys(tmp_path: Path, with_file: str) -> None:
-    result = run(tmp_path / "here", POOL, PATH=with_file)
-    assert result.returncode == 0, result.stderr
-    process_key, unpatched_worker_key, patched_worker_key = json.loads(result.stdout)
-    assert process_key == patched_worker_key == f"{platform.machine()},{platform.system()}"
-    assert "ELF" in unpatched_worker_key, "torch's own function uses our key: delete torch_compat/inductor/workers.py"
-    assert "_worker_compile_triton" in AsyncCompile.triton.__code__.co_names, "torch calls another function"
 
 
 def test_without_the_patch_triton_does_not_find_a_library(tmp_path: Path, with_file: str) -> None:

@@ -34,6 +34,12 @@ INTERNAL = Internal(
 )
 
 
+def import_compiler() -> None:
+    """Import Dynamo and Inductor, which torch imports when it first compiles."""
+    find("torch._dynamo")
+    find("torch._inductor.compile_fx")
+
+
 def pass_options(graph_pass: Callable[..., Any]) -> dict[str, Any]:
     """The options of torch.compile that make Inductor run `graph_pass`; empty if Inductor cannot."""
     return {OPTION: graph_pass} if supported() else {}

@@ -36,7 +36,7 @@ INTERNAL = Internal(
 
 
 def patch_platform_key() -> None:
-    """Apply to this process; `inductor_workers` applies it to Inductor's compile workers."""
+    """Apply to this process. Inductor's compile workers keep Triton's keys; they run where there is a compiler."""
     if is_installed("triton") and supported():
         find(BUILD).platform_key = platform_key
 
