@@ -31,7 +31,7 @@ H100 = Environment(
     flash_packages=(),
     user_cache_dir="/home/someone/.cache",
 )
-ALL_FLASH = (("flash-attn-2", "2.8.3"), ("flash-attn-3", "3.0.0"), ("flash-attn-4", "4.0.0"))
+ALL_FLASH = (("flash-attn-2", "2.8.3"), ("flash-attn-4", "4.0.0"))
 LAPTOP = replace(
     H100,
     triton="",

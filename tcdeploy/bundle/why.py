@@ -100,8 +100,6 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
 
 def _compiles_head(bucket: Bucket, plan: Plan) -> bool:
     """Whether the operations before and after the layers are compiled too, in any of the bucket's variants."""
-    if plan.region == "model":
-        return True
     if plan.graphs != "step" or bucket.is_prefill:
         return False
     return any(variant.compile_head for variant in plan.variants(bucket))

@@ -25,7 +25,7 @@ def decide_prefill_attention(inputs: PlanInputs, decisions: list[Decision]) -> A
             raise UsageError(
                 f"attention {requested} cannot be used: {reason}", "omit --attention to use the best supported backend"
             )
-    decisions.append(Decision("prefill attention", requested, "requested" + _untested_note(BACKENDS[requested])))
+    decisions.append(Decision("prefill attention", requested, "requested"))
     return requested
 
 
@@ -163,9 +163,5 @@ def _selected(phase: Phase, backend: Backend, inputs: PlanInputs, rejections: li
     name = f"{phase} attention"
     if inputs.device == "cpu":
         return Decision(name, backend.name, "the other backends require a GPU")
-    reasons = [backend.reason(phase) + _untested_note(backend), *rejections]
+    reasons = [backend.reason(phase), *rejections]
     return Decision(name, backend.name, "; ".join(reasons), is_fallback=backend.selection == "fallback")
-
-
-def _untested_note(backend: Backend) -> str:
-    return "" if backend.tested_on else "; this backend has not been tested"

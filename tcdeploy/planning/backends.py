@@ -40,7 +40,6 @@ class Backend:
     serves_prefill, serves_decode: the steps that it implements.
     writes_kv: it implements `tcdeploy::kv_write`. Required of a decode backend: prefill writes K and V with the decode
         backend's kernel, so that one cache layout serves both.
-    tested_on: GPUs on which it was compared with the reference; empty if it was never run.
     selection: `default` rows are chosen in table order, `tuned` ones only when timed by `--mode auto` or requested,
         and a `fallback` only when no other row is supported.
     prefill_reason, decode_reason: why it is chosen, as the Plan prints it.
@@ -63,7 +62,6 @@ class Backend:
     serves_prefill: bool = True
     serves_decode: bool = False
     writes_kv: bool = False
-    tested_on: str = "H100"
     selection: Selection = "default"
     prefill_reason: str = "installed"
     decode_reason: str = ""
@@ -99,13 +97,6 @@ _ROWS = (
         prefill_reason="FlashAttention-2 as shipped with torch",
     ),
     Backend(
-        name="flash-attn-3",
-        module="flash_attn_interface",
-        distribution="flash-attn-3",
-        capability_majors=range(9, 10),
-        tested_on="",
-    ),
-    Backend(
         name="flash-attn-2",
         module="flash_attn",
         distribution="flash-attn",
@@ -128,7 +119,6 @@ _ROWS = (
         requires_equal_head_dims=False,
         serves_decode=True,
         writes_kv=True,
-        tested_on="CPU, H100",
         selection="fallback",
         prefill_reason="plain PyTorch",
         decode_reason="plain PyTorch",

@@ -404,7 +404,6 @@ def _explain_region_and_mode(recipe: Recipe, decisions: list[Decision]) -> None:
     region_reasons: dict[Region, str] = {
         "layer": "one program for all layers of a kind, with norms and residuals fused",
         "blocks": "requested",
-        "model": "requested; compile time grows with the number of layers",
     }
     decisions.append(Decision("region", recipe.region, region_reasons[recipe.region]))
     mode_reasons: dict[Mode, str] = {

@@ -7,7 +7,7 @@ the MLP (norms hold vectors).
 A region has a kind. Regions of one kind run the same program with other weights. The kind of a layer is `layer/N`, that
 of an attention block is its name in the layer and N (`self_attn/0`), where N numbers the different attentions of the
 model, such as with and without a sliding window. The kind of an MLP block is its name in the layer (`mlp`), and that of
-a head module its path (`model.norm`). With `--region model` the only kind is `model`.
+a head module its path (`model.norm`).
 """
 
 from __future__ import annotations
@@ -120,11 +120,9 @@ def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Regi
     return regions
 
 
-def regions_to_compile(model: nn.Module, layers: list[DecoderLayer], region: str) -> list[Region]:
-    """The regions of the layers for `--region layer`, `blocks` or `model`, in the order in which they run."""
-    if region == "model":
-        regions = [Region("model", model)]
-    elif region == "layer":
+def regions_to_compile(layers: list[DecoderLayer], region: str) -> list[Region]:
+    """The regions of the layers for `--region layer` or `blocks`, in the order in which they run."""
+    if region == "layer":
         regions = [Region(f"layer/{layer.attention_kind}", layer.module) for layer in layers]
     else:
         regions = [block for layer in layers for block in _blocks(layer)]

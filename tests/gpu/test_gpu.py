@@ -326,7 +326,7 @@ def test_mixed_steps_without_prefill_graphs_pass_the_parity_check(shapes: str, c
     assert serving.counts.compiles == 0
 
 
-@pytest.mark.parametrize("backend", ["torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"])
+@pytest.mark.parametrize("backend", ["torch-flash", "flash-attn-2", "flash-attn-4"])
 def test_each_installed_flash_attention_serves_a_whole_model(backend: str, cache_dir: str, tmp_path: Path) -> None:
     """Prompts of one token, of several chunks, and of one chunk plus one token."""
     from tcdeploy.planning.environment import installed_flash_packages

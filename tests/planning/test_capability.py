@@ -26,7 +26,7 @@ from tests.machines import (
 )
 
 BACKENDS: tuple[Attention, ...] = typing.get_args(Attention)
-FLASH = ("torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4")
+FLASH = ("torch-flash", "flash-attn-2", "flash-attn-4")
 FULL = replace(H100, flash_packages=ALL_FLASH)
 
 
@@ -92,7 +92,7 @@ def test_triton_rejects_head_dims_without_prefill_tiles() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "distribution"),
-    [("flash-attn-2", "flash-attn"), ("flash-attn-3", "flash-attn-3"), ("flash-attn-4", "flash-attn-4")],
+    [("flash-attn-2", "flash-attn"), ("flash-attn-4", "flash-attn-4")],
 )
 def test_a_missing_package_is_named(backend: str, distribution: str) -> None:
     others = tuple(item for item in ALL_FLASH if item[0] != backend)
@@ -134,7 +134,7 @@ def test_flash_attention_does_not_compute_in_float32(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "limit"), [("torch-flash", 256), ("flash-attn-2", 256), ("flash-attn-3", 256), ("flash-attn-4", 128)]
+    ("backend", "limit"), [("torch-flash", 256), ("flash-attn-2", 256), ("flash-attn-4", 128)]
 )
 def test_head_dims_are_limited_to_multiples_of_8(backend: str, limit: int) -> None:
     for supported in (8, 80, limit):

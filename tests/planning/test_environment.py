@@ -202,9 +202,8 @@ def test_a_machine_without_flash_packages_has_none(site: Path) -> None:
 
 def test_flash_packages_are_found_with_their_versions(site: Path) -> None:
     install(site, "flash_attn/__init__.py")
-    install(site, "flash_attn_interface.py")
     install_metadata(site, "flash-attn", "2.8.3")
-    assert installed_flash_packages() == (("flash-attn-2", "2.8.3"), ("flash-attn-3", "unknown version"))
+    assert installed_flash_packages() == (("flash-attn-2", "2.8.3"),)
 
 
 def test_the_folder_that_flash_attention_4_ships_is_not_flash_attention_2(site: Path) -> None:
@@ -221,12 +220,11 @@ def test_flash_attn_cute_inside_flash_attn_2_is_not_flash_attn_4(site: Path) -> 
     assert installed_flash_packages() == (("flash-attn-2", "2.8.3"),)
 
 
-def test_all_three_packages_are_distinguished(site: Path) -> None:
+def test_both_packages_are_distinguished(site: Path) -> None:
     install(site, "flash_attn/__init__.py")
     install(site, "flash_attn/cute/__init__.py", "raise AssertionError('it was run')")
-    install(site, "flash_attn_interface.py", "raise AssertionError('it was run')")
     install_metadata(site, "flash-attn-4", "4.0.0")
-    assert [backend for backend, _ in installed_flash_packages()] == ["flash-attn-2", "flash-attn-3", "flash-attn-4"]
+    assert [backend for backend, _ in installed_flash_packages()] == ["flash-attn-2", "flash-attn-4"]
 
 
 @pytest.mark.parametrize("with_flash_4", [False, True])

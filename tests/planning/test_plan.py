@@ -225,9 +225,9 @@ def test_the_plan_of_a_laptop() -> None:
 
 
 def test_a_plan_contains_the_model_options_of_the_recipe() -> None:
-    plan = plan_for(model="a/b", revision="v2", load_format="dummy", trust_remote_code=True, region="model")
+    plan = plan_for(model="a/b", revision="v2", load_format="dummy", trust_remote_code=True, region="blocks")
     assert (plan.model, plan.revision, plan.load_format, plan.trust_remote_code) == ("a/b", "v2", "dummy", True)
-    assert (plan.region, decision_named(plan, "region").value) == ("model", "model")
+    assert (plan.region, decision_named(plan, "region").value) == ("blocks", "blocks")
 
 
 def test_a_plan_is_frozen_all_the_way_down() -> None:
@@ -295,7 +295,6 @@ def test_a_requested_dtype_is_used(environment: Environment) -> None:
 @pytest.mark.parametrize(
     ("packages", "chosen"),
     [
-        (("flash-attn-2", "flash-attn-3", "flash-attn-4"), "triton"),
         (("flash-attn-2", "flash-attn-4"), "triton"),
         ((), "triton"),
     ],
@@ -307,7 +306,7 @@ def test_prefill_attention_is_chosen_in_the_order_of_preference(packages: tuple[
 
 
 def test_a_choice_gives_its_reason_and_the_rejected_backends() -> None:
-    first = decision_named(plan_for(with_packages("flash-attn-3")), "prefill attention").reason
+    first = decision_named(plan_for(with_packages("flash-attn-2")), "prefill attention").reason
     assert first == BACKENDS["triton"].prefill_reason
     second = decision_named(plan_for(without_triton()), "prefill attention").reason
     assert second == BACKENDS["torch-flash"].prefill_reason + "; not triton: triton is not installed"
@@ -334,7 +333,6 @@ def test_a_soft_capped_model_does_not_use_torchs_flash_attention() -> None:
     reason = decision_named(plan, "prefill attention").reason
     assert "not torch-flash: it does not support logit soft-capping, which this model uses" in reason
     assert "not triton: triton is not installed" in reason
-    assert plan_for(without_triton("flash-attn-2", "flash-attn-3"), GEMMA_2_9B).prefill_attention == "flash-attn-3"
 
 
 def test_sinks_do_not_change_the_choice() -> None:
@@ -347,13 +345,13 @@ def test_unequal_head_dims_use_triton_or_the_reference() -> None:
     plan = plan_for(replace(H100, flash_packages=ALL_FLASH, triton=""), DEEPSEEK_LITE)
     assert plan.prefill_attention == "reference"
     reason = decision_named(plan, "prefill attention").reason
-    for backend in ("flash-attn-3", "torch-flash", "flash-attn-2"):
+    for backend in ("torch-flash", "flash-attn-2"):
         assert f"not {backend}: keys have head_dim 192 and values 128" in reason
 
 
 def test_float32_on_a_gpu_needs_triton() -> None:
-    assert plan_for(with_packages("flash-attn-3"), dtype="float32").prefill_attention == "triton"
-    plan = plan_for(without_triton("flash-attn-3"), dtype="float32")
+    assert plan_for(with_packages("flash-attn-2"), dtype="float32").prefill_attention == "triton"
+    plan = plan_for(without_triton("flash-attn-2"), dtype="float32")
     assert plan.prefill_attention == "reference"
     assert "only bfloat16 and float16" in decision_named(plan, "prefill attention").reason
 
@@ -413,7 +411,7 @@ def test_a_requested_reference_also_serves_decode() -> None:
     [
         (LAPTOP, LLAMA_8B, "triton", "it requires a GPU"),
         (replace(H100, triton=""), LLAMA_8B, "triton", "triton is not installed"),
-        (H100, LLAMA_8B, "flash-attn-3", "flash-attn-3 is not installed"),
+        (H100, LLAMA_8B, "flash-attn-2", "flash-attn is not installed"),
         (changed_environment(H100, gpu_capability=(7, 5)), LLAMA_8B, "torch-flash", "compute capability 7.5"),
         (H100, GEMMA_2_9B, "torch-flash", "soft-capping"),
         (H100, DEEPSEEK_LITE, "torch-flash", "keys have head_dim 192 and values 128"),
@@ -932,7 +930,7 @@ def test_installed_packages_are_timed_in_long_buckets_unless_a_backend_is_reques
         "installed; timed by --tune-seconds in prefill buckets of at least 4096 tokens",
     )
     assert plan_for(with_package_4, tune_seconds=9).key == plan_for(with_package_4).key, "timings stay valid"
-    assert tried(with_packages("flash-attn-2", "flash-attn-3")) == [[], []]
+    assert tried(with_packages("flash-attn-2")) == [[], []]
     plan = plan_for(with_package_4, buckets=(4096,), context=8192, mode="auto")
     variants = {variant.name: variant for variant in plan.variants(plan.buckets[0])}
     assert plan.uses_cuda_graph(plan.buckets[0], variants["default"])
@@ -968,11 +966,6 @@ def test_the_three_dtypes_are_decided_together() -> None:
     assert [decision.name for decision in plan.decisions if "dtype" in decision.name] == ["dtype"]
 
 
-def test_an_untested_backend_says_so() -> None:
-    plan = plan_for(with_packages("flash-attn-3"), attention="flash-attn-3")
-    assert decision_named(plan, "prefill attention").reason == "requested; this backend has not been tested"
-
-
 def test_ahead_of_time_programs_have_a_key_of_their_own_and_jit_keeps_its_key() -> None:
     plan = plan_for(LAPTOP)
     aot = plan_for(LAPTOP, programs="aot")
@@ -986,7 +979,6 @@ def test_ahead_of_time_programs_have_a_key_of_their_own_and_jit_keeps_its_key() 
     [
         (H100, {"region": "blocks"}, "requires --region layer, not blocks"),
         (LAPTOP, {"region": "blocks"}, "requires --region layer, not blocks"),
-        (LAPTOP, {"region": "model"}, "requires --region layer, not model"),
     ],
 )
 def test_ahead_of_time_programs_are_refused_where_they_cannot_be_used(

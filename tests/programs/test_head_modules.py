@@ -80,6 +80,6 @@ def test_layers_that_attend_differently_are_kinds_of_their_own(tmp_path: Path) -
     for family, kinds in (("llama", 1), ("gemma3_text", 2)):
         config = load_config(build_recipe({"model": save_config(family, tmp_path / family)}, environ={}))
         model = AutoModelForCausalLM.from_config(config)
-        regions = regions_to_compile(model, find_layers(model, probe(config)), "layer")
+        regions = regions_to_compile(find_layers(model, probe(config)), "layer")
         assert len({region.kind for region in regions}) == kinds
         assert [region.is_last for region in regions] == [False] * (len(regions) - 1) + [True]

@@ -48,11 +48,7 @@ def traced_layers(model: PreTrainedModel, architecture: Architecture) -> list[Tr
 
 
 def regions_of(model: PreTrainedModel, plan: Plan, architecture: Architecture) -> list[Region]:
-    """The regions to compile.
-
-    Head modules are added if the whole step is one CUDA graph, except with `--region model`, which contains them.
-    """
+    """The regions to compile. Head modules are added if the whole step is one CUDA graph."""
     layers = find_layers(model, architecture)
-    compiles_head = plan.graphs == "step" and plan.region != "model"
-    head_modules = find_head_modules(model, layers) if compiles_head else []
-    return [*regions_to_compile(model, layers, plan.region), *head_modules]
+    head_modules = find_head_modules(model, layers) if plan.graphs == "step" else []
+    return [*regions_to_compile(layers, plan.region), *head_modules]

@@ -103,16 +103,6 @@ def _flash_attn_2(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, param
     return VarlenResult(out, log_sum_exp)
 
 
-def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
-    from flash_attn_interface import flash_attn_varlen_func
-
-    out, log_sum_exp, *_ = flash_attn_varlen_func(
-        q, k, v, *seqlens, softmax_scale=params.scale, causal=True, window_size=params.window_sizes or (-1, -1),
-        softcap=params.softcap, return_attn_probs=True,
-    )  # fmt: skip
-    return VarlenResult(out, log_sum_exp)
-
-
 def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
     from flash_attn.cute import flash_attn_varlen_func
 
@@ -261,6 +251,5 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "triton": Implementation(_triton_prefill, _triton_decode, _triton_write, _triton_mixed),
     "torch-flash": Implementation(functools.partial(_flash_prefill, _torch_flash)),
     "flash-attn-2": Implementation(functools.partial(_flash_prefill, _flash_attn_2)),
-    "flash-attn-3": Implementation(functools.partial(_flash_prefill, _flash_attn_3)),
     "flash-attn-4": Implementation(functools.partial(_flash_prefill, _flash_attn_4)),
 }

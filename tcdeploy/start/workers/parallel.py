@@ -132,7 +132,7 @@ def make_short_copy(model: nn.Module, config: PreTrainedConfig, plan: Plan, arch
     """
     layers = find_layers(model, architecture)
     kinds = layer_kinds(layers)
-    count = len(kinds) if plan.region == "model" else layers_to_keep(kinds)
+    count = layers_to_keep(kinds)
     values = config_to_dict(shorten_config(config, len(kinds), count))
     values.pop("quantization_config", None)  # dequantised weights run the programs of others
     if architecture.dtype:

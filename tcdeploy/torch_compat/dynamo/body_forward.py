@@ -4,8 +4,7 @@ Scoring a prompt applies the LM head in chunks. transformers has no public way t
 around it (scaling, soft-capping), on hidden states that exist already. So the body's `forward` is replaced on the
 instance while the chunks are computed. This relies on a causal LM calling `base_model` as a module.
 
-Without it, the body runs once per chunk: slower, same result. A model whose body is one compiled program
-(`--region model`) takes that way too.
+Without it, the body runs once per chunk: slower, same result.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call
 from tcdeploy.torch_compat.internal import Internal, find, mentions
 
 
@@ -40,7 +38,7 @@ INTERNAL = Internal(
 def reuse_body_output(model: nn.Module) -> Iterator[None]:
     """Within the block, the body runs at the first call of `model`, and later calls get its output again."""
     body: Any = model.base_model if supported() else model
-    if body is model or get_compiled_call(body) is not None or "forward" in vars(body):
+    if body is model or "forward" in vars(body):
         yield
         return
     forward = body.forward

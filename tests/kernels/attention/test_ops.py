@@ -456,7 +456,7 @@ def test_flash_attn_2_does_not_get_a_max_seqlen_q_of_one() -> None:
     torch.testing.assert_close(out, case.prefill("reference"), atol=2e-6, rtol=1e-4)
 
 
-FLASH = ["torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
+FLASH = ["torch-flash", "flash-attn-2", "flash-attn-4"]
 
 
 @pytest.mark.gpu
