@@ -6,7 +6,7 @@
 
 A bundle is stored under the sha256 of its bytes, PLANKEY-SHA256.tcb. A push that finds the name taken only compares;
 concurrent pushes of the same bytes all succeed; a pull verifies its bytes against the URL, whatever stored them. This
-proves that the bytes are those the URL names, not who made them (bundle/signing.py).
+proves that the bytes are those the URL names, not who made them (cache/trust/signing.py).
 
 A pull streams into a temporary file beside `to` and hashes on the way. An interrupted attempt starts again from byte 0:
 a bundle is small (1 to 100 MB), and a resumed download could mix two versions. Memory is bounded by a few chunks.

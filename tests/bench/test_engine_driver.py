@@ -21,6 +21,7 @@ from tcdeploy.bench.engine_driver import (
     steady_shape,
     submit,
 )
+from tests.block_checks import assert_idle
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def engine(tiny_deployment: Any) -> Any:
     engine = tiny_deployment.engine
     yield engine
     assert not engine.has_work
-    engine.allocator.check_idle()
+    assert_idle(engine.allocator)
 
 
 @pytest.fixture

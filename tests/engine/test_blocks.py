@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tcdeploy.engine.schedule.blocks import PADDING_BLOCK, BlockAllocator
+from tests.block_checks import assert_idle
 
 
 class Allocation(RuleBasedStateMachine):
@@ -181,7 +182,7 @@ def test_a_shared_block_is_free_when_both_references_are_released() -> None:
         allocator.allocate(2)
     allocator.release(second)
     assert allocator.num_allocatable == 3
-    allocator.check_idle()
+    assert_idle(allocator)
 
 
 def test_a_block_without_references_is_matched_until_it_is_evicted() -> None:
@@ -239,7 +240,7 @@ def test_registering_again_changes_nothing() -> None:
     allocator.register(tokens(7, 8), blocks, 2 * BLOCK)
     assert matched_blocks(allocator, tokens(7, 8)) == blocks
     allocator.release(blocks)
-    allocator.check_idle()
+    assert_idle(allocator)
 
 
 def test_a_duplicate_block_is_not_registered_and_its_children_belong_to_the_first() -> None:
@@ -275,7 +276,7 @@ def test_a_block_whose_parent_was_evicted_is_not_matched_and_does_not_leak() -> 
     allocator.release(registered(allocator, [*tokens(7)]))
     assert len(matched_blocks(allocator, tokens(7, 8))) == 1, "a new node with the same content is not its parent"
     allocator.release(blocks)
-    allocator.check_idle()
+    assert_idle(allocator)
     assert sorted(allocator.allocate(3)) == [1, 2, 3]
     allocator.assert_consistent()
 
@@ -285,7 +286,7 @@ def test_a_block_whose_parent_was_evicted_is_matched_after_its_owner_registers_a
     allocator.register(tokens(7, 8), blocks, 2 * BLOCK)
     assert matched_blocks(allocator, tokens(7, 8)) == blocks
     allocator.release(blocks)
-    allocator.check_idle()
+    assert_idle(allocator)
 
 
 def test_after_a_reset_no_prefix_is_matched_and_its_blocks_are_free() -> None:
@@ -304,16 +305,16 @@ def test_after_a_reset_no_prefix_is_matched_and_its_blocks_are_free() -> None:
         3,
     )
     allocator.release(in_use)
-    allocator.check_idle()
+    assert_idle(allocator)
     assert (matched_blocks(allocator, tokens(3, 4)), allocator.num_allocatable) == ([], 5)
 
 
-def test_check_idle_reports_a_leaked_block() -> None:
+def test_a_block_in_use_without_a_sequence_is_a_leak() -> None:
     allocator = BlockAllocator(4, BLOCK)
     allocator.allocate(1)
     allocator.assert_consistent()
     with pytest.raises(AssertionError, match="have leaked"):
-        allocator.check_idle()
+        assert_idle(allocator)
 
 
 def test_blocks_without_references_cannot_be_registered() -> None:
@@ -382,7 +383,7 @@ class Prefixes(RuleBasedStateMachine):
         for _, blocks in getattr(self, "live", []):
             self.allocator.release(blocks)
         if hasattr(self, "allocator"):
-            self.allocator.check_idle()
+            assert_idle(self.allocator)
 
 
 TestPrefixes = Prefixes.TestCase

@@ -15,6 +15,7 @@ from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.engine.step.batch import PrefillBuffers
 from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.planning.plan import make_plan
+from tests.block_checks import assert_idle
 from tests.machines import H100, LLAMA_8B, make_recipe
 
 EXPONENT_BIT = 30  # the highest exponent bit of a float32
@@ -88,7 +89,7 @@ def test_fifty_rounds_pass_on_other_blocks_and_leak_nothing(canary: Canary, engi
     for _ in range(50):
         assert run_round(canary) == []
     assert engine.allocator.num_allocatable == free == engine.allocator.capacity
-    engine.allocator.check_idle()
+    assert_idle(engine.allocator)
     assert not engine.runner.decode_rows.seq_lens.any(), "no row is left"
     assert engine.runner.step_counts == counts, "the steps do not count as load"
     assert len(used) > 4 * canary.max_blocks, "the blocks differ between rounds"
@@ -103,7 +104,7 @@ def test_an_interrupted_case_frees_blocks_and_rows_after_every_step(canary: Cana
             for _, _ in zip(range(steps), check, strict=False):
                 pass
             check.close()
-            engine.allocator.check_idle()
+            assert_idle(engine.allocator)
             assert not engine.runner.decode_rows.seq_lens.any()
         assert engine.generate([[5, 6, 7]], params) == expected
         engine.allocator.reset_prefix_cache()

@@ -12,6 +12,7 @@ from tcdeploy.engine.check.inputs import make_timing_batch
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import SamplingParams
+from tests.block_checks import assert_idle
 from tests.conftest import prepare_tiny
 
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.9, seed=3, frequency_penalty=0.5, logit_bias=((5, 2.0),))
@@ -41,7 +42,7 @@ def answers(engine: Engine, pause_every: int | None = None, num_blocks: int = 20
         steps += 1
         if pause_every and steps % pause_every == 0:
             run_batches(engine, num_blocks)
-    engine.allocator.check_idle()
+    assert_idle(engine.allocator)
     return list(tokens.values())
 
 

@@ -29,6 +29,7 @@ from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence
 from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
 from tcdeploy.engine.schedule.step_size import SMALLEST_STEP_FACTOR, target_factor
 from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS
+from tests.block_checks import assert_idle
 
 BLOCK = 4
 ROOMY = SchedulerConfig(max_rows=4, prefill_tokens=16, max_prefill_sequences=3)
@@ -135,7 +136,7 @@ def test_a_prompt_aborted_after_its_step_is_registered_once_and_holds_no_block()
     scheduler.schedule()
     scheduler.abort(first)
     assert scheduler.schedule() is None
-    scheduler.allocator.check_idle()
+    assert_idle(scheduler.allocator)
     assert len(scheduler.allocator.match(first.token_ids)) == 2
 
 
@@ -329,7 +330,7 @@ def test_a_sequence_of_one_new_token_never_decodes() -> None:
     submitted(scheduler, 5, new=1)
     scheduler.schedule()
     assert (scheduler.schedule(), scheduler.has_work) == (None, False)
-    scheduler.allocator.check_idle()
+    assert_idle(scheduler.allocator)
 
 
 def test_the_last_row_fills_the_gap_of_a_released_row() -> None:
@@ -358,7 +359,7 @@ def test_finishing_twice_releases_blocks_once() -> None:
     scheduler.finish(sequence)
     scheduler.finish(sequence)
     assert (scheduler.has_work, sequence.blocks) == (False, [])
-    scheduler.allocator.check_idle()
+    assert_idle(scheduler.allocator)
 
 
 def test_finish_requires_a_finish_reason() -> None:
@@ -384,7 +385,7 @@ def test_an_abort_removes_a_sequence_in_any_state(steps: int) -> None:
     scheduler.abort(sequence)
     scheduler.abort(sequence)
     assert (sequence.finish_reason, sequence.blocks, scheduler.has_work) == ("abort", [], False)
-    scheduler.allocator.check_idle()
+    assert_idle(scheduler.allocator)
     assert scheduler.schedule() is None
 
 
@@ -875,7 +876,7 @@ def check_end(engine: FakeEngine, sequences: list[Sequence], arrivals: list[Arri
             stopped = expected[-1] in arrival.params.stop_token_ids
             assert (sequence.token_ids, sequence.finish_reason) == (expected, "stop" if stopped else "length")
             assert arrival.aborted_at is None or sequence.num_output_tokens
-    engine.scheduler.allocator.check_idle()
+    assert_idle(engine.scheduler.allocator)
     assert engine.scheduler.allocator.num_allocatable == engine.scheduler.allocator.capacity
 
 

@@ -29,6 +29,7 @@ from tcdeploy.engine.schedule.scheduler import (
 from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence
 from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
 from tcdeploy.engine.schedule.step_size import Backlog
+from tests.block_checks import assert_idle
 from tests.engine.test_scheduler import Arrival, FakeEngine, check_end, read, request, run, running
 from tests.engine.test_step_size import H100_8B, H100_SIZES
 
@@ -254,7 +255,7 @@ def test_after_an_abort_of_a_partly_computed_prompt_the_other_continues(number: 
     assert chunk_sizes(scheduler) == {2 - number: 32, 3: 32}
     for sequence in sequences:
         scheduler.abort(sequence)
-    scheduler.allocator.check_idle()
+    assert_idle(scheduler.allocator)
 
 
 def test_after_a_failed_step_both_partly_computed_prompts_wait_in_their_order() -> None:

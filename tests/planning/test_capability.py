@@ -133,9 +133,7 @@ def test_flash_attention_does_not_compute_in_float32(backend: str) -> None:
     assert reason(backend, FULL, LLAMA_8B, dtype="float32") == "it supports only bfloat16 and float16"
 
 
-@pytest.mark.parametrize(
-    ("backend", "limit"), [("torch-flash", 256), ("flash-attn-2", 256), ("flash-attn-4", 128)]
-)
+@pytest.mark.parametrize(("backend", "limit"), [("torch-flash", 256), ("flash-attn-2", 256), ("flash-attn-4", 128)])
 def test_head_dims_are_limited_to_multiples_of_8(backend: str, limit: int) -> None:
     for supported in (8, 80, limit):
         assert reason(backend, FULL, with_heads(supported)) == ""

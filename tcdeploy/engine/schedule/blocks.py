@@ -117,11 +117,6 @@ class BlockAllocator:
         self._nodes.clear()
         self._registry.clear()
 
-    def check_idle(self) -> None:
-        """Assert that no block is in use, for a caller without open sequences: a block in use is a leak."""
-        assert not self._references, f"blocks {sorted(self._references)} have leaked"
-        self.assert_consistent()
-
     def assert_consistent(self) -> None:
         """Assert every invariant of this class. Linear in the size of the cache: for tests and an idle engine."""
         blocks = [*self._free, *self._evictable, *self._references]

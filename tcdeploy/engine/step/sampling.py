@@ -114,11 +114,6 @@ def make_sampling_rows(num_rows: int, vocab_size: int, device: torch.device | st
     )
 
 
-def sampling_bytes(num_rows: int, vocab_size: int) -> int:
-    """Device memory of `make_sampling_rows`, computed on meta tensors."""
-    return sum(field.nbytes for field in vars(make_sampling_rows(num_rows, vocab_size, "meta")).values())
-
-
 def row_seed(seed: int | None) -> int:
     """A request's seed as a signed 64-bit integer; a random one for None."""
     bits = secrets.randbits(64) if seed is None else seed % 2**64

@@ -15,8 +15,7 @@ Some sizes take longer than larger ones, because cuBLAS selects another kernel: 
 12.2 ms (8B shape, H100). The engine times each size after its capture, and pads no step to a slow one (`skip_sizes`).
 
 Rejected: running a step of a new size without a graph, and capturing it at its second use. Under load, almost every
-step has a new size for a while, and the 99th percentile of the gaps between tokens was 74 ms (8B model, H100). It is 20
-ms now, with other changes too.
+step has a new size for a while, and the 99th percentile of the gaps between tokens was 74 ms (8B model, H100).
 """
 
 from __future__ import annotations
