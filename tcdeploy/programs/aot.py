@@ -31,7 +31,7 @@ from tcdeploy.programs.cxx_runtime import check_cxx_runtime
 from tcdeploy.programs.export import ExportedStep, TracedLayer, export_step
 from tcdeploy.programs.jit import inductor_options
 from tcdeploy.programs.model_forward import StepInputs, TransformersForward
-from tcdeploy.programs.packages import PackagedForward, StepVariant
+from tcdeploy.programs.packages import PackagedForward, StepProgramKey
 from tcdeploy.programs.stances import current_stance
 from tcdeploy.programs.step_program import StepProgram
 from tcdeploy.torch_compat.dynamo import compile_refusal
@@ -92,7 +92,7 @@ class AotForward(PackagedForward):
             return self._uncompiled(inputs._replace(selects_in_last_layer=False))
         return super().__call__(inputs)
 
-    def _make(self, key: StepVariant, inputs: StepInputs) -> StepProgram:
+    def _make(self, key: StepProgramKey, inputs: StepInputs) -> StepProgram:
         compile_refusal.check(f"a package of variant {key.variant.name}")
         exported_step = self._export(key, inputs)
         programs = list(exported_step.exported.items())
@@ -111,7 +111,7 @@ class AotForward(PackagedForward):
             (self.folder / key.file_name).write_text(exported_step.step_program.to_json())
         return exported_step.step_program
 
-    def _export(self, key: StepVariant, inputs: StepInputs) -> ExportedStep:
+    def _export(self, key: StepProgramKey, inputs: StepInputs) -> ExportedStep:
         variant = key.variant
         flags = (variant.inductor_config, variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
         _mark_dynamic_sizes(key.bucket, inputs)
@@ -142,7 +142,7 @@ class AotForward(PackagedForward):
         aot_counts.packages_compiled += 1
         self._exchange.offer(path)
 
-    def _read(self, key: StepVariant) -> StepProgram | None:
+    def _read(self, key: StepProgramKey) -> StepProgram | None:
         return None if self._is_copy else super()._read(key)
 
 

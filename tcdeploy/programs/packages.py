@@ -33,7 +33,7 @@ class MissingPackageError(Exception):
     """A step has no package, and this process cannot compile one. `prepare` then starts with the compiler."""
 
 
-class StepVariant(NamedTuple):
+class StepProgramKey(NamedTuple):
     """What identifies a step program."""
 
     bucket: Bucket
@@ -60,7 +60,7 @@ class PackagedForward:
         """
         self.constants, self.supports_logits_to_keep = constants, supports_logits_to_keep
         self.folder, self._plan = folder, plan
-        self._steps: dict[StepVariant, LoadedStep] = {}
+        self._steps: dict[StepProgramKey, LoadedStep] = {}
         self._programs: dict[str, RunProgram] = {}
         self.foreign_ops: set[str] = set()  # as in StepProgram, of all steps that were loaded
 
@@ -71,7 +71,7 @@ class PackagedForward:
         CompileError if torch cannot load one.
         """
         rows, inputs = inputs.rows, self._with_exported_rows(inputs)
-        key = StepVariant(inputs.step.bucket, inputs.step.variant, inputs.selects_in_last_layer)
+        key = StepProgramKey(inputs.step.bucket, inputs.step.variant, inputs.selects_in_last_layer)
         if key not in self._steps:
             self._load(key, inputs)
         logits = self._steps[key].run({f"step/{name}": tensor for name, tensor in step_tensors(inputs).items()})[0]
@@ -89,7 +89,7 @@ class PackagedForward:
             return inputs._replace(rows=None)
         return inputs._replace(rows=inputs.rows.repeat(2)) if inputs.rows.numel() == 1 else inputs
 
-    def _load(self, key: StepVariant, inputs: StepInputs) -> None:
+    def _load(self, key: StepProgramKey, inputs: StepInputs) -> None:
         """Load a step's packages.
 
         If the last layer selects the rows, the step that selects them at the head is loaded too: `prompt_logprobs`
@@ -114,11 +114,11 @@ class PackagedForward:
             at_head = self._with_exported_rows(inputs._replace(selects_in_last_layer=False))
             self._load(key._replace(selects_in_last_layer=False), at_head)
 
-    def _make(self, key: StepVariant, inputs: StepInputs) -> StepProgram:
+    def _make(self, key: StepProgramKey, inputs: StepInputs) -> StepProgram:
         """The step program of a step whose packages are missing."""
         raise MissingPackageError(f"{key.bucket.name} has no packages for variant {key.variant.name}")
 
-    def _read(self, key: StepVariant) -> StepProgram | None:
+    def _read(self, key: StepProgramKey) -> StepProgram | None:
         """The step program in the folder; None if it or one of its packages is missing."""
         path = self.folder / key.file_name
         if not path.is_file():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine.step.graphs import StepKey
+from tcdeploy.engine.step.graphs import GraphKey
 from tcdeploy.engine.warm import kernel_precompile
 from tcdeploy.engine.warm.kernel_precompile import precompile_kernels
 from tcdeploy.planning.plan import Bucket
@@ -23,7 +23,7 @@ class Runner:
     def __init__(self, is_eager: bool = False) -> None:
         self.plan = SimpleNamespace(uses_cuda_graph=lambda bucket: True)
         self.eager_buckets = {BUCKET} if is_eager else set()
-        keys = [StepKey(BUCKET, tokens, slots) for tokens in (2048, 512, 64) for slots in (32, 0)]
+        keys = [GraphKey(BUCKET, tokens, slots) for tokens in (2048, 512, 64) for slots in (32, 0)]
         self.graphs = SimpleNamespace(early_keys=lambda bucket: keys)
         self.row_assignment = SimpleNamespace(clear=lambda: self.steps.append("cleared"))
         self.steps: list[object] = []
@@ -35,7 +35,7 @@ class Runner:
         yield
         self.counts = True
 
-    def run_uncaptured(self, key: StepKey) -> None:
+    def run_uncaptured(self, key: GraphKey) -> None:
         assert not self.counts
         self.steps.append((key.tokens, key.row_slots))
 

@@ -19,7 +19,7 @@ from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.engine.step import step_graphs
 from tcdeploy.engine.step.batch import PrefillBuffers, StepBuffers
-from tcdeploy.engine.step.graphs import StepKey, StepOutput
+from tcdeploy.engine.step.graphs import GraphKey, StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.step.step_graphs import EARLY_SIZES, StepGraphs
 from tcdeploy.engine.warm import timing, warmup
@@ -98,9 +98,9 @@ def fail_captures(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int 
     return pools
 
 
-def count_forward_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepKey]:
+def count_forward_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[GraphKey]:
     """Returns a list that receives the key of each forward pass from now on, those of replays included."""
-    keys: list[StepKey] = []
+    keys: list[GraphKey] = []
     forward = engine.runner.graphs._forward
 
     def counted(buffers: StepBuffers) -> StepOutput:
@@ -122,8 +122,8 @@ def generate_short(engine: Engine, params: SamplingParams = SamplingParams(max_n
     return engine.generate([list(range(3, 3 + SHORT))], params)
 
 
-def key_of(engine: Engine, tokens: int, row_slots: int = 0) -> StepKey:
-    return StepKey(engine.plan.prefill_buckets[0], tokens, row_slots)
+def key_of(engine: Engine, tokens: int, row_slots: int = 0) -> GraphKey:
+    return GraphKey(engine.plan.prefill_buckets[0], tokens, row_slots)
 
 
 def test_a_start_without_graphs_runs_small_steps_with_and_without_decode_rows(
@@ -200,8 +200,8 @@ def test_a_start_leaves_them_out_too(captured: list[FakeGraph]) -> None:
     graphs = StepGraphs(plan, forward=print, make_buffers=print)  # type: ignore[arg-type]
     graphs.capture(bucket)
     assert len(graphs) == len(captured) == 6 + 6 + 6 + 4
-    assert StepKey(bucket, 256, 256) in graphs and StepKey(bucket, 64, 128) in graphs
-    assert StepKey(bucket, 128, 256) not in graphs
+    assert GraphKey(bucket, 256, 256) in graphs and GraphKey(bucket, 64, 128) in graphs
+    assert GraphKey(bucket, 128, 256) not in graphs
     graphs.warmed()
     assert graphs.sizes(bucket, 0) == graphs.sizes(bucket, 128) == (*EARLY_SIZES, 2048)
     assert graphs.sizes(bucket, 256) == (*EARLY_SIZES[2:], 2048)
@@ -325,7 +325,7 @@ def test_a_canary_step_has_the_same_size_before_and_after_a_capture(
 ) -> None:
     """Another size may round differently. Canary steps do not count as wanted either."""
     graphs = engine.runner.graphs
-    keys: list[StepKey] = []
+    keys: list[GraphKey] = []
     run = graphs.run
     monkeypatch.setattr(graphs, "run", lambda buffers: keys.append(buffers.key) or run(buffers))
     canary = Canary(engine)
@@ -355,7 +355,7 @@ def test_an_idle_engine_times_each_size_that_it_has_captured(engine: Engine, mon
 
     def measure_and_check(runner: Any, bucket: Bucket, size: int, allocator: Any) -> float:
         timed.append(size)
-        assert StepKey(bucket, size, 0) in runner.graphs
+        assert GraphKey(bucket, size, 0) in runner.graphs
         return measure(runner, bucket, size, allocator)
 
     written: set[int] = set()
@@ -565,14 +565,14 @@ def test_a_step_that_does_not_replay_its_graph_is_counted(engine: Engine) -> Non
     before = runner.uncaptured_runs
     runner.prefill([Chunk(sequence, 0, SHORT)])
     assert runner.uncaptured_runs == before
-    runner.graphs.run(runner._buffers_of(StepKey(bucket, 32, 0)))
+    runner.graphs.run(runner._buffers_of(GraphKey(bucket, 32, 0)))
     assert runner.uncaptured_runs == before + 1
     engine.allocator.release(sequence.blocks)
 
 
 def test_the_canary_runs_its_steps_at_sizes_that_do_not_change_while_graphs_are_captured(engine: Engine) -> None:
     [bucket] = engine.plan.prefill_buckets
-    ran: list[StepKey] = []
+    ran: list[GraphKey] = []
     run = engine.runner.graphs.run
     engine.runner.graphs.run = lambda buffers: ran.append(buffers.key) or run(buffers)  # type: ignore[method-assign, func-returns-value]
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models import load
-from tcdeploy.models.convert.quantisation import Tensor
+from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load import check_checkpoint, load_config, resolve_model_path
 from tcdeploy.models.probe import probe_model
 from tcdeploy.models.refusals import Refusals
@@ -297,7 +297,7 @@ def test_the_dtype_that_the_config_states_counts(folder: Path) -> None:
 
 
 def test_integers_and_float8_are_not_the_dtype_of_a_checkpoint() -> None:
-    tensors = {"a": Tensor("I64", (1,)), "b": Tensor("F8_E4M3", (1,)), "c": Tensor("F16", (1,))}
+    tensors = {"a": TensorHeader("I64", (1,)), "b": TensorHeader("F8_E4M3", (1,)), "c": TensorHeader("F16", (1,))}
     assert stored_dtype(tensors) == "float16"
     assert stored_dtype({}) == ""
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.convert.expert_tensors import check_experts
-from tcdeploy.models.convert.quantisation import Tensor
+from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load_errors import recognise
 from tcdeploy.models.weights import checkpoint
 from tcdeploy.planning.recipe import Recipe
@@ -78,7 +78,7 @@ def test_a_matrix_that_all_experts_lack_is_an_error(mixtral: Path) -> None:
 
 
 def test_of_two_experts_the_one_with_fewer_tensors_is_incomplete() -> None:
-    tensors = {f"experts.{name}": Tensor("BF16", (1,)) for name in ("0.w2", "1.w1", "1.w2")}
+    tensors = {f"experts.{name}": TensorHeader("BF16", (1,)) for name in ("0.w2", "1.w1", "1.w2")}
     with pytest.raises(ModelError, match=r"lacks tensors that other experts have \(1\): experts.0.w1"):
         check_experts("x", tensors)
 

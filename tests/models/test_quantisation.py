@@ -16,7 +16,7 @@ from transformers.quantizers import quantizer_mxfp4
 
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import ModelError
-from tcdeploy.models.convert.quantisation import Tensor, dequantised_tensors
+from tcdeploy.models.convert.quantisation import TensorHeader, dequantised_tensors
 from tcdeploy.models.load import load_config, load_model
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.model_code import decide, prepare
@@ -205,12 +205,13 @@ def test_experts_of_another_size_are_refused(folders: Folders) -> None:
 
 def test_the_shapes_of_dequantised_tensors_follow_from_blocks_and_scales() -> None:
     stored = {
-        "a.gate_up_proj_blocks": Tensor("U8", (32, 5760, 90, 16)),
-        "a.gate_up_proj_scales": Tensor("U8", (32, 5760, 90)),
-        "a.gate_up_proj_bias": Tensor("BF16", (32, 5760)), "b.down_proj_scales": Tensor("U8", (32, 2880, 90)),
+        "a.gate_up_proj_blocks": TensorHeader("U8", (32, 5760, 90, 16)),
+        "a.gate_up_proj_scales": TensorHeader("U8", (32, 5760, 90)),
+        "a.gate_up_proj_bias": TensorHeader("BF16", (32, 5760)),
+        "b.down_proj_scales": TensorHeader("U8", (32, 2880, 90)),
     }  # fmt: skip
     dequantised = dequantised_tensors(stored)
-    assert dequantised["a.gate_up_proj"] == Tensor("BF16", (32, 2880, 5760))
+    assert dequantised["a.gate_up_proj"] == TensorHeader("BF16", (32, 2880, 5760))
     assert dequantised.keys() == {"a.gate_up_proj", "a.gate_up_proj_bias", "b.down_proj_scales"}
 
 

@@ -12,7 +12,7 @@ import torch
 from tcdeploy.cli.display import show_warm_report
 from tcdeploy.engine.check.inputs import make_timing_batch
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.step.graphs import StepKey
+from tcdeploy.engine.step.graphs import GraphKey
 from tcdeploy.errors import RecompileError
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, Variant
@@ -187,7 +187,7 @@ def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(tiny_deployment: 
     """`fail_on_recompile` refuses a call of the model with a shape that no bucket has."""
     runner = tiny_deployment.engine.runner
     [bucket, *_] = tiny_deployment.plan.prefill_buckets
-    runner.step_holder.step = runner._make_step(runner._buffers_of(StepKey(bucket, bucket.size, 0)), None)
+    runner.step_holder.step = runner._make_step(runner._buffers_of(GraphKey(bucket, bucket.size, 0)), None)
     with pytest.raises(RecompileError, match="after warm-up"), fail_on_recompile(), torch.no_grad():
         runner.model(input_ids=torch.zeros(1, 7, dtype=torch.long), position_ids=torch.arange(7)[None], use_cache=False)
     runner.step_holder.step = None

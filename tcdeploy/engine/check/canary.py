@@ -66,7 +66,7 @@ class StepResult(NamedTuple):
         return self.tokens[row], self.logprobs[row]
 
 
-class Step(NamedTuple):
+class CanaryStep(NamedTuple):
     """A step that has run. Its output is valid until the next step, which may overwrite it."""
 
     phase: str
@@ -171,7 +171,7 @@ class Canary:
                 yield
         return None
 
-    def _differing_rows(self, expected: StepResult, result: StepResult, step: Step) -> set[int]:
+    def _differing_rows(self, expected: StepResult, result: StepResult, step: CanaryStep) -> set[int]:
         """Rows whose token's log-probability differs, or that have another token and no near tie.
 
         In a near tie, the recorded token and the new one both have the recorded log-probability, up to the tolerance.
@@ -186,7 +186,7 @@ class Canary:
             if not abs(logprob - actual) <= self._tolerance  # NaN is a difference
         }
 
-    def _run(self, case: CanaryCase) -> Generator[Step]:
+    def _run(self, case: CanaryCase) -> Generator[CanaryStep]:
         """Run the case, one step per item."""
         assert not self._engine.has_work, "requests and a canary would overwrite each other's rows"
         allocator = self._engine.allocator
@@ -204,7 +204,7 @@ class Canary:
                 allocator.release(sequence.blocks)
             self._runner.row_assignment.assign([])
 
-    def _prefill(self, case: CanaryCase, sequence: Sequence) -> Iterator[Step]:
+    def _prefill(self, case: CanaryCase, sequence: Sequence) -> Iterator[CanaryStep]:
         """Prefill the whole prompt in a prefill case, and all but the last token in a decode case.
 
         The last token is the input of the first decode step.
@@ -218,11 +218,11 @@ class Canary:
             prefill = partial(runner.prefill, [chunk], running, bucket, early_size_from=case.min_step_tokens)
             yield self._step("prefill", prefill, 1, bool(running))
 
-    def _step(self, phase: str, launch: Callable[[], StepOutput], rows: int, feeds_next: bool) -> Step:
+    def _step(self, phase: str, launch: Callable[[], StepOutput], rows: int, feeds_next: bool) -> CanaryStep:
         with fail_on_recompile(), self._runner.uncounted_steps():
             output = launch()
         self.num_steps += 1
-        return Step(phase, output, rows, feeds_next)
+        return CanaryStep(phase, output, rows, feeds_next)
 
     def _blocks_for(self, prompt: ListLike[int]) -> int:
         return self._engine.allocator.blocks_for(len(prompt) + DECODE_STEPS)

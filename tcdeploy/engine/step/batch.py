@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence
-from tcdeploy.engine.step.graphs import StepKey
+from tcdeploy.engine.step.graphs import GraphKey
 from tcdeploy.engine.step.sampling import SamplingRows, make_sampling_rows
 from tcdeploy.kernels.attention.kv_cache import PADDING_SLOT
 from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
@@ -89,8 +89,8 @@ class StepBuffers:
     token_sources: Tensor | None = None
 
     @property
-    def key(self) -> StepKey:
-        return StepKey(self.bucket, self.input_ids.shape[1], self.row_slots)
+    def key(self) -> GraphKey:
+        return GraphKey(self.bucket, self.input_ids.shape[1], self.row_slots)
 
 
 def decode_buffers(bucket: Bucket, decode_rows: DecodeRows, split_counters: Tensor) -> StepBuffers:

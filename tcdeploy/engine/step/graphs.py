@@ -67,7 +67,7 @@ def _capture_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-class StepKey(NamedTuple):
+class GraphKey(NamedTuple):
     """What identifies a graph. `tokens`: rows in decode. `row_slots`: decode rows of a mixed step, else 0."""
 
     bucket: Bucket

@@ -21,7 +21,7 @@ from tcdeploy.engine.schedule.sequence import Chunk, Sequence
 from tcdeploy.engine.step import sampling
 from tcdeploy.engine.step.advance import advance
 from tcdeploy.engine.step.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
-from tcdeploy.engine.step.graphs import StepKey, StepOutput
+from tcdeploy.engine.step.graphs import GraphKey, StepOutput
 from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.engine.step.step_graphs import StepGraphs
 from tcdeploy.kernels.attention.metadata import AttentionConfig, Step, StepHolder
@@ -226,9 +226,9 @@ class ModelRunner:
 
     def rerun(self, bucket: Bucket) -> StepOutput:
         """Run the bucket's step again on the current contents of its buffers."""
-        return self.graphs.run(self._buffers_of(StepKey(bucket, bucket.size, 0)))
+        return self.graphs.run(self._buffers_of(GraphKey(bucket, bucket.size, 0)))
 
-    def run_uncaptured(self, key: StepKey) -> StepOutput:
+    def run_uncaptured(self, key: GraphKey) -> StepOutput:
         """Run a step of this shape without its CUDA graph.
 
         Prefill buffers are filled with padding, so the step writes to no KV block. Decode buffers are left as they are.
@@ -236,9 +236,9 @@ class ModelRunner:
         return self._forward(self._buffers_of(key, clear=True))
 
     def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
-        return self._forward(self._buffers_of(StepKey(bucket, bucket.size, 0)))
+        return self._forward(self._buffers_of(GraphKey(bucket, bucket.size, 0)))
 
-    def _buffers_of(self, key: StepKey, clear: bool = False) -> StepBuffers:
+    def _buffers_of(self, key: GraphKey, clear: bool = False) -> StepBuffers:
         """The buffers of a step. `clear`: fill prefill buffers with padding, so that the step writes to no KV block."""
         if not key.bucket.is_prefill:
             return self._decode_buffers[key.bucket]

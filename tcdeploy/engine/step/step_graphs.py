@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from tcdeploy.engine.step.batch import StepBuffers
-from tcdeploy.engine.step.graphs import StepGraph, StepKey, StepOutput, capture_graph
+from tcdeploy.engine.step.graphs import GraphKey, StepGraph, StepOutput, capture_graph
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.sizes import DYNAMIC_STEP_TOKENS
 
@@ -50,14 +50,14 @@ class StepGraphs:
         self,
         plan: Plan,
         forward: Callable[[StepBuffers], StepOutput],
-        make_buffers: Callable[[StepKey, bool], StepBuffers],
+        make_buffers: Callable[[GraphKey, bool], StepBuffers],
     ) -> None:
         self.uncaptured_runs = 0  # forward passes of captured buckets that replayed no graph: prompt logprobs
         self.late_captures = 0  # since warm-up
         self.longest_late_capture_seconds = 0.0
-        self.wanted: Counter[StepKey] = Counter()  # since warm-up: steps that would have replayed a missing graph
+        self.wanted: Counter[GraphKey] = Counter()  # since warm-up: steps that would have replayed a missing graph
         self._plan, self._forward, self._make_buffers = plan, forward, make_buffers
-        self._graphs: dict[StepKey, StepGraph] = {}
+        self._graphs: dict[GraphKey, StepGraph] = {}
         self._pools: list[Any] = []  # captures use the last one
         self._sizes: dict[tuple[Bucket, int], tuple[int, ...]] = {}  # cache of `sizes`
         self._step_sizes: dict[int, tuple[int, ...]] = {}  # cache of `step_sizes`
@@ -66,24 +66,24 @@ class StepGraphs:
         self._needs_first_run = False  # True: a capture after warm-up failed whose step had not run first
         self._captures_late = True  # False: no memory is left, or one failed although its step ran first
 
-    def __contains__(self, key: StepKey) -> bool:
+    def __contains__(self, key: GraphKey) -> bool:
         return key in self._graphs
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def is_captured(self, bucket: Bucket) -> bool:
-        return StepKey(bucket, bucket.size, 0) in self._graphs
+        return GraphKey(bucket, bucket.size, 0) in self._graphs
 
     def early_sizes(self, bucket: Bucket) -> tuple[int, ...]:
         """The sizes that are captured before the first request; () if the bucket's steps are not padded."""
         return tuple(size for size in self._plan.step_sizes(bucket) if size in EARLY_SIZES or size == bucket.size)
 
-    def early_keys(self, bucket: Bucket) -> list[StepKey]:
+    def early_keys(self, bucket: Bucket) -> list[GraphKey]:
         """Keys of the graphs that are captured before the first request, the largest first."""
         early_sizes = self.early_sizes(bucket)
         shapes = reversed(self._plan.graph_shapes(bucket))
-        return [StepKey(bucket, tokens, row_slots) for tokens, row_slots in shapes if tokens in early_sizes]
+        return [GraphKey(bucket, tokens, row_slots) for tokens, row_slots in shapes if tokens in early_sizes]
 
     def sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
         """The sizes that the bucket's steps are currently padded to, ascending; () if they are not padded."""
@@ -120,7 +120,7 @@ class StepGraphs:
         if not (self._is_warm and self._captures_late and self.is_captured(bucket)):
             return
         sizes = (size for size in self._plan.step_sizes(bucket) if size >= tokens and self._is_used(bucket, size))
-        key = StepKey(bucket, next(sizes), row_slots)
+        key = GraphKey(bucket, next(sizes), row_slots)
         if key not in self._graphs:
             self.wanted[key] += 1
 
@@ -194,7 +194,7 @@ class StepGraphs:
         self._is_warm = True
         self._forget_sizes()
 
-    def _next_key(self) -> StepKey | None:
+    def _next_key(self) -> GraphKey | None:
         """The most wanted graph, or else the first that is not captured.
 
         Buckets without graphs are left out, and of a skipped size the graphs with decode rows.
@@ -205,14 +205,14 @@ class StepGraphs:
         # Largest size first, so that smaller graphs reuse the memory that a larger one allocated in the pool. The graph
         # without decode rows is first, because the size is timed with it.
         keys = (
-            StepKey(bucket, tokens, row_slots)
+            GraphKey(bucket, tokens, row_slots)
             for bucket in captured_buckets
             for tokens, row_slots in sorted(self._plan.graph_shapes(bucket), key=lambda shape: (-shape[0], shape[1]))
             if row_slots == 0 or self._is_used(bucket, tokens)
         )
         return next((key for key in keys if key not in self._graphs), None)
 
-    def _capture_late(self, key: StepKey, runs_first: bool = False) -> bool:
+    def _capture_late(self, key: GraphKey, runs_first: bool = False) -> bool:
         """Capture a graph after warm-up; False if that failed.
 
         A failure is logged. After it, steps run once before they are captured, or no further graph is captured.
@@ -234,7 +234,7 @@ class StepGraphs:
             return True
         return False
 
-    def _capture(self, key: StepKey, runs_first: bool = False) -> None:
+    def _capture(self, key: GraphKey, runs_first: bool = False) -> None:
         buffers = self._make_buffers(key, runs_first)
         if runs_first:
             self._forward(buffers)

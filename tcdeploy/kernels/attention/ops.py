@@ -74,26 +74,6 @@ def prefill_attention(
     return prefill(q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks))
 
 
-@prefill_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    host_scalars: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    backend: str,
-) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
-
-
 @custom_op("decode_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
 def decode_attention(
     q: Tensor,
@@ -129,28 +109,6 @@ def decode_attention(
     rotary = None if cos is None or sin is None else backends.RotaryCosSin(cos, sin)
     batch = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, split_counters)
     return decode(q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks), splits, rotary, None)
-
-
-@decode_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    split_counters: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    splits: int,
-    backend: str,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
 @custom_op("mixed_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
@@ -189,12 +147,12 @@ def mixed_attention(
         k_cache, v_cache, row_block_table[:rows], row_seq_lens[:rows], split_counters
     )
     splits = choose_decode_splits(rows, split_counters)
-    prefill, _, _, mixed = backends.IMPLEMENTATIONS[prefill_backend]
-    if mixed is not None and prefill_backend == decode_backend:
+    backend = backends.IMPLEMENTATIONS[prefill_backend]
+    if backend.mixed is not None and prefill_backend == decode_backend:
         prefill_counters = split_counters[row_block_table.shape[0] :]
-        return mixed(q, k, v, batch, decode_batch, prefill_counters, params, splits)
-    assert prefill is not None
-    out = prefill(q, k, v, batch, params)
+        return backend.mixed(q, k, v, batch, decode_batch, prefill_counters, params, splits)
+    assert backend.prefill is not None
+    out = backend.prefill(q, k, v, batch, params)
     if rows:
         decode = backends.IMPLEMENTATIONS[decode_backend].decode
         assert decode is not None
@@ -202,27 +160,10 @@ def mixed_attention(
     return out
 
 
+@prefill_attention.register_fake
+@decode_attention.register_fake
 @mixed_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    host_scalars: Tensor,
-    row_block_table: Tensor,
-    row_seq_lens: Tensor,
-    split_counters: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    prefill_backend: str,
-    decode_backend: str,
-) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object, **named: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 

@@ -11,13 +11,13 @@ import re
 from collections import Counter, defaultdict
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.convert.quantisation import Tensor
+from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
 
 EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
 
 
-def check_experts(model: str, tensors: dict[str, Tensor]) -> None:
+def check_experts(model: str, tensors: dict[str, TensorHeader]) -> None:
     """Raise ModelError if some experts of a layer lack tensors that others have."""
     missing: list[str] = []
     surplus: list[str] = []
@@ -39,7 +39,9 @@ def check_experts(model: str, tensors: dict[str, Tensor]) -> None:
         )
 
 
-def conversion_error(model: str, tensors: dict[str, Tensor], known_shapes: dict[str, tuple[int, ...]]) -> ModelError:
+def conversion_error(
+    model: str, tensors: dict[str, TensorHeader], known_shapes: dict[str, tuple[int, ...]]
+) -> ModelError:
     """The error if transformers cannot convert a checkpoint. `known_shapes`: of the model's tensors, by name."""
     unusual: list[str] = []
     for path, experts in _experts(tensors).items():
@@ -58,9 +60,9 @@ def conversion_error(model: str, tensors: dict[str, Tensor], known_shapes: dict[
     )
 
 
-def _experts(tensors: dict[str, Tensor]) -> dict[str, dict[str, dict[str, Tensor]]]:
+def _experts(tensors: dict[str, TensorHeader]) -> dict[str, dict[str, dict[str, TensorHeader]]]:
     """The tensors of experts by path of the list, by number of the expert, and by name."""
-    lists: dict[str, dict[str, dict[str, Tensor]]] = defaultdict(lambda: defaultdict(dict))
+    lists: dict[str, dict[str, dict[str, TensorHeader]]] = defaultdict(lambda: defaultdict(dict))
     for name, tensor in tensors.items():
         if match := EXPERT.fullmatch(name):
             lists[match[1]][match[2]][match[3]] = tensor

@@ -29,7 +29,7 @@ MXFP4_SUFFIXES = ("_blocks", "_scales")
 MXFP4_BLOCK = 32  # values that share a scale; two values per byte
 
 
-class Tensor(NamedTuple):
+class TensorHeader(NamedTuple):
     """A tensor as a safetensors header describes it."""
 
     dtype: str
@@ -83,7 +83,7 @@ def check_model_optimizer(model: str, path: Path | None) -> None:
         )
 
 
-def check_not_quantised(model: str, tensors: dict[str, Tensor], is_mxfp4: bool = False) -> None:
+def check_not_quantised(model: str, tensors: dict[str, TensorHeader], is_mxfp4: bool = False) -> None:
     """Recognise quantised weights by the dtypes and names of their tensors.
 
     `is_mxfp4`: MXFP4 tensors that `dequantised_tensors` leaves are incomplete, not of another method.
@@ -98,7 +98,7 @@ def check_not_quantised(model: str, tensors: dict[str, Tensor], is_mxfp4: bool =
             )
 
 
-def dequantised_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def dequantised_tensors(tensors: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
     """The tensors of an MXFP4 checkpoint as they are after dequantisation.
 
     NAME_blocks [experts, outputs, groups, 16] and NAME_scales [experts, outputs, groups] become NAME
@@ -112,7 +112,7 @@ def dequantised_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if has_scales and blocks and blocks.shape == (*scales.shape, MXFP4_BLOCK // 2):
             experts, outputs, groups = scales.shape
             del dequantised[name], dequantised[f"{weight}_blocks"]
-            dequantised[weight] = Tensor("BF16", (experts, groups * MXFP4_BLOCK, outputs))
+            dequantised[weight] = TensorHeader("BF16", (experts, groups * MXFP4_BLOCK, outputs))
     return dequantised
 
 

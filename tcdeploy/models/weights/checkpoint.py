@@ -24,7 +24,7 @@ from tcdeploy.models.auto_classes import model_class
 from tcdeploy.models.convert.expert_tensors import check_experts, conversion_error
 from tcdeploy.models.convert.quantisation import (
     MODEL_OPTIMIZER_FILE,
-    Tensor,
+    TensorHeader,
     check_method,
     check_model_optimizer,
     check_not_quantised,
@@ -53,7 +53,7 @@ class ExpectedTensors(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     tied: frozenset[str]
 
-    def match(self, tensors: dict[str, Tensor]) -> bool:
+    def match(self, tensors: dict[str, TensorHeader]) -> bool:
         """Whether these are the model's tensors, under the same names. A checkpoint may omit tied ones."""
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         return shapes.items() <= self.shapes.items() and self.shapes.keys() - shapes.keys() <= self.tied
@@ -133,7 +133,7 @@ def check_files(
             check_format(model, names)
 
 
-def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConfig) -> dict[str, Tensor] | None:
+def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConfig) -> dict[str, TensorHeader] | None:
     """The tensors in the headers of a model's safetensors files, by name.
 
     None if the files have not been downloaded or are not safetensors. Raises ModelError for broken files.
@@ -145,7 +145,7 @@ def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConf
 def check_tensors(
     model: str,
     config: PreTrainedConfig,
-    tensors: dict[str, Tensor],
+    tensors: dict[str, TensorHeader],
     expected: ExpectedTensors,
     trust_remote_code: bool = False,
 ) -> bool:
@@ -178,7 +178,7 @@ def check_tensors(
     return True
 
 
-def _check_prefixes(model: str, tensors: dict[str, Tensor], expected: ExpectedTensors, prefix: str) -> None:
+def _check_prefixes(model: str, tensors: dict[str, TensorHeader], expected: ExpectedTensors, prefix: str) -> None:
     """Refuse a tensor of the model that occurs with and without the prefix, which transformers adds and removes."""
     for name in tensors:
         names = {name, f"{prefix}.{name}"}
@@ -189,14 +189,14 @@ def _check_prefixes(model: str, tensors: dict[str, Tensor], expected: ExpectedTe
             )
 
 
-def stored_dtype(tensors: dict[str, Tensor]) -> str:
+def stored_dtype(tensors: dict[str, TensorHeader]) -> str:
     """The dtype that transformers' `dtype="auto"` takes if the config states none: of the first floating tensor."""
     dtypes = (DTYPES.get(tensor.dtype) for tensor in tensors.values())
     return str(next(filter(None, dtypes), "")).removeprefix("torch.")
 
 
 def _load_on_fake_tensors(
-    model_class: Any, config: PreTrainedConfig, tensors: dict[str, Tensor]
+    model_class: Any, config: PreTrainedConfig, tensors: dict[str, TensorHeader]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load tensors of these names and shapes. Returns transformers' report too, with its renaming of tensors."""
     with fake_tensors.fake_loading(), torch.no_grad():

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.config_file import HINT, LFS_HINT, LFS_POINTER
-from tcdeploy.models.convert.quantisation import Tensor
+from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -80,7 +80,7 @@ def explicit_file(model: str, config: PreTrainedConfig) -> str | None:
     return str(name)
 
 
-def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> dict[str, Tensor] | None:
+def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> dict[str, TensorHeader] | None:
     """The tensors in a folder's safetensors files, by name. Raises ModelError for broken files.
 
     `explicit_name`: as `explicit_file` returns it. None if the folder has no such files, or not all files of a Hub
@@ -91,7 +91,7 @@ def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> 
         if Path(model).is_dir():
             _check_torch_files(model, folder)
         return None
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, TensorHeader] = {}
     files: dict[str, str] = {}
     for name in names:
         try:
@@ -126,12 +126,12 @@ def _check_torch_files(model: str, folder: Path) -> None:
             raise ModelError(f"{model} lacks {name}, which its index lists", DOWNLOAD_HINT)
 
 
-def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _read_header(path: Path) -> Iterator[tuple[str, TensorHeader]]:
     try:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
                 piece = file.get_slice(key)
-                yield key, Tensor(piece.get_dtype(), tuple(piece.get_shape()))
+                yield key, TensorHeader(piece.get_dtype(), tuple(piece.get_shape()))
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError) as error:

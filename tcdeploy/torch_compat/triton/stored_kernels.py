@@ -1,8 +1,8 @@
 """Compiled Triton kernels that are launched without Triton.
 
 Triton compiles a kernel once for each combination of the types of its arguments, of properties such as "divisible by
-16", and of its constants. A *variant* is one of these. `KernelRecorder` writes the variants of a process to a file, and
-`StoredKernels` finds the variant for a launch by the same rules and launches it through the CUDA driver
+16", and of its constants. A *binary* is one of these. `KernelRecorder` writes the binaries of a process to a file, and
+`StoredKernels` finds the binary for a launch by the same rules and launches it through the CUDA driver
 (cuda_driver.py). Kernels that need scratch memory, clusters or a cooperative launch are not recorded, and no kernel of
 ours does.
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from tcdeploy.torch_compat.internal import Internal, find, is_installed, mentions
 from tcdeploy.torch_compat.triton.cuda_driver import LoadedKernel
 
-SCHEMA = 1
+SCHEMA = 2
 PARAMETER, COMPILED_KERNEL = "triton.runtime.jit:KernelParam", "triton.compiler:CompiledKernel"
 ALIGNMENT = 16  # Triton specialises on this divisor of addresses and integers
 # How Triton specialises on a parameter, one letter each.
@@ -61,8 +61,8 @@ INTERNAL = Internal(
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One compiled variant: what the CUDA driver needs to launch it.
+class KernelBinary:
+    """One compiled binary: what the CUDA driver needs to launch it.
 
     symbol: the kernel's name in the cubin.
     types: of each parameter, as in Triton's signature; "constexpr" for those that are compiled in.
@@ -80,12 +80,12 @@ class Variant:
 
 
 class KernelRecorder:
-    """The variants that were launched, by kernel and key."""
+    """The binaries that were launched, by kernel and key."""
 
     def __init__(self) -> None:
         self._is_supported = supported()
         self._specializations: dict[str, str] = {}
-        self._variants: dict[str, dict[str, Variant]] = {}
+        self._binaries: dict[str, dict[str, KernelBinary]] = {}
 
     def add(self, name: str, function: Any, args: Sequence[Any], options: Mapping[str, Any], compiled: Any) -> None:
         """Record a launch: Triton's JITFunction, the arguments, and the CompiledKernel that was launched."""
@@ -94,29 +94,29 @@ class KernelRecorder:
         try:
             specializations = self._specializations.get(name) or "".join(map(_specialization, function.params))
             key = launch_key(specializations, args, options)
-            if key in self._variants.get(name, {}):
+            if key in self._binaries.get(name, {}):
                 return
-            variant = _make_variant(compiled)
+            binary = _make_binary(compiled)
         except (AttributeError, KeyError, TypeError):  # another version of Triton
             return
-        if variant is not None:
+        if binary is not None:
             self._specializations[name] = specializations
-            self._variants.setdefault(name, {})[key] = variant
+            self._binaries.setdefault(name, {})[key] = binary
 
     def to_json(self) -> str:
         """The content of a file for `StoredKernels`; "" if nothing was recorded."""
         kernels = {
             name: {
                 "specializations": self._specializations[name],
-                "variants": {key: dataclasses.asdict(item) for key, item in items.items()},
+                "binaries": {key: dataclasses.asdict(item) for key, item in items.items()},
             }
-            for name, items in self._variants.items()
+            for name, items in self._binaries.items()
         }
         return json.dumps({"schema": SCHEMA, "kernels": kernels}) if kernels else ""
 
 
 class StoredKernels:
-    """Launches the kernels of a file. A variant is loaded at its first launch."""
+    """Launches the kernels of a file. A binary is loaded at its first launch."""
 
     def __init__(self, text: str, load: Any = LoadedKernel) -> None:
         """`load`: makes a kernel (tests replace it). Raises ValueError, KeyError or TypeError for any other text."""
@@ -127,33 +127,33 @@ class StoredKernels:
         self._specializations: dict[str, str] = {
             name: kernel["specializations"] for name, kernel in values["kernels"].items()
         }
-        self._variants = {
-            (name, key): Variant(**{**item, "types": tuple(item["types"])})
+        self._binaries = {
+            (name, key): KernelBinary(**{**item, "types": tuple(item["types"])})
             for name, kernel in values["kernels"].items()
-            for key, item in kernel["variants"].items()
+            for key, item in kernel["binaries"].items()
         }
-        self._loaded: dict[tuple[str, str], _LoadedVariant] = {}
+        self._loaded: dict[tuple[str, str], _LoadedBinary] = {}
 
     def launch(self, name: str, grid: tuple[int, ...], args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-        """Launch a kernel on the current stream. Returns whether a variant fits. Raises DriverError."""
+        """Launch a kernel on the current stream. Returns whether a binary fits. Raises DriverError."""
         key = (name, launch_key(self._specializations.get(name, ""), args, options))
         loaded = self._loaded.get(key)
         if loaded is None:
-            variant = self._variants.get(key)
-            if variant is None:
+            binary = self._binaries.get(key)
+            if binary is None:
                 return False
-            loaded = self._loaded[key] = _LoadedVariant(variant, self._load)
+            loaded = self._loaded[key] = _LoadedBinary(binary, self._load)
         loaded.launch(grid, args)
         return True
 
 
-class _LoadedVariant:
-    def __init__(self, variant: Variant, load: Any) -> None:
+class _LoadedBinary:
+    def __init__(self, binary: KernelBinary, load: Any) -> None:
         device = torch.cuda.current_device()
-        self._kernel = load(base64.b64decode(variant.cubin), variant.symbol, variant.shared_bytes, device)
-        self._num_warps, self._uses_pdl = variant.num_warps, variant.uses_pdl
-        self._passed = [index for index, kind in enumerate(variant.types) if kind != "constexpr"]
-        slots = [_slot(variant.types[index]) for index in self._passed] + [POINTER_SLOT] * SCRATCH_ARGUMENTS
+        self._kernel = load(base64.b64decode(binary.cubin), binary.symbol, binary.shared_bytes, device)
+        self._num_warps, self._uses_pdl = binary.num_warps, binary.uses_pdl
+        self._passed = [index for index, kind in enumerate(binary.types) if kind != "constexpr"]
+        slots = [_slot(binary.types[index]) for index in self._passed] + [POINTER_SLOT] * SCRATCH_ARGUMENTS
         self._layout = struct.Struct("<" + "".join(slots))
         self._addresses = ctypes.c_void_p * len(slots)
         self._offsets = [SLOT_BYTES * index for index in range(len(slots))]
@@ -204,7 +204,7 @@ def _specialization(parameter: Any) -> str:
     return UNALIGNED if parameter.do_not_specialize_on_alignment else SPECIALISED
 
 
-def _make_variant(compiled: Any) -> Variant | None:
+def _make_binary(compiled: Any) -> KernelBinary | None:
     """None if the kernel needs what this module does not support."""
     types, metadata = tuple(compiled.src.signature.values()), compiled.metadata
     if any(getattr(metadata, name, value) not in (value, None) for name, value in UNSUPPORTED.items()):
@@ -213,7 +213,7 @@ def _make_variant(compiled: Any) -> Variant | None:
         return None
     cubin = base64.b64encode(compiled.asm["cubin"]).decode()
     uses_pdl = bool(getattr(metadata, "launch_pdl", False))
-    return Variant(metadata.name, types, metadata.num_warps, metadata.shared, uses_pdl, cubin)
+    return KernelBinary(metadata.name, types, metadata.num_warps, metadata.shared, uses_pdl, cubin)
 
 
 def _is_supported(kind: Any) -> bool:
