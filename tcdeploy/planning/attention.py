@@ -99,12 +99,11 @@ def decide_graphs(inputs: PlanInputs, decode_attention: Attention, decisions: li
     return "step"
 
 
-def decide_mixed_steps(inputs: PlanInputs, graphs: Graphs, captures_prefill: bool, decisions: list[Decision]) -> bool:
+def decide_mixed_steps(inputs: PlanInputs, graphs: Graphs, attention: Attention, decisions: list[Decision]) -> bool:
     """Whether running sequences decode in the steps in which prompts are computed.
 
-    captures_prefill: whether steps that compute prompts are CUDA graphs.
-
-    Raises UsageError if that is requested together with a CUDA graph per region, whose shapes would depend on the rows.
+    `attention`: of prefill. Raises UsageError if that is requested together with a CUDA graph per region, whose shapes
+    would depend on the rows.
     """
     requested = inputs.recipe.mixed_steps
     if graphs == "region":
@@ -119,7 +118,7 @@ def decide_mixed_steps(inputs: PlanInputs, graphs: Graphs, captures_prefill: boo
     if requested:
         decisions.append(Decision("mixed steps", requested, "requested"))
         return requested == "on"
-    if graphs == "step" and not captures_prefill:
+    if graphs == "step" and not BACKENDS[attention].is_capturable:
         reason = "only decode steps are captured as CUDA graphs; mixed steps would decode without one"
         decisions.append(Decision("mixed steps", "off", reason))
         return False

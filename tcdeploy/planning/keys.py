@@ -18,7 +18,7 @@ from pathlib import Path
 # Raise by one with every change that alters programs or tokens without altering a hashed source
 # (programs/passes/post_grad.py lists them), a setting of torch or a shape. Examples: a region is traced in another way,
 # weights are packed in another layout, sampling draws other random numbers.
-CACHE_EPOCH = 1
+CACHE_EPOCH = 2
 
 DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 BLOCK_FIELDS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields that hold nested statements

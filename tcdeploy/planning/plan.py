@@ -24,25 +24,24 @@ from tcdeploy.planning.attention import (
     decide_mixed_steps,
     decide_prefill_attention,
 )
-from tcdeploy.planning.backends import BACKENDS, HALF_DTYPES, Phase
-from tcdeploy.planning.decision import Decision, DTypes, PlanInputs
+from tcdeploy.planning.backends import BACKENDS, Phase
+from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment
 from tcdeploy.planning.keys import CACHE_EPOCH
-from tcdeploy.planning.memory import CacheDemand
+from tcdeploy.planning.machine import decide_inputs, warn_about_packages
 from tcdeploy.planning.recipe import Attention, Device, DType, Graphs, LoadFormat, Mode, Programs, Recipe, Region
 from tcdeploy.planning.sizes import (
     DYNAMIC_MIN_SIZE,
     capture_sizes,
-    decide_batch_sizes,
-    decide_block_size,
     decide_context,
+    decide_demand,
     decide_memory,
     decide_prefill_lengths,
+    decide_shapes,
     graph_shapes,
     max_prefill_sequences,
     mixed_row_slots,
 )
-from tcdeploy.planning.tested_versions import describe_ranges, describe_versions, untested_packages
 from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, candidate_variants
 
 # Fields that no program depends on: where the weights come from, so that CI can fill the cache without them (with
@@ -119,12 +118,12 @@ class Plan:
     weight_bytes: int
     kv_bytes: int
     workspace_bytes: int
-    rank: int
-    world_size: int
+    rank: int = 0
+    world_size: int = 1
     environment_key: str
     cache_dir: str
     decisions: tuple[Decision, ...]
-    key: str
+    key: str = ""
 
     @property
     def prefill_buckets(self) -> tuple[Bucket, ...]:
@@ -178,76 +177,51 @@ def make_plan(
     `model_decisions` were made while the model's files were read; the printed plan ends with them.
     """
     _check_max_consecutive_prefills(recipe)
-    decisions = [*_untested_versions(environment), *_missing_internals(environment)]
-    if architecture.is_multimodal:
-        reason = f"{architecture.model_type} is multimodal; image, audio and video inputs are rejected"
-        decisions.append(Decision("inputs", "text only", reason))
-    device = _decide_device(recipe, environment, decisions)
-    dtypes = _decide_dtypes(recipe, architecture, device, decisions)
-    if architecture.quantisation:
-        method = f"{architecture.quantisation} dequantised to {dtypes.weight}"
-        decisions.append(Decision("weights", method, "GEMMs with quantised weights are not supported yet"))
-    inputs = PlanInputs(recipe, environment, architecture, device, dtypes)
+    decisions = warn_about_packages(environment)
+    inputs = decide_inputs(recipe, environment, architecture, decisions)
     prefill_attention = decide_prefill_attention(inputs, decisions)
     decode_attention = decide_decode_attention(inputs, decisions)
     graphs = decide_graphs(inputs, decode_attention, decisions)
     context = decide_context(recipe, architecture, decisions)
-    captures_prefill = graphs == "step" and BACKENDS[prefill_attention].is_capturable
-    recipe = _decide_shapes(recipe, captures_prefill, context, environment, decisions)
-    inputs = dataclasses.replace(inputs, recipe=recipe)
-    mixed_steps = decide_mixed_steps(inputs, graphs, captures_prefill, decisions)
-    lengths = decide_prefill_lengths(recipe, context, decisions)
-    block_size = decide_block_size(recipe, decisions)
-    demand = CacheDemand(
-        context=context,
-        batch_sizes=(),
-        max_prefill_tokens=lengths[-1],
-        captured_sizes=_captured_sizes(recipe, graphs, prefill_attention, lengths),
-        captures_decode=graphs != "none",
-        mixed_steps=mixed_steps,
-        block_size=block_size,
-    )
-    batch_sizes = decide_batch_sizes(inputs, demand, decisions)
-    demand = demand._replace(batch_sizes=batch_sizes)
+    inputs = decide_shapes(inputs, graphs, prefill_attention, context, decisions)
+    mixed_steps = decide_mixed_steps(inputs, graphs, prefill_attention, decisions)
+    lengths = decide_prefill_lengths(inputs.recipe, context, decisions)
+    demand = decide_demand(inputs, graphs, prefill_attention, lengths, context, mixed_steps, decisions)
     workspace_bytes, memory = decide_memory(inputs, demand, decisions)
     _explain_region_and_mode(recipe, decisions)
     cache_dir = decide_cache_dir(recipe, environment, decisions)
-    alternative_attention = decide_alternative_attention(inputs, decisions)
     plan = Plan(
         model=recipe.model,
         revision=recipe.revision,
         load_format=recipe.load_format,
         trust_remote_code=recipe.trust_remote_code,
-        device=device,
-        weight_dtype=dtypes.weight,
-        kv_dtype=dtypes.kv,
-        compute_dtype=dtypes.compute,
+        device=inputs.device,
+        weight_dtype=inputs.dtypes.weight,
+        kv_dtype=inputs.dtypes.kv,
+        compute_dtype=inputs.dtypes.compute,
         prefill_attention=prefill_attention,
         decode_attention=decode_attention,
-        alternative_attention=alternative_attention,
+        alternative_attention=decide_alternative_attention(inputs, decisions),
         region=recipe.region,
         mode=recipe.mode,
         programs=_decide_programs(recipe, environment, decisions),
         graphs=graphs,
-        is_hopper=device == "cuda" and environment.gpu_capability == (9, 0),
+        is_hopper=inputs.device == "cuda" and environment.gpu_capability == (9, 0),
         tune_seconds=recipe.tune_seconds,
         mixed_steps=mixed_steps,
         itl_target=decide_itl_target(recipe, mixed_steps, decisions),
         max_consecutive_prefills=recipe.max_consecutive_prefills,
-        buckets=_make_buckets(recipe, lengths, batch_sizes),
+        buckets=_make_buckets(inputs.recipe, lengths, demand.batch_sizes),
         max_prefill_sequences=max_prefill_sequences(demand.max_prefill_tokens),
         context=memory.context,
-        block_size=block_size,
+        block_size=demand.block_size,
         kv_blocks=memory.blocks,
         weight_bytes=memory.weight_bytes,
         kv_bytes=memory.kv_bytes,
         workspace_bytes=workspace_bytes,
-        rank=0,
-        world_size=1,
         environment_key=environment.cache_key,
         cache_dir=cache_dir,
         decisions=(*decisions, *model_decisions),
-        key="",
     )
     return dataclasses.replace(plan, key=_plan_key(plan, architecture))
 
@@ -268,37 +242,6 @@ def _plan_key(plan: Plan, architecture: Architecture) -> str:
     plain = [CACHE_EPOCH, program_fields, remote_code, architecture]
     document = json.dumps(plain, sort_keys=True, default=dataclasses.asdict)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
-
-
-def _untested_versions(environment: Environment) -> list[Decision]:
-    """One warning for all packages whose version is outside the tested range."""
-    versions = {"torch": environment.torch, "triton": environment.triton, "transformers": environment.transformers}
-    untested = untested_packages(versions)
-    if not untested:
-        return []
-    reason = f"tested with {describe_ranges(untested)}"
-    return [Decision("versions", describe_versions(untested, versions), reason, is_fallback=True)]
-
-
-def _missing_internals(environment: Environment) -> list[Decision]:
-    """A warning for each private name of torch, Triton, transformers or uvicorn that these versions lack."""
-    return [
-        Decision(name, "not available", consequence, is_fallback=True)
-        for name, consequence in environment.missing_internals
-    ]
-
-
-def _decide_shapes(
-    recipe: Recipe, captures_prefill: bool, context: int, environment: Environment, decisions: list[Decision]
-) -> Recipe:
-    """The recipe with the requested or default `shapes`; "bucket" if torch cannot mark dynamic sizes."""
-    is_dynamic_by_default = captures_prefill and recipe.buckets is None and context > DYNAMIC_MIN_SIZE
-    shapes = recipe.shapes or ("dynamic" if is_dynamic_by_default else "bucket")
-    if shapes == "dynamic" and DYNAMIC_SIZES in dict(environment.missing_internals):
-        reason = f"this torch cannot mark dynamic sizes (see the warning '{DYNAMIC_SIZES}')"
-        decisions.append(Decision("shapes", "bucket", reason, is_fallback=True))
-        shapes = "bucket"
-    return dataclasses.replace(recipe, shapes=shapes)
 
 
 def _decide_programs(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> Programs:
@@ -324,56 +267,6 @@ def _check_max_consecutive_prefills(recipe: Recipe) -> None:
             f"max_consecutive_prefills is {recipe.max_consecutive_prefills}; it must be at least 1",
             "--max-consecutive-prefills 4",
         )
-
-
-def _decide_device(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> Device:
-    if recipe.device == "cuda" and not environment.gpus:
-        raise UsageError(
-            "device cuda was requested, but torch sees no GPU", "remove --device cuda, or pass --device cpu"
-        )
-    if recipe.device:
-        reason = "requested"
-    elif environment.gpus:
-        reason = f"{environment.gpu} is present"
-    else:
-        reason = "torch sees no GPU"
-    device: Device = recipe.device or ("cuda" if environment.gpus else "cpu")
-    if device == "cuda" and len(environment.gpus) > 1:
-        reason += f"; GPU 0 of {environment.describe_gpus()}"
-    decisions.append(Decision("device", device, reason))
-    return device
-
-
-def _decide_dtypes(recipe: Recipe, architecture: Architecture, device: Device, decisions: list[Decision]) -> DTypes:
-    """One dtype for weights, KV and computation: nothing quantises yet. Printed as one line while they are equal."""
-    dtype, reason = _decide_dtype(recipe, architecture, device)
-    dtypes = DTypes(weight=dtype, kv=dtype, compute=dtype)
-    if len(set(dtypes)) == 1:
-        decisions.append(Decision("dtype", dtype, reason))
-    else:
-        decisions += [Decision(f"{name} dtype", value, reason) for name, value in dtypes._asdict().items()]
-    return dtypes
-
-
-def _decide_dtype(recipe: Recipe, architecture: Architecture, device: Device) -> tuple[DType, str]:
-    if recipe.dtype:
-        return recipe.dtype, "requested"
-    if device == "cpu":
-        return "float32", "default on a CPU; generates the same text as transformers"
-    for half_dtype in HALF_DTYPES:
-        if half_dtype == architecture.dtype:
-            return half_dtype, "the checkpoint's dtype"
-    stored = f"the checkpoint is {architecture.dtype}" if architecture.dtype else "the checkpoint's dtype is unknown"
-    return "bfloat16", f"{stored}; bfloat16 halves the bytes read per token"
-
-
-def _captured_sizes(
-    recipe: Recipe, graphs: Graphs, attention: Attention, lengths: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
-    """For each prefill bucket, the token counts that it is captured at; () if prefill is not captured."""
-    if graphs == "none" or not BACKENDS[attention].is_capturable:
-        return ()
-    return tuple(capture_sizes(length, recipe.shapes == "dynamic") for length in lengths)
 
 
 def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[int, ...]) -> tuple[Bucket, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.decision import Decision, PlanInputs
+from tcdeploy.planning.environment import DYNAMIC_SIZES
 from tcdeploy.planning.memory import (
     CacheDemand,
     KVSize,
@@ -17,7 +20,7 @@ from tcdeploy.planning.memory import (
     predict_workspace,
     size_kv_cache,
 )
-from tcdeploy.planning.recipe import Recipe
+from tcdeploy.planning.recipe import Attention, Graphs, Recipe
 
 DEFAULT_PREFILL_BUCKETS = (128, 512, 2048)
 # Decode buckets on a GPU, up to what the KV cache holds. Each adds 4 to 7 s to a cold start of an 8B model on an H100,
@@ -119,6 +122,37 @@ def decide_context(recipe: Recipe, architecture: Architecture, decisions: list[D
     return recipe.context
 
 
+def decide_demand(
+    inputs: PlanInputs,
+    graphs: Graphs,
+    attention: Attention,
+    lengths: tuple[int, ...],
+    context: int,
+    mixed_steps: bool,
+    decisions: list[Decision],
+) -> CacheDemand:
+    """Decide block size and batch sizes. `attention`: of prefill. `lengths`: of the prefill buckets."""
+    demand = CacheDemand(
+        context=context,
+        batch_sizes=(),
+        max_prefill_tokens=lengths[-1],
+        captured_sizes=_captured_sizes(inputs.recipe, graphs, attention, lengths),
+        captures_decode=graphs != "none",
+        mixed_steps=mixed_steps,
+        block_size=decide_block_size(inputs.recipe, decisions),
+    )
+    return demand._replace(batch_sizes=decide_batch_sizes(inputs, demand, decisions))
+
+
+def _captured_sizes(
+    recipe: Recipe, graphs: Graphs, attention: Attention, lengths: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """For each prefill bucket, the token counts that it is captured at; () if prefill is not captured."""
+    if graphs == "none" or not BACKENDS[attention].is_capturable:
+        return ()
+    return tuple(capture_sizes(length, recipe.shapes == "dynamic") for length in lengths)
+
+
 def decide_batch_sizes(inputs: PlanInputs, demand: CacheDemand, decisions: list[Decision]) -> tuple[int, ...]:
     """The requested sizes, or the default, which on a GPU depends on the memory for KV.
 
@@ -159,6 +193,24 @@ def _count_kv_blocks(inputs: PlanInputs, demand: CacheDemand) -> int:
     affordable_blocks = count_affordable_blocks(inputs, demand, _predict_workspace(inputs, demand))
     requested = inputs.recipe.kv_blocks
     return (affordable_blocks if requested is None else min(requested, affordable_blocks)) - 1
+
+
+def decide_shapes(
+    inputs: PlanInputs, graphs: Graphs, attention: Attention, context: int, decisions: list[Decision]
+) -> PlanInputs:
+    """The inputs with the requested or default `shapes`; "bucket" if torch cannot mark dynamic sizes.
+
+    `attention`: of prefill.
+    """
+    recipe = inputs.recipe
+    captures_prefill = graphs == "step" and BACKENDS[attention].is_capturable
+    is_dynamic_by_default = captures_prefill and recipe.buckets is None and context > DYNAMIC_MIN_SIZE
+    shapes = recipe.shapes or ("dynamic" if is_dynamic_by_default else "bucket")
+    if shapes == "dynamic" and DYNAMIC_SIZES in dict(inputs.environment.missing_internals):
+        reason = f"this torch cannot mark dynamic sizes (see the warning '{DYNAMIC_SIZES}')"
+        decisions.append(Decision("shapes", "bucket", reason, is_fallback=True))
+        shapes = "bucket"
+    return dataclasses.replace(inputs, recipe=dataclasses.replace(recipe, shapes=shapes))
 
 
 def decide_prefill_lengths(recipe: Recipe, context: int, decisions: list[Decision]) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ import pytest
 
 from tcdeploy.planning import tested_versions
 from tcdeploy.planning.backends import TORCH_FLASH
+from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.environment import DYNAMIC_SIZES, diff_environments
-from tcdeploy.planning.plan import Decision, Plan, make_plan
+from tcdeploy.planning.plan import Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.planning.tested_versions import TESTED_VERSIONS, untested_packages
 from tests.machines import H100, LAPTOP, LLAMA_8B
