@@ -17,7 +17,8 @@ import time
 from collections.abc import Iterable, Iterator
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
-from tcdeploy.engine.schedule.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from tcdeploy.engine.schedule.request_check import check_request
+from tcdeploy.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from tcdeploy.engine.schedule.sequence import Chunk, NewToken, SamplingParams, Sequence
 from tcdeploy.engine.schedule.step_clock import StepClock
 from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
@@ -35,7 +36,7 @@ from tcdeploy.engine.step.launch_timer import LaunchTimer
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.step.sampling import Logprobs, logprobs
 from tcdeploy.engine.warm.timing import time_next_size
-from tcdeploy.errors import SpaceError, UsageError
+from tcdeploy.errors import UsageError
 from tcdeploy.programs.stances import fail_on_recompile
 
 
@@ -111,8 +112,10 @@ class Engine:
 
         `group` is the id of the client request that it belongs to. Groups share decode rows fairly (scheduler.py).
         """
-        sequence = self._validated_sequence(list(prompt), params)
-        sequence.group = group
+        token_ids = list(prompt)
+        check_request(token_ids, params, self.vocab_size, self.plan.context, self.allocator)
+        self._next_id += 1
+        sequence = Sequence(self._next_id, token_ids, len(token_ids), params, group)
         self._requests[sequence.request_id] = sequence
         self.scheduler.submit(sequence)
         return sequence.request_id
@@ -278,7 +281,7 @@ class Engine:
             estimate = self.clock.predictor.estimate(
                 step.num_tokens, len(step.decode), step.row_context, step.prefix_pairs, step.prefix
             )
-        return ForwardPass(output, _output_sequences(step, self.plan.max_prefill_sequences), step.chunks, estimate)
+        return ForwardPass(output, step.output_sequences(self.plan.max_prefill_sequences), step.chunks, estimate)
 
     def _launch_sampling(self, forward_pass: ForwardPass, start: float) -> InFlightStep:
         """`start`: when the launch of the step began (time.perf_counter)."""
@@ -347,36 +350,6 @@ class Engine:
         if self.clock:
             self.clock.step_completed(launched.estimate, end, has_waited, self._in_flight is not None)
 
-    def _validated_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        if not prompt:
-            raise UsageError("the prompt is empty", "pass at least one token; most tokenizers add one at the start")
-        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            raise UsageError(
-                f"the prompt contains a value that is not a token id in 0..{self.vocab_size - 1}",
-                "encode the prompt with the tokenizer of this model",
-            )
-        longest = len(prompt) + params.max_new_tokens
-        if longest > self.plan.context:
-            raise UsageError(
-                f"{len(prompt)} prompt tokens and {params.max_new_tokens} new tokens exceed the context of "
-                f"{self.plan.context} tokens",
-                "shorten the prompt, or lower --max-new-tokens",
-            )
-        if self.allocator.blocks_for(longest) > self.allocator.capacity:
-            raise SpaceError(
-                f"{longest} tokens need {self.allocator.blocks_for(longest)} KV blocks; the cache has "
-                f"{self.allocator.capacity}",
-                "raise --kv-blocks, or shorten the request",
-            )
-        biased_ids = [*params.stop_token_ids, *(token_id for token_id, _ in params.logit_bias)]
-        if biased_ids and max(biased_ids) >= self.vocab_size and (params.logit_bias or params.min_new_tokens):
-            raise UsageError(
-                f"token id {max(biased_ids)} is outside the vocabulary 0..{self.vocab_size - 1}",
-                "check stop_token_ids and logit_bias",
-            )
-        self._next_id += 1
-        return Sequence(self._next_id, prompt, len(prompt), params)
-
     @property
     def vocab_size(self) -> int:
         return self.runner.vocab_size
@@ -419,15 +392,3 @@ def _with_prompt_info(token: NewToken, sequence: Sequence) -> NewToken:
         queue_seconds=sequence.admitted_at - sequence.submitted_at,
         cached_tokens=sequence.cached_prompt_tokens,
     )
-
-
-def _output_sequences(step: SchedulerOutput, max_chunks: int) -> tuple[Sequence | None, ...]:
-    """The sequence of each output; None for a chunk that does not end its prompt, and for padding.
-
-    In a mixed step the outputs of `max_chunks` chunks come first, and then those of the decode rows.
-    """
-    of_chunks = tuple(sequence if stop == len(sequence.token_ids) else None for sequence, _, stop in step.chunks)
-    if not step.decode or not step.chunks:
-        return step.decode or of_chunks
-    padding: tuple[Sequence | None, ...] = (None,) * (max_chunks - len(of_chunks))
-    return (*of_chunks, *padding, *step.decode)

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.output import SchedulerOutput
 from tcdeploy.engine.schedule.scheduler import (
     LOOKAHEAD_BLOCKS,
     Scheduler,
     SchedulerConfig,
-    SchedulerOutput,
     SchedulerStats,
 )
 from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence

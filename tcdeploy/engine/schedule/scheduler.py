@@ -42,6 +42,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.output import SchedulerOutput
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence
 from tcdeploy.engine.schedule.step_costs import StepPredictor
 from tcdeploy.engine.schedule.step_size import MIN_CHUNK_TOKENS, Backlog, choose_step_tokens
@@ -66,35 +67,6 @@ class SchedulerConfig(NamedTuple):
     mixed_steps: bool = False
     itl_target_ms: float | None = None
     min_chunk_tokens: int = MIN_CHUNK_TOKENS
-
-
-class SchedulerOutput(NamedTuple):
-    """The next step: prefill chunks, decode sequences, or both in a mixed step.
-
-    `decode` is in row order, and holds the first of the running sequences if chunks end prompts in the same step.
-    """
-
-    chunks: tuple[Chunk, ...] = ()
-    decode: tuple[Sequence, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decode) + sum(stop - start for _, start, stop in self.chunks)
-
-    @property
-    def row_context(self) -> int:
-        """Tokens in the KV cache, summed over the decode rows."""
-        return sum(sequence.num_computed_tokens for sequence in self.decode)
-
-    @property
-    def prefix_pairs(self) -> int:
-        """Pairs of a token of a chunk and a token before the chunk in the same prompt, summed over the chunks."""
-        return sum((stop - start) * start for _, start, stop in self.chunks)
-
-    @property
-    def prefix(self) -> int:
-        """Tokens before a chunk in its prompt; the maximum over the chunks."""
-        return max((start for _, start, _ in self.chunks), default=0)
 
 
 class SchedulerStats(NamedTuple):
@@ -148,7 +120,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Append to the queue. The caller has checked that the sequence fits in the cache when it runs alone."""
         assert not sequence.blocks and not sequence.finish_reason, "the sequence is new"
-        assert self.allocator.blocks_for(_max_cached_tokens(sequence)) <= self.allocator.capacity, (
+        assert self.allocator.blocks_for(sequence.max_cached_tokens) <= self.allocator.capacity, (
             "the caller checks first"
         )
         self.waiting.append(sequence)
@@ -211,7 +183,7 @@ class Scheduler:
             rows=len(decode),
             row_context=SchedulerOutput(decode=decode).row_context,
             prompts=len(prompts),
-            prompt_tokens=sum(map(_uncomputed_tokens, prompts)),
+            prompt_tokens=sum(sequence.num_uncomputed_tokens for sequence in prompts),
             prefix=max(sequence.num_computed_tokens for sequence in prompts),
         )
         return choose_step_tokens(self.predictor, backlog, self.config.itl_target_ms, self.config.min_chunk_tokens)
@@ -264,12 +236,13 @@ class Scheduler:
             if sequence is None:
                 break
             is_shared = not chunk_sizes and self._is_long(sequence, token_budget)
-            size = token_budget - token_budget // 2 if is_shared else min(token_budget, _uncomputed_tokens(sequence))
+            size = token_budget - token_budget // 2 if is_shared else min(token_budget, sequence.num_uncomputed_tokens)
             chunk_sizes.append(size)
             token_budget -= size
         if chunk_sizes:
-            chunk_sizes[0] += min(token_budget, _uncomputed_tokens(self.prefilling[0]) - chunk_sizes[0])
-        self._unregistered_chunks = tuple(map(_next_chunk, self.prefilling, chunk_sizes))
+            chunk_sizes[0] += min(token_budget, self.prefilling[0].num_uncomputed_tokens - chunk_sizes[0])
+        prompts = zip(self.prefilling, chunk_sizes, strict=False)
+        self._unregistered_chunks = tuple(sequence.next_chunk(size) for sequence, size in prompts)
         for chunk in self._unregistered_chunks:
             self._account_for_chunk(chunk)
         assert len(self.prefilling) <= 2, "only the first prompt and the last one in a step are split"
@@ -280,7 +253,7 @@ class Scheduler:
         return self.prefilling[number] if number < len(self.prefilling) else self._admit()
 
     def _is_long(self, sequence: Sequence, token_budget: int) -> bool:
-        return self.config.mixed_steps and _uncomputed_tokens(sequence) > LONG_PROMPT_STEPS * token_budget
+        return self.config.mixed_steps and sequence.num_uncomputed_tokens > LONG_PROMPT_STEPS * token_budget
 
     def _admit(self) -> Sequence | None:
         """Admit the next sequence and allocate its blocks. None if it has to wait; then no other one is admitted."""
@@ -419,20 +392,6 @@ class Scheduler:
         """Blocks to allocate for the next token plus `lookahead_blocks`, at most what the sequence can ever fill."""
         target = min(
             self.allocator.blocks_for(sequence.length) + lookahead_blocks,
-            self.allocator.blocks_for(_max_cached_tokens(sequence)),
+            self.allocator.blocks_for(sequence.max_cached_tokens),
         )
         return max(0, target - len(sequence.blocks))
-
-
-def _uncomputed_tokens(sequence: Sequence) -> int:
-    """Tokens of a prompt that no step has computed."""
-    return len(sequence.token_ids) - sequence.num_computed_tokens
-
-
-def _next_chunk(sequence: Sequence, size: int) -> Chunk:
-    return Chunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + size)
-
-
-def _max_cached_tokens(sequence: Sequence) -> int:
-    """Most tokens of the sequence that the cache can hold: the last new token is never fed back."""
-    return sequence.prompt_length + sequence.params.max_new_tokens - 1

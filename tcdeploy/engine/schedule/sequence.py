@@ -215,6 +215,19 @@ class Sequence:
         """Whether the last allowed token is sampled, read by the host or not."""
         return self.num_output_tokens + self.in_flight >= self.params.max_new_tokens
 
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens of a prompt that no step has computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most tokens that the KV cache can hold: the last new token is never fed back."""
+        return self.prompt_length + self.params.max_new_tokens - 1
+
+    def next_chunk(self, size: int) -> Chunk:
+        return Chunk(self, self.num_computed_tokens, self.num_computed_tokens + size)
+
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         if self.matcher and (verdict := self.matcher.accept(token_id)):
