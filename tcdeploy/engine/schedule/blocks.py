@@ -39,7 +39,7 @@ class BlockAllocator:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.capacity = num_blocks - 1
-        self._free = deque(range(1, num_blocks))
+        self._free = deque(range(PADDING_BLOCK + 1, num_blocks))
         self._references: dict[int, int] = {}  # block in use -> number of sequences that hold it
         # An ordered set, least recently used first. A dict would scan its deleted entries at every eviction.
         self._evictable: OrderedDict[int, None] = OrderedDict()

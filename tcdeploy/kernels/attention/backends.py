@@ -215,10 +215,6 @@ def _reference_decode(
     return reference.paged_decode(q, k, v, *batch[:4], *params, out)
 
 
-def _triton_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    kv_write.write_kv(k, v, k_cache, v_cache, slot_mapping)
-
-
 def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     k_cache.flatten(0, 1)[slot_mapping] = k
     v_cache.flatten(0, 1)[slot_mapping] = v
@@ -248,7 +244,7 @@ class Implementation(NamedTuple):
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(_reference_prefill, _reference_decode, _reference_write),
-    "triton": Implementation(_triton_prefill, _triton_decode, _triton_write, _triton_mixed),
+    "triton": Implementation(_triton_prefill, _triton_decode, kv_write.write_kv, _triton_mixed),
     "torch-flash": Implementation(functools.partial(_flash_prefill, _torch_flash)),
     "flash-attn-2": Implementation(functools.partial(_flash_prefill, _flash_attn_2)),
     "flash-attn-4": Implementation(functools.partial(_flash_prefill, _flash_attn_4)),
