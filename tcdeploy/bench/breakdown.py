@@ -31,7 +31,7 @@ KERNEL_KINDS = tuple(  # the first match counts; FlashAttention's kernel names c
 )
 
 
-class Kernel(NamedTuple):
+class KernelRun(NamedTuple):
     """One execution of a kernel. Times in microseconds from an arbitrary origin."""
 
     name: str
@@ -68,10 +68,10 @@ class Breakdown:
 
 def profile_step(restore: Callable[[], object], step: Callable[[], object]) -> Breakdown:
     """Profile `step` REPLAYS times, and summarize its kernels by kind."""
-    return summarize_kernels(profile_replays(restore, step))
+    return summarize_replays(profile_replays(restore, step))
 
 
-def profile_replays(restore: Callable[[], object], step: Callable[[], object]) -> list[list[Kernel]]:
+def profile_replays(restore: Callable[[], object], step: Callable[[], object]) -> list[list[KernelRun]]:
     """The kernels of REPLAYS steps on a GPU. A step before them includes the profiler's own start, and is discarded."""
     replays = []
     for _ in range(REPLAYS + 1):
@@ -84,16 +84,16 @@ def profile_replays(restore: Callable[[], object], step: Callable[[], object]) -
     return replays[1:]
 
 
-def _kernels_of(profiled: profile) -> list[Kernel]:
+def _kernels_of(profiled: profile) -> list[KernelRun]:
     """The events on the device, without the annotations that the profiler adds around them."""
     return [
-        Kernel(event.name, event.time_range.start, event.time_range.end)
+        KernelRun(event.name, event.time_range.start, event.time_range.end)
         for event in profiled.events() or ()
         if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
 
 
-def trim_overlap(kernels: list[Kernel]) -> list[Kernel]:
+def trim_overlap(kernels: list[KernelRun]) -> list[KernelRun]:
     """Kernels in order of their ends, each starting no earlier than its predecessor ended."""
     trimmed, busy_until = [], float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: kernel.stop):
@@ -102,7 +102,7 @@ def trim_overlap(kernels: list[Kernel]) -> list[Kernel]:
     return trimmed
 
 
-def summarize_kernels(replays: list[list[Kernel]]) -> Breakdown:
+def summarize_replays(replays: list[list[KernelRun]]) -> Breakdown:
     """`replays`: the kernels of one step each, in any order."""
     replays = [trim_overlap(replay) for replay in replays]
     kinds = ("gemm", "attention", "sampling", "other")
@@ -117,7 +117,7 @@ def summarize_kernels(replays: list[list[Kernel]]) -> Breakdown:
     )
 
 
-def gap_us(kernels: list[Kernel]) -> float:
+def gap_us(kernels: list[KernelRun]) -> float:
     """Time between the first and the last kernel in which none ran."""
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     gap, busy_until = 0.0, ordered[0].start if ordered else 0.0
@@ -131,21 +131,21 @@ def kernel_kind(name: str) -> str:
     return next((kind for kind, pattern in KERNEL_KINDS if pattern.search(name)), "other")
 
 
-def _of_kind(kernels: list[Kernel], kind: str) -> list[Kernel]:
+def _of_kind(kernels: list[KernelRun], kind: str) -> list[KernelRun]:
     return [kernel for kernel in kernels if kernel_kind(kernel.name) == kind]
 
 
-def _busy_us(kernels: list[Kernel]) -> float:
+def _busy_us(kernels: list[KernelRun]) -> float:
     return sum(kernel.stop - kernel.start for kernel in kernels)
 
 
-def _span_us(kernels: list[Kernel]) -> float:
+def _span_us(kernels: list[KernelRun]) -> float:
     if not kernels:
         return 0.0
     return max(kernel.stop for kernel in kernels) - min(kernel.start for kernel in kernels)
 
 
-def _top_kernels(replays: list[list[Kernel]]) -> tuple[KernelTime, ...]:
+def _top_kernels(replays: list[list[KernelRun]]) -> tuple[KernelTime, ...]:
     """The kernels with the longest total time per step, averaged over the replays."""
     total_us: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)

@@ -32,7 +32,7 @@ class LoadRequest:
     kind: str = ""  # latencies are also reported per kind
 
 
-Session = list[LoadRequest]
+ClientSession = list[LoadRequest]
 
 
 class TokenStream:
@@ -49,7 +49,7 @@ class TokenStream:
         return self._ids[:count]
 
 
-def make_load(settings: ServeSettings) -> list[Session]:
+def make_load(settings: ServeSettings) -> list[ClientSession]:
     """The sessions of all settings but `trace`, which trace.py reads."""
     arrivals = arrival_times(settings.num_sessions, settings.request_rate, settings.seed, settings.burstiness)
     rng = random.Random(f"{settings.seed} lengths")
@@ -72,7 +72,7 @@ def _draw_turn(settings: ServeSettings, rng: random.Random) -> Lengths:
     return draw_lengths(settings.lengths, settings.input_length, settings.output_length, settings.length_spread, rng)
 
 
-def _make_session(prefix: list[int], stream: TokenStream, turns: list[Lengths], arrival: float) -> Session:
+def _make_session(prefix: list[int], stream: TokenStream, turns: list[Lengths], arrival: float) -> ClientSession:
     requests, length = [], 0
     for turn in turns:
         length += turn.input

@@ -18,7 +18,7 @@ import json
 import math
 from typing import Any
 
-from tcdeploy.bench.loads import LoadRequest, Session, TokenStream
+from tcdeploy.bench.loads import ClientSession, LoadRequest, TokenStream
 from tcdeploy.errors import UsageError
 
 KEYS = ("timestamp", "input_length", "output_length", "prompt", "session", "kind", "hash_ids")
@@ -26,9 +26,9 @@ MOONCAKE_BLOCK = 512  # tokens per id
 FORMAT_HINT = '{"timestamp": SECONDS, "input_length": TOKENS, "output_length": TOKENS}, one per line'
 
 
-def read_trace(path: str, seed: int) -> list[Session]:
+def read_trace(path: str, seed: int) -> list[ClientSession]:
     """The sessions of a trace, in the order of their first requests. Raises UsageError with file and line."""
-    sessions: dict[str, tuple[TokenStream, Session]] = {}
+    sessions: dict[str, tuple[TokenStream, ClientSession]] = {}
     for number, record in _read_records(path):
         name = f"line {number}" if "session" not in record else f"session {record['session']}"
         stream, session = sessions.setdefault(name, (TokenStream(f"{seed} {name}"), []))
@@ -40,7 +40,7 @@ def read_trace(path: str, seed: int) -> list[Session]:
     return sorted(traced, key=lambda session: session[0].earliest)
 
 
-def _sort_session(session: Session, start: float) -> Session:
+def _sort_session(session: ClientSession, start: float) -> ClientSession:
     ordered = sorted(session, key=lambda request: request.earliest)
     return [
         LoadRequest(request.prompt, request.output_length, request.earliest - start, request.kind)

@@ -9,7 +9,6 @@ from tcdeploy.explain.causes import Cause
 from tcdeploy.explain.source_line import SourceLine
 
 Kind = Literal["graph break", "recompilation", "input mutation", "error"]
-Phase = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)

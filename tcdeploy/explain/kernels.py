@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tcdeploy.bench.breakdown import Kernel, profile_replays, trim_overlap
+from tcdeploy.bench.breakdown import KernelRun, profile_replays, trim_overlap
 from tcdeploy.bench.breakdown import gap_us as gap_of
 from tcdeploy.engine.check.inputs import make_timing_batch
 from tcdeploy.engine.step.runner import ModelRunner
@@ -79,7 +79,7 @@ def _step_of(runner: ModelRunner, bucket: Bucket) -> tuple[Callable[[], object],
     return lambda: runner.row_assignment.assign_prefilled(batch.sequences), lambda: runner.rerun(bucket)
 
 
-def summarize_kernels(bucket: str, replays: Sequence[Sequence[Kernel]]) -> BucketKernels:
+def summarize_kernels(bucket: str, replays: Sequence[Sequence[KernelRun]]) -> BucketKernels:
     """`replays`: the kernels of one step each. Overlapping kernels count once, so that the rows add up to the step."""
     total_us: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)

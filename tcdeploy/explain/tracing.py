@@ -164,7 +164,7 @@ def trace_phase(
         return call
 
     calls = {region.module: call_of(region.module) for region in members}
-    with _installed(calls), _raised_limits(), warnings.catch_warnings(), compile_trace.read_trace() as phase.trace:
+    with _installed(calls), _raised_limits(), warnings.catch_warnings(), compile_trace.collect_trace() as phase.trace:
         warnings.simplefilter("ignore")  # torch warns about some breaks, which are reported as findings
         try:
             for step in steps:

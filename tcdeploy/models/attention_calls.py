@@ -31,7 +31,7 @@ IGNORED_KEYWORDS = {
 }
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of the attention function; the tensors have the shape [1, heads, tokens, head_dim]."""
 
     module: nn.Module
@@ -47,12 +47,12 @@ class AttentionRecorder:
     """An attention function that records its calls by module and returns zeros."""
 
     positions: PositionTracer
-    calls: dict[int, list[Call]] = field(default_factory=dict)
+    calls: dict[int, list[AttentionCall]] = field(default_factory=dict)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        self.calls.setdefault(id(module), []).append(Call(module, query, key, value, attention_mask, kwargs))
+        self.calls.setdefault(id(module), []).append(AttentionCall(module, query, key, value, attention_mask, kwargs))
         batch, heads, tokens, _ = query.shape
         output = query.new_zeros(batch, tokens, heads, value.shape[-1])
         self.positions.check(query, key, value)
@@ -112,7 +112,7 @@ def read_attention(
     return tuple(specs)
 
 
-def _problems(call: Call, num_tokens: int) -> list[str]:
+def _problems(call: AttentionCall, num_tokens: int) -> list[str]:
     """What the paged ops do not support, as phrases that follow the module's path."""
     problems = [
         f"passes {keyword} to attention, which the paged ops do not support"
@@ -128,7 +128,7 @@ def _problems(call: Call, num_tokens: int) -> list[str]:
     return problems
 
 
-def _read_call(path: str, call: Call) -> AttentionSpec:
+def _read_call(path: str, call: AttentionCall) -> AttentionSpec:
     return AttentionSpec(
         path=path,
         heads=call.query.shape[1],

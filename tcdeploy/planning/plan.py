@@ -29,7 +29,7 @@ from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment
 from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.machine import decide_inputs, warn_about_packages
-from tcdeploy.planning.recipe import Attention, Device, DType, Graphs, LoadFormat, Mode, Programs, Recipe, Region
+from tcdeploy.planning.recipe import Attention, CompileUnit, Device, DType, Graphs, LoadFormat, Mode, Programs, Recipe
 from tcdeploy.planning.sizes import (
     DYNAMIC_MIN_SIZE,
     capture_sizes,
@@ -101,7 +101,7 @@ class Plan:
     prefill_attention: Attention
     decode_attention: Attention
     alternative_attention: tuple[Attention, ...]
-    region: Region
+    region: CompileUnit
     mode: Mode
     programs: Programs
     graphs: Graphs
@@ -294,7 +294,7 @@ def find_cache_dir(requested: str | None, inductor_cache_dir: str, user_cache_di
 
 def _explain_region_and_mode(recipe: Recipe, decisions: list[Decision]) -> None:
     """Adds the recipe's region and mode, so that the printed Plan is complete."""
-    region_reasons: dict[Region, str] = {
+    region_reasons: dict[CompileUnit, str] = {
         "layer": "one program for all layers of a kind, with norms and residuals fused",
         "blocks": "requested",
     }

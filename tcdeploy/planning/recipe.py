@@ -33,7 +33,7 @@ Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 MixedSteps = Literal["on", "off"]
 Attention = Literal["reference", "triton", "torch-flash", "flash-attn-2", "flash-attn-4"]
-Region = Literal["layer", "blocks"]
+CompileUnit = Literal["layer", "blocks"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "auto"]
 Programs = Literal["jit", "aot"]
 Graphs = Literal["step", "region", "none"]
@@ -78,7 +78,7 @@ class Recipe:
         None, "default: the checkpoint's dtype on a GPU (bfloat16 if it is float32), float32 on a CPU"
     )
     attention: Attention | None = _option(None, "prefill attention backend; default: the best supported one")
-    region: Region = _option("layer", "unit of compilation: decoder layer, or its attention and MLP blocks")
+    region: CompileUnit = _option("layer", "unit of compilation: decoder layer, or its attention and MLP blocks")
     mode: Mode = _option(
         "auto", "torch.compile mode; auto: for each bucket the variant known to be fastest, or timed by --tune-seconds"
     )

@@ -30,7 +30,7 @@ from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadat
 from tcdeploy.programs.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.grouped_mm import foreign_ops, graph_modules, op_name, replace_grouped_mm
-from tcdeploy.programs.step_program import Call, InputSpec, StepProgram
+from tcdeploy.programs.step_program import InputSpec, ProgramCall, StepProgram
 from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call, set_compiled_call
 from tcdeploy.torch_compat.dynamo.mark_dynamic import dynamic_dims, tensors_in
 
@@ -117,7 +117,7 @@ class _StepExport:
     ) -> None:
         self._model, self._layers, self._inputs = model, layers, inputs
         self._compile_options, self._equal_layers = compile_options, equal_layers
-        self._calls: list[Call] = []
+        self._calls: list[ProgramCall] = []
         self._exported: dict[str, ExportedProgram] = {}
         self._specs: dict[str, tuple[InputSpec, ...]] = {}
         self._values: dict[Node, _Input] = {}  # inputs and outputs of programs, by node of the traced graph
@@ -220,7 +220,7 @@ class _StepExport:
             self._values[node] = _example_value(node, f"value/{self._num_values}")
             self._num_values += 1
         output_names = tuple(self._values[node].name for node in outputs)
-        self._calls.append(Call(program, tuple(item.name for item in inputs), output_names))
+        self._calls.append(ProgramCall(program, tuple(item.name for item in inputs), output_names))
 
 
 class _Function(nn.Module):

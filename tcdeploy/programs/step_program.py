@@ -49,7 +49,7 @@ class InputSpec(NamedTuple):
         )
 
 
-class Call(NamedTuple):
+class ProgramCall(NamedTuple):
     """One call of a program: the names of its inputs and outputs, in the program's order."""
 
     program: str
@@ -64,7 +64,7 @@ class StepProgram:
     `foreign_ops`: the ops of other libraries that its programs call, which must be imported to run them.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[ProgramCall, ...]
     logits: str
     inputs: dict[str, tuple[InputSpec, ...]]
     foreign_ops: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class StepProgram:
 def parse_step_program(text: str) -> StepProgram:
     """The inverse of `to_json`. Raises ValueError, KeyError or TypeError if `text` is not a step program."""
     document: dict[str, Any] = json.loads(text)
-    calls = (Call(program, tuple(inputs), tuple(outputs)) for program, inputs, outputs in document["calls"])
+    calls = (ProgramCall(program, tuple(inputs), tuple(outputs)) for program, inputs, outputs in document["calls"])
     inputs = {
         program: tuple(InputSpec(dtype, tuple(shape), strides and tuple(strides)) for dtype, shape, strides in specs)
         for program, specs in document["inputs"].items()

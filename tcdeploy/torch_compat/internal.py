@@ -7,7 +7,6 @@ beyond importing the module that should hold the name, and treat every failure o
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -42,10 +41,6 @@ def find(path: str) -> Any:
 def is_imported(module: str) -> bool:
     """Whether this process has imported a module. Does not import it."""
     return module in sys.modules
-
-
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def mentions(owner: object, *words: str) -> bool:

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from tcdeploy.bench.breakdown import TOP_KERNELS, Kernel, gap_us, kernel_kind, summarize_kernels
+from tcdeploy.bench.breakdown import TOP_KERNELS, KernelRun, gap_us, kernel_kind, summarize_replays
 
 
 @pytest.mark.parametrize(
@@ -51,18 +51,23 @@ def test_kernels_of_this_package_have_the_kind_of_their_module(module: str, kind
 
 
 def test_gaps_are_the_times_in_which_no_kernel_runs() -> None:
-    assert gap_us([Kernel("a", 0, 2), Kernel("b", 3, 4), Kernel("c", 9, 10)]) == 1 + 5
+    assert gap_us([KernelRun("a", 0, 2), KernelRun("b", 3, 4), KernelRun("c", 9, 10)]) == 1 + 5
 
 
 def test_overlapping_kernels_leave_no_gap_whatever_their_order() -> None:
-    assert gap_us([Kernel("c", 6, 7), Kernel("a", 0, 5), Kernel("b", 1, 2)]) == 1
+    assert gap_us([KernelRun("c", 6, 7), KernelRun("a", 0, 5), KernelRun("b", 1, 2)]) == 1
     assert gap_us([]) == 0
 
 
 def test_a_breakdown_is_per_step() -> None:
-    step = [Kernel("nvjet_a", 0, 4), Kernel("_decode_kernel", 4, 6), Kernel("nvjet_a", 7, 11), Kernel("argmax", 11, 12)]
-    later = [Kernel(name, start + 100, stop + 100) for name, start, stop in step]
-    breakdown = summarize_kernels([step, later])
+    step = [
+        KernelRun("nvjet_a", 0, 4),
+        KernelRun("_decode_kernel", 4, 6),
+        KernelRun("nvjet_a", 7, 11),
+        KernelRun("argmax", 11, 12),
+    ]
+    later = [KernelRun(name, start + 100, stop + 100) for name, start, stop in step]
+    breakdown = summarize_replays([step, later])
     assert (breakdown.replays, breakdown.step_us, breakdown.kernel_us, breakdown.gap_us) == (2, 12, 11, 1)
     assert (breakdown.gemm_us, breakdown.attention_us, breakdown.sampling_us, breakdown.other_us) == (8, 2, 1, 0)
     longest = breakdown.top[0]
@@ -70,8 +75,8 @@ def test_a_breakdown_is_per_step() -> None:
 
 
 def test_an_overlapping_kernel_counts_from_the_end_of_its_predecessor() -> None:
-    breakdown = summarize_kernels(
-        [[Kernel("_linear_kernel", 1, 9), Kernel("nvjet_a", 0, 6), Kernel("_decode_kernel", 8, 12)]]
+    breakdown = summarize_replays(
+        [[KernelRun("_linear_kernel", 1, 9), KernelRun("nvjet_a", 0, 6), KernelRun("_decode_kernel", 8, 12)]]
     )
     assert (breakdown.kernel_us, breakdown.gap_us, breakdown.step_us) == (12, 0, 12)
     us_by_name = {kernel.name: kernel.us for kernel in breakdown.top}
@@ -79,5 +84,5 @@ def test_an_overlapping_kernel_counts_from_the_end_of_its_predecessor() -> None:
 
 
 def test_only_the_longest_kernels_are_listed() -> None:
-    breakdown = summarize_kernels([[Kernel(f"k{number}", 100 * number, 101 * number) for number in range(1, 30)]])
+    breakdown = summarize_replays([[KernelRun(f"k{number}", 100 * number, 101 * number) for number in range(1, 30)]])
     assert [kernel.name for kernel in breakdown.top] == [f"k{number}" for number in range(29, 29 - TOP_KERNELS, -1)]

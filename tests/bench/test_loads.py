@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bench.loads import Session, make_load
+from tcdeploy.bench.loads import ClientSession, make_load
 from tcdeploy.bench.serve_settings import ServeSettings
 
 
-def load(**settings: Any) -> list[Session]:
+def load(**settings: Any) -> list[ClientSession]:
     return make_load(ServeSettings(**{"url": "http://127.0.0.1:1", "input_length": 20, "output_length": 5, **settings}))
 
 
-def prompts(sessions: list[Session]) -> list[Any]:
+def prompts(sessions: list[ClientSession]) -> list[Any]:
     return [request.prompt for session in sessions for request in session]
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bench.loads import Session
+from tcdeploy.bench.loads import ClientSession
 from tcdeploy.bench.trace import read_trace
 from tcdeploy.errors import UsageError
 
 LINE = {"timestamp": 0, "input_length": 3, "output_length": 2}
 
 
-def read(tmp_path: Path, *records: Any) -> list[Session]:
+def read(tmp_path: Path, *records: Any) -> list[ClientSession]:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records))
     return read_trace(str(path), seed=0)

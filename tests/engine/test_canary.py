@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.engine.check.canary import Canary, Difference, make_cases
+from tcdeploy.engine.check.canary import Canary, CanaryDifference, make_cases
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.engine.step.batch import PrefillBuffers
@@ -21,7 +21,7 @@ from tests.machines import H100, LLAMA_8B, make_recipe
 EXPONENT_BIT = 30  # the highest exponent bit of a float32
 
 
-def run_case(canary: Canary, number: int) -> Difference | None:
+def run_case(canary: Canary, number: int) -> CanaryDifference | None:
     check = canary.check(number)
     while True:
         try:
@@ -30,7 +30,7 @@ def run_case(canary: Canary, number: int) -> Difference | None:
             return end.value
 
 
-def run_round(canary: Canary) -> list[Difference]:
+def run_round(canary: Canary) -> list[CanaryDifference]:
     return [difference for number in range(len(canary.cases)) if (difference := run_case(canary, number)) is not None]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from tcdeploy.bench.breakdown import Kernel
+from tcdeploy.bench.breakdown import KernelRun
 from tcdeploy.cli.explain_display import kernels_table
 from tcdeploy.explain.kernels import (
     BETWEEN,
@@ -24,7 +24,11 @@ from tcdeploy.explain.kernels import (
 
 
 def test_gaps_and_overlapping_kernels_are_counted_once() -> None:
-    replay = [Kernel("gemm", 10, 16), Kernel("norm", 14, 18), Kernel("gemm", 20, 30)]  # norm starts before gemm ends
+    replay = [
+        KernelRun("gemm", 10, 16),
+        KernelRun("norm", 14, 18),
+        KernelRun("gemm", 20, 30),
+    ]  # norm starts before gemm ends
     result = summarize_kernels("decode:1", [replay, replay])
     assert [(row.name, row.us, row.count) for row in result.kernels] == [
         ("gemm", 16, 2), ("norm", 2, 1), (GAPS, 2, 1)

@@ -17,7 +17,7 @@ from tcdeploy.programs import aot, export
 from tcdeploy.programs.graph_parts import cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.grouped_mm import op_name
-from tcdeploy.programs.step_program import Call, InputSpec, LoadedStep, StepProgram, parse_step_program
+from tcdeploy.programs.step_program import InputSpec, LoadedStep, ProgramCall, StepProgram, parse_step_program
 from tcdeploy.start import model_code as pipeline
 from tests.model_families import LAYER_KINDS, LAYERS, SUPPORTED, save_config
 
@@ -218,8 +218,8 @@ def test_a_layer_that_reads_a_later_one_is_not_exported() -> None:
 
 
 DOUBLE = StepProgram(
-    (Call("double", ("step/x",), ("value/0",)), Call("add", ("value/0", "weight/bias"), ("value/1",)),
-     Call("double", ("value/1",), ("value/2",))),
+    (ProgramCall("double", ("step/x",), ("value/0",)), ProgramCall("add", ("value/0", "weight/bias"), ("value/1",)),
+     ProgramCall("double", ("value/1",), ("value/2",))),
     "value/2",
     {
         "double": (InputSpec("float32", (None, 2)),),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.torch_compat.dynamo import compile_trace
-from tcdeploy.torch_compat.dynamo.compile_trace import read_trace, write_trace
+from tcdeploy.torch_compat.dynamo.compile_trace import collect_trace, write_trace
 
 
 def double_and_print(x: Tensor) -> Tensor:
@@ -25,12 +25,12 @@ def add_one(x: Tensor) -> Tensor:
 def test_breaks_and_recompilations_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     breaking = torch.compile(double_and_print, backend="eager")
     static = torch.compile(add_one, backend="eager", dynamic=False)
-    with read_trace() as trace:
+    with collect_trace() as trace:
         breaking(torch.ones(3))
         static(torch.ones(3))
         static(torch.ones(4))
         static(torch.ones(5))
-    with read_trace() as later:
+    with collect_trace() as later:
         static(torch.ones(5))
     assert capsys.readouterr().out == "a break\n"
     assert "builtin operator `print`" in trace.graph_breaks[0]
@@ -58,6 +58,6 @@ def test_without_the_logger_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(compile_trace, "LOGGER", "torch._logging.moved:trace_log")
     torch.compiler.reset()
     assert not compile_trace.supported()
-    with read_trace() as trace:
+    with collect_trace() as trace:
         torch.compile(add_one, backend="eager")(torch.ones(3))
     assert trace == compile_trace.CompileTrace()

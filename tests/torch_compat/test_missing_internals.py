@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.torch_compat.internal import is_installed
+from tcdeploy.planning.extras import is_installed
 from tcdeploy.torch_compat.registry import INTERNALS
 from tests.conftest import TINY, cli_environment
 from tests.fork_server import ForkServer

@@ -91,7 +91,7 @@ class CanaryStep(NamedTuple):
         return values
 
 
-class Difference(NamedTuple):
+class CanaryDifference(NamedTuple):
     """The first value that differs from the recorded one."""
 
     case: CanaryCase
@@ -118,7 +118,7 @@ class Canary:
         self._engine, self._runner = engine, engine.runner
         self._tolerance = LOGPROB_TOLERANCE[engine.plan.compute_dtype]
         self.cases: list[CanaryCase] = []
-        self.unrepeatable: list[Difference] = []
+        self.unrepeatable: list[CanaryDifference] = []
         self.num_steps = 0  # since the start, recording included
         self._recorded: list[list[StepResult]] = []
         for case in make_cases(engine.plan, engine.vocab_size, engine.allocator.capacity):
@@ -129,7 +129,7 @@ class Canary:
         """The most KV blocks that a case takes while it runs."""
         return max((sum(self._blocks_for(prompt) for prompt in case.prompts) for case in self.cases), default=0)
 
-    def check(self, number: int) -> Generator[None, None, Difference | None]:
+    def check(self, number: int) -> Generator[None, None, CanaryDifference | None]:
         """Runs case `number` and yields after each step. Returns the first difference, or None.
 
         Closing the generator between two steps releases blocks and rows, so the engine can run a request at once.
@@ -144,7 +144,7 @@ class Canary:
             try:
                 next(comparison)
             except StopIteration as end:
-                difference: Difference | None = end.value
+                difference: CanaryDifference | None = end.value
                 break
         if difference is not None:
             self.unrepeatable.append(difference)
@@ -152,7 +152,7 @@ class Canary:
         self.cases.append(case)
         self._recorded.append(recorded)
 
-    def _compare(self, case: CanaryCase, recorded: list[StepResult]) -> Generator[None, None, Difference | None]:
+    def _compare(self, case: CanaryCase, recorded: list[StepResult]) -> Generator[None, None, CanaryDifference | None]:
         """Run a case and compare each step. After a near tie that went the other way, a row has another context.
 
         The rest of such a row is not compared.
@@ -164,7 +164,7 @@ class Canary:
                 differing = self._differing_rows(expected, result, step) - diverged
                 if differing:
                     row = min(differing)
-                    return Difference(case, step.phase, number, row, expected.of_row(row), result.of_row(row))
+                    return CanaryDifference(case, step.phase, number, row, expected.of_row(row), result.of_row(row))
                 if step.feeds_next:
                     pairs = zip(expected.tokens, result.tokens, strict=True)
                     diverged |= {row for row, (token, actual) in enumerate(pairs) if token != actual}

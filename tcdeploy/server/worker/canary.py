@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tcdeploy.errors import CompileError
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
-    from tcdeploy.engine.check.canary import Canary, Difference
+    from tcdeploy.engine.check.canary import Canary, CanaryDifference
     from tcdeploy.engine.engine import Engine
 
 IDLE_S = 0.1
@@ -57,7 +57,7 @@ class CanarySchedule:
         self._seen_failed_steps = engine.failed_steps
         self._case = 0  # index of the next case of the round
         self._round_failures = 0
-        self._check: Generator[None, None, Difference | None] | None = None  # the case that is running
+        self._check: Generator[None, None, CanaryDifference | None] | None = None  # the case that is running
         for difference in canary.unrepeatable:
             log.warning("a canary is not used, because its first two runs differ: %s", difference)
 
@@ -105,7 +105,7 @@ class CanarySchedule:
             self._finish_case(end.value)
         self.stats = self.stats._replace(steps=self._canary.num_steps)
 
-    def _finish_case(self, difference: Difference | None) -> None:
+    def _finish_case(self, difference: CanaryDifference | None) -> None:
         if difference is not None:
             log.error("canary failed: %s", difference)
             self._round_failures += 1

@@ -77,7 +77,7 @@ def _latest_reason(payload: Any) -> str:
 
 
 @contextlib.contextmanager
-def read_trace() -> Iterator[CompileTrace]:
+def collect_trace() -> Iterator[CompileTrace]:
     """Collect the breaks and recompilations within the block; nothing if the logger is not supported."""
     trace = CompileTrace()
     with _handler(_Collector(trace)):

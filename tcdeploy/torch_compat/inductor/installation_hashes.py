@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 
-from tcdeploy.torch_compat.internal import Internal, find, is_installed
+from tcdeploy.planning.extras import is_installed
+from tcdeploy.torch_compat.internal import Internal, find
 
 TORCH_KEY = "torch._inductor.codecache:torch_key"
 TRITON_KEY = "triton.runtime.cache:triton_key"

@@ -18,7 +18,8 @@ import functools
 
 import torch
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters, is_installed
+from tcdeploy.planning.extras import is_installed
+from tcdeploy.torch_compat.internal import Internal, find, has_parameters
 
 GDC_FUNCTIONS = ("gdc_wait", "gdc_launch_dependents")
 

@@ -17,8 +17,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tcdeploy.planning.extras import is_installed
 from tcdeploy.torch_compat.dynamo import compile_refusal
-from tcdeploy.torch_compat.internal import Internal, find, is_installed, mentions
+from tcdeploy.torch_compat.internal import Internal, find, mentions
 
 CACHE_MANAGER = "triton.runtime.cache:FileCacheManager"
 ENVIRONMENT_VARIABLE = "TRITON_CACHE_MANAGER"

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import platform
 
-from tcdeploy.torch_compat.internal import Internal, find, is_installed, mentions
+from tcdeploy.planning.extras import is_installed
+from tcdeploy.torch_compat.internal import Internal, find, mentions
 
 BUILD = "triton.runtime.build"
 

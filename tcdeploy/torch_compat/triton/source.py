@@ -18,13 +18,14 @@ import ast
 import functools
 from typing import Any, TypeVar
 
+from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.keys import drop_docstrings
-from tcdeploy.torch_compat.internal import Internal, is_installed
+from tcdeploy.torch_compat.internal import Internal
 
-Kernel = TypeVar("Kernel")
+KernelT = TypeVar("KernelT")
 
 
-def ignore_comments(kernel: Kernel) -> Kernel:
+def ignore_comments(kernel: KernelT) -> KernelT:
     """Decorator, outside `@triton.jit`: computes the kernel's cache key from its code instead of its text.
 
     Triton's interpreter (TRITON_INTERPRET=1) makes functions of another type, which have no key and are returned as

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcdeploy.torch_compat.internal import Internal, find, is_installed, mentions
+from tcdeploy.planning.extras import is_installed
+from tcdeploy.torch_compat.internal import Internal, find, mentions
 from tcdeploy.torch_compat.triton.cuda_driver import LoadedKernel
 
 SCHEMA = 2
