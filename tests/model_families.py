@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from tcdeploy.planning.architecture import Architecture
 
 LAYERS = 4
 _SIZES: dict[str, Any] = {
@@ -65,3 +70,10 @@ def save_config(family: str, folder: Path, **changes: Any) -> str:
     sizes = {**SUPPORTED, **SHAPE_ONLY, **{name: config for name, (config, _) in UNSUPPORTED.items()}}[family]
     AutoConfig.for_model(family, **{**sizes, **changes}).save_pretrained(folder)
     return str(folder)
+
+
+def probe(config: PreTrainedConfig) -> Architecture:
+    """The Architecture of the model. Raises UnsupportedModelError with the reason."""
+    from tcdeploy.models.probe import probe_model
+
+    return probe_model(config).architecture

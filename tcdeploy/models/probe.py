@@ -70,11 +70,6 @@ class ProbedModel(NamedTuple):
     model: nn.Module  # with fake tensors
 
 
-def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architecture:
-    """The Architecture of the causal LM that `config` describes. Raises UnsupportedModelError with the reason."""
-    return probe_model(config, trust_remote_code).architecture
-
-
 def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> ProbedModel:
     """The Architecture, the tensors that a checkpoint contains, and the model with fake tensors.
 

@@ -37,9 +37,8 @@ class Backend:
     supports_softcap: logit soft-capping.
     supports_sinks: attention sinks. For FlashAttention they are applied to its output, from the log-sum-exp.
     is_capturable: it reads nothing on the host, so a CUDA graph can contain it.
-    serves_prefill, serves_decode: the steps that it implements.
-    writes_kv: it implements `tcdeploy::kv_write`. Required of a decode backend: prefill writes K and V with the decode
-        backend's kernel, so that one cache layout serves both.
+    serves_prefill, serves_decode: the steps that it implements. A decode backend implements `tcdeploy::kv_write` too:
+        prefill writes K and V with the decode backend's kernel, so that one cache layout serves both.
     selection: `default` rows are chosen in table order, `tuned` ones only when timed by `--mode auto` or requested,
         and a `fallback` only when no other row is supported.
     prefill_reason, decode_reason: why it is chosen, as the Plan prints it.
@@ -61,7 +60,6 @@ class Backend:
     is_capturable: bool = False
     serves_prefill: bool = True
     serves_decode: bool = False
-    writes_kv: bool = False
     selection: Selection = "default"
     prefill_reason: str = "installed"
     decode_reason: str = ""
@@ -85,7 +83,6 @@ _ROWS = (
         requires_equal_head_dims=False,
         is_capturable=True,
         serves_decode=True,
-        writes_kv=True,
         prefill_reason="reads the paged KV cache in place; measured faster than torch's FlashAttention-2",
         decode_reason="split-KV paged decode; FlashAttention-2 took 3 times as long on an H100",
     ),
@@ -118,7 +115,6 @@ _ROWS = (
         head_dim_multiple=1,
         requires_equal_head_dims=False,
         serves_decode=True,
-        writes_kv=True,
         selection="fallback",
         prefill_reason="plain PyTorch",
         decode_reason="plain PyTorch",

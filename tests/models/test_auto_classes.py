@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
 from tcdeploy.models.load import load_model
-from tcdeploy.models.probe import probe
 from tcdeploy.planning.recipe import Recipe, build_recipe
 from tcdeploy.start.model_code import decide
 from tests.coverage.campaign import save_model
 from tests.coverage.small_configs import small_config
+from tests.model_families import probe
 
 
 def test_a_type_with_a_multimodal_class_is_loaded_whole() -> None:

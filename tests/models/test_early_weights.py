@@ -26,7 +26,6 @@ from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.convert.packed_linears import pack_linears
 from tcdeploy.models.load import load_model
 from tcdeploy.models.location import BUILTIN_MODELS
-from tcdeploy.models.probe import probe
 from tcdeploy.models.weights import early_weights
 from tcdeploy.models.weights import reader as checkpoint_reader
 from tcdeploy.models.weights.early_weights import EarlyWeights, PreloadedSlice, start_reading
@@ -35,6 +34,7 @@ from tcdeploy.start import model_code as pipeline
 from tcdeploy.start import prepare as start
 from tcdeploy.start.record.factors import weight_files
 from tests.conftest import TINY, TINY_BATCH_SIZES, TINY_BUCKETS
+from tests.model_families import probe
 from tests.models.test_weight_bytes import FAMILIES
 
 CPU = torch.device("cpu")

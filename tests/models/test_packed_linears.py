@@ -12,9 +12,8 @@ from torch import nn
 
 from tcdeploy.models.convert.packed_linears import PackedSlice, pack_linears
 from tcdeploy.models.load import load_config
-from tcdeploy.models.probe import probe
 from tcdeploy.planning.recipe import build_recipe
-from tests.model_families import LAYERS, save_config
+from tests.model_families import LAYERS, probe, save_config
 
 QKV_AND_MLP = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}]
 GROUPS = {

@@ -13,11 +13,10 @@ from transformers import AutoConfig
 
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.positions import PositionTracer
-from tcdeploy.models.probe import probe
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start.model_code import decide
 from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
-from tests.model_families import SHAPE_ONLY, SUPPORTED
+from tests.model_families import SHAPE_ONLY, SUPPORTED, probe
 
 TOKENS = 13
 DIM = 8

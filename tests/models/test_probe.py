@@ -10,8 +10,8 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import UnsupportedModelError
-from tcdeploy.models.probe import PROBE_ATTN_IMPLEMENTATION, probe
-from tests.model_families import LAYERS, SUPPORTED, UNSUPPORTED, WINDOW
+from tcdeploy.models.probe import PROBE_ATTN_IMPLEMENTATION
+from tests.model_families import LAYERS, SUPPORTED, UNSUPPORTED, WINDOW, probe
 
 
 @pytest.mark.parametrize("family", list(UNSUPPORTED))

@@ -24,12 +24,11 @@ from tcdeploy.errors import (
     UnsupportedModelError,
 )
 from tcdeploy.models.convert.quantisation import NOT_QUANTISED_HINT
-from tcdeploy.models.probe import probe
 from tcdeploy.models.refusals import Refusals, SeveralReasonsError
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.model_code import decide
 from tests.coverage.small_configs import small_config
-from tests.model_families import SUPPORTED, UNSUPPORTED, save_config
+from tests.model_families import SUPPORTED, UNSUPPORTED, probe, save_config
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 

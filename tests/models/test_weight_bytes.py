@@ -13,9 +13,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.convert.packed_linears import pack_linears
 from tcdeploy.models.load import load_model
-from tcdeploy.models.probe import probe
 from tcdeploy.planning.memory import predict_weight_bytes
-from tests.model_families import SHAPE_ONLY, SUPPORTED
+from tests.model_families import SHAPE_ONLY, SUPPORTED, probe
 
 EXPERTS = {
     **SUPPORTED["qwen3"], "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,

@@ -29,10 +29,6 @@ def test_the_only_fallback_comes_last_and_has_no_limits() -> None:
     assert last.serves_prefill and last.serves_decode
 
 
-def test_a_decode_backend_also_writes_prefill_s_keys_and_values() -> None:
-    assert all(row.writes_kv for row in BACKENDS.values() if row.serves_decode)
-
-
 def test_every_row_that_can_be_chosen_has_a_reason() -> None:
     for row in BACKENDS.values():
         assert row.prefill_reason or not row.serves_prefill

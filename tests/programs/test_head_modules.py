@@ -10,7 +10,6 @@ from torch import nn
 
 from tcdeploy.kernels.attention.metadata import AttentionConfig, AttentionMetadata, Step, StepHolder
 from tcdeploy.models.load import load_config
-from tcdeploy.models.probe import probe
 from tcdeploy.planning.plan import make_plan
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import DEFAULT, PDL_ONLY
@@ -20,7 +19,7 @@ from tcdeploy.programs.programs import Program, ProgramKey, ProgramTable, compil
 from tcdeploy.programs.regions import Region, find_head_modules, find_layers, regions_to_compile
 from tests.conftest import reset_programs
 from tests.machines import LAPTOP
-from tests.model_families import save_config
+from tests.model_families import probe, save_config
 
 HEAD_MODULES = {
     "llama": ["LlamaRMSNorm", "LlamaRotaryEmbedding", "Linear"],

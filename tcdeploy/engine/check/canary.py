@@ -8,7 +8,7 @@ another block, a damaged graph. It cannot detect results that were already wrong
 Each case is a batch of fixed prompts in a fixed bucket, run by `ModelRunner` directly. The scheduler would choose
 buckets by load, and would reuse keys and values of the prefix cache instead of computing them. KV blocks come from the
 engine's allocator, and differ between runs. Blocks of canaries are never registered in the prefix cache. If no block is
-free, the least recently used prefixes are evicted, as for a request: `max_blocks` at most.
+free, the least recently used prefixes are evicted, as for a request.
 
 Prompts are short even in large buckets. A graph computes its whole size anyway, and short prompts need few blocks. Of a
 dynamic bucket, three of the graphs without decode rows are checked; those of mixed steps are not.
@@ -123,11 +123,6 @@ class Canary:
         self._recorded: list[list[StepResult]] = []
         for case in make_cases(engine.plan, engine.vocab_size, engine.allocator.capacity):
             self._record(case)
-
-    @property
-    def max_blocks(self) -> int:
-        """The most KV blocks that a case takes while it runs."""
-        return max((sum(self._blocks_for(prompt) for prompt in case.prompts) for case in self.cases), default=0)
 
     def check(self, number: int) -> Generator[None, None, CanaryDifference | None]:
         """Runs case `number` and yields after each step. Returns the first difference, or None.
