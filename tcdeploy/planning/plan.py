@@ -78,7 +78,7 @@ class Plan:
     """Everything that `prepare` needs to know. Lengths in tokens, batch sizes in sequences, memory in bytes.
 
     alternative_attention: prefill backends that `--mode auto` times in long buckets if it has tuning time.
-    is_hopper: compute capability 9.0, for which the kernels in linear/ were written.
+    is_hopper: compute capability 9.0, for which the kernels in kernels/linear/ were written.
     mixed_steps: whether running sequences decode in the steps in which prompts are computed.
     itl_target: milliseconds that a mixed step may take; None: a multiple of a decode step, measured at start-up.
     max_consecutive_prefills: prefill steps in a row while running sequences wait for their next token; only if steps

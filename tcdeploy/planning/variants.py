@@ -26,7 +26,7 @@ class Variant:
     """One way to build a bucket's step.
 
     inductor_config: settings of torch._inductor.config, by dotted name.
-    skinny_gemm: use the Triton kernels in linear/ for few-row GEMMs instead of cuBLAS.
+    skinny_gemm: use the Triton kernels in kernels/linear/ for few-row GEMMs instead of cuBLAS.
     inplace_residual: cuBLAS accumulates a layer's last GEMM into the residual (beta = 1).
     fused_epilogues: fuse SwiGLU into the skinny GEMM's output, RMSNorm into the GEMV's input, and RoPE into decode
         attention.
@@ -78,7 +78,7 @@ SKINNY_PDL_COMBO = Variant("skinny+pdl+combo", (PDL, COMBO_KERNELS), skinny_gemm
 SKINNY_PDL_COMBO_FUSED = Variant("skinny+pdl+combo+fused", (PDL, COMBO_KERNELS), skinny_gemm=True, fused_epilogues=True)
 MAX_AUTOTUNE = Variant("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Variant("max-autotune+pdl", (*AUTOTUNE, PDL))
-# Up to SKINNY_GEMM_MAX_ROWS rows the kernels in linear/ are tried first; beyond that only cuBLAS.
+# Up to SKINNY_GEMM_MAX_ROWS rows the kernels in kernels/linear/ are tried first; beyond that only cuBLAS.
 DECODE_BATCH_1 = (
     SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, DEFAULT, COORDINATE_DESCENT_PDL_COMBO, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Launches the Triton kernels of a start's first steps in advance, so that threads compile them in parallel.
 
 The steps run uncompiled, and their launches only compile (torch_compat/inductor/parallel_kernels.py). Compiled prefill
-steps launch the same attention kernels. Compiled decode steps may launch others, because of passes/ and linear/; these
-are compiled at their first launch.
+steps launch the same attention kernels. Compiled decode steps may launch others, because of programs/passes/ and
+kernels/linear/; these are compiled at their first launch.
 """
 
 from __future__ import annotations

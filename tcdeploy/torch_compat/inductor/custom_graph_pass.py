@@ -2,7 +2,7 @@
 
 Inductor takes a pass as an option, post_grad_custom_pre_pass, and caches programs that went through it if the pass is a
 CustomGraphPass with a uuid. Without them no pass runs: the identical GEMMs of packed projections are not merged, and
-the fused kernels of linear/ and attention/ are not used. Results do not change.
+the fused kernels of kernels/linear/ and kernels/attention/ are not used. Results do not change.
 """
 
 from __future__ import annotations
