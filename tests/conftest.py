@@ -82,9 +82,17 @@ relax_gc_for_startup()  # as the CLI does
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the tests with the marker `long`")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Move long files to the front, mark tests that compile or start a model, and skip GPU tests if there is no GPU."""
+    if not config.getoption("--long"):
+        long_items = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long_items)
+        items[:] = [item for item in items if item not in long_items]
     paths = {item: item.path.relative_to(ROOT / "tests").as_posix() for item in items}
     items.sort(key=lambda item: LONG_FILES.index(paths[item]) if paths[item] in LONG_FILES else len(LONG_FILES))
     for item in items:

@@ -128,7 +128,11 @@ def files_in(folder: Path) -> set[Path]:
 
 @pytest.mark.parametrize(
     ("finished_buckets", "number", "environ"),
-    [(0, signal.SIGKILL, COMPILES), (1, signal.SIGINT, {}), (2, signal.SIGKILL, {})],
+    [
+        (0, signal.SIGKILL, COMPILES),
+        (1, signal.SIGINT, {}),
+        pytest.param(2, signal.SIGKILL, {}, marks=pytest.mark.long),
+    ],
     ids=["0", "1", "2"],
 )
 def test_the_run_after_a_kill_recovers(

@@ -1,16 +1,20 @@
 """A subset of scripts/coverage: one model type per architectural feature.
 
-The programs are traced and not compiled. docs/models.md has the table of all types.
+The programs are traced and not compiled. docs/models.md has the table of all types. Types of model_families.py are
+started here with scripts/test --long only: programs/test_programs.py compares their tokens with those of transformers
+in compiled programs, and start/test_packaged_families.py in exported ones.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.coverage.campaign import Result, check_type, model_types, table
 from tests.coverage.small_configs import LAYERS, representative, small_config
+from tests.model_families import SUPPORTED
 
 SERVED = {
     "llama": "RMSNorm, rotary embedding, grouped queries, gated MLP",
@@ -50,7 +54,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("model_type", [*SERVED, *TEXT_ONLY])
+def with_marks(model_type: str) -> Any:
+    return pytest.param(model_type, marks=pytest.mark.long if model_type in SUPPORTED else ())
+
+
+@pytest.mark.parametrize("model_type", map(with_marks, [*SERVED, *TEXT_ONLY]))
 def test_a_type_generates_the_tokens_of_transformers(model_type: str, tmp_path: Path) -> None:
     result = check_type(model_type, str(tmp_path), compiles=False)
     assert result.verdict == ("served as text only" if model_type in TEXT_ONLY else "served"), result.reason

@@ -54,8 +54,14 @@ def packages(filled_packages: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def deployment(packages: Path) -> Iterator[RayDeployment]:
     """Two models: `tiny` has one or two replicas, `other` has two, which Ray's prefix-aware request router chooses."""
     models = [
-        model_entry(packages, "tiny", autoscaling_config=AUTOSCALING, health_check_period_s=1),
-        model_entry(packages, "other", num_replicas=2, request_router_config={"request_router_class": PREFIX_ROUTER}),
+        model_entry(packages, "tiny", autoscaling_config=AUTOSCALING),
+        model_entry(
+            packages,
+            "other",
+            num_replicas=2,
+            health_check_period_s=1,
+            request_router_config={"request_router_class": PREFIX_ROUTER},
+        ),
     ]
     # Other users can enter the folder, unlike those of pytest.
     with tempfile.TemporaryDirectory() as folder, ray_deployment(make_folders(Path(folder)), models) as deployed:
@@ -195,17 +201,20 @@ def test_no_request_is_lost_while_replicas_are_added_and_removed(deployment: Ray
 
 
 def test_a_killed_replica_loses_only_its_own_requests_and_is_replaced(deployment: RayDeployment) -> None:
-    """A replica runs at most four requests, the rows of its decode bucket."""
-    load = Load(deployment)
-    assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 120), "one replica"
-    before = deployment.replica_pids("tiny")
+    """The model `other` has two replicas. Each runs at most four requests, the rows of its decode bucket."""
+    load = Load(deployment, model="other", number=1)
+    assert wait_for(lambda: len(deployment.replica_pids("other")) == 2, 60), "two replicas"
+    killed, _ = deployment.replica_pids("other")
     with load.running(clients=16):
-        assert wait_for(lambda: len(deployment.serving_replicas(0)) == 2, 90), "a second replica of tiny"
-        [added] = set(deployment.replica_pids("tiny")) - set(before)
         time.sleep(3)
         killed_at = time.monotonic()
-        os.kill(added, signal.SIGKILL)
-        assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 2, 90), "it was not replaced"
+        os.kill(killed, signal.SIGKILL)
+
+        def is_replaced() -> bool:
+            pids = deployment.replica_pids("other")
+            return len(pids) == 2 and killed not in pids
+
+        assert wait_for(is_replaced, 90), "it was not replaced"
         time.sleep(6)
     assert 1 <= len(load.errors) < 16, load.errors
     late = [start + seconds for start, seconds, error in load.outcomes if error and start + seconds > killed_at + 3]
@@ -215,7 +224,12 @@ def test_a_killed_replica_loses_only_its_own_requests_and_is_replaced(deployment
 @pytest.mark.parametrize(
     ("entry", "code", "message"),
     [
-        (f"serve: {TINY} --device cpu --cache-from /nowhere/x.tcb", 3, "/nowhere/x.tcb holds no bundle"),
+        pytest.param(
+            f"serve: {TINY} --device cpu --cache-from /nowhere/x.tcb",
+            3,
+            "/nowhere/x.tcb holds no bundle",
+            marks=pytest.mark.long,
+        ),
         ("serve: /nowhere/model --device cpu", 1, "folder /nowhere/model does not exist"),
         (f"{{serve: {TINY} --device cpu, ray_actor_options: {{num_cpus: 999}}}}", 2, "need 999 of the resource CPU"),
     ],
