@@ -58,6 +58,7 @@ from tcdeploy.text import tokenizer as tokenizer_module
 from tcdeploy.torch_compat.triton.cuda_driver import DriverError
 from tests.conftest import PACKAGES, ROOT, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
 from tests.fork_server import HAS_GPU
+from tests.linked_packages import create_environment
 from tests.server.test_tools import CLOCK, QUESTION, make_model
 
 BUCKETS: dict[str, Any] = {"buckets": (32,), "batch_sizes": (4,)}
@@ -754,15 +755,7 @@ class ServeOnly(NamedTuple):
         )
 
 
-@pytest.fixture(scope="module")
-def serve_only(cache: str, tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> ServeOnly:
-    """Its PATH has no compiler. All packages have the locked versions, as those of the tests have."""
-    if HAS_GPU:
-        pytest.skip("the environment of a GPU machine has another build of torch than pip selects")
-    folder = tmp_path_factory.mktemp("serve_only")
-    bundle, unpacked = str(folder / "tiny.tcb"), str(folder / "unpacked")
-    packed = run_cli_in(folder, "cache", "pack", TINY, *FLAGS, "--cache-dir", cache, "--out", bundle)
-    assert packed.returncode == 0, packed.stderr
+def install_with_pip(folder: Path) -> None:
     pins = re.findall(r"^[a-z0-9-]+==[^\\\n]+", (ROOT / "scripts/locks/dev.txt").read_text(), re.MULTILINE)
     (folder / "pins.txt").write_text("\n".join(pins))
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
@@ -770,6 +763,23 @@ def serve_only(cache: str, tmp_path_factory: pytest.TempPathFactory, run_cli_in:
     install = [folder / "venv/bin/pip", "install", "-q", "--no-compile", *constraints, f"{ROOT}[serve]"]
     installed = subprocess.run(install, capture_output=True, text=True)
     assert installed.returncode == 0, installed.stderr
+
+
+@pytest.fixture(scope="module", params=["linked packages", pytest.param("pip", marks=pytest.mark.long)])
+def serve_only(
+    request: pytest.FixtureRequest, cache: str, tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI
+) -> ServeOnly:
+    """Its PATH has no compiler. All packages have the locked versions, as those of the tests have."""
+    if HAS_GPU:
+        pytest.skip("the environment of a GPU machine has another build of torch than pip selects")
+    folder = tmp_path_factory.mktemp("serve_only")
+    bundle, unpacked = str(folder / "tiny.tcb"), str(folder / "unpacked")
+    packed = run_cli_in(folder, "cache", "pack", TINY, *FLAGS, "--cache-dir", cache, "--out", bundle)
+    assert packed.returncode == 0, packed.stderr
+    if request.param == "pip":
+        install_with_pip(folder)
+    else:
+        create_environment(folder / "venv", "serve")
     environ = {
         "PATH": str(folder / "venv/bin"), "HOME": str(folder), "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }  # fmt: skip
