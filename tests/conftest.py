@@ -67,14 +67,15 @@ COMPILING_PATHS = (
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
-    "start/test_packaged_families.py", "start/test_packaged_start.py", "deploy/test_docker_image.py",
-    "scale/test_ray.py", "server/test_eager_start.py", "start/test_parallel_compile.py", "bundle/test_why.py",
-    "programs/test_programs.py", "cache/test_folder.py", "programs/test_aot.py",
-    "torch_compat/test_missing_internals.py", "bundle/test_relocation.py", "test_prewarm.py",
-    "cache/test_source_keys.py", "engine/test_tuning.py", "cache/test_toolchain.py", "hostile/test_kills.py",
-    "engine/test_continuous_batching.py", "programs/test_export.py", "server/test_faults.py",
-    "parity/test_planted_faults.py", "coverage/test_types.py", "server/test_openapi.py", "server/test_served_cache.py",
-    "programs/passes/test_last_token_rows.py", "cli/test_cli_bench.py",
+    "start/test_packaged_start.py", "start/test_parallel_compile.py", "scale/test_ray.py", "programs/test_programs.py",
+    "bundle/test_why.py", "coverage/test_types.py", "server/test_eager_start.py", "server/test_faults.py",
+    "start/test_packaged_families.py", "programs/test_export.py", "engine/test_tuning.py", "cache/test_folder.py",
+    "parity/test_planted_faults.py", "server/test_openapi.py", "test_prewarm.py", "bundle/test_relocation.py",
+    "deploy/test_docker_image.py", "cache/test_source_keys.py", "models/test_load.py",
+    "torch_compat/test_missing_internals.py", "kernels/attention/test_decode.py",
+    "programs/passes/test_last_token_rows.py", "explain/test_explain.py", "server/test_served_cache.py",
+    "hostile/test_factors.py", "engine/test_continuous_batching.py", "hostile/test_kills.py", "programs/test_aot.py",
+    "cache/test_toolchain.py", "cli/test_cli_bench.py",
 )  # fmt: skip
 
 relax_gc_for_startup()  # as the CLI does

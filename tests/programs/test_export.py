@@ -94,15 +94,26 @@ def run_steps(runner: Any) -> None:
     runner.prefill([Chunk(sequences[2], 0, 9)], decoding, num_decoding=2)
 
 
+def few_layers(family: str) -> dict[str, Any]:
+    """Changes of a config: one layer more than the family has kinds, because each layer is exported."""
+    count = LAYER_KINDS.get(family, 1) + 1
+    if family == "gpt2":
+        return {"n_layer": count}
+    if family == "gemma3_text":  # otherwise only each sixth layer is of the second kind
+        return {"num_hidden_layers": count, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    return {"num_hidden_layers": count}
+
+
 @pytest.mark.parametrize(
     ("family", "shapes"),
     [*((family, "bucket") for family in SUPPORTED), ("llama", "dynamic"), ("gemma3_text", "dynamic")],
 )
 def test_exported_steps_compute_the_models_logits(family: str, shapes: str, tmp_path: Path, cache_dir: str) -> None:
-    runner, layers = load_model(save_config(family, tmp_path), cache_dir, shapes=shapes, mixed_steps="on")
+    folder = save_config(family, tmp_path, **few_layers(family))
+    runner, layers = load_model(folder, cache_dir, shapes=shapes, mixed_steps="on")
     runner.forward = forward = ExportingForward(runner, layers)
     run_steps(runner)
-    assert len(forward.steps) == 3
+    assert len(forward.steps) == 3 and len(layers) > LAYER_KINDS.get(family, 1)
     for _, step_program, expected, logits in forward.steps:
         assert torch.equal(logits, expected)
         assert len(step_program.calls) == len(layers) + 2
