@@ -128,7 +128,8 @@ def test_a_dynamic_range_is_one_program(
     assert ours == answers_of_a_static_bucket
 
 
-@pytest.mark.parametrize("model", [TINY, "qwen3", "gemma2"])
+# The embedded model is a Qwen3 too.
+@pytest.mark.parametrize("model", [TINY, pytest.param("qwen3", marks=pytest.mark.long), "gemma2"])
 def test_a_dynamic_range_has_one_program_that_selects_rows(model: str, cache_dir: str, tmp_path: Path) -> None:
     """One program of the last layer selects 2 to 8 rows of 2 to 48 tokens, with the logits of selecting them later."""
     flags = {"model": TINY} if model == TINY else {"model": save_config(model, tmp_path), "load_format": "dummy"}
