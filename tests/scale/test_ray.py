@@ -54,14 +54,8 @@ def packages(filled_packages: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def deployment(packages: Path) -> Iterator[RayDeployment]:
     """Two models: `tiny` has one or two replicas, `other` has two, which Ray's prefix-aware request router chooses."""
     models = [
-        model_entry(packages, "tiny", autoscaling_config=AUTOSCALING),
-        model_entry(
-            packages,
-            "other",
-            num_replicas=2,
-            health_check_period_s=1,
-            request_router_config={"request_router_class": PREFIX_ROUTER},
-        ),
+        model_entry(packages, "tiny", autoscaling_config=AUTOSCALING, health_check_period_s=1),
+        model_entry(packages, "other", num_replicas=2, request_router_config={"request_router_class": PREFIX_ROUTER}),
     ]
     # Other users can enter the folder, unlike those of pytest.
     with tempfile.TemporaryDirectory() as folder, ray_deployment(make_folders(Path(folder)), models) as deployed:
@@ -184,41 +178,36 @@ def test_ray_reports_the_metrics_of_a_replica_with_its_labels(deployment: RayDep
     assert wait_for(lambda: reported() == own, 20), (reported(), own)
 
 
-def test_no_request_is_lost_while_replicas_are_added_and_removed(deployment: RayDeployment) -> None:
+def test_only_requests_of_a_killed_replica_are_lost_while_replicas_are_added_replaced_and_removed(
+    deployment: RayDeployment,
+) -> None:
+    """A replica runs at most four requests, the rows of its decode bucket."""
     load = Load(deployment)
     assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 60), "one replica"
+    before = deployment.replica_pids("tiny")
     with load.running(clients=16):
         assert wait_for(lambda: len(deployment.serving_replicas(0)) == 2, 90), "a second replica of tiny"
+        [added] = set(deployment.replica_pids("tiny")) - set(before)
         time.sleep(5)
 
         def running() -> list[float]:
             return list(deployment.reported("ray_tcdeploy_num_requests_running", application="tiny").values())
 
         assert wait_for(lambda: len(found := running()) == 2 and all(found), 20), running()
-    with load.running(clients=1):
-        assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 120), "the second replica was not removed"
-    assert not load.errors and len(load.outcomes) > 20
-
-
-def test_a_killed_replica_loses_only_its_own_requests_and_is_replaced(deployment: RayDeployment) -> None:
-    """The model `other` has two replicas. Each runs at most four requests, the rows of its decode bucket."""
-    load = Load(deployment, model="other", number=1)
-    assert wait_for(lambda: len(deployment.replica_pids("other")) == 2, 60), "two replicas"
-    killed, _ = deployment.replica_pids("other")
-    with load.running(clients=16):
-        time.sleep(3)
+        assert not load.errors
         killed_at = time.monotonic()
-        os.kill(killed, signal.SIGKILL)
-
-        def is_replaced() -> bool:
-            pids = deployment.replica_pids("other")
-            return len(pids) == 2 and killed not in pids
-
-        assert wait_for(is_replaced, 90), "it was not replaced"
+        os.kill(added, signal.SIGKILL)
+        assert wait_for(lambda: len(pids := deployment.replica_pids("tiny")) == 2 and added not in pids, 90), (
+            "it was not replaced"
+        )
         time.sleep(6)
     assert 1 <= len(load.errors) < 16, load.errors
     late = [start + seconds for start, seconds, error in load.outcomes if error and start + seconds > killed_at + 3]
     assert not late, (killed_at, load.outcomes)
+    last = Load(deployment)
+    with last.running(clients=1):
+        assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 120), "the second replica was not removed"
+    assert not last.errors and len(load.outcomes + last.outcomes) > 20
 
 
 @pytest.mark.parametrize(
