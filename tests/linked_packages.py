@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import re
 import tomllib
 import venv
 from importlib.metadata import Distribution, distribution
@@ -14,22 +17,25 @@ from tests.conftest import ROOT
 
 def create_environment(folder: Path, *extras: str) -> None:
     """A virtual environment with this package, and what it and its extras declare as their requirements."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [
-        *project["dependencies"],
-        *(text for extra in extras for text in project["optional-dependencies"][extra]),
-    ]
     venv.create(folder, symlinks=True)
     [packages] = folder.glob("lib/python*/site-packages")
-    for required in find_required(declared):
-        names = {file.parts[0] for file in required.files or ()} - {"..", "__pycache__"}
-        for name in names:
-            if not name.endswith(".pth"):
-                (packages / name).symlink_to(required.locate_file(name))  # type: ignore[arg-type]
-    (packages / "tcdeploy").symlink_to(ROOT / "tcdeploy")
+    for path in (*paths_to_link(extras), ROOT / "tcdeploy"):
+        (packages / path.name).symlink_to(path)
     program = folder / "bin/tcdeploy"
     program.write_text('#!/bin/sh\nexec "${0%/*}/python" -m tcdeploy "$@"\n')
     program.chmod(0o755)
+
+
+@functools.cache
+def paths_to_link(extras: tuple[str, ...]) -> tuple[Path, ...]:
+    """The files and folders in site-packages of all packages that pyproject.toml requires."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = itertools.chain(*(project["optional-dependencies"][extra] for extra in extras))
+    paths = set[Path]()
+    for package in find_required([*project["dependencies"], *optional]):
+        names = {re.split("[/,]", line)[0] for line in (package.read_text("RECORD") or "").splitlines()}
+        paths |= {Path(str(package.locate_file(name))) for name in names - {"..", "__pycache__"}}
+    return tuple(path for path in paths if path.suffix != ".pth")
 
 
 def find_required(declared: list[str]) -> list[Distribution]:

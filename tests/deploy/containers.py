@@ -2,7 +2,7 @@
 
 The commands see a read-only root file system, run as the user of the image without capabilities, and can write only to
 volumes, whose owner and mode are those of a Kubernetes emptyDir. The virtual environment of the image has the packages
-of the tests' own, without transformers.
+that its extras require, from the tests' own environment.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.conftest import PACKAGES, ROOT
+from tests.linked_packages import create_environment
 
 UID = 10001
+EXTRAS = ("serve", "s3", "oci", "structured")  # of scripts/locks/serve.txt
 EMPTY_DIR_MODE = 0o2777  # of a Kubernetes emptyDir with fsGroup
 
 
@@ -51,23 +51,10 @@ class Container:
             volume.mkdir()
             os.chown(volume, 0, UID)
             volume.chmod(EMPTY_DIR_MODE)
-        self._create_environment()
+        create_environment(self.image / "opt/tcdeploy", *EXTRAS)
         shutil.copytree(
             "/etc", self.image / "etc", symlinks=True, ignore_dangling_symlinks=True, copy_function=_copy_if_present
         )
-
-    def _create_environment(self) -> None:
-        """/opt/tcdeploy: packages are symbolic links to those of the tests."""
-        folder = self.image / "opt/tcdeploy"
-        venv.create(folder, symlinks=True)
-        [packages] = folder.glob("lib/python*/site-packages")
-        for path in map(Path, sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})):
-            for package in path.iterdir():
-                if not package.name.startswith("transformers") and package.suffix != ".pth":
-                    (packages / package.name).symlink_to(package)
-        program = folder / "bin/tcdeploy"
-        program.write_text('#!/bin/sh\nexec "${0%/*}/python" -m tcdeploy "$@"\n')
-        program.chmod(0o755)
 
     def build(self, script: str, **environ: str) -> None:
         """Run a shell script as root that may write to /etc and /opt of the image."""
