@@ -34,7 +34,7 @@ def paths_to_link(extras: tuple[str, ...]) -> tuple[Path, ...]:
     paths = set[Path]()
     for package in find_required([*project["dependencies"], *optional]):
         names = {re.split("[/,]", line)[0] for line in (package.read_text("RECORD") or "").splitlines()}
-        paths |= {Path(str(package.locate_file(name))) for name in names - {"..", "__pycache__"}}
+        paths |= {Path(str(package.locate_file(name))) for name in names - {"", "..", "__pycache__"}}
     return tuple(path for path in paths if path.suffix != ".pth")
 
 
