@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-from tcdeploy.cache.stored_headers import HEADERS_DIR
+from tcdeploy.cache.folder.layout import HEADERS_DIR
 from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tests.fork_server import HAS_GPU, ForkServer
 

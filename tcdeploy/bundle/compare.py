@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.cache.bundle_header import PATH_FIELDS, Header, parse_header, rollback_reason
-from tcdeploy.cache.manifest import Manifest, diff_sources
+from tcdeploy.cache.record.bundle_header import (
+    PATH_FIELDS,
+    Header,
+    parse_header,
+    rollback_reason,
+)
+from tcdeploy.cache.record.manifest import Manifest, diff_sources
 from tcdeploy.cache.trust.signed_header import read_signed_header
-from tcdeploy.errors import IntegrityError, TrustError
+from tcdeploy.errors import IntegrityError, MismatchError, TrustError
 from tcdeploy.host.regular_file import open_regular
 from tcdeploy.planning.environment import Difference, diff_mappings
 
@@ -53,11 +58,12 @@ def _without_paths(record: Mapping[str, Any]) -> dict[str, Any]:
 def check_not_older(new: Path, existing: Path) -> None:
     """Raise TrustError if both files are bundles of the same plan and the new one is older.
 
-    Raises IntegrityError if the existing file is a bundle and the new one is not. Signatures are not verified.
+    Raises IntegrityError or MismatchError if this version can read the existing bundle and not the new one. Signatures
+    are not verified.
     """
     try:
         existing_header = _read_header(existing)
-    except (OSError, IntegrityError):
+    except (OSError, IntegrityError, MismatchError):
         return
     new_header = _read_header(new)
     if new_header.plan_key == existing_header.plan_key and (reason := rollback_reason(new_header, existing_header)):

@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from tcdeploy.cache.bundle_header import Payload
-from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, stored_path
+from tcdeploy.cache.files.records import CHUNK_BYTES, FileRecord, stored_path
+from tcdeploy.cache.record.bundle_header import Payload
 from tcdeploy.cache.trust.signed_header import Signature, SignedHeader, damaged_error, signed_header_bytes
 from tcdeploy.errors import IntegrityError
 from tcdeploy.host.durable import sync_folders

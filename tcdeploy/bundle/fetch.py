@@ -17,10 +17,11 @@ from pathlib import Path
 from tcdeploy.bundle.pack import warm_start_and_pack
 from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.why import forecast
-from tcdeploy.cache.folder import check_folder
-from tcdeploy.cache.integrity import discard_if_damaged
-from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest
-from tcdeploy.cache.trust.provenance import SigningPolicy, check_manifests
+from tcdeploy.cache.folder.access import check_folder
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.manifest import Manifest, read_manifest
+from tcdeploy.cache.record.provenance import SigningPolicy, check_manifests
+from tcdeploy.cache.record.unlisted import discard_if_damaged
 from tcdeploy.cache.trust.signing import TrustedKey
 from tcdeploy.errors import MismatchError, TcdeployError, TrustError
 from tcdeploy.host.temporary_files import temporary_folder

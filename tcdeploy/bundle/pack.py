@@ -27,11 +27,17 @@ from pathlib import Path
 import yaml
 
 from tcdeploy.bundle.container import replace_signatures, write_bundle
-from tcdeploy.cache.bundle_header import Header, Payload, header_bytes, make_portable
-from tcdeploy.cache.contents import find_damage
-from tcdeploy.cache.leases import folder_lock
-from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest
-from tcdeploy.cache.trust.provenance import check_manifest, read_stored_bundle
+from tcdeploy.cache.files.records import find_damage
+from tcdeploy.cache.folder.layout import manifest_path, plan_keys
+from tcdeploy.cache.folder.leases import folder_lock
+from tcdeploy.cache.record.bundle_header import (
+    Header,
+    Payload,
+    header_bytes,
+    make_portable,
+)
+from tcdeploy.cache.record.manifest import Manifest, no_plan_error, read_manifest, read_other_versions
+from tcdeploy.cache.record.provenance import check_manifest, read_stored_bundle
 from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder, sign
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
@@ -61,16 +67,13 @@ def pack(
 
     `trusted_keys`: the folder of trusted public keys, for a plan that was unpacked from a bundle; None: the default.
 
-    Raises UsageError (no such plan), WarmStartRequiredError, IntegrityError (damaged or empty files, or files that
-    differ from the bundle that the plan was unpacked from), TrustError (that bundle's signature is invalid) and
-    SpaceError.
+    Raises UsageError (no such plan), MismatchError (it is of another version of tcdeploy), WarmStartRequiredError,
+    IntegrityError (damaged or empty files, or files that differ from the bundle that the plan was unpacked from),
+    TrustError (that bundle's signature is invalid) and SpaceError.
     """
     manifest = read_manifest(manifest_path(folder, plan_key))
     if manifest is None:
-        raise UsageError(
-            f"plan {plan_key} has not finished warming in {folder}, so it cannot be packed",
-            f"warm it: tcdeploy warm MODEL --cache-dir {folder}; list the plans: tcdeploy cache ls {folder}",
-        )
+        raise no_plan_error(folder, plan_key)
     bundle = read_stored_bundle(folder, plan_key, trusted_keys or default_trusted_keys_folder())
     check_manifest(folder, plan_key, manifest, bundle)
     _check_packable(folder, manifest)
@@ -138,14 +141,15 @@ def _make_signed_header(manifest: Manifest, payload: Payload, secret_key: Path |
 
 
 def single_plan_key(folder: Path) -> str:
-    """The key of the folder's only plan. Raises UsageError if it has none, or several (the hint lists them)."""
-    keys = [path.stem for path in sorted((folder / MANIFESTS_DIR).glob("*.json"))]
+    """The key of the folder's only plan. Raises UsageError if it has several (the hint lists them), or none.
+
+    Raises MismatchError if it has only plans of other versions of tcdeploy.
+    """
+    keys = sorted(plan_keys(folder) - read_other_versions(folder).keys())
     if len(keys) == 1:
         return keys[0]
     if not keys:
-        raise UsageError(
-            f"the folder {folder} holds no plan that finished warming", f"tcdeploy warm MODEL --cache-dir {folder}"
-        )
+        raise no_plan_error(folder)
     raise UsageError(f"the folder {folder} holds {len(keys)} plans", f"choose one: --plan {' or '.join(keys)}")
 
 

@@ -1,12 +1,12 @@
 """Unpacks a bundle into a cache folder.
 
 The order matters. Nothing is written before the signature, the header, the payload's sha256 and the free space are
-checked. Each file is then written to a staging folder on the same disk and compared with the header on the way. Once
+checked. Each file is then written to a temporary folder on the same disk and compared with the header on the way. Once
 all files are complete, they are renamed into the cache, then the plan's manifest, then the signed header. Each step is
 flushed to disk before the next, because a start uses only what a manifest lists. An undamaged file that a manifest
 lists is never replaced: if a bundled file has the same path and different content, the bundled file goes to
-CONFLICTS_DIR (cache/contents.py). A process killed at any point therefore leaves all plans intact, this one included.
-It may leave a staging folder, and files that no manifest lists; the next unpack of the bundle deletes both.
+CONFLICTS_DIR (cache/files/records.py). A process killed at any point therefore leaves all plans intact, this one
+included. It may leave a temporary folder, and files that no manifest lists; the next unpack of the bundle deletes both.
 
 If the folder has the plan from a bundle that was compiled later (`compiled_at` of the manifest), the older bundle is
 refused, so that a release that was signed and later withdrawn cannot be installed again. Concurrent unpacks run one
@@ -24,39 +24,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tcdeploy.bundle.container import check_payload, read_files
-from tcdeploy.cache.bundle_header import Header, parse_header, rollback_reason
-from tcdeploy.cache.contents import find_damage, group_by_path, path_to_publish
-from tcdeploy.cache.folder import UNPACKING_PREFIX, create_folder
-from tcdeploy.cache.integrity import remove_unlisted, stored_paths
-from tcdeploy.cache.leases import folder_lock
-from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
+from tcdeploy.cache.files.records import find_damage, group_by_path, path_to_publish
+from tcdeploy.cache.folder.access import create_folder
+from tcdeploy.cache.folder.layout import UNPACKING_PREFIX, manifest_path, stored_header_path
+from tcdeploy.cache.folder.leases import folder_lock
+from tcdeploy.cache.record.bundle_header import CheckedHeader, parse_header, rollback_reason
+from tcdeploy.cache.record.manifest import (
+    Manifest,
+    manifest_text,
+    read_manifest,
+    read_manifests,
+)
+from tcdeploy.cache.record.provenance import read_stored_bundle
+from tcdeploy.cache.record.unlisted import remove_unlisted, stored_paths
 from tcdeploy.cache.trust.ownership import check_no_links, make_private_folder
-from tcdeploy.cache.trust.provenance import read_stored_bundle, stored_header_path
 from tcdeploy.cache.trust.signed_header import (
     MAX_HEADER_BYTES,
     MAX_SIGNATURES_BYTES,
-    SignedHeader,
     read_signed_header,
     signed_header_bytes,
 )
 from tcdeploy.cache.trust.signing import TrustedKey, verify_signature
-from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError
+from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, TrustError
 from tcdeploy.host.durable import sync_files, sync_folders
 from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular
 
 SPARE_BYTES = 16 << 20
 FILE_MODE = 0o600
 STAGED_MANIFEST, STAGED_HEADER = ".manifest", ".header"  # paths in a bundle never start with a dot
-
-
-@dataclass(frozen=True)
-class OpenedBundle:
-    """A bundle whose signature is verified and whose payload matches its header."""
-
-    path: Path
-    signed_header: SignedHeader
-    header: Header
-    signer: TrustedKey | None
 
 
 @dataclass(frozen=True)
@@ -68,10 +63,11 @@ class UnpackResult:
     already_present: bool
 
 
-def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> OpenedBundle:
+def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> CheckedHeader:
     """Verify a bundle's signature, header and payload digest, without decompressing.
 
-    Raises TrustError, IntegrityError, and TcdeployError for a file that cannot be read.
+    Raises TrustError, IntegrityError, MismatchError for a bundle of another version of tcdeploy, and TcdeployError for
+    a file that cannot be read.
     """
     try:
         with open_regular(path, follows_links=True) as file:
@@ -83,7 +79,7 @@ def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) ->
         raise TcdeployError(
             f"the bundle {path} cannot be read: {error.strerror}", "create one: tcdeploy cache pack MODEL -o FILE.tcb"
         ) from error
-    return OpenedBundle(path, signed_header, header, signer)
+    return CheckedHeader(header, signed_header, signer)
 
 
 def unpack(
@@ -104,17 +100,17 @@ def unpack(
     """
     opened = open_bundle(path, trusted_keys, allow_unsigned)
     manifest, key = opened.header.manifest, opened.header.plan_key
-    size = sum(file.bytes for file in manifest.files)
+    size = sum(file.bytes for file in opened.files)
     try:
         create_folder(folder, is_trusted_folder)
         with folder_lock(folder):
             _check_links(folder, manifest)
             if not allow_rollback:
-                _check_not_older(opened, folder, trusted_keys)
+                _check_not_older(path, opened, folder, trusted_keys)
             already_present = _is_unpacked(folder, manifest, key)
             if not already_present:
                 _check_free_space(folder, size)
-            _stage_and_publish(opened, folder, already_present)
+            _stage_and_publish(path, opened, folder, already_present)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(
@@ -130,7 +126,7 @@ def _check_links(folder: Path, manifest: Manifest) -> None:
     check_no_links(folder, (Path(file.path).parent.as_posix() for file in manifest.files))
 
 
-def _check_not_older(opened: OpenedBundle, folder: Path, trusted_keys: Path) -> None:
+def _check_not_older(path: Path, opened: CheckedHeader, folder: Path, trusted_keys: Path) -> None:
     """Raise TrustError if the folder has the plan from a newer bundle.
 
     A bundle that a trusted key signed may replace one without a trusted signature, whatever their dates. A bundle
@@ -138,13 +134,13 @@ def _check_not_older(opened: OpenedBundle, folder: Path, trusted_keys: Path) -> 
     """
     try:
         stored = read_stored_bundle(folder, opened.header.plan_key, trusted_keys)
-    except (IntegrityError, TrustError):  # a damaged or untrusted bundle may be replaced
+    except (IntegrityError, TrustError, MismatchError):  # a damaged, untrusted or outdated bundle may be replaced
         return
     if stored is None or (stored.signer is None and opened.signer is not None):
         return
     if reason := rollback_reason(opened.header, stored.header):
         raise TrustError(
-            f"the bundle {opened.path} is older than the unpacked bundle of plan {opened.header.plan_key} in {folder}: "
+            f"the bundle {path} is older than the unpacked bundle of plan {opened.header.plan_key} in {folder}: "
             f"{reason}",
             "fetch the newer bundle; to replace the plan with the older one: --allow-rollback",
         )
@@ -167,42 +163,44 @@ def _check_free_space(folder: Path, size: int) -> None:
         )
 
 
-def _stage_and_publish(opened: OpenedBundle, folder: Path, already_present: bool) -> None:
+def _stage_and_publish(path: Path, opened: CheckedHeader, folder: Path, already_present: bool) -> None:
     """Publish the files and the manifest, unless they are present, and the signed header."""
     for stale in folder.glob(f"{UNPACKING_PREFIX}*"):  # of a killed process: this one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
     manifest, key = opened.header.manifest, opened.header.plan_key
-    stored_header, content = stored_header_path(folder, key), _stored_header_content(opened)
+    stored_header = stored_header_path(folder, key)
+    # `verify` and each start read the signer and the list of files from it.
+    content = signed_header_bytes(opened.signed_header.header, opened.signed_header.signatures)
     is_header_present = _read_stored_header(stored_header) == content
     replaced = stored_paths(folder, key) | {file.path for file in manifest.files}
-    staging = Path(tempfile.mkdtemp(prefix=UNPACKING_PREFIX, dir=folder))
+    unpacked = Path(tempfile.mkdtemp(prefix=UNPACKING_PREFIX, dir=folder))
     try:
         if not already_present:
-            _write_files(opened, staging)
-            _write_bytes(staging / STAGED_MANIFEST, manifest_text(manifest).encode())
-            sync_files(staging, [*(file.path for file in manifest.files), STAGED_MANIFEST])
-            _publish_files(folder, staging, manifest)
+            _write_files(path, opened, unpacked)
+            _write_bytes(unpacked / STAGED_MANIFEST, manifest_text(manifest).encode())
+            sync_files(unpacked, [*(file.path for file in manifest.files), STAGED_MANIFEST])
+            _publish_files(folder, unpacked, manifest)
             if not is_header_present and stored_header.exists():  # it contradicts the new manifest
                 stored_header.unlink()
                 sync_folders(folder, [stored_header.relative_to(folder).as_posix()])
-            _publish(folder, staging / STAGED_MANIFEST, manifest_path(folder, key))
+            _publish(folder, unpacked / STAGED_MANIFEST, manifest_path(folder, key))
         if not is_header_present:
-            _write_bytes(staging / STAGED_HEADER, content)
-            sync_files(staging, [STAGED_HEADER])
-            _publish(folder, staging / STAGED_HEADER, stored_header)
+            _write_bytes(unpacked / STAGED_HEADER, content)
+            sync_files(unpacked, [STAGED_HEADER])
+            _publish(folder, unpacked / STAGED_HEADER, stored_header)
         remove_unlisted(folder, replaced)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(unpacked, ignore_errors=True)
 
 
-def _publish_files(folder: Path, staging: Path, manifest: Manifest) -> None:
+def _publish_files(folder: Path, unpacked: Path, manifest: Manifest) -> None:
     """Rename the files into the cache folder. Undamaged files of the same path that a manifest lists are kept."""
     manifests = read_manifests(folder, skip_damaged=True).values()
     listed = group_by_path(file for other in manifests for file in other.files)
     targets = [path_to_publish(folder, file, listed.get(file.path, [])) for file in manifest.files]
     for file, target in zip(manifest.files, targets, strict=True):
         make_private_folder((folder / target).parent)
-        os.replace(staging / file.path, folder / target)
+        os.replace(unpacked / file.path, folder / target)
     sync_folders(folder, targets)
 
 
@@ -212,10 +210,10 @@ def _publish(folder: Path, staged: Path, target: Path) -> None:
     sync_folders(folder, [target.relative_to(folder).as_posix()])
 
 
-def _write_files(opened: OpenedBundle, staging: Path) -> None:
+def _write_files(path: Path, opened: CheckedHeader, unpacked: Path) -> None:
     created: set[Path] = set()
-    for file, chunks in read_files(opened.path, opened.signed_header, opened.header.manifest.files):
-        target = staging / file.path
+    for file, chunks in read_files(path, opened.signed_header, opened.files):
+        target = unpacked / file.path
         if target.parent not in created:
             make_private_folder(target.parent)
             created.add(target.parent)
@@ -235,11 +233,3 @@ def _read_stored_header(path: Path) -> bytes | None:
         return read_regular(path, MAX_HEADER_BYTES + MAX_SIGNATURES_BYTES + 1024)
     except (FileNotFoundError, UnsafeFileError):
         return None
-
-
-def _stored_header_content(opened: OpenedBundle) -> bytes:
-    """The signed header as the folder keeps it.
-
-    `verify` and each start read the signer and the list of files from it. `gc` keeps a plan that has one.
-    """
-    return signed_header_bytes(opened.signed_header.header, opened.signed_header.signatures)

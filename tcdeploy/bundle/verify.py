@@ -13,25 +13,30 @@ from pathlib import Path
 
 from tcdeploy.bundle.container import read_files
 from tcdeploy.bundle.unpack import open_bundle
-from tcdeploy.cache.bundle_header import parse_header
-from tcdeploy.cache.contents import FileRecord, find_damage
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, OWN_NAMES
-from tcdeploy.cache.integrity import unlisted_files
-from tcdeploy.cache.leases import shared_folder_lock
-from tcdeploy.cache.manifest import MANIFESTS_DIR, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
-from tcdeploy.cache.trust.ownership import check_no_links
-from tcdeploy.cache.trust.provenance import (
+from tcdeploy.cache.files.records import FileRecord, find_damage
+from tcdeploy.cache.folder.layout import (
+    BUNDLES_DIR,
+    HEADER_SUFFIX,
+    OWN_NAMES,
+    manifest_path,
+    stored_header_path,
+)
+from tcdeploy.cache.folder.leases import shared_folder_lock
+from tcdeploy.cache.record.bundle_header import CheckedHeader, parse_header
+from tcdeploy.cache.record.manifest import Manifest, no_plan_error, read_manifest, read_manifests
+from tcdeploy.cache.record.provenance import (
     SigningPolicy,
-    StoredBundle,
     check_manifest,
     check_manifests,
     files_made_here,
     read_stored_bundle,
     read_stored_header,
-    stored_header_path,
 )
+from tcdeploy.cache.record.unlisted import unlisted_files
+from tcdeploy.cache.trust.ownership import check_no_links
 from tcdeploy.cache.trust.signing import TrustedKey
-from tcdeploy.errors import IntegrityError, UsageError
+from tcdeploy.errors import IntegrityError
+from tcdeploy.planning.bucket_record import BucketRecord
 
 # Compiled and eager models may pick different tokens if two are almost equally likely; this bounds the difference.
 LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
@@ -68,12 +73,12 @@ class BucketReplay:
 
 
 def verify_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> VerifiedPlan:
-    """Verify the signature and every byte of a bundle. Raises TrustError and IntegrityError."""
+    """Verify the signature and every byte of a bundle. Raises TrustError, IntegrityError and MismatchError."""
     opened = open_bundle(path, trusted_keys, allow_unsigned)
-    for _, chunks in read_files(path, opened.signed_header, opened.header.manifest.files):
+    for _, chunks in read_files(path, opened.signed_header, opened.files):
         for _ in chunks:
             pass
-    return _verified_plan(opened.header.manifest, StoredBundle(opened.header, opened.signed_header, opened.signer))
+    return _verified_plan(opened.header.manifest, opened)
 
 
 def verify_folder(
@@ -82,8 +87,8 @@ def verify_folder(
     """Verify all files of all plans in a folder. Plans from bundles are also compared with the signed headers.
 
     `require_signed` refuses plans and files that are not from a signed bundle. Waits for a process that adds or removes
-    files. Raises TrustError, IntegrityError, UsageError for a folder without a plan, and TcdeployError if another
-    process holds the folder for too long.
+    files. Raises TrustError, IntegrityError, UsageError for a folder without a plan, MismatchError if all its plans are
+    of other versions of tcdeploy, and TcdeployError if another process holds the folder for too long.
     """
     check_no_links(folder, OWN_NAMES)
     with shared_folder_lock(folder):
@@ -108,9 +113,7 @@ def _verify_plans(folder: Path, trusted_keys: Path, allow_unsigned: bool, requir
             f"no start uses it; delete all such files: tcdeploy cache gc {folder} --unlisted",
         )
     if not plans:
-        raise UsageError(
-            f"the folder {folder} holds no plan that finished warming", f"tcdeploy warm MODEL --cache-dir {folder}"
-        )
+        raise no_plan_error(folder)
     return plans
 
 
@@ -141,13 +144,13 @@ def packed_manifest(folder: Path, plan_key: str) -> Manifest:
 
 def _check_stored_headers(folder: Path) -> None:
     for path in (folder / BUNDLES_DIR).glob(f"*{HEADER_SUFFIX}"):
-        if not (folder / MANIFESTS_DIR / f"{path.stem}.json").exists():
+        if not manifest_path(folder, path.stem).exists():
             raise IntegrityError(
                 f"plan {path.stem} was unpacked here, but its manifest is missing", "unpack the bundle again"
             )
 
 
-def _verified_plan(manifest: Manifest, bundle: StoredBundle | None) -> VerifiedPlan:
+def _verified_plan(manifest: Manifest, bundle: CheckedHeader | None) -> VerifiedPlan:
     plan, made_here = manifest.plan, files_made_here(manifest.files, bundle) if bundle is not None else []
     return VerifiedPlan(
         plan_key=plan["key"],

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, diff_sources
+from tcdeploy.cache.record.manifest import Manifest, Origin, diff_sources
 from tcdeploy.planning.architecture import is_config_factor
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.environment import (
     Difference,
     Environment,

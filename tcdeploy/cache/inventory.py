@@ -3,7 +3,8 @@
 The unit is a plan: its manifest lists its files, and a file is deleted when no remaining manifest lists it. Plans with
 a live lease or an imported bundle are kept regardless of age and size. No start uses a file that no manifest lists: a
 killed process left it, or it belongs to another program that uses the folder. It is deleted after 24 hours, because
-such a program, for example torch itself, holds no lock of this package while it needs the file. Precompiled headers are
+such a program, for example torch itself, holds no lock of this package while it needs the file. A plan of another
+version of tcdeploy, from a bundle or not, is deleted 24 hours after its last start. Precompiled headers are
 always deleted; the next start that compiles on a CPU makes new headers in about 10 s. Staging folders and temporary
 files of killed processes are always deleted, since a living process holds a lock while it has one.
 """
@@ -17,15 +18,23 @@ import shutil
 import stat
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.cache.contents import CONFLICTS_DIR, FileRecord, is_cache_file, list_cache_files, stored_path
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, TEST_FILE_PREFIX, UNPACKING_PREFIX
-from tcdeploy.cache.journal import abandoned_folders, remove_abandoned_folders
-from tcdeploy.cache.leases import folder_lock, is_leased
-from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, read_manifests
-from tcdeploy.cache.stored_headers import HEADERS_DIR
+from tcdeploy.cache.files.records import FileRecord, is_cache_file, list_cache_files, stored_path
+from tcdeploy.cache.folder.layout import (
+    CONFLICTS_DIR,
+    HEADERS_DIR,
+    MANIFESTS_DIR,
+    TEST_FILE_PREFIX,
+    UNPACKING_PREFIX,
+    manifest_path,
+    stored_header_path,
+)
+from tcdeploy.cache.folder.leases import folder_lock, is_leased
+from tcdeploy.cache.record.manifest import Manifest, read_manifests, read_other_versions
+from tcdeploy.cache.staging.journal import abandoned_folders, remove_abandoned_folders
 from tcdeploy.planning.environment import STAGING_PREFIX
 
 LEFTOVER_AGE_SECONDS = 24 * 3600.0
@@ -91,9 +100,9 @@ def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[FileR
         files=len(manifest.files),
         bytes=sum(file.bytes for file in manifest.files),
         unique_bytes=sum(file.bytes for file in manifest.files if plans_per_file[file] == 1),
-        age_seconds=time.time() - (folder / MANIFESTS_DIR / f"{key}.json").stat().st_mtime,
+        age_seconds=time.time() - manifest_path(folder, key).stat().st_mtime,
         is_leased=is_leased(folder, key),
-        is_from_bundle=(folder / BUNDLES_DIR / f"{key}{HEADER_SUFFIX}").exists(),
+        is_from_bundle=stored_header_path(folder, key).exists(),
         was_warm=manifest.was_warm,
         cold_seconds=sum(manifest.cold_seconds().values()),
     )
@@ -140,8 +149,8 @@ def collect_garbage(
 ) -> GcResult:
     """Remove plans by age, then the least recently used until the rest fits into `max_bytes`, then leftovers.
 
-    `all_unlisted` removes files that no plan lists at any age, not only after LEFTOVER_AGE_SECONDS. Raises
-    IntegrityError for a damaged manifest and TcdeployError if the folder cannot be locked.
+    `all_unlisted` removes files that no plan lists, and plans of other versions of tcdeploy, at any age, not only after
+    LEFTOVER_AGE_SECONDS. Raises IntegrityError for a damaged manifest and TcdeployError if the folder cannot be locked.
     """
     with folder_lock(folder):
         entries = list_plans(folder)
@@ -149,11 +158,19 @@ def collect_garbage(
         matching = [entry for entry in entries if entry.plan_key in matched]
         retained = tuple((entry.plan_key, reason) for entry in matching if (reason := _retention_reason(entry)))
         removed_keys = tuple(entry.plan_key for entry in matching if not _retention_reason(entry))
+        removed_keys += tuple(_unused_plans(folder, all_unlisted))
         files = _removable_files(folder, set(removed_keys), all_unlisted)
         size = sum((folder / path).lstat().st_size for path in files)
         if not is_dry_run:
             _remove(folder, removed_keys, files)
     return GcResult(removed_keys, len(files), size, retained)
+
+
+def _unused_plans(folder: Path, at_any_age: bool) -> Iterator[str]:
+    """Plans of other versions of tcdeploy that no process uses. A start of such a version sets its manifest's time."""
+    for key in read_other_versions(folder):
+        if not is_leased(folder, key) and (at_any_age or _is_old(manifest_path(folder, key))):
+            yield key
 
 
 def _retention_reason(entry: CachedPlan) -> str:
@@ -192,14 +209,9 @@ def _removable_files(folder: Path, removed_keys: set[str], all_unlisted: bool) -
     Files that only the plans in `removed_keys` list, old files that no plan lists, precompiled headers, and the staging
     folders and temporary files of killed processes.
     """
-    manifests = read_manifests(folder)
-    listed = {
-        stored_path(folder, file)
-        for key, manifest in manifests.items()
-        for file in manifest.files
-        if key not in removed_keys
-    }
-    freed = {stored_path(folder, file) for key in removed_keys for file in manifests[key].files} - listed
+    files = {key: manifest.files for key, manifest in read_manifests(folder).items()} | read_other_versions(folder)
+    listed = {stored_path(folder, file) for key in files.keys() - removed_keys for file in files[key]}
+    freed = {stored_path(folder, file) for key in removed_keys for file in files[key]} - listed
     paths = {
         path
         for path in list_cache_files(folder)
@@ -249,7 +261,8 @@ def _is_old(path: Path) -> bool:
 def _remove(folder: Path, removed_keys: tuple[str, ...], files: list[str]) -> None:
     """Manifests first: if this is interrupted, the remaining files are leftovers of no plan."""
     for key in removed_keys:
-        (folder / MANIFESTS_DIR / f"{key}.json").unlink(missing_ok=True)
+        stored_header_path(folder, key).unlink(missing_ok=True)
+        manifest_path(folder, key).unlink(missing_ok=True)
     for path in files:
         (folder / path).unlink(missing_ok=True)
     parents = {(folder / path).parent for path in files} - {folder, folder / MANIFESTS_DIR}

@@ -50,7 +50,7 @@ def pack(
     something, it is started once more, and packing fails if that start compiles too.
     """
     from tcdeploy.bundle import pack as packing
-    from tcdeploy.cache.folder import check_folder
+    from tcdeploy.cache.folder.access import check_folder
     from tcdeploy.cli import cache_display
 
     folder = Path(recipe.model)
@@ -158,6 +158,7 @@ def verify(
         with _temporary_copy(target, trusted, allow_unsigned) as folder:
             replays = {plan.plan_key: _replay(folder, plan.plan_key, model) for plan in verified}
     cache_display.show_verified(target, verified, replays, json)
+    cache_display.show_other_versions(target, "verified")
     failed = [f"{key} {replay.bucket}" for key, of_plan in replays.items() for replay in of_plan if not replay.passed]
     if failed:
         raise IntegrityError(
@@ -185,7 +186,7 @@ def _copy_plans(source: Path, folder: Path) -> None:
     Staging folders (STAGING_PREFIX, UNPACKING_PREFIX), locks and temporary files all have hidden names. They belong to
     no plan, and other processes remove them at any time. Precompiled headers are only used by starts that compile.
     """
-    from tcdeploy.cache.stored_headers import HEADERS_DIR
+    from tcdeploy.cache.folder.layout import HEADERS_DIR
     from tcdeploy.host.durable import copy_regular
 
     try:

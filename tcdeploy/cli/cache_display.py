@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tcdeploy.cache.inventory import kind_of
+from tcdeploy.cache.record.manifest import read_other_versions
 from tcdeploy.cli.display import json_document, show_sentence, show_table
 from tcdeploy.cli.tables import Column, Table
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tcdeploy.bundle.verify import BucketReplay, VerifiedPlan
     from tcdeploy.bundle.why import Forecast
     from tcdeploy.cache.inventory import CachedPlan, GcResult
-    from tcdeploy.cache.manifest import Manifest
+    from tcdeploy.cache.record.manifest import Manifest
     from tcdeploy.cache.trust.signing import TrustedKey
     from tcdeploy.planning.environment import Difference
     from tcdeploy.remote.transfer import PushResult
@@ -225,6 +226,13 @@ def show_plans(plans: list[CachedPlan], json: bool) -> None:
         print(json_document("cache ls", plans=[dataclasses.asdict(plan) for plan in plans]))
         return
     show_table(plans_table(plans))
+
+
+def show_other_versions(folder: Path, verb: str) -> None:
+    """Name on stderr the plans of other versions of tcdeploy, which this version has not `verb`."""
+    if keys := sorted(read_other_versions(folder)):
+        text = f"not {verb}, because another version of tcdeploy warmed them: {', '.join(keys)}; tcdeploy cache gc"
+        show_sentence(f"{text} deletes those that no process has started for 24 hours", sys.stderr)
 
 
 def plans_table(plans: Sequence[CachedPlan]) -> Table:

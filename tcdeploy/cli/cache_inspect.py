@@ -64,7 +64,9 @@ def list_cache(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: 
     from tcdeploy.cache.inventory import list_plans
     from tcdeploy.cli import cache_display
 
-    cache_display.show_plans(list_plans(find_cache_folder(folder, cache_dir)), json)
+    found = find_cache_folder(folder, cache_dir)
+    cache_display.show_plans(list_plans(found), json)
+    cache_display.show_other_versions(found, "listed")
 
 
 def disk_usage(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: Json = False) -> None:
@@ -100,7 +102,7 @@ def collect_garbage(
     Plans in use by a process and plans unpacked from a bundle are never removed.
     """
     from tcdeploy.cache import inventory
-    from tcdeploy.cache.folder import check_folder
+    from tcdeploy.cache.folder.access import check_folder
     from tcdeploy.cli import cache_display
 
     seconds = _parse_quantity("--older-than", older_than, ("s", "min", "h", "d"), "30d")

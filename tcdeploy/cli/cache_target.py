@@ -11,7 +11,7 @@ from tcdeploy.errors import UsageError
 from tcdeploy.planning.environment import default_cache_dir
 
 if TYPE_CHECKING:
-    from tcdeploy.cache.manifest import Manifest
+    from tcdeploy.cache.record.manifest import Manifest
 
 Folder = Annotated[Path, typer.Argument(help="Cache folder", metavar="FOLDER", show_default=False)]
 OptionalFolder = Annotated[
@@ -55,21 +55,19 @@ def find_cache_folder(folder: Path | None, cache_dir: Path | None) -> Path:
 
 
 def read_manifests(target: Path) -> list[Manifest]:
-    """The manifest of a bundle, or those of all plans in a folder. Raises UsageError.
+    """The manifest of a bundle, or those of all plans in a folder. Raises UsageError and MismatchError.
 
     A bundle's signature is not checked, since nothing from the bundle is executed.
     """
-    from tcdeploy.cache import manifest
-    from tcdeploy.cache.bundle_header import parse_header
+    from tcdeploy.cache.record import manifest
+    from tcdeploy.cache.record.bundle_header import parse_header
     from tcdeploy.cache.trust.signed_header import read_signed_header
     from tcdeploy.host.regular_file import open_regular
 
     if target.is_dir():
         manifests = list(manifest.read_manifests(target).values())
         if not manifests:
-            raise UsageError(
-                f"the folder {target} holds no plan that finished warming", f"tcdeploy warm --cache-dir {target}"
-            )
+            raise manifest.no_plan_error(target)
         return manifests
     try:
         with open_regular(target, follows_links=True) as file:
@@ -87,11 +85,12 @@ def read_single_manifest(target: Path) -> Manifest:
 
 
 def read_plan_manifest(folder: Path, plan_key: str) -> Manifest:
-    from tcdeploy.cache.manifest import manifest_path, read_manifest
+    from tcdeploy.cache.folder.layout import manifest_path
+    from tcdeploy.cache.record.manifest import no_plan_error, read_manifest
 
     manifest = read_manifest(manifest_path(folder, plan_key))
     if manifest is None:
-        raise UsageError(f"the folder {folder} holds no plan {plan_key}", f"tcdeploy cache ls {folder}")
+        raise no_plan_error(folder, plan_key)
     return manifest
 
 

@@ -26,8 +26,8 @@ from tcdeploy.planning.memory import gib
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from tcdeploy.cache.manifest import BucketRecord
     from tcdeploy.engine.schedule.sequence import NewToken
+    from tcdeploy.planning.bucket_record import BucketRecord
     from tcdeploy.planning.dry_run import PlanFinding
     from tcdeploy.planning.plan import Plan
     from tcdeploy.start.deployment import Deployment

@@ -18,7 +18,7 @@ import typer
 
 from tcdeploy.cli.interrupts import repeating_ignored_interrupts
 from tcdeploy.errors import Interrupted
-from tcdeploy.host.interpreter import check_docstrings_exist
+from tcdeploy.host.interpreter import check_interpreter
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_type
 
 MODEL_HELP = "Hub id, local folder or builtin:tiny; optional if the recipe names a model"
@@ -33,7 +33,7 @@ class RecipeOptions:
 
     def build(self, bundle_recipe: Mapping[str, Any] | None = None) -> Recipe:
         """Merge flags, environment, recipe file and `bundle_recipe`; the first has precedence. Raises UsageError."""
-        check_docstrings_exist()
+        check_interpreter()
         return build_recipe(self.flags, self.recipe, bundle_recipe=bundle_recipe)
 
 

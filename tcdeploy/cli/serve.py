@@ -326,7 +326,7 @@ def run(arguments: ServeArguments, dry_run: bool, json: bool) -> None:
         drop_unread_messages()
         code = run_server(settings, deploy, on_ready)
     sys.stdout.flush()
-    from tcdeploy.cache.staging import remove_own_staging_folders
+    from tcdeploy.cache.staging.folder import remove_own_staging_folders
 
     remove_own_staging_folders()  # os._exit runs no exit handlers
     os._exit(code)  # the engine thread may be inside a step, so a normal exit could hang

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tcdeploy.cli.tables import Column, Table
 
 if TYPE_CHECKING:
-    from tcdeploy.cache.manifest import BucketRecord, Parity
+    from tcdeploy.planning.bucket_record import BucketRecord, Parity
     from tcdeploy.planning.plan import Plan
 
 NO_VALUE = "-"

@@ -7,12 +7,11 @@ import os
 import stat
 from pathlib import Path
 
-from tcdeploy.cache.contents import TOOLCHAIN_DIR
-from tcdeploy.cache.folder import UNPACKING_PREFIX, check_folder
-from tcdeploy.cache.folder_error import folder_error
-from tcdeploy.cache.journal import abandoned_folders
-from tcdeploy.cache.leases import LOCK_FILE
-from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, read_manifest
+from tcdeploy.cache.folder.access import check_folder
+from tcdeploy.cache.folder.layout import LOCK_FILE, MANIFESTS_DIR, TOOLCHAIN_DIR, UNPACKING_PREFIX
+from tcdeploy.cache.folder.os_errors import folder_error
+from tcdeploy.cache.record.manifest import Manifest, read_manifest
+from tcdeploy.cache.staging.journal import abandoned_folders
 from tcdeploy.doctor.host import existing_parent, is_noexec, write_test_file
 from tcdeploy.doctor.result import Request, Result, blocking, note, ok, unchecked
 from tcdeploy.errors import IntegrityError, TcdeployError

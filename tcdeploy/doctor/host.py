@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tcdeploy.cache.folder import TEST_FILE_PREFIX
+from tcdeploy.cache.folder.layout import TEST_FILE_PREFIX
 from tcdeploy.doctor.result import Request, Result, blocking, finding, note, ok, unchecked
 from tcdeploy.host.resources import count_cores, host_memory_bytes
 from tcdeploy.planning.extras import is_installed

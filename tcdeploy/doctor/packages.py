@@ -15,7 +15,7 @@ from tcdeploy.doctor.host import existing_parent
 from tcdeploy.doctor.result import Request, Result, blocking, finding, note, ok, unchecked
 from tcdeploy.errors import UsageError
 from tcdeploy.host.import_times import MANY_UNCOMPILED
-from tcdeploy.host.interpreter import check_docstrings_exist
+from tcdeploy.host.interpreter import check_interpreter
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import installed_flash_packages
 from tcdeploy.planning.extras import COMPILE_HINT, EXTRA_MODULES, is_installed
@@ -34,7 +34,7 @@ def installed_version(package: str) -> str:
 
 def check_python(request: Request) -> Result:
     try:
-        check_docstrings_exist()
+        check_interpreter()
     except UsageError as error:
         return blocking(error.message, error.hint)
     return ok(f"{platform.python_implementation()} {platform.python_version()}")

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tcdeploy.cache.manifest import BucketRecord
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Plan
 
 MIN_SAVING = 0.02  # fraction of the uncompiled time; a smaller saving is noise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from tcdeploy.cache.manifest import BucketRecord
+    from tcdeploy.planning.bucket_record import BucketRecord
     from tcdeploy.planning.plan import Plan
 
 

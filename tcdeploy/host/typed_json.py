@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def from_json(kind: type[T], value: Any, name: str = "it") -> T:
-    """The dataclass `kind` from a JSON object with exactly its fields; those with a default may be missing.
+    """The dataclass `kind` from a JSON object with exactly its fields, also those with a default.
 
     Lists become tuples where the annotation says so. Raises ValueError that names the field, `name` for the whole.
     """
@@ -69,14 +69,9 @@ def _convert(kind: Any, value: Any, name: str, is_exact: bool = True) -> Any:
 def _to_dataclass(kind: Any, value: Any, name: str) -> Any:
     if not isinstance(value, dict):
         raise _wrong_type("a JSON object", value, name)
-    required = {
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.default is field.default_factory is dataclasses.MISSING
-    }
     hints = _hints(kind)
-    if wrong := sorted((required - value.keys()) | (value.keys() - hints.keys())):
-        raise ValueError(f"{name}.{wrong[0]:.50} {'is missing' if wrong[0] in required else 'is unknown'}")
+    if wrong := sorted(hints.keys() ^ value.keys()):
+        raise ValueError(f"{name}.{wrong[0]:.50} {'is missing' if wrong[0] in hints else 'is unknown'}")
     return kind(**{field: _convert(hints[field], item, f"{name}.{field}") for field, item in value.items()})
 
 

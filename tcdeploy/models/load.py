@@ -27,7 +27,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
-from tcdeploy.host.interpreter import check_docstrings_exist
+from tcdeploy.host.interpreter import check_interpreter
 from tcdeploy.models.auto_classes import auto_class, model_class, remote_class
 from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.convert.quantisation import cast_experts, dequantisation, is_dequantised
@@ -93,7 +93,7 @@ def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedC
     can still be probed.
     """
     collected = refusals or Refusals(recipe.model)
-    check_docstrings_exist()
+    check_interpreter()
     path = resolve_model_path(recipe.model)
     with _translate_errors(recipe.model):
         local_config = Path(path, "config.json")

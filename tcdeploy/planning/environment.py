@@ -120,7 +120,7 @@ class Environment:
         return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:16]
 
 
-STAGING_PREFIX = ".start-"  # the prefix of staging folders in a cache folder (cache/staging.py)
+STAGING_PREFIX = ".start-"  # the prefix of staging folders in a cache folder (cache/staging/folder.py)
 GPU_FACTORS = ("gpu", "gpu_capability", "gpu_multiprocessors")
 CPU_ONLY_FACTORS = {"compiler", "install_paths", "cpu", "cpu_threads"}
 AOT_PACKAGES = "ahead-of-time packages"  # of torch, as torch_compat/inductor/aot_package.py names it
@@ -220,7 +220,7 @@ def requested_inductor_cache_dir() -> str:
 
     When torch 2.13 is imported, it sets the variable to torchinductor_USER in the temporary folder, and child processes
     inherit the value. It is ignored, because another user may own that folder. A start sets the variable to a staging
-    folder (cache/staging.py); then the cache folder around it is returned.
+    folder (cache/staging/folder.py); then the cache folder around it is returned.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     parent, name = os.path.split(os.path.abspath(folder))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from tcdeploy.cache.contents import AOT_DIR
+from tcdeploy.cache.folder.layout import AOT_DIR
 from tcdeploy.errors import CompileError, TcdeployError
 from tcdeploy.models.sources import model_sources
 from tcdeploy.planning.keys import source_digests

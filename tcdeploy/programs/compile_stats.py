@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tcdeploy.cache import contents
+from tcdeploy.cache.files import usage
 from tcdeploy.programs import aot_counts
 from tcdeploy.torch_compat.dynamo import compile_counters
 from tcdeploy.torch_compat.inductor import benchmarker
@@ -90,10 +90,10 @@ def _count_compiled_kernels() -> int:
     workers (torch_compat/dynamo/compile_threads.py).
     """
     if not is_imported("triton"):
-        return contents.libraries_compiled
+        return usage.libraries_compiled
     from tcdeploy.torch_compat.triton import cache as triton_cache  # imports Triton
 
-    return contents.libraries_compiled + triton_cache.kernels_compiled
+    return usage.libraries_compiled + triton_cache.kernels_compiled
 
 
 def _can_count() -> bool:

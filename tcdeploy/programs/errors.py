@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tcdeploy.cache.toolchain import NO_COMPILER_MESSAGE
+from tcdeploy.cache.record.toolchain import NO_COMPILER_MESSAGE
 from tcdeploy.errors import CompileError, SpaceError
 from tcdeploy.planning.plan import Plan
 from tcdeploy.torch_compat.dynamo.compile_errors import (

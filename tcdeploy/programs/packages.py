@@ -42,7 +42,7 @@ class StepProgramKey(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """Without a dot before the suffix: files of one stem are kept together (cache/contents.py)."""
+        """Without a dot before the suffix: files of one stem are kept together (cache/files/usage.py)."""
         rows = "_rows-in-last-layer" if self.selects_in_last_layer else ""
         return f"{self.bucket.name.replace(':', '-')}_{self.variant.name}{rows}.json"
 
@@ -128,7 +128,7 @@ class PackagedForward:
 
     def _load_package(self, name: str) -> RunProgram:
         path = self.package_path(name)
-        path.open("rb").close()  # torch opens it in C++, which FileAccessTracker (cache/contents.py) does not see
+        path.open("rb").close()  # torch opens it in C++, which FileAccessTracker (cache/files/usage.py) does not see
         unpack_folder = self.folder.parent / UNPACK_FOLDER
         unpack_folder.mkdir(exist_ok=True)
         try:

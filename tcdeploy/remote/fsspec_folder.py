@@ -31,7 +31,7 @@ from tcdeploy.remote import retry
 from tcdeploy.remote.address import CHUNK_BYTES, LOCAL_SCHEMES, Address, BundleName, parse_bundle_name
 from tcdeploy.remote.local_folder import LocalFolder
 from tcdeploy.remote.retry import Deadline
-from tcdeploy.remote.store import Body, ObjectInfo, StoredBundle
+from tcdeploy.remote.store import Body, ObjectInfo, RemoteBundle
 
 PIP_EXTRAS = {
     "s3": "tcdeploy[s3]",
@@ -113,7 +113,7 @@ class FsspecFolder:
                 raise FileExistsError(path) from error
             raise
 
-    def list(self, plan_key: str) -> list[StoredBundle]:
+    def list(self, plan_key: str) -> list[RemoteBundle]:
         details = {"expand_info": True} if self.address.scheme == "hf" else {}
         try:
             listing = self._call("ls", self.root, detail=True, **details)
@@ -124,7 +124,7 @@ class FsspecFolder:
             return []
         bundles = ((parse_bundle_name(item["name"].split("?")[0].rpartition("/")[2]), item) for item in listing)
         return [
-            StoredBundle(name, _modified_time(item)) for name, item in bundles if name and name.plan_key == plan_key
+            RemoteBundle(name, _modified_time(item)) for name, item in bundles if name and name.plan_key == plan_key
         ]
 
     @property

@@ -18,7 +18,7 @@ from tcdeploy.host.durable import sync
 from tcdeploy.host.regular_file import open_regular
 from tcdeploy.host.temporary_files import temporary_file
 from tcdeploy.remote.address import CHUNK_BYTES, BundleName, parse_bundle_name
-from tcdeploy.remote.store import Body, ObjectInfo, StoredBundle
+from tcdeploy.remote.store import Body, ObjectInfo, RemoteBundle
 
 NO_HARD_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -51,14 +51,14 @@ class LocalFolder:
         with contextlib.suppress(OSError):  # the bundle itself is flushed
             sync(self.path)
 
-    def list(self, plan_key: str) -> list[StoredBundle]:
+    def list(self, plan_key: str) -> list[RemoteBundle]:
         try:
             files = list(os.scandir(self.path))
         except FileNotFoundError:
             return []
         bundles = ((parse_bundle_name(file.name), file) for file in files)
         return [
-            StoredBundle(name, file.stat().st_mtime) for name, file in bundles if name and name.plan_key == plan_key
+            RemoteBundle(name, file.stat().st_mtime) for name, file in bundles if name and name.plan_key == plan_key
         ]
 
 

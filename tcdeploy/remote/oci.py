@@ -30,7 +30,7 @@ from tcdeploy.remote.address import BUNDLE_SUFFIX, CHUNK_BYTES, Address, BundleN
 from tcdeploy.remote.fsspec_folder import missing_library_error
 from tcdeploy.remote.registry_login import answer_challenge, stored_login
 from tcdeploy.remote.retry import Deadline, HttpStatusError
-from tcdeploy.remote.store import Body, ObjectInfo, StoredBundle
+from tcdeploy.remote.store import Body, ObjectInfo, RemoteBundle
 
 if TYPE_CHECKING:
     from requests import PreparedRequest, Response
@@ -116,10 +116,10 @@ class OciRepository:
         headers = {"Content-Type": MANIFEST_TYPE}
         self._request("PUT", self._manifest_url(name), json.dumps(manifest).encode(), headers).close()
 
-    def list(self, plan_key: str) -> list[StoredBundle]:
+    def list(self, plan_key: str) -> list[RemoteBundle]:
         names = [parse_bundle_name(f"{tag}{BUNDLE_SUFFIX}") for tag in self._list_tags()]
         plan_names = [name for name in names if name and name.plan_key == plan_key]
-        return [StoredBundle(name, _created_time(self._fetch_manifest(name)[1])) for name in plan_names]
+        return [RemoteBundle(name, _created_time(self._fetch_manifest(name)[1])) for name in plan_names]
 
     def _list_tags(self) -> Iterator[str]:
         url = f"{self.repository_url}/tags/list?n={TAGS_PER_PAGE}"

@@ -28,7 +28,7 @@ class Body(NamedTuple):
     chunks: Iterator[bytes]
 
 
-class StoredBundle(NamedTuple):
+class RemoteBundle(NamedTuple):
     name: BundleName
     time: float | None  # of the upload, seconds since 1970
 
@@ -43,5 +43,5 @@ class Store(Protocol):
     def write(self, name: BundleName, file: Path) -> None:
         """Store a file atomically. Raises FileExistsError if the name is taken."""
 
-    def list(self, plan_key: str) -> list[StoredBundle]:
+    def list(self, plan_key: str) -> list[RemoteBundle]:
         """The plan's bundles in this folder, in any order; empty if the folder does not exist."""

@@ -34,7 +34,7 @@ from tcdeploy.scale.ray_config import (
     read_arguments,
     read_ingress_arguments,
 )
-from tcdeploy.scale.ray_ingress import Ingress, ModelIngress
+from tcdeploy.scale.ray_ingress import IngressReplica, SingleModelIngressReplica
 from tcdeploy.scale.ray_metrics import RayMetrics
 from tcdeploy.scale.replica import Replica
 from tcdeploy.server.observe.request_log import RequestLog
@@ -77,8 +77,8 @@ class Model:
 _options = {"name": DEPLOYMENT, "max_constructor_retry_count": MAX_STARTS}
 _model: Any = serve.deployment(**_options)(serve.ingress()(Model))
 _routed_model: Any = serve.deployment(**_options)(Model)  # Ray allows one ingress in an application
-_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(Ingress))
-_model_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(ModelIngress))
+_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(IngressReplica))
+_model_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(SingleModelIngressReplica))
 
 
 def build(arguments: dict[str, Any]) -> Application:

@@ -24,10 +24,10 @@ from tcdeploy.scale.replica import ReplicaSettings
 from tcdeploy.server.http.hot_path import hot_path_from_environment
 from tcdeploy.server.settings import ServerSettings, check_api_keys, check_settings
 
-DEPLOYMENT = "Model"  # name of the deployment class in ray.py
+DEPLOYMENT = "Model"  # name of the deployment in ray.py
 IMPORT_PATH = "tcdeploy.scale.ray:build"
 INGRESS = "ingress"  # name of its application
-INGRESS_DEPLOYMENT = "Ingress"  # name of its class in ray.py
+INGRESS_DEPLOYMENT = "Ingress"  # name of its deployment in ray.py
 INGRESS_IMPORT_PATH = "tcdeploy.scale.ray:build_ingress"
 ROUTED_IMPORT_PATH = "tcdeploy.scale.ray:build_routed"
 # Applications at these paths would hide routes of the ingress, or of Ray's proxy ("-").

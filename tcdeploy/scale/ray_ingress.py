@@ -1,8 +1,8 @@
 """Deployments of the ingress on Ray Serve: one in front of several models, and one in front of a single model.
 
-`Ingress` forwards requests over HTTP to the path of each model at Ray's proxy, or through a deployment handle if the
-model has a request router of its own. `ModelIngress` is in the application of such a model: HAProxy chooses the
-replicas of an application's ingress itself, so the model must not be the ingress.
+`IngressReplica` forwards requests over HTTP to the path of each model at Ray's proxy, or through a deployment handle if
+the model has a request router of its own. `SingleModelIngressReplica` is in the application of such a model: HAProxy
+chooses the replicas of an application's ingress itself, so the model must not be the ingress.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tcdeploy.scale.ray_config import DEPLOYMENT, read_arguments, read_ingress_a
 from tcdeploy.server.apis.openai.protocol import ApiError
 
 
-class Ingress:
+class IngressReplica:
     """A replica of the ingress of several models. `arguments`: see `ray_config.IngressSettings`."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Ingress:
                 yield events
 
 
-class ModelIngress:
+class SingleModelIngressReplica:
     """A replica of the ingress of one model. `arguments`: of the model. `model`: its handle."""
 
     def __init__(self, arguments: dict[str, Any], model: Any) -> None:

@@ -106,7 +106,7 @@ class Replica:
     def close(self) -> None:
         """Stop the engine thread. Ray has already waited for the replica's requests."""
         self._server.close()
-        from tcdeploy.cache.staging import remove_own_staging_folders
+        from tcdeploy.cache.staging.folder import remove_own_staging_folders
 
         remove_own_staging_folders()
 

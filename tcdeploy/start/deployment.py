@@ -16,17 +16,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tcdeploy.cache.contents import FileAccessTracker, FileRecord
-from tcdeploy.cache.manifest import BucketRecord, Compilation, Manifest, Origin, make_manifest
-from tcdeploy.cache.recording import (
+from tcdeploy.cache.files.records import FileRecord
+from tcdeploy.cache.files.usage import FileAccessTracker
+from tcdeploy.cache.record.manifest import Manifest, Origin, make_manifest
+from tcdeploy.cache.record.provenance import require_bundled
+from tcdeploy.cache.staging.folder import StagingFolder
+from tcdeploy.cache.staging.recording import (
     compilation_date,
     hash_used_files,
     mark_started,
     publish,
     record_finished_bucket,
 )
-from tcdeploy.cache.staging import StagingFolder
-from tcdeploy.cache.trust.provenance import require_bundled
 from tcdeploy.engine.check.parity_check import ParityChecker
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults
@@ -40,6 +41,7 @@ from tcdeploy.host.progress import Progress
 from tcdeploy.host.stages import StageTimer, import_timer
 from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.bucket_record import BucketRecord, Compilation
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.keys import combined_digest

@@ -20,9 +20,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tcdeploy.cache.contents import FileAccessTracker
-from tcdeploy.cache.manifest import BucketRecord
-from tcdeploy.cache.staging import copy_finished_buckets, remove_published_folders
+from tcdeploy.cache.files.usage import FileAccessTracker
+from tcdeploy.cache.staging.takeover import copy_finished_buckets, remove_published_folders
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.engine import Engine
@@ -30,6 +29,7 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.warmup import raise_if_entries_are_missing, warm_bucket, warmup_order
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.stages import StageTimer
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.compile_stats import read_counts
 from tcdeploy.start.deployment import Start, Warmed, find_step_costs, publish_manifest

@@ -32,15 +32,23 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from tcdeploy.cache import folder as cache_folder
-from tcdeploy.cache import toolchain
-from tcdeploy.cache.contents import GRAPHS_DIR, REFERENCES_DIR, FileAccessTracker
-from tcdeploy.cache.integrity import restore_plan
-from tcdeploy.cache.leases import acquire_lease
-from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, diff_sources, make_origin, manifest_path
-from tcdeploy.cache.recording import add_used_files_to_journal
-from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets, remove_published_folders
-from tcdeploy.cache.trust.provenance import SigningPolicy
+from tcdeploy.cache.files.usage import FileAccessTracker
+from tcdeploy.cache.folder.access import check_folder
+from tcdeploy.cache.folder.layout import GRAPHS_DIR, REFERENCES_DIR, manifest_path
+from tcdeploy.cache.folder.leases import acquire_lease
+from tcdeploy.cache.record import toolchain
+from tcdeploy.cache.record.manifest import (
+    Manifest,
+    Origin,
+    diff_sources,
+    make_origin,
+)
+from tcdeploy.cache.record.provenance import SigningPolicy
+from tcdeploy.cache.staging.activate import activate
+from tcdeploy.cache.staging.folder import StagingFolder
+from tcdeploy.cache.staging.recording import add_used_files_to_journal
+from tcdeploy.cache.staging.restore import restore_plan
+from tcdeploy.cache.staging.takeover import copy_finished_buckets, remove_published_folders
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
@@ -63,6 +71,7 @@ from tcdeploy.models.probe import ProbedModel, probe_model
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.sources import model_sources as hash_model_sources
 from tcdeploy.models.weights.early_weights import EarlyWeights
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
 from tcdeploy.planning.environment import Environment, detect_environment
@@ -362,7 +371,7 @@ def compile_buckets(
 def _activate(planned: PlannedDeployment, plan_key: str) -> StagingFolder:
     """Make torch use a staging folder in the plan's cache folder, and lease the plan `plan_key`."""
     plan = planned.plan
-    staging = cache_folder.activate(plan.cache_dir, plan_key, len(plan.buckets), planned.recipe.trust_cache_dir)
+    staging = activate(plan.cache_dir, plan_key, len(plan.buckets), planned.recipe.trust_cache_dir)
     set_kernel_variable()
     pickle_memory_formats_by_name()
     if plan.device == "cuda":
@@ -531,7 +540,7 @@ def _read_model(
 
 def _with_cached_toolchain(planned: PlannedDeployment) -> PlannedDeployment:
     """Replan for a recorded C++ compiler whose programs are in the cache; without one, returns `planned` unchanged."""
-    cache_folder.check_folder(planned.plan.cache_dir, planned.recipe.trust_cache_dir)
+    check_folder(planned.plan.cache_dir, planned.recipe.trust_cache_dir)
     for recorded in toolchain.load_toolchains(planned.plan.cache_dir):
         replanned = with_cxx_compiler(planned, recorded.version)
         if manifest_path(replanned.plan.cache_dir, replanned.plan.key).is_file():
@@ -553,7 +562,7 @@ def load_uncompiled(recipe: Recipe, progress: Progress | None = None) -> tuple[P
     planned = decide(recipe, progress, stages)
     plan = planned.plan
     with stages.stage("load"):
-        cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir)
+        activate(plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir)
         return planned, _load(planned)
 
 

@@ -32,13 +32,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tcdeploy.cache import folder as cache_folder
-from tcdeploy.cache.contents import TRITON_DIR, FileAccessTracker
-from tcdeploy.cache.integrity import restore_plan
-from tcdeploy.cache.leases import acquire_lease
-from tcdeploy.cache.manifest import Manifest
-from tcdeploy.cache.staging import StagingFolder
-from tcdeploy.cache.trust.provenance import SigningPolicy
+from tcdeploy.cache.files.usage import FileAccessTracker
+from tcdeploy.cache.folder.layout import TRITON_DIR
+from tcdeploy.cache.folder.leases import acquire_lease
+from tcdeploy.cache.record.manifest import Manifest
+from tcdeploy.cache.record.provenance import SigningPolicy
+from tcdeploy.cache.staging.activate import activate
+from tcdeploy.cache.staging.folder import StagingFolder
+from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
@@ -150,7 +151,7 @@ def _start(
     with contextlib.ExitStack() as reading:  # the weights are read while this block runs
         with stages.stage("load"):
             needs_triton = plan.device == "cuda" and not record.kernels
-            staging = cache_folder.activate(
+            staging = activate(
                 plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir, uses_triton=needs_triton
             )
             if needs_triton:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tcdeploy.cache.toolchain import Toolchain
+from tcdeploy.cache.record.toolchain import Toolchain
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision

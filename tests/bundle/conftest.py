@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from tcdeploy.bundle.pack import pack
-from tcdeploy.cache.manifest import Manifest
+from tcdeploy.cache.record.manifest import Manifest
 from tcdeploy.cache.trust.signing import generate_key, trust
 from tests.bundle.fake_caches import key_of, make_cache, make_small
 

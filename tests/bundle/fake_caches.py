@@ -17,17 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.cache.contents import hash_files
-from tcdeploy.cache.manifest import (
-    BucketRecord,
-    GreedyTokens,
+from tcdeploy.cache.files.records import hash_files
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.manifest import (
     Manifest,
-    Parity,
     make_manifest,
     make_origin,
-    manifest_path,
     write_manifest,
 )
+from tcdeploy.planning.bucket_record import BucketRecord, GreedyTokens, Parity
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.planning.plan import make_plan
 from tests.conftest import ROOT

@@ -22,7 +22,7 @@ def forecast_and_start(fork_server: ForkServer, home: Path, **question: Any) -> 
 def print_forecast_and_outcomes(question_json: str) -> None:
     """Runs in the forked process; prints the result as JSON."""
     from tcdeploy.bundle.why import forecast, merge_forecasts
-    from tcdeploy.cache.manifest import read_manifest
+    from tcdeploy.cache.record.manifest import read_manifest
     from tcdeploy.planning.recipe import build_recipe
     from tcdeploy.start import model_code as pipeline
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.bundle.compare import compare_manifests
-from tcdeploy.cache.manifest import Manifest
+from tcdeploy.cache.record.manifest import Manifest
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import KINDS, fill, make_small, manifest_for
 
@@ -93,7 +93,7 @@ def test_the_command_requires_one_plan_per_side(run_cli: Callable[..., Any], sma
 
 
 def test_the_command_limits_the_list_of_files(run_cli: Callable[..., Any], keys: Keys, tmp_path: Path) -> None:
-    from tcdeploy.cache.manifest import write_manifest
+    from tcdeploy.cache.record.manifest import write_manifest
     from tests.bundle.fake_caches import path_of
 
     for name in ("a", "b"):

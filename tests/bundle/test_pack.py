@@ -16,7 +16,7 @@ import pytest
 
 from tcdeploy.bundle.pack import WarmStartRequiredError, add_signature, pack, single_plan_key
 from tcdeploy.bundle.verify import verify_bundle
-from tcdeploy.cache.manifest import Manifest, write_manifest
+from tcdeploy.cache.record.manifest import Manifest, write_manifest
 from tcdeploy.cache.trust.signing import generate_key
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, UsageError
 from tests.bundle.conftest import Keys, Packed

@@ -20,13 +20,14 @@ import pytest
 from tcdeploy.bundle.pack import add_signature, pack
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
-from tcdeploy.cache import integrity, leases
-from tcdeploy.cache.contents import hash_files
-from tcdeploy.cache.folder import UNPACKING_PREFIX
+from tcdeploy.cache.files.records import hash_files
+from tcdeploy.cache.folder import leases
+from tcdeploy.cache.folder.layout import HEADERS_DIR, UNPACKING_PREFIX
 from tcdeploy.cache.inventory import list_plans
-from tcdeploy.cache.manifest import write_manifest
-from tcdeploy.cache.staging import create_staging_folder
-from tcdeploy.cache.stored_headers import HEADERS_DIR
+from tcdeploy.cache.record.manifest import write_manifest
+from tcdeploy.cache.record.unlisted import discard_if_damaged
+from tcdeploy.cache.staging.folder import create_staging_folder
+from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust.signed_header import read_signed_header
 from tcdeploy.cache.trust.signing import generate_key, trust
 from tcdeploy.cli import cache_bundle
@@ -269,7 +270,7 @@ def test_an_unlisted_file_is_an_integrity_error(unpacked: Path, keys: Keys, name
 
 HOLD_FOLDER_LOCK = """
 import sys
-from tcdeploy.cache.leases import folder_lock
+from tcdeploy.cache.folder.leases import folder_lock
 with folder_lock(sys.argv[1]):
     print("ready", flush=True)
     sys.stdin.readline()
@@ -376,12 +377,12 @@ def test_manifests_of_another_schema_version_are_ignored(unpacked: Path, small: 
     (unpacked / "manifests" / ("0" * 16 + ".json")).write_text('{"schema": 3, "plan": {}}')
     assert [plan.plan_key for plan in verify_folder(unpacked, keys.trusted)] == [small.key]
     assert [entry.plan_key for entry in list_plans(unpacked)] == [small.key]
-    assert integrity.restore_plan(create_staging_folder(str(unpacked)), "f" * 16, rebuild=False) is None
+    assert restore_plan(create_staging_folder(str(unpacked)), "f" * 16, rebuild=False) is None
 
 
 def test_a_rebuild_deletes_the_stored_header(unpacked: Path, small: Packed, keys: Keys) -> None:
     (unpacked / KINDS[2]).write_bytes(b"damaged")
-    assert integrity.discard_if_damaged(str(unpacked), small.key)
+    assert discard_if_damaged(str(unpacked), small.key)
     make_small(unpacked, seed=7)
     [verified] = verify_folder(unpacked, keys.trusted)
     assert not verified.is_from_bundle

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from tcdeploy.bundle.why import forecast, merge_forecasts, version_differences
-from tcdeploy.cache.manifest import Manifest, Trial, manifest_path, read_manifest
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.manifest import Manifest, read_manifest
+from tcdeploy.planning.bucket_record import Trial
 from tcdeploy.planning.environment import Environment, parse_environment
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tests.bundle.forecast_runs import forecast_and_start

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from tcdeploy.cache.compatibility import environment_mismatch
-from tcdeploy.cache.manifest import manifest_path, parse_manifest, write_manifest
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.compatibility import environment_mismatch
+from tcdeploy.cache.record.manifest import parse_manifest, write_manifest
 from tcdeploy.planning.environment import Environment, parse_environment
 from tests.bundle.fake_caches import key_of, manifest_for
 from tests.machines import changed_environment

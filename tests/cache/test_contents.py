@@ -17,7 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.cache.contents import DamagedFile, FileAccessTracker, FileRecord, find_damage, hash_files, is_cache_file
+from tcdeploy.cache.files.records import (
+    DamagedFile,
+    FileRecord,
+    find_damage,
+    hash_files,
+    is_cache_file,
+)
+from tcdeploy.cache.files.usage import FileAccessTracker
 from tests.conftest import ROOT
 
 EXTENSION = Path(_ctypes.__file__)  # a shared library of every Python
@@ -286,7 +293,7 @@ def test_a_file_in_place_of_a_folder_cannot_be_read(folder: Path, files: tuple[F
 
 CHECKER = """
 import os, sys
-from tcdeploy.cache.contents import FileRecord, find_damage
+from tcdeploy.cache.files.records import FileRecord, find_damage
 os.setuid(65534)
 [damage] = find_damage(".", [FileRecord("xy/small", 5, "0" * 64)])
 print(damage.reason)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.cache.manifest import read_manifests
+from tcdeploy.cache.record.manifest import read_manifests
 from tests.conftest import COMPILER_CACHE_VARIABLE, RunCLI, cli_command, cli_environment, mounted_tmpfs, remove_headers
 from tests.fork_server import ForkServer
 from tests.model_families import save_config

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.cache import contents, integrity
-from tcdeploy.cache.journal import JOURNAL
-from tcdeploy.cache.manifest import Manifest, read_manifest, write_manifest
-from tcdeploy.cache.staging import _own_folders, create_staging_folder, own_staging_folder
+from tcdeploy.cache.files import records
+from tcdeploy.cache.record import unlisted
+from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
+from tcdeploy.cache.staging import restore as restore_module
+from tcdeploy.cache.staging.folder import _own_folders, create_staging_folder, own_staging_folder
+from tcdeploy.cache.staging.journal import JOURNAL
 from tcdeploy.errors import IntegrityError
 from tests.conftest import RunCLI, remove_headers
 from tests.model_families import save_config
@@ -119,7 +121,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 def restore(cache: Path, plan_key: str, rebuild: bool = False) -> Manifest | None:
     """What a start does with the cache folder before it compiles."""
-    return integrity.restore_plan(
+    return restore_module.restore_plan(
         own_staging_folder(str(cache)) or create_staging_folder(str(cache)), plan_key, rebuild
     )
 
@@ -161,7 +163,7 @@ def test_every_listed_file_is_checked(cache: Path, how: str) -> None:
     assert restore(cache, manifest.stem) == read_manifest(manifest)
     staging = own_staging_folder(str(cache), clear=False)
     assert staging is not None
-    assert contents.hash_files(staging.path, names) == contents.hash_files(cache, names)
+    assert records.hash_files(staging.path, names) == records.hash_files(cache, names)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "manifest"])
@@ -240,8 +242,8 @@ def test_discarding_keeps_only_undamaged_files_of_other_plans(cache: Path) -> No
     (cache / "bundles" / "other" / "index.json").write_text("{}")
     (cache / "ab").mkdir(exist_ok=True)
     (cache / "ab" / "unnamed.so").write_text("unlisted")
-    integrity.discard_plan(str(cache), first.stem)
-    assert contents.list_cache_files(cache) == [valid]
+    unlisted.discard_plan(str(cache), first.stem)
+    assert records.list_cache_files(cache) == [valid]
     assert sorted(path.name for path in (cache / "manifests").iterdir()) == ["other.json"]
     assert (cache / "bundles" / "other" / "index.json").exists()
 
@@ -288,7 +290,7 @@ def test_a_plan_that_is_replaced_during_a_start_is_read_again(cache: Path, monke
     assert manifest is not None
     library = next(file for file in manifest.files if file.path.endswith(".so"))
     newer = replace(manifest, files=tuple(file for file in manifest.files if file != library))
-    read_manifest_once = integrity.read_manifest
+    read_manifest_once = restore_module.read_manifest
 
     def read_then_replace(name: Path) -> Manifest | None:
         read = read_manifest_once(name)
@@ -297,7 +299,7 @@ def test_a_plan_that_is_replaced_during_a_start_is_read_again(cache: Path, monke
             (cache / library.path).unlink()
         return read
 
-    monkeypatch.setattr(integrity, "read_manifest", read_then_replace)
+    monkeypatch.setattr(restore_module, "read_manifest", read_then_replace)
     assert restore(cache, path.stem) == newer
 
 
@@ -307,13 +309,13 @@ def test_rebuild_keeps_a_plan_that_another_process_has_just_repaired(
     path, library = manifest_of_cache(cache), file_of_each_kind(cache)["library"]
     content = library.read_bytes()
     flip(library)
-    discard_if_damaged = integrity.discard_if_damaged
+    discard_if_damaged = restore_module.discard_if_damaged
 
     def repair_first(*arguments: Any) -> bool:
         library.write_bytes(content)
         return discard_if_damaged(*arguments)
 
-    monkeypatch.setattr(integrity, "discard_if_damaged", repair_first)
+    monkeypatch.setattr(restore_module, "discard_if_damaged", repair_first)
     assert restore(cache, path.stem, rebuild=True) == read_manifest(path) is not None
 
 
@@ -329,7 +331,7 @@ def test_files_that_no_manifest_lists_are_not_used(run_cli: Any, model: str, cac
     result = run_cli(*warm(model, cache, "--require-hit"))
     assert result.returncode == 0, result.stderr
     assert not (cache / "poisoned").exists()
-    assert integrity.unlisted_files(cache) == sorted(path.relative_to(cache).as_posix() for path in unlisted)
+    assert unlisted.unlisted_files(cache) == sorted(path.relative_to(cache).as_posix() for path in unlisted)
 
 
 @pytest.mark.parametrize("change", [None, cut, Path.unlink], ids=["whole", "cut", "missing"])
@@ -343,7 +345,7 @@ def test_without_a_manifest_nothing_is_used(cache: Path, change: Callable[[Path]
     for rebuild in (False, True):
         assert restore(cache, key, rebuild) is None
         staging = own_staging_folder(str(cache), clear=False)
-        assert staging is not None and contents.list_cache_files(staging.path) == []
+        assert staging is not None and records.list_cache_files(staging.path) == []
 
 
 @pytest.mark.parametrize(
@@ -387,4 +389,4 @@ def test_a_plan_whose_process_found_programs_in_memory_also_gets_the_files_of_ot
         write_manifest(manifest, replace(known, files=known.files[:1], is_first_start=is_first_start))
         assert restore(cache, manifest.stem) is not None
         staging = own_staging_folder(str(cache), clear=False)
-        assert staging is not None and contents.list_cache_files(staging.path) == expected
+        assert staging is not None and records.list_cache_files(staging.path) == expected

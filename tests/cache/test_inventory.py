@@ -18,12 +18,13 @@ import pytest
 
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_folder
-from tcdeploy.cache.folder import _ensure_writable
-from tcdeploy.cache.integrity import discard_plan
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.folder.leases import acquire_lease, folder_lock, is_leased
 from tcdeploy.cache.inventory import LEFTOVER_AGE_SECONDS, collect_garbage, kind_of, list_plans, usage_by_kind
-from tcdeploy.cache.leases import acquire_lease, folder_lock, is_leased
-from tcdeploy.cache.manifest import Manifest, manifest_path, write_manifest
-from tcdeploy.cache.staging import create_staging_folder
+from tcdeploy.cache.record.manifest import Manifest, write_manifest
+from tcdeploy.cache.record.unlisted import discard_plan
+from tcdeploy.cache.staging.activate import _ensure_writable
+from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cli import cache_inspect
 from tcdeploy.errors import IntegrityError, TrustError
 from tcdeploy.host.temporary_files import HOST
@@ -37,7 +38,7 @@ DAY = 86400.0
 SHARED = {"fxgraph/shared": 1000}
 HOLD_LEASE = """
 import sys
-from tcdeploy.cache.leases import acquire_lease
+from tcdeploy.cache.folder.leases import acquire_lease
 acquire_lease(sys.argv[1], sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.cache import leases
+from tcdeploy.cache.folder import leases
 from tcdeploy.errors import TcdeployError
 from tests.conftest import ROOT
 
@@ -40,7 +40,7 @@ def kill(run: subprocess.Popen[str]) -> None:
 
 HOLD_LEASE = """
 import sys, time
-from tcdeploy.cache import leases
+from tcdeploy.cache.folder import leases
 leases.acquire_lease(sys.argv[1], "plan")
 leases.acquire_lease(sys.argv[1], "plan")
 print("ready", flush=True)
@@ -68,7 +68,7 @@ def test_this_process_s_own_lease_counts(tmp_path: Path) -> None:
 
 ENTER_FIVE_TIMES = """
 import os, sys, time, traceback
-from tcdeploy.cache import leases
+from tcdeploy.cache.folder import leases
 folder = sys.argv[1]
 children = []
 for _ in range(8):
@@ -106,7 +106,7 @@ def test_eight_processes_enter_the_lock_one_at_a_time(tmp_path: Path) -> None:
 
 STAY_INSIDE = """
 import sys, time
-from tcdeploy.cache import leases
+from tcdeploy.cache.folder import leases
 with leases.folder_lock(sys.argv[1]):
     print("ready", flush=True)
     time.sleep(600)

@@ -20,27 +20,29 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.cache.contents import FileRecord
-from tcdeploy.cache.manifest import (
-    OPTIONAL_BUCKET_FIELDS,
-    OPTIONAL_FIELDS,
+from tcdeploy.cache.files.records import FileRecord
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.manifest import (
     SCHEMA_VERSION,
-    BucketRecord,
-    GreedyTokens,
     Manifest,
     Origin,
-    Parity,
-    Trial,
     diff_sources,
     make_manifest,
     make_origin,
-    manifest_path,
     manifest_text,
+    no_plan_error,
     read_manifest,
+    read_other_versions,
     write_manifest,
 )
-from tcdeploy.errors import IntegrityError, SpaceError
+from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, UsageError
 from tcdeploy.host.regular_file import open_regular
+from tcdeploy.planning.bucket_record import (
+    BucketRecord,
+    GreedyTokens,
+    Parity,
+    Trial,
+)
 from tcdeploy.planning.plan import make_plan
 from tests.machines import H100, LLAMA_8B, make_recipe
 
@@ -204,7 +206,7 @@ def test_every_flipped_bit_is_found(path: Path) -> None:
     record = replace(RECORD, eager_greedy_tokens=tokens, greedy_tokens=tokens, trials=RECORD.trials[1:])
     files = (FileRecord("ab/x", 1234, "2c"),)
     plan = {"key": "k", "model": "m", "compute_dtype": "d", "mode": "default"}
-    small = Manifest(plan, {}, Origin({}, {}, {"a.py": "s"}, {}), {"load": 0.5}, (record,), files)
+    small = Manifest(plan, {}, Origin({}, {}, {"a.py": "s"}, {}, {}), {"load": 0.5}, (record,), files)
     write_manifest(path, small)
     whole = path.read_bytes()
     with open(path, "r+b", buffering=0) as file:  # written in place: to truncate the file takes longer than to read it
@@ -266,39 +268,26 @@ def test_a_manifest_of_another_schema_is_none(written: Path, schema: int) -> Non
     assert read_manifest(written) is None
 
 
+def test_a_plan_of_another_version_is_named_with_the_files_that_it_lists(written: Path) -> None:
+    folder = written.parents[1]
+    assert read_other_versions(folder) == {}
+    assert isinstance(no_plan_error(folder, "other"), UsageError)
+    change(written, lambda document: document.update(schema=SCHEMA_VERSION - 1))
+    written.with_name("first.json").write_text('{"schema": 1, "plan": {}}')
+    written.with_name("damaged.json").write_text(written.read_text().replace('"schema"', '"scheme"'))
+    write_manifest(written.with_name("own.json"), MANIFEST)
+    assert read_other_versions(folder) == {PLAN.key: FILES, "first": ()}
+    for key in ("", PLAN.key, "first"):
+        error = no_plan_error(folder, key)
+        assert isinstance(error, MismatchError) and "another version of tcdeploy" in error.message
+        assert f"tcdeploy warm MODEL --cache-dir {folder}" in error.hint
+    assert "has not finished warming" in no_plan_error(folder, "missing").message
+
+
 def test_a_flipped_schema_is_damage(written: Path) -> None:
     flipped = written.read_text().replace(f'"schema": {SCHEMA_VERSION}', f'"schema": {SCHEMA_VERSION ^ 1}')
     written.write_text(flipped)
     corruption(written)
-
-
-def test_a_manifest_of_the_earlier_format_has_no_date(written: Path) -> None:
-    expected = read_manifest(written)
-    document = json.loads(written.read_text())
-    del document["sha256"], document["compiled_at"]
-    digest = hashlib.sha256(json.dumps(document).encode()).hexdigest()
-    written.write_text(json.dumps({**document, "sha256": digest}, indent=1))
-    assert read_manifest(written) == expected and expected is not None and expected.compiled_at is None
-
-
-def test_a_manifest_with_the_step_times_of_a_development_version_is_read(written: Path) -> None:
-    expected = read_manifest(written)
-    change(written, lambda document: [record.update(step_ms=7.5) for record in document["buckets"]])
-    assert read_manifest(written) == expected
-    written.write_text(written.read_text().replace('"step_ms": 7.5', '"step_ms": 7.6', 1))
-    assert "checksum" in corruption(written).message
-
-
-def test_a_bucket_without_spreads_is_written_and_read_as_by_earlier_versions(path: Path) -> None:
-    """`compile` and `explain` measure them; caches of earlier versions, and bundles, do not have them."""
-    write_manifest(path, MANIFEST)
-    assert "spread" not in path.read_text() and read_manifest(path) is not None
-    timed = [replace(record, eager_spread_ms=0.5, compiled_spread_ms=0.25) for record in MANIFEST.buckets]
-    write_manifest(path, replace(MANIFEST, buckets=tuple(timed)))
-    read = read_manifest(path)
-    assert read is not None and [(item.eager_spread_ms, item.compiled_spread_ms) for item in read.buckets] == [
-        (0.5, 0.25) for _ in timed
-    ]
 
 
 @pytest.mark.parametrize("date", ["1", 1.5, -1, True, 1 << 62, [1]])
@@ -307,10 +296,7 @@ def test_an_invalid_date_is_corrupt(path: Path, date: Any) -> None:
     assert "compiled_at" in corruption(path).message
 
 
-REQUIRED_FIELDS = [item.name for item in fields(Manifest) if item.name not in OPTIONAL_FIELDS]
-
-
-@pytest.mark.parametrize("name", [*REQUIRED_FIELDS, "sha256"])
+@pytest.mark.parametrize("name", [*(item.name for item in fields(Manifest)), "sha256"])
 def test_a_missing_field_of_the_manifest_is_named(written: Path, name: str) -> None:
     if name == "sha256":
         document = json.loads(written.read_text())
@@ -321,10 +307,7 @@ def test_a_missing_field_of_the_manifest_is_named(written: Path, name: str) -> N
     assert re.search(rf"['.]{name}\b", corruption(written).message)
 
 
-REQUIRED_BUCKET_FIELDS = [item.name for item in fields(BucketRecord) if item.name not in OPTIONAL_BUCKET_FIELDS]
-
-
-@pytest.mark.parametrize("name", REQUIRED_BUCKET_FIELDS)
+@pytest.mark.parametrize("name", [item.name for item in fields(BucketRecord)])
 def test_a_missing_field_of_a_bucket_is_named_even_with_a_default(written: Path, name: str) -> None:
     change(written, lambda document: document["buckets"][1].pop(name))
     assert name in corruption(written).message
@@ -362,20 +345,16 @@ def test_a_missing_field_of_the_greedy_tokens_is_named(written: Path, section: s
     assert name in corruption(written).message
 
 
-def test_an_older_manifest_has_no_sources_of_the_model(written: Path) -> None:
-    """Without recorded sources, those of this machine are not compared."""
-    change(written, lambda document: document["origin"].pop("model_sources"))
-    older = read_manifest(written)
-    assert older is not None and older.origin == replace(ORIGIN, model_sources={})
-    assert diff_sources(ORIGIN, older.origin) == diff_sources(older.origin, ORIGIN) == []
-    edited = replace(ORIGIN, model_sources={"transformers.models.llama.modeling_llama": "0" * 64})
-    assert [item.name for item in diff_sources(ORIGIN, edited)] == ["transformers.models.llama.modeling_llama"]
+def test_the_differences_of_two_origins_are_named() -> None:
+    assert diff_sources(ORIGIN, ORIGIN) == []
+    edited = replace(ORIGIN, model_sources={"transformers.models.llama.modeling_llama": "0" * 64}, epoch=0)
+    names = [item.name for item in diff_sources(ORIGIN, edited)]
+    assert names == ["transformers.models.llama.modeling_llama", "tcdeploy/cache epoch"]
 
 
 @pytest.mark.parametrize(
     ("section", "name"),
-    [("origin", item.name) for item in fields(Origin) if item.name != "model_sources"]
-    + [("file", item.name) for item in fields(FileRecord)],
+    [("origin", item.name) for item in fields(Origin)] + [("file", item.name) for item in fields(FileRecord)],
 )
 def test_a_missing_field_of_the_origin_and_of_a_file_is_named(written: Path, section: str, name: str) -> None:
     change(written, lambda document: SECTIONS[section](document).pop(name))
@@ -437,7 +416,7 @@ def fail_at(step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) ->
         file.write = write_half  # type: ignore[method-assign, assignment]
         return file
 
-    target = f"tcdeploy.cache.manifest.{WRITE_STEPS[step]}"
+    target = f"tcdeploy.cache.record.manifest.{WRITE_STEPS[step]}"
     monkeypatch.setattr(target, opened if step == "write" else fail)
 
 
@@ -533,7 +512,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from tests.cache.test_manifest import MANIFEST, RECORD
-from tcdeploy.cache.manifest import write_manifest
+from tcdeploy.cache.record.manifest import write_manifest
 path, name = Path(sys.argv[1]), sys.argv[2]
 print("ready", flush=True)
 sys.stdin.readline()

@@ -17,22 +17,29 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.cache import journal, staging
-from tcdeploy.cache.contents import FileAccessTracker, FileRecord, hash_files, is_cache_file
-from tcdeploy.cache.folder import make_private_folder
+from tcdeploy.cache.files.records import FileRecord, hash_files, is_cache_file
+from tcdeploy.cache.files.usage import FileAccessTracker
+from tcdeploy.cache.folder.access import make_private_folder
+from tcdeploy.cache.folder.layout import HEADERS_DIR
+from tcdeploy.cache.folder.leases import acquire_lease, is_leased
 from tcdeploy.cache.inventory import collect_garbage
-from tcdeploy.cache.journal import JOURNAL, LOCK, FinishedBucket, abandoned_folders, read_journal
-from tcdeploy.cache.leases import acquire_lease, is_leased
-from tcdeploy.cache.recording import hash_used_files, record_finished_bucket
-from tcdeploy.cache.staging import (
+from tcdeploy.cache.staging import folder as staging_module
+from tcdeploy.cache.staging import journal, takeover
+from tcdeploy.cache.staging.folder import (
     StagingFolder,
-    copy_finished_buckets,
     create_private_copy,
     create_staging_folder,
     own_staging_folder,
-    take_over_finished_buckets,
 )
-from tcdeploy.cache.stored_headers import HEADERS_DIR
+from tcdeploy.cache.staging.journal import (
+    JOURNAL,
+    LOCK,
+    FinishedBucket,
+    abandoned_folders,
+    read_journal,
+)
+from tcdeploy.cache.staging.recording import hash_used_files, record_finished_bucket
+from tcdeploy.cache.staging.takeover import copy_finished_buckets, take_over_finished_buckets
 from tcdeploy.cache.trust.ownership import check_ownership
 from tcdeploy.host.temporary_files import HOST
 
@@ -44,7 +51,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "cache"
     make_private_folder(folder)
     yield folder
-    staging._own_folders.pop(str(folder), None)
+    staging_module._own_folders.pop(str(folder), None)
 
 
 def start(root: Path) -> StagingFolder:
@@ -124,7 +131,7 @@ def test_a_folder_that_disappears_while_its_files_are_copied_is_skipped(
             shutil.rmtree(folder)
         return buckets
 
-    monkeypatch.setattr(staging, "read_journal", read_and_remove)
+    monkeypatch.setattr(takeover, "read_journal", read_and_remove)
     copy_finished_buckets(running)
     assert paths_in(running.path) == {SECOND}
     assert not Path(gone.path).exists()
@@ -284,7 +291,7 @@ def test_the_folder_of_another_host_is_copied_from_and_kept_for_a_day(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a network file system, locks of other hosts may be invisible."""
-    monkeypatch.setattr(staging, "HOST_PREFIX", ".start-0123abcd-")
+    monkeypatch.setattr(staging_module, "HOST_PREFIX", ".start-0123abcd-")
     foreign = start(root)
     monkeypatch.undo()
     foreign.add_to_journal("plan", [write(foreign.path, FIRST)])
@@ -455,7 +462,7 @@ def test_compared_files_cannot_be_replaced_by_other_users(shared_root: Path) -> 
 
 def test_a_worker_shares_the_private_folder_of_its_start(shared_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = create_staging_folder(str(shared_root), is_trusted=True)
-    monkeypatch.setattr(staging, "worker_parent", started.parent)
+    monkeypatch.setattr(staging_module, "worker_parent", started.parent)
     worker = create_staging_folder(str(shared_root), is_trusted=True)
     assert worker.parent == started.parent and worker.path != started.path
     worker.add_to_journal("plan", [write(worker.path, FIRST)])
@@ -463,7 +470,7 @@ def test_a_worker_shares_the_private_folder_of_its_start(shared_root: Path, monk
     assert Path(started.path, FIRST).read_bytes() == b"program"
     worker.remove()
     assert Path(started.path).exists()
-    monkeypatch.setattr(staging, "worker_parent", None)
+    monkeypatch.setattr(staging_module, "worker_parent", None)
     started.remove()
 
 

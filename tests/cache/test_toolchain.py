@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.cache import toolchain
-from tcdeploy.cache.manifest import Manifest, read_manifest, write_manifest
+from tcdeploy.cache.record import toolchain
+from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
 from tests.bundle.fake_caches import manifest_for, path_of
 from tests.conftest import TINY, RunCLI, cli_environment, remove_headers
 
@@ -194,7 +194,7 @@ def test_inductor_s_own_headers_are_back_after_a_warm_start() -> None:
 
 QUERY_STUB = """
 import json, os, subprocess, sys
-from tcdeploy.cache.toolchain import is_compiler_missing, load_toolchains, install_compiler_stub
+from tcdeploy.cache.record.toolchain import is_compiler_missing, load_toolchains, install_compiler_stub
 assert is_compiler_missing()
 [recorded] = load_toolchains(sys.argv[1])
 install_compiler_stub(recorded)

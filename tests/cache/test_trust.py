@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tcdeploy.bundle.unpack import unpack
-from tcdeploy.cache import folder as folder_module
-from tcdeploy.cache.folder import activate, check_folder, create_folder
+from tcdeploy.cache.folder import access as folder_module
+from tcdeploy.cache.folder.access import check_folder, create_folder
+from tcdeploy.cache.staging.activate import activate
 from tcdeploy.cache.trust.ownership import check_contents, check_ownership, make_private_folder
 from tcdeploy.errors import TcdeployError, TrustError
 from tests.bundle.conftest import Keys, Packed

@@ -17,8 +17,8 @@ from tcdeploy.bundle.unpack import UnpackResult
 from tcdeploy.bundle.verify import BucketReplay, VerifiedPlan
 from tcdeploy.bundle.why import Forecast
 from tcdeploy.cache.inventory import CachedPlan, GcResult
-from tcdeploy.cache.manifest import BucketRecord, GreedyTokens, Trial
 from tcdeploy.cli.deprecated import RENAMED_JSON_KEYS, add_old_json_keys, replace_renamed_flags
+from tcdeploy.planning.bucket_record import BucketRecord, GreedyTokens, Trial
 from tcdeploy.planning.plan import Plan
 from tcdeploy.remote.transfer import PushResult
 

@@ -21,7 +21,6 @@ from tcdeploy.bench.traffic import Latencies
 from tcdeploy.bundle.verify import BucketReplay
 from tcdeploy.bundle.why import BucketForecast, Forecast
 from tcdeploy.cache.inventory import CachedPlan
-from tcdeploy.cache.manifest import BucketRecord, Parity
 from tcdeploy.cli.bench_display import tables
 from tcdeploy.cli.cache_display import difference_table, forecast_table, plans_table, replay_table, usage_table
 from tcdeploy.cli.display import draw_table
@@ -31,6 +30,7 @@ from tcdeploy.cli.tables import CUT, Column, Table, as_blocks, fit, wrap
 from tcdeploy.explain.break_even import BucketPayoff, Payoff
 from tcdeploy.explain.findings import RegionTrace
 from tcdeploy.explain.kernels import BucketKernels, KernelRow
+from tcdeploy.planning.bucket_record import BucketRecord, Parity
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.environment import Difference
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.cache.manifest import read_manifests
+from tcdeploy.cache.record.manifest import read_manifests
 from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
 from tcdeploy.cache.trust.signing import generate_key, sign
 from tcdeploy.planning.environment import parse_environment

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.cache.manifest import Manifest
+from tcdeploy.cache.record.manifest import Manifest
 from tcdeploy.doctor.cache_folder import plan_differences
 from tcdeploy.planning.environment import Environment, parse_environment
 from tests.bundle.fake_caches import make_small

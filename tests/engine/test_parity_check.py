@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.cache.manifest import GreedyTokens, Parity
 from tcdeploy.engine.check import parity_check
 from tcdeploy.engine.check.parity import MAX_RATIO, compare_logits, outlier_rows, row_distances
 from tcdeploy.engine.check.parity_check import ParityCheck, ParityChecker, raise_if_failed
 from tcdeploy.errors import CompileError
+from tcdeploy.planning.bucket_record import GreedyTokens, Parity
 from tcdeploy.planning.plan import Bucket
 
 BUCKET = Bucket("prefill", 512)

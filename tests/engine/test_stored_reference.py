@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tcdeploy.cache.integrity import unlisted_files
-from tcdeploy.cache.manifest import Manifest, read_manifests
-from tcdeploy.cache.staging import StagingFolder
+from tcdeploy.cache.record.manifest import Manifest, read_manifests
+from tcdeploy.cache.record.unlisted import unlisted_files
+from tcdeploy.cache.staging.folder import StagingFolder
 from tcdeploy.engine.check import parity_check
 from tcdeploy.engine.check.check_prompts import PromptPrefix
 from tcdeploy.engine.check.reference import PrefixLogits, ReferenceLogits

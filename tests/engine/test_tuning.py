@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest, write_manifest
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.manifest import read_manifest, write_manifest
 from tcdeploy.engine.check import parity_check
 from tcdeploy.engine.check.inputs import WarmupBatch
 from tcdeploy.engine.check.parity_check import ParityChecker
@@ -23,6 +24,7 @@ from tcdeploy.engine.warm.tuning import CompiledVariant, fastest, total_compilat
 from tcdeploy.errors import CompileError, SpaceError
 from tcdeploy.kernels.attention import backends
 from tcdeploy.planning import variants
+from tcdeploy.planning.bucket_record import Parity, Trial
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, MAX_AUTOTUNE, Variant, attention_variant
 from tcdeploy.programs import jit

@@ -23,13 +23,14 @@ from typing import Any
 from tcdeploy.bundle.pack import pack
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
-from tcdeploy.cache.bundle_header import Header, header_bytes, parse_header
-from tcdeploy.cache.contents import FileRecord
-from tcdeploy.cache.folder import check_folder
-from tcdeploy.cache.integrity import restore_plan
-from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest, write_manifest
-from tcdeploy.cache.staging import create_staging_folder
-from tcdeploy.cache.trust.provenance import SigningPolicy, stored_header_path
+from tcdeploy.cache.files.records import FileRecord
+from tcdeploy.cache.folder.access import check_folder
+from tcdeploy.cache.folder.layout import manifest_path, stored_header_path
+from tcdeploy.cache.record.bundle_header import Header, header_bytes, parse_header
+from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
+from tcdeploy.cache.record.provenance import SigningPolicy
+from tcdeploy.cache.staging.folder import create_staging_folder
+from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
 from tcdeploy.cache.trust.signing import generate_key, sign, trust
 from tcdeploy.errors import IntegrityError, TrustError

@@ -32,18 +32,19 @@ from tcdeploy.bundle.pack import pack
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_folder
 from tcdeploy.bundle.why import forecast
-from tcdeploy.cache import manifest as manifests
-from tcdeploy.cache.compatibility import environment_mismatch
-from tcdeploy.cache.contents import FileRecord, hash_files
-from tcdeploy.cache.folder import check_folder
-from tcdeploy.cache.integrity import restore_plan
+from tcdeploy.cache.files.records import FileRecord, hash_files
+from tcdeploy.cache.folder.access import check_folder
+from tcdeploy.cache.folder.layout import manifest_path, stored_header_path
+from tcdeploy.cache.folder.leases import is_leased, shared_folder_lock
 from tcdeploy.cache.inventory import collect_garbage, list_plans, usage_by_kind
-from tcdeploy.cache.leases import is_leased, shared_folder_lock
-from tcdeploy.cache.listed_files import ListedFile
-from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest, write_manifest
-from tcdeploy.cache.staging import create_staging_folder
-from tcdeploy.cache.toolchain import load_toolchains
-from tcdeploy.cache.trust.provenance import SigningPolicy, stored_header_path
+from tcdeploy.cache.record import manifest as manifests
+from tcdeploy.cache.record.compatibility import environment_mismatch
+from tcdeploy.cache.record.listed_files import ListedFile
+from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
+from tcdeploy.cache.record.provenance import SigningPolicy
+from tcdeploy.cache.record.toolchain import load_toolchains
+from tcdeploy.cache.staging.folder import create_staging_folder
+from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust.signed_header import signed_header_bytes
 from tcdeploy.cache.trust.signing import generate_key, sign, trust
 from tcdeploy.doctor import cache_folder as doctor

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tcdeploy.cache.contents import find_damage
-from tcdeploy.cache.manifest import read_manifests
+from tcdeploy.cache.files.records import find_damage
+from tcdeploy.cache.record.manifest import read_manifests
 from tests.fork_server import ForkServer
 
 DEFAULT_COUNT = 220

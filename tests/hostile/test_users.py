@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from tcdeploy.bundle.pack import pack
-from tcdeploy.cache.contents import hash_files
-from tcdeploy.cache.manifest import manifest_path, read_manifests, write_manifest
+from tcdeploy.cache.files.records import hash_files
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.manifest import read_manifests, write_manifest
 from tests.conftest import TINY, TINY_FLAGS, RunCLI
 
 ATTACKER = 12002

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.benchmarking import benchmarker
 
-from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.programs.compile_stats import CompileCounts, measure_compiles, read_counts
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.cache.contents import AOT_DIR
+from tcdeploy.cache.folder.layout import AOT_DIR
 from tcdeploy.errors import CompileError
 from tcdeploy.programs import cxx_runtime
 from tests.conftest import TINY, RunCLI

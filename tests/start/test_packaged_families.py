@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.cache.contents import AOT_DIR
+from tcdeploy.cache.folder.layout import AOT_DIR
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import CompileError
 from tcdeploy.programs import aot, packages

@@ -27,10 +27,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import tcdeploy
-from tcdeploy.cache.contents import FileRecord, hash_files
-from tcdeploy.cache.folder import make_private_folder
-from tcdeploy.cache.manifest import manifest_path, read_manifest, read_manifests, write_manifest
-from tcdeploy.cache.staging import create_staging_folder
+from tcdeploy.cache.files.records import FileRecord, hash_files
+from tcdeploy.cache.folder.access import make_private_folder
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.manifest import read_manifest, read_manifests, write_manifest
+from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.engine.schedule.step_costs import parse_step_costs
 from tcdeploy.engine.warm import warmup

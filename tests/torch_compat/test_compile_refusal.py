@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.programs.jit import inductor_options  # noqa: F401 - imports Inductor, as a start does
 from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.dynamo.compile_refusal import CompilationRefused, refusing

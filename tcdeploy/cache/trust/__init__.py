@@ -1,1 +1,1 @@
-"""Who may have written a cache: signatures, the origin of a plan's files, and the owners of folders."""
+"""Whom a cache may come from: signatures of bundles, and the owners of folders."""

@@ -24,7 +24,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from tcdeploy.cache.manifest import GreedyTokens, Parity
+from tcdeploy.planning.bucket_record import GreedyTokens, Parity
 
 MAX_RATIO = 1.5  # on an H100 six shapes of 8B to 32B had ratios up to 1.0, small models on a CPU up to 1.2
 # By compute dtype: (difference as a share of the largest reference logit, KL divergence in nats).

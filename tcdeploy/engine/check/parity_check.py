@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tcdeploy.cache.manifest import GreedyTokens, Parity
 from tcdeploy.engine.check.check_prompts import CheckPrompts, checked_rows
 from tcdeploy.engine.check.inputs import WarmupBatch, make_check_batch, make_continued_batch
 from tcdeploy.engine.check.parity import compare_logits, greedy_tokens, outlier_rows
@@ -27,6 +26,7 @@ from tcdeploy.engine.check.reference import (
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import CompileError
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.bucket_record import GreedyTokens, Parity
 from tcdeploy.planning.plan import Bucket
 
 MAX_ATTEMPTS = 4  # sets of prompts

@@ -24,13 +24,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tcdeploy.cache.contents import REFERENCES_DIR
-from tcdeploy.cache.manifest import BucketRecord
+from tcdeploy.cache.folder.layout import REFERENCES_DIR
 from tcdeploy.engine.check.check_prompts import CheckPrompts, PromptPrefix
 from tcdeploy.engine.check.reference import PrefixLogits, ReferenceLogits
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.models.sources import model_sources
 from tcdeploy.models.weights.digest import weights_digest
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Plan
 
 PACKAGE = Path(__file__).parents[2]

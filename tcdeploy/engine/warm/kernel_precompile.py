@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterable, Iterator
 
-from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.inputs import make_small_batch
 from tcdeploy.engine.check.parity_check import run_check_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from tcdeploy.cache.manifest import Origin
+from tcdeploy.cache.record.manifest import Origin
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Plan

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import torch
 
-from tcdeploy.cache.manifest import Trial
 from tcdeploy.engine.check.inputs import WarmupBatch
 from tcdeploy.engine.check.parity_check import ParityCheck, ParityChecker, describe_parity
 from tcdeploy.engine.warm.timing import measure_step_ms, synchronize
+from tcdeploy.planning.bucket_record import Trial
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.variants import Variant, untimed_variants
 from tcdeploy.programs.compile_stats import CompileStats, measure_compiles

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from tcdeploy.cache.manifest import BucketRecord, Compilation, Trial
 from tcdeploy.engine.check.inputs import WarmupBatch, make_small_batch, make_timing_batch, timed_context
 from tcdeploy.engine.check.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.step.runner import ModelRunner
@@ -32,6 +31,7 @@ from tcdeploy.engine.warm.tuning import (
 )
 from tcdeploy.errors import SpaceError
 from tcdeploy.host.progress import Progress
+from tcdeploy.planning.bucket_record import BucketRecord, Compilation, Trial
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.compile_stats import CompileCounts, CompileStats, read_counts
 from tcdeploy.programs.errors import translate_compile_errors

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tcdeploy.cache.manifest import BucketRecord
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.step_clock import StepTotals
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.server.settings import StartTier
 from tcdeploy.server.worker.canary import CanaryStats
 

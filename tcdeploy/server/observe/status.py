@@ -12,7 +12,7 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from tcdeploy.cache.manifest import BucketRecord
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
 from tcdeploy.server.observe.recent_stats import RecentStats, percentile
 

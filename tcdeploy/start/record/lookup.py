@@ -11,12 +11,13 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from tcdeploy.cache.compatibility import HINT as MISMATCH_HINT
-from tcdeploy.cache.compatibility import assume_recorded, environment_mismatch, join_differences
-from tcdeploy.cache.folder import check_folder
-from tcdeploy.cache.listed_files import DAMAGE_HINT, ListedFile
-from tcdeploy.cache.manifest import manifest_path, plan_keys, read_manifest
-from tcdeploy.cache.trust.provenance import SigningPolicy
+from tcdeploy.cache.folder.access import check_folder
+from tcdeploy.cache.folder.layout import manifest_path, plan_keys
+from tcdeploy.cache.record.compatibility import HINT as MISMATCH_HINT
+from tcdeploy.cache.record.compatibility import assume_recorded, environment_mismatch, join_differences
+from tcdeploy.cache.record.listed_files import DAMAGE_HINT, ListedFile
+from tcdeploy.cache.record.manifest import no_plan_error, read_manifest, read_other_versions
+from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError
 from tcdeploy.models.executed_sources import changed_sources
@@ -95,6 +96,8 @@ def find_record(recipe: Recipe, needs_tokenizer: bool, trusted_keys: Path) -> Fo
         difference = environment_mismatch(
             cache_dir, plan_keys(cache_dir), environment, recipe.model
         ) or _factor_mismatch(cache_dir, factors, environment, recipe.model)
+        if difference is None and read_other_versions(cache_dir):
+            difference = no_plan_error(cache_dir)
         reasons += [difference] if difference is not None else []
     if reasons:
         if isinstance(reasons[0], IntegrityError) and recipe.on_bad_cache == "rebuild" and not recipe.require_signed:

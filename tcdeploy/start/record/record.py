@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tcdeploy.cache.contents import AOT_DIR
-from tcdeploy.cache.listed_files import ListedFiles, read_listed
-from tcdeploy.cache.trust.provenance import SigningPolicy
+from tcdeploy.cache.folder.layout import AOT_DIR
+from tcdeploy.cache.record.listed_files import ListedFiles, read_listed
+from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.host.typed_json import from_json
 from tcdeploy.planning.architecture import Architecture

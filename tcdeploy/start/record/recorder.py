@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from tcdeploy.cache.contents import REFERENCES_DIR
-from tcdeploy.cache.manifest import BucketRecord
-from tcdeploy.cache.staging import StagingFolder
+from tcdeploy.cache.folder.layout import REFERENCES_DIR
+from tcdeploy.cache.staging.folder import StagingFolder
 from tcdeploy.engine.check.parity_check import ParityChecker
 from tcdeploy.engine.check.stored_reference import reference_digest, write_reference
 from tcdeploy.engine.generation_defaults import read_model_defaults
@@ -22,6 +21,7 @@ from tcdeploy.models.location import local_folder
 from tcdeploy.models.sources import source_file
 from tcdeploy.models.weights.reader import stored_tensors
 from tcdeploy.models.weights.sources import WeightNotInCheckpointError, describe_weights
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.programs.aot import AotForward
 from tcdeploy.start.planned import PlannedDeployment
 from tcdeploy.start.record.factors import StartFactors, start_factors, weight_files

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from tcdeploy.cache.manifest import Compilation
-from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets
+from tcdeploy.cache.staging.folder import StagingFolder
+from tcdeploy.cache.staging.takeover import copy_finished_buckets
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.warm.warmup import warmup_order
 from tcdeploy.errors import TcdeployError
@@ -36,6 +36,7 @@ from tcdeploy.host.resources import count_cores
 from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.short_config import layers_to_keep, shorten_config
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.bucket_record import Compilation
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.memory import DTYPE_BYTES, gib
 from tcdeploy.planning.plan import Bucket, Plan

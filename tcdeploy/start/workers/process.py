@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.cache.manifest import Compilation
-from tcdeploy.cache.staging import own_staging_folder
+from tcdeploy.cache.staging.folder import own_staging_folder
 from tcdeploy.host.temporary_files import create_temporary_folder
+from tcdeploy.planning.bucket_record import Compilation
 from tcdeploy.planning.recipe import Recipe
 
 # The worker runs the package of this process, which need not be the one that is installed.

@@ -22,7 +22,7 @@ from tcdeploy.models.unused_packages import enable_fast_transformers_import
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
-    from tcdeploy.cache.manifest import BucketRecord
+    from tcdeploy.planning.bucket_record import BucketRecord
 
 PRIORITY = 10  # added to the nice value of the other process
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -50,7 +50,7 @@ def main() -> None:
     relax_gc_for_startup()
     enable_fast_transformers_import()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    from tcdeploy.cache import staging
+    from tcdeploy.cache.staging import folder as staging
     from tcdeploy.start import model_code  # imports torch, which takes seconds
 
     staging.worker_parent = request["staging"]

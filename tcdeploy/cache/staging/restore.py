@@ -11,34 +11,21 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from tcdeploy.cache.contents import (
-    REFERENCES_DIR,
-    DamagedFile,
-    FileRecord,
-    find_damage,
-    intact_files,
-    is_plain_record,
-    list_cache_files,
-    stored_path,
-)
-from tcdeploy.cache.leases import folder_lock
-from tcdeploy.cache.manifest import (
-    MANIFESTS_DIR,
-    Manifest,
-    manifest_path,
-    read_manifest,
-    read_manifests,
-)
-from tcdeploy.cache.staging import StagingFolder, remove_published_folders, take_over_finished_buckets
-from tcdeploy.cache.trust.ownership import check_no_links
-from tcdeploy.cache.trust.provenance import (
+from tcdeploy.cache.files.records import DamagedFile, FileRecord
+from tcdeploy.cache.folder.layout import REFERENCES_DIR, manifest_path, plan_keys, stored_header_path
+from tcdeploy.cache.folder.leases import folder_lock
+from tcdeploy.cache.record.manifest import Manifest, read_manifest, read_other_versions
+from tcdeploy.cache.record.provenance import (
     SigningPolicy,
     check_manifest,
     check_manifests,
     files_made_here,
     read_stored_bundle,
-    stored_header_path,
 )
+from tcdeploy.cache.record.unlisted import discard_if_damaged
+from tcdeploy.cache.staging.folder import StagingFolder
+from tcdeploy.cache.staging.takeover import remove_published_folders, take_over_finished_buckets
+from tcdeploy.cache.trust.ownership import check_no_links
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 from tcdeploy.errors import IntegrityError, TrustError
 from tcdeploy.host.regular_file import read_regular
@@ -69,6 +56,7 @@ def restore_plan(
     rebuild = rebuild and not policy.require_signed
     manifest = _fill_undamaged(staging, plan_key, rebuild, policy, is_deferred)
     if manifest is None:
+        _report_other_versions(staging.source)
         taken_over = take_over_finished_buckets(staging, plan_key)
         if taken_over.num_entries:
             log.warning("buckets or packages reused from starts that did not finish: %d", taken_over.num_entries)
@@ -143,18 +131,15 @@ def _fill_from_other_plans(staging: StagingFolder, plan_key: str, present: set[s
     """Copy the undamaged files of all other plans whose paths are not in `present`. Warns about the others."""
     folder = staging.source
     files: dict[str, FileRecord] = {}
-    for path in sorted(Path(folder, MANIFESTS_DIR).glob("*.json")):
-        if path.stem == plan_key:
-            continue
+    for key in sorted(plan_keys(folder) - {plan_key}):
         try:
-            if (manifest := read_manifest(path)) is not None:
-                bundle = read_stored_bundle(folder, path.stem, policy.trusted_keys)
-                check_manifest(folder, path.stem, manifest, bundle)
+            if (manifest := read_manifest(manifest_path(folder, key))) is not None:
+                check_manifest(folder, key, manifest, read_stored_bundle(folder, key, policy.trusted_keys))
                 files |= {
                     file.path: file for file in manifest.files if _may_be_shared(file) and file.path not in present
                 }
         except (IntegrityError, TrustError) as error:
-            log.warning("no programs of plan %s are reused: %s", path.stem, error.message)
+            log.warning("no programs of plan %s are reused: %s", key, error.message)
     if damage := staging.fill(files.values()):
         log.warning(
             "%d files of other plans are damaged and not reused, for example %s, which %s; to see all: "
@@ -176,6 +161,14 @@ def _content(path: Path) -> bytes:
         return b""
 
 
+def _report_other_versions(folder: str) -> None:
+    if others := read_other_versions(folder):
+        log.warning(
+            "%d plan(s) in %s were warmed by another version of tcdeploy, which this version cannot use: this start "
+            "compiles again; tcdeploy cache gc deletes old plans", len(others), folder,
+        )  # fmt: skip
+
+
 def _report_files_made_here(staging: StagingFolder, manifest: Manifest) -> None:
     made_here = files_made_here(manifest.files, staging.bundle) if staging.bundle is not None else []
     if made_here:
@@ -185,87 +178,9 @@ def _report_files_made_here(staging: StagingFolder, manifest: Manifest) -> None:
         )  # fmt: skip
 
 
-def discard_if_damaged(folder: str, plan_key: str, trusted_keys: Path | None = None) -> bool:
-    """Discard the plan if it is damaged, and return whether it was.
-
-    A plan is damaged if its manifest or a file is missing or changed, or if it does not match the signed header of its
-    bundle.
-    """
-    trusted_keys = trusted_keys or default_trusted_keys_folder()
-    if not _is_damaged(folder, plan_key, trusted_keys):
-        return False
-    with folder_lock(folder):
-        if not _is_damaged(folder, plan_key, trusted_keys):  # another process has replaced it meanwhile
-            return False
-        _discard(folder, plan_key)
-    return True
-
-
-def _is_damaged(folder: str, plan_key: str, trusted_keys: Path) -> bool:
-    with contextlib.suppress(IntegrityError, TrustError):
-        manifest = read_manifest(manifest_path(folder, plan_key))
-        if manifest is not None and not find_damage(folder, manifest.files):
-            check_manifest(folder, plan_key, manifest, read_stored_bundle(folder, plan_key, trusted_keys))
-            return False
-    return True
-
-
 def _damage_error(folder: Path, damage: list[DamagedFile]) -> IntegrityError:
     more = f", and {len(damage) - 1} more files are damaged" if len(damage) > 1 else ""
     return IntegrityError(
         f"the cache is damaged: {folder / damage[0].path} {damage[0].reason}{more}",
         "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild",
     )
-
-
-def unlisted_files(folder: str | Path) -> list[str]:
-    """The cache files that no manifest lists, relative to the folder. No start uses them."""
-    manifests = read_manifests(folder, skip_damaged=True).values()
-    listed = {stored_path(folder, file) for manifest in manifests for file in manifest.files}
-    return [path for path in list_cache_files(folder) if path not in listed]
-
-
-def stored_paths(folder: str | Path, plan_key: str) -> set[str]:
-    """Where the folder stores the files that the plan's manifest lists, relative to the folder."""
-    manifest = None
-    with contextlib.suppress(IntegrityError):
-        manifest = read_manifest(manifest_path(folder, plan_key))
-    files = manifest.files if manifest is not None else ()
-    return {stored_path(folder, file) for file in files if is_plain_record(file)}
-
-
-def remove_unlisted(folder: str | Path, paths: set[str]) -> None:
-    """Delete those of the paths that no manifest lists. The caller holds the folder's lock."""
-    manifests = read_manifests(folder, skip_damaged=True).values()
-    unlisted = paths - {stored_path(folder, file) for manifest in manifests for file in manifest.files}
-    for path in unlisted & set(list_cache_files(folder)) if unlisted else ():
-        Path(folder, path).unlink(missing_ok=True)
-
-
-def discard_plan(folder: str, plan_key: str) -> None:
-    """Remove the plan's manifest and every cache file, except undamaged files that another plan's manifest lists.
-
-    Manifests of other plans are removed too if they are damaged or have another schema, and the files they list.
-    """
-    with folder_lock(folder):
-        _discard(folder, plan_key)
-
-
-def _discard(folder: str, plan_key: str) -> None:
-    _remove_manifest(folder, plan_key)
-    paths = list(Path(folder, MANIFESTS_DIR).glob("*.json"))  # before reading: a manifest written later must stay
-    others = read_manifests(folder, skip_damaged=True)
-    for path in paths:
-        if path.stem not in others:  # damaged, or of another schema: the files that it lists are removed below
-            _remove_manifest(folder, path.stem)
-    listed = {file for manifest in others.values() for file in manifest.files}
-    valid = {stored_path(folder, file) for file in intact_files(folder, listed)}
-    for name in list_cache_files(folder):
-        if name not in valid:
-            Path(folder, name).unlink(missing_ok=True)
-
-
-def _remove_manifest(folder: str, plan_key: str) -> None:
-    """Delete the stored header before the manifest, because a header without a manifest is an error."""
-    stored_header_path(folder, plan_key).unlink(missing_ok=True)
-    manifest_path(folder, plan_key).unlink(missing_ok=True)

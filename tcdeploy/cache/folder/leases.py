@@ -19,11 +19,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
-from tcdeploy.cache.folder_error import folder_error
+from tcdeploy.cache.folder.layout import LEASES_DIR, LOCK_FILE
+from tcdeploy.cache.folder.os_errors import folder_error
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.regular_file import open_regular
 
-LEASES_DIR, LOCK_FILE = "leases", ".lock"
 LOCK_TIMEOUT_S = 600.0  # how long to wait for another process that unpacks or removes
 _leases: dict[Path, IO[bytes]] = {}
 

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.cache.bundle_header import Header, parse_header
-from tcdeploy.cache.contents import FileRecord, is_plain_record
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
-from tcdeploy.cache.manifest import Manifest, manifest_path
+from tcdeploy.cache.files.records import FileRecord, is_plain_record
+from tcdeploy.cache.folder.layout import manifest_path, stored_header_path
+from tcdeploy.cache.record.bundle_header import CheckedHeader, parse_header
+from tcdeploy.cache.record.manifest import Manifest
 from tcdeploy.cache.trust.ownership import check_no_links
 from tcdeploy.cache.trust.signed_header import SignedHeader, read_signed_header
-from tcdeploy.cache.trust.signing import TrustedKey, verify_signature
+from tcdeploy.cache.trust.signing import verify_signature
 from tcdeploy.errors import IntegrityError, TrustError
 from tcdeploy.host.regular_file import open_regular
 
@@ -35,26 +35,9 @@ class SigningPolicy:
     require_signed: bool = False
 
 
-@dataclass(frozen=True)
-class StoredBundle:
-    """The header of an unpacked bundle, as the cache folder keeps it. `signer` is None if no trusted key signed it."""
-
-    header: Header
-    signed_header: SignedHeader
-    signer: TrustedKey | None
-
-    @property
-    def files(self) -> tuple[FileRecord, ...]:
-        return self.header.manifest.files
-
-
-def stored_header_path(folder: str | Path, plan_key: str) -> Path:
-    return Path(folder, BUNDLES_DIR, f"{plan_key}{HEADER_SUFFIX}")
-
-
 def read_stored_bundle(
     folder: str | Path, plan_key: str, trusted_keys: Path, allow_unsigned: bool = True
-) -> StoredBundle | None:
+) -> CheckedHeader | None:
     """The stored header of a plan; None if the plan is not from a bundle.
 
     Raises IntegrityError for a damaged header, and TrustError if a trusted key's signature does not match it, or if no
@@ -71,7 +54,7 @@ def read_stored_bundle(
     header = parse_header(signed_header, name)
     if header.plan_key != plan_key:
         raise IntegrityError(f"the stored header {name} belongs to plan {header.plan_key}", "unpack the bundle again")
-    return StoredBundle(header, signed_header, signer)
+    return CheckedHeader(header, signed_header, signer)
 
 
 def read_stored_header(folder: str | Path, plan_key: str) -> SignedHeader | None:
@@ -92,7 +75,7 @@ def read_stored_header(folder: str | Path, plan_key: str) -> SignedHeader | None
     return signed_header
 
 
-def check_manifest(folder: str | Path, key: str, manifest: Manifest, bundle: StoredBundle | None) -> None:
+def check_manifest(folder: str | Path, key: str, manifest: Manifest, bundle: CheckedHeader | None) -> None:
     """Check a manifest, and that it lists every file of `bundle` with the bundle's size and sha256.
 
     Raises IntegrityError if it does not, if the manifest belongs to another plan, or if it lists a file twice or
@@ -111,7 +94,7 @@ def check_manifest(folder: str | Path, key: str, manifest: Manifest, bundle: Sto
 
 def check_manifests(
     folder: str, plan_key: str, manifests: Mapping[str, Manifest], policy: SigningPolicy
-) -> StoredBundle | None:
+) -> CheckedHeader | None:
     """Check the manifests whose files a start would use, and return the bundle of `plan_key`; None if it has none.
 
     Raises IntegrityError, and TrustError for an invalid signature. With `policy.require_signed`, also raises TrustError
@@ -132,7 +115,7 @@ def check_manifests(
     return bundle
 
 
-def require_bundled(plan_key: str, files: Iterable[FileRecord], bundle: StoredBundle) -> None:
+def require_bundled(plan_key: str, files: Iterable[FileRecord], bundle: CheckedHeader) -> None:
     """Raise TrustError if one of the plan's files is not in the bundle."""
     if made_here := files_made_here(files, bundle):
         raise TrustError(
@@ -142,13 +125,13 @@ def require_bundled(plan_key: str, files: Iterable[FileRecord], bundle: StoredBu
         )
 
 
-def files_made_here(files: Iterable[FileRecord], bundle: StoredBundle) -> list[str]:
+def files_made_here(files: Iterable[FileRecord], bundle: CheckedHeader) -> list[str]:
     """The paths of the files that the bundle does not list: they were compiled on this machine."""
     signed = set(bundle.files)
     return [file.path for file in files if file not in signed]
 
 
-def has_bundle_changed(folder: str, plan_key: str, bundle: StoredBundle | None) -> bool:
+def has_bundle_changed(folder: str, plan_key: str, bundle: CheckedHeader | None) -> bool:
     """Whether another process has unpacked or discarded the plan since `bundle` was read."""
     stored = read_stored_header(folder, plan_key)
     return stored != (None if bundle is None else bundle.signed_header)

@@ -21,9 +21,9 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from tcdeploy.cache.contents import TOOLCHAIN_DIR
-from tcdeploy.cache.listed_files import read_listed
-from tcdeploy.cache.trust.provenance import SigningPolicy
+from tcdeploy.cache.folder.layout import TOOLCHAIN_DIR
+from tcdeploy.cache.record.listed_files import read_listed
+from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 from tcdeploy.host.regular_file import write_new
 from tcdeploy.host.temporary_files import create_temporary_folder

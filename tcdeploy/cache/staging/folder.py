@@ -35,9 +35,9 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-from tcdeploy.cache.contents import (
+from tcdeploy.cache.files.precompiled_headers import link_headers, publish_headers
+from tcdeploy.cache.files.records import (
     DamagedFile,
     FileRecord,
     group_by_path,
@@ -46,30 +46,17 @@ from tcdeploy.cache.contents import (
     path_to_publish,
     read_checked,
     stored_path,
-    untracked,
 )
-from tcdeploy.cache.journal import (
-    HOST_PREFIX,
-    JOURNAL,
-    LOCK,
-    FinishedBucket,
-    abandoned_folders,
-    append_to_journal,
-    read_journal,
-    remove_abandoned_folders,
-    unlocked_folders,
-)
-from tcdeploy.cache.leases import folder_lock
-from tcdeploy.cache.manifest import plan_keys
-from tcdeploy.cache.stored_headers import HEADERS_DIR, link_headers, publish_headers
+from tcdeploy.cache.folder.layout import HEADERS_DIR
+from tcdeploy.cache.folder.leases import folder_lock
+from tcdeploy.cache.folder.os_errors import folder_error
+from tcdeploy.cache.record.bundle_header import CheckedHeader
+from tcdeploy.cache.staging.journal import HOST_PREFIX, JOURNAL, LOCK, FinishedBucket, append_to_journal, read_journal
 from tcdeploy.cache.trust.ownership import check_contents, check_no_links, check_ownership, make_private_folder
 from tcdeploy.errors import SpaceError, TcdeployError, TrustError
 from tcdeploy.host.durable import copy_durably, sync_files, sync_folders
 from tcdeploy.host.regular_file import open_regular
 from tcdeploy.host.temporary_files import create_temporary_folder
-
-if TYPE_CHECKING:
-    from tcdeploy.cache.trust.provenance import StoredBundle
 
 log = logging.getLogger("tcdeploy.cache")
 COPY_THREADS = 4
@@ -101,7 +88,7 @@ class StagingFolder:
         self._in_journal: dict[str, FileRecord] = {}  # by path
         self._hashed: dict[str, tuple[int, int]] = {}  # size and modification time of files when they were hashed
         self.deferred: tuple[FileRecord, ...] = ()  # files that `fill_deferred` copies
-        self.bundle: StoredBundle | None = None
+        self.bundle: CheckedHeader | None = None
 
     @property
     def is_private_copy(self) -> bool:
@@ -166,26 +153,18 @@ class StagingFolder:
         return damage
 
     def _copy_error(self, files: list[FileRecord], error: OSError) -> TcdeployError:
+        if error.errno not in DISK_FULL:
+            return _no_private_copy(self.source, error) if self.is_private_copy else folder_error(self.source, error)
         size = sum(file.bytes for file in files)
-        if not self.is_private_copy:
-            if error.errno in DISK_FULL:
-                return SpaceError(
-                    f"the disk of the cache folder {self.source} is full; the start needs {size} bytes for a copy of "
-                    "its plan",
-                    "free space, or choose another --cache-dir",
-                )
-            return TcdeployError(
-                f"the cache folder {self.source} cannot be written: {error.strerror}", "choose another --cache-dir"
-            )
-        if error.errno in DISK_FULL:
+        if self.is_private_copy:
             return SpaceError(
                 f"the cache folder {self.source} cannot be written, and {tempfile.gettempdir()} has no room for a "
                 f"private copy of {size} bytes",
                 "set TMPDIR to a folder with more free space, or choose a writable --cache-dir",
             )
-        return TcdeployError(
-            f"the cache folder {self.source} cannot be written, and no private copy can be made: {error.strerror}",
-            "set TMPDIR to a writable folder, or choose another --cache-dir",
+        return SpaceError(
+            f"the disk of the cache folder {self.source} is full; the start needs {size} bytes for a copy of its plan",
+            "free space, or choose another --cache-dir",
         )
 
     def link_headers(self) -> None:
@@ -351,13 +330,17 @@ def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
     try:
         path, lock = create_temporary_folder("cache")
     except OSError as error:
-        raise TcdeployError(
-            f"the cache folder {root} cannot be written, and no private copy can be made: {error.strerror}",
-            "set TMPDIR to a writable folder, or choose another --cache-dir",
-        ) from error
+        raise _no_private_copy(root, error) from error
     staging = _register(StagingFolder(str(path), root, str(path), lock, is_trusted))
     _check_parent(staging.path, is_trusted)
     return staging
+
+
+def _no_private_copy(root: str, error: OSError) -> TcdeployError:
+    return TcdeployError(
+        f"the cache folder {root} cannot be written, and no private copy can be made: {error.strerror}",
+        "set TMPDIR to a writable folder, or choose another --cache-dir",
+    )
 
 
 def _register(staging: StagingFolder) -> StagingFolder:
@@ -371,65 +354,6 @@ def remove_own_staging_folders() -> None:
     """Remove the staging folders of this process. To be called before `os._exit`, which runs no exit handlers."""
     for staging in _own_folders.values():
         staging.remove()
-
-
-class TakenOver(NamedTuple):
-    """The number of folders that were deleted, and of journal entries that were copied: a bucket, or one package."""
-
-    num_folders: int
-    num_entries: int
-
-
-def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> TakenOver:
-    """Copy the files that the journals of unfinished starts list.
-
-    Deletes each abandoned folder that has no finished bucket of another plan, unless that plan is complete.
-    """
-    if staging.is_private_copy:
-        return TakenOver(0, 0)
-    with folder_lock(staging.target):
-        complete = plan_keys(staging.target) - {plan_key}  # its manifest may be of another version of tcdeploy
-        num_folders = remove_abandoned_folders(abandoned_folders(staging.parent), complete)
-        folders = unlocked_folders(staging.parent)
-        entries = 0
-        for folder in folders:
-            try:
-                entries += staging.take_over(folder, plan_key)
-            except TrustError as error:
-                log.warning("%s is not used: %s", folder, error.message)
-        # Only folders listed above: if a process ended after that, its buckets have not been copied.
-        abandoned = set(folders).intersection(abandoned_folders(staging.parent))
-        num_folders += remove_abandoned_folders(abandoned, {plan_key, *complete})
-    return TakenOver(num_folders, entries)
-
-
-def copy_finished_buckets(staging: StagingFolder) -> None:
-    """Copy the files in the journals of all starts that this start does not have, also of starts that still run.
-
-    Files that do not match their records are not copied, and untrusted folders are skipped with a warning. Raises
-    SpaceError and TcdeployError.
-    """
-    for folder in sorted(Path(staging.parent).glob(f"{HOST_PREFIX}*")):
-        if folder.is_symlink() or os.path.realpath(folder) == staging.path:
-            continue
-        listed = {file for bucket in read_journal(folder) for file in bucket.files}
-        missing = [file for file in listed if not Path(staging.path, file.path).exists()]
-        if not missing:
-            continue
-        try:
-            with untracked():
-                staging.fill(missing, folder)
-        except FileNotFoundError:  # another process has removed the folder
-            log.debug("%s was removed while its files were copied", folder)
-        except TrustError as error:
-            log.warning("%s is not used: %s", folder, error.message)
-
-
-def remove_published_folders(staging: StagingFolder) -> None:
-    """Delete the staging folders of ended processes whose journals list only buckets of complete plans."""
-    if not staging.is_private_copy:
-        with folder_lock(staging.source):
-            remove_abandoned_folders(abandoned_folders(staging.parent), plan_keys(staging.source))
 
 
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:

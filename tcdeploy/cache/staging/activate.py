@@ -1,19 +1,8 @@
-"""The cache folder: its layout, and how a start uses it. Does not import torch.
-
-    ROOT/                      files of torch: graphs, generated code, .so files, autotune winners
-    ROOT/triton/               files of Triton
-    ROOT/manifests/            one JSON file per plan (manifest.py)
-    ROOT/toolchain/            recorded output of the C++ compiler (toolchain.py)
-    ROOT/conflicts/            files whose path another plan uses for different content (contents.py)
-    ROOT/bundles/              headers and signatures of unpacked bundles (bundle/)
-    ROOT/leases/               one lock file per plan, shared by the processes that run from it (leases.py)
-    ROOT/precompiled_headers/  precompiled C++ headers, shared by starts that compile; not packed into bundles
-    ROOT/.start-XXXX/          the staging folder of a start (staging.py)
-    ROOT/.staging-XXXX/        files of a bundle that is being unpacked (bundle/unpack.py)
+"""Points torch and Triton at a staging folder. Does not import torch.
 
 `activate` must run before the first compilation, because torch reads the variables once. It checks first that no other
-user can change the folder, and writes a test file, because torch reports an unwritable folder as a bare OSError in the
-middle of a compilation.
+user can change the cache folder, and writes a test file, because torch reports an unwritable folder as a bare OSError
+in the middle of a compilation.
 
 TRITON_CACHE_DIR and TRITON_CACHE_MANAGER are overwritten when they are set: a cache that is packed and moved must be a
 single folder, and Triton's own manager stores absolute paths (torch_compat/triton/cache.py).
@@ -25,24 +14,16 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from tcdeploy.cache.contents import AOT_DIR, CACHE_DIRS, CONFLICTS_DIR, TRITON_DIR
-from tcdeploy.cache.folder_error import folder_error, translate_os_errors
-from tcdeploy.cache.leases import LEASES_DIR, LOCK_FILE, folder_lock
-from tcdeploy.cache.manifest import MANIFESTS_DIR, manifest_path
-from tcdeploy.cache.staging import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
-from tcdeploy.cache.stored_headers import HEADERS_DIR
-from tcdeploy.cache.trust.ownership import check_contents, check_no_links, check_ownership, make_private_folder
+from tcdeploy.cache.folder.access import create_folder
+from tcdeploy.cache.folder.layout import MANIFESTS_DIR, TEST_FILE_PREFIX, TRITON_DIR, manifest_path
+from tcdeploy.cache.folder.leases import folder_lock
+from tcdeploy.cache.folder.os_errors import folder_error, translate_os_errors
+from tcdeploy.cache.staging.folder import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
 from tcdeploy.errors import SpaceError, TcdeployError
 
 MEBIBYTE = 1 << 20
-UNPACKING_PREFIX = ".staging-"  # of the folders in which bundles are unpacked; the unpacking process holds the lock
-TEST_FILE_PREFIX = ".writable-"
-BUNDLES_DIR, HEADER_SUFFIX = "bundles", ".head"  # an unpacked bundle leaves its header with the signatures
-# What tcdeploy creates in the folder, besides torch's folders that are named by a hash.
-OWN_NAMES = (*CACHE_DIRS, CONFLICTS_DIR, MANIFESTS_DIR, BUNDLES_DIR, LEASES_DIR, HEADERS_DIR, LOCK_FILE)
 
 
 def activate(
@@ -66,37 +47,6 @@ def activate(
         use_relocatable_cache()
     _pin_ptxas()
     return staging
-
-
-def create_folder(root: str | Path, is_trusted: bool = False) -> None:
-    """Create the cache folder if it is missing. Checks it as `check_folder` does. Raises TrustError and OSError.
-
-    The second check is for a folder that another user creates after the first one. That folder may also disappear, and
-    come back after the check, so the folder must exist by then.
-    """
-    check_folder(root, is_trusted)
-    make_private_folder(root)
-    check_folder(root, is_trusted, must_exist=True)
-
-
-def check_folder(root: str | Path, is_trusted: bool = False, must_exist: bool = False) -> None:
-    """Raise TrustError if another user could change the folder, or if one of OWN_NAMES in it is a symbolic link.
-
-    `is_trusted` skips the first check. `must_exist` refuses a missing folder, which another user could create after the
-    check. Raises TcdeployError if the path cannot be followed.
-    """
-    with translate_os_errors(str(root)):
-        check_no_links(root, (*OWN_NAMES, *_documents(root)))
-        if not is_trusted:
-            check_ownership(root, must_exist)
-            if Path(root).is_dir():
-                check_contents(root, [MANIFESTS_DIR, *_documents(root)])
-
-
-def _documents(root: str | Path) -> Iterator[str]:
-    """The files that a start parses before it copies its plan, relative to the folder."""
-    for pattern in (f"{MANIFESTS_DIR}/*.json", f"{BUNDLES_DIR}/*{HEADER_SUFFIX}", f"{AOT_DIR}/start-*.json"):
-        yield from (path.relative_to(root).as_posix() for path in Path(root).glob(pattern))
 
 
 def _create_staging_folder(root: str, plan_key: str, num_buckets: int, is_trusted: bool) -> StagingFolder:

@@ -16,12 +16,17 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from tcdeploy.cache.contents import FileRecord, find_damage, hash_files, is_plain_record
+from tcdeploy.cache.files.records import (
+    FileRecord,
+    find_damage,
+    hash_files,
+    is_plain_record,
+)
+from tcdeploy.cache.folder.layout import HEADERS_DIR
 from tcdeploy.cache.trust.ownership import FOLDER_MODE
 from tcdeploy.host.durable import sync
 from tcdeploy.host.regular_file import read_regular, write_new
 
-HEADERS_DIR = "precompiled_headers"
 log = logging.getLogger("tcdeploy.cache")
 
 

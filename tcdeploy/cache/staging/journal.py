@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.cache.contents import FileRecord, is_cache_file, is_plain_record
+from tcdeploy.cache.files.records import FileRecord, is_cache_file, is_plain_record
 from tcdeploy.host.regular_file import open_regular, read_regular
 from tcdeploy.host.temporary_files import HOST
 from tcdeploy.planning.environment import STAGING_PREFIX

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tcdeploy.cache.contents import FileRecord, read_checked, stored_path
-from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest
-from tcdeploy.cache.trust.provenance import SigningPolicy, check_manifests
+from tcdeploy.cache.files.records import FileRecord, read_checked, stored_path
+from tcdeploy.cache.folder.layout import MANIFESTS_DIR, manifest_path
+from tcdeploy.cache.record.manifest import Manifest, read_manifest
+from tcdeploy.cache.record.provenance import SigningPolicy, check_manifests
 from tcdeploy.errors import IntegrityError, TrustError
 from tcdeploy.host.regular_file import MAX_DOCUMENT_BYTES
 

@@ -6,21 +6,17 @@ import contextlib
 import os
 import time
 
-from tcdeploy.cache.contents import (
-    AUTOTUNE_DIR,
-    REFERENCES_DIR,
-    TOOLCHAIN_DIR,
-    FileAccessTracker,
-    FileRecord,
-    hash_files,
-)
-from tcdeploy.cache.folder_error import translate_os_errors
-from tcdeploy.cache.integrity import remove_unlisted, stored_paths
-from tcdeploy.cache.leases import folder_lock
-from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_path, read_manifests, write_manifest
-from tcdeploy.cache.staging import StagingFolder
-from tcdeploy.cache.toolchain import save_toolchain
-from tcdeploy.cache.trust.provenance import has_bundle_changed
+from tcdeploy.cache.files.records import FileRecord, hash_files
+from tcdeploy.cache.files.usage import FileAccessTracker
+from tcdeploy.cache.folder.layout import AUTOTUNE_DIR, REFERENCES_DIR, TOOLCHAIN_DIR, manifest_path
+from tcdeploy.cache.folder.leases import folder_lock
+from tcdeploy.cache.folder.os_errors import translate_os_errors
+from tcdeploy.cache.record.manifest import Manifest, read_manifests, write_manifest
+from tcdeploy.cache.record.provenance import has_bundle_changed
+from tcdeploy.cache.record.toolchain import save_toolchain
+from tcdeploy.cache.record.unlisted import remove_unlisted, stored_paths
+from tcdeploy.cache.staging.folder import StagingFolder
+from tcdeploy.planning.bucket_record import BucketRecord
 
 
 def record_finished_bucket(

@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tcdeploy.cache.contents import FileRecord, is_cache_file, is_plain_record
-from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_text, parse_manifest
+from tcdeploy.cache.files.records import FileRecord, is_cache_file, is_plain_record
+from tcdeploy.cache.record.manifest import Manifest, manifest_text, parse_packed_manifest
 from tcdeploy.cache.trust.signed_header import SignedHeader, damaged_error
+from tcdeploy.cache.trust.signing import TrustedKey
 from tcdeploy.errors import IntegrityError
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.environment import parse_environment
 
 PATH_FIELDS = ("cache_dir", "inductor_cache_dir", "user_cache_dir")
@@ -41,6 +43,22 @@ class Header:
     @property
     def plan_key(self) -> str:
         return str(self.manifest.plan["key"])
+
+
+@dataclass(frozen=True)
+class CheckedHeader:
+    """A header whose signatures were checked before it was parsed: of a bundle, or as a cache folder stores it.
+
+    `signer` is None if no trusted key signed it.
+    """
+
+    header: Header
+    signed_header: SignedHeader
+    signer: TrustedKey | None
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        return self.header.manifest.files
 
 
 def make_portable(manifest: Manifest) -> Manifest:
@@ -91,11 +109,14 @@ def header_bytes(header: Header) -> bytes:
 
 
 def parse_header(signed_header: SignedHeader, name: str) -> Header:
-    """Parse a header whose signature has been verified. Raises IntegrityError for an invalid one."""
+    """Parse a header whose signature has been verified.
+
+    Raises IntegrityError for an invalid one, and MismatchError for one of another version of tcdeploy.
+    """
     try:
         document = json.loads(signed_header.header)
         payload = Payload(int(document["payload"]["bytes"]), str(document["payload"]["sha256"]))
-        header = Header(parse_manifest(document["manifest"], Path(name)), payload)
+        header = Header(parse_packed_manifest(document["manifest"], Path(name)), payload)
         key = header.plan_key
         _check_required_fields(header.manifest)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from tcdeploy.cache.manifest import manifest_path, read_manifest
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.manifest import read_manifest
 from tcdeploy.errors import IntegrityError, MismatchError
 from tcdeploy.planning.environment import Difference, Environment, diff_environments, parse_environment
 

@@ -1,0 +1,1 @@
+"""Single files of a cache folder: their records, and which of them a process uses."""

@@ -1,0 +1,288 @@
+"""The manifest of a plan: what was warmed, from which inputs, into which files, and with what result.
+
+A manifest lists the files that a start needs with their sha256, the inputs of its programs (recipe, environment, model
+config, digests of our op sources), and the greedy tokens of the eager model for each bucket's fixed inputs. A cache can
+therefore be packed, explained and verified on another machine from this file.
+
+There is one JSON file per plan key, so processes that warm different plans never write to the same file. It is written
+to a staging file, synced and renamed. Its last field is the sha256 of the other fields, against accidental changes.
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tcdeploy.cache.files.records import FileRecord, is_plain_record
+from tcdeploy.cache.folder.layout import MANIFESTS_DIR
+from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, UsageError
+from tcdeploy.host.durable import sync
+from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular
+from tcdeploy.host.typed_json import check_fields, from_json
+from tcdeploy.planning.bucket_record import BucketRecord, Trial
+from tcdeploy.planning.environment import Difference, Environment, diff_mappings
+from tcdeploy.planning.keys import CACHE_EPOCH
+from tcdeploy.planning.plan import Plan
+from tcdeploy.planning.recipe import Recipe
+
+# Raise by one if a field is added, removed or changes its meaning. Plans of other schemas are not used.
+SCHEMA_VERSION = 8
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The inputs of the programs beside the plan and the environment."""
+
+    recipe: dict[str, Any]
+    model_config: dict[str, Any]  # of transformers
+    sources: dict[str, str]  # digest of each source file of our ops and graph passes, by its path in the package
+    torch_settings: dict[str, str]  # those in torch's cache key
+    model_sources: dict[str, str]  # sha256 of each file of the model's code, by module
+    epoch: int = CACHE_EPOCH
+
+
+@dataclass(frozen=True)
+class Manifest:
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    origin: Origin
+    stage_seconds: dict[str, float]
+    buckets: tuple[BucketRecord, ...]
+    files: tuple[FileRecord, ...]  # used by the start that wrote the manifest, sorted by path
+    workspace_bytes: int | None = None  # measured device memory beyond weights and KV cache; the plan predicts it
+    is_first_start: bool = True  # whether its process had prepared nothing before
+    compiled_at: int | None = None  # end of the last start that compiled, in seconds since 1970; None: not recorded
+    step_costs: dict[str, Any] | None = None  # StepCosts and the digest of its sources; None: not recorded
+    schema: int = SCHEMA_VERSION
+
+    @property
+    def was_warm(self) -> bool:
+        """Whether the start that wrote this compiled nothing, so that `files` is exactly what a start needs.
+
+        False for a later start of a process: it may have found programs in memory and opened no file.
+        """
+        return self.is_first_start and all(record.outcome in ("hit", "reused") for record in self.buckets)
+
+    def cold_seconds(self) -> dict[str, float]:
+        """Compile seconds of the run that missed, by bucket: the time that the cache saves."""
+        return {record.bucket: record.cold_seconds for record in self.buckets if record.cold_seconds is not None}
+
+    def trials(self) -> dict[str, tuple[Trial, ...]]:
+        """Earlier timings by bucket: the next start takes the fastest variant without timing again."""
+        return {record.bucket: record.trials for record in self.buckets if record.trials}
+
+
+def make_manifest(
+    plan: Plan,
+    environment: Environment,
+    origin: Origin,
+    stage_seconds: dict[str, float],
+    buckets: list[BucketRecord],
+    files: tuple[FileRecord, ...],
+    workspace_bytes: int | None = None,
+    is_first_start: bool = True,
+    compiled_at: int | None = None,
+    step_costs: dict[str, Any] | None = None,
+) -> Manifest:
+    return Manifest(
+        plan=asdict(plan),
+        environment=asdict(environment),
+        origin=origin,
+        stage_seconds=stage_seconds,
+        buckets=tuple(buckets),
+        files=files,
+        workspace_bytes=workspace_bytes,
+        is_first_start=is_first_start,
+        compiled_at=compiled_at,
+        step_costs=step_costs,
+    )
+
+
+def make_origin(
+    recipe: Recipe,
+    model_config: dict[str, Any],
+    sources: dict[str, str],
+    torch_settings: dict[str, str],
+    model_sources: dict[str, str],
+) -> Origin:
+    return Origin(asdict(recipe), model_config, sources, torch_settings, model_sources)
+
+
+def diff_sources(here: Origin, there: Origin) -> list[Difference]:
+    """Each source file of tcdeploy's ops and passes, and of the model, that differs, and the cache epoch.
+
+    Digests are shortened to their first digits.
+    """
+    return [
+        *diff_mappings(_shorten(here.sources), _shorten(there.sources), "tcdeploy/"),
+        *diff_mappings(_shorten(here.model_sources), _shorten(there.model_sources)),
+        *diff_mappings({"cache epoch": here.epoch}, {"cache epoch": there.epoch}, "tcdeploy/"),
+    ]
+
+
+def _shorten(digests: dict[str, str]) -> dict[str, str]:
+    return {path: digest[:12] for path, digest in digests.items()}
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Replace the file atomically. Raises SpaceError if the disk is full; the previous manifest then stays."""
+    staging = path.with_name(f".{path.stem}-{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        staging.unlink(missing_ok=True)  # of a killed process
+        with open_regular(staging, "xb") as file:
+            file.write(manifest_text(manifest).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+        sync(path.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SpaceError(
+                f"no room for the manifest {path}", "free space and run again; the cache is intact"
+            ) from error
+        raise
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            staging.unlink()
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The content of the file. Equal manifests give equal bytes."""
+    content = asdict(manifest)
+    return json.dumps({**content, "sha256": _digest(content)}, indent=1)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def read_manifest(path: Path, containing: str = "") -> Manifest | None:
+    """The manifest; None if there is no file or if it has another schema. Raises IntegrityError if it is damaged.
+
+    `containing`: also None if the file does not contain this text. It is not parsed then.
+    """
+    try:
+        text = read_regular(path).decode()
+    except FileNotFoundError:
+        return None
+    except UnsafeFileError as error:
+        raise _corruption_error(path, str(error.strerror)) from error
+    except ValueError as error:  # bad UTF-8
+        raise _corruption_error(path, str(error)) from error
+    return None if containing not in text or _has_other_schema(text) else parse_manifest(text, path)
+
+
+def read_manifests(folder: str | Path, skip_damaged: bool = False) -> dict[str, Manifest]:
+    """The manifests of all plans of a cache folder by plan key, without those of another schema.
+
+    Raises IntegrityError for a damaged one, or leaves it out with `skip_damaged`. A manifest under another plan's name
+    is damaged too.
+    """
+    manifests: dict[str, Manifest] = {}
+    for path in sorted(Path(folder, MANIFESTS_DIR).glob("*.json")):
+        with contextlib.suppress(*([IntegrityError] if skip_damaged else [])):
+            manifest = read_manifest(path)
+            if manifest is not None and manifest.plan["key"] != path.stem:
+                raise _corruption_error(path, f"it belongs to plan {manifest.plan['key']!r:.50}")
+            manifests |= {path.stem: manifest} if manifest is not None else {}
+    return manifests
+
+
+def _has_other_schema(text: str) -> bool:
+    """Whether it is an undamaged manifest of another schema. The first schema had no checksum."""
+    try:
+        document = json.loads(text)
+        schema, digest = document["schema"], document.pop("sha256", None)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return False
+    is_whole = digest is None or digest == _digest(document)
+    return isinstance(schema, int) and schema != SCHEMA_VERSION and is_whole
+
+
+def read_other_versions(folder: str | Path) -> dict[str, tuple[FileRecord, ...]]:
+    """The plans whose manifests another version of tcdeploy has written: by their keys, the files that they list.
+
+    This version uses none of them.
+    """
+    plans = {}
+    for path in sorted(Path(folder, MANIFESTS_DIR).glob("*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            if _has_other_schema(text := read_regular(path).decode()):
+                plans[path.stem] = tuple(filter(is_plain_record, _listed_files(text)))
+    return plans
+
+
+def _listed_files(text: str) -> list[FileRecord]:
+    with contextlib.suppress(KeyError, TypeError):
+        return [FileRecord(item["path"], item["bytes"], item["sha256"]) for item in json.loads(text)["files"]]
+    return []
+
+
+def no_plan_error(folder: str | Path, plan_key: str = "") -> TcdeployError:
+    """The error for a folder without a plan, or without this one. It says so if another version has warmed it."""
+    others, warm = read_other_versions(folder), f"tcdeploy warm MODEL --cache-dir {folder}"
+    if plan_key in others or (others and not plan_key):
+        plans = f"plan {plan_key} in {folder} was" if plan_key else f"the plans in {folder} were"
+        return MismatchError(
+            f"{plans} warmed by another version of tcdeploy, and this version cannot use what it compiled",
+            f"warm again with this version: {warm}; to delete the old plans: tcdeploy cache gc {folder}",
+        )
+    if plan_key:
+        return UsageError(
+            f"plan {plan_key} has not finished warming in {folder}",
+            f"warm it: {warm}; list the plans: tcdeploy cache ls {folder}",
+        )
+    return UsageError(f"the folder {folder} holds no plan that finished warming", warm)
+
+
+def parse_packed_manifest(text: str, bundle: Path) -> Manifest:
+    """Parse the manifest in a bundle. Raises IntegrityError, and MismatchError if another version has packed it."""
+    if _has_other_schema(text):
+        raise MismatchError(
+            f"the bundle {bundle} was packed by another version of tcdeploy, and this version cannot use what it "
+            "contains",
+            "pack it again with this version: tcdeploy cache pack MODEL -o FILE.tcb",
+        )
+    return parse_manifest(text, bundle)
+
+
+def parse_manifest(text: str, path: Path) -> Manifest:
+    """Parse the content of a file. `path` is for the error. Raises IntegrityError."""
+    try:
+        document = json.loads(text)
+        if (schema := document["schema"]) != SCHEMA_VERSION:
+            raise _corruption_error(path, f"it has schema {schema}, and this version reads {SCHEMA_VERSION}")
+        del document["sha256"]
+        manifest = from_json(Manifest, document, "it")
+        _check_types(manifest)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise _corruption_error(path, f"{type(error).__name__}: {error}") from error
+    if text != manifest_text(manifest):  # all fields are written, so none is missing
+        raise _corruption_error(path, "its checksum does not match")
+    return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Check the date, and the plan and environment that commands read. Raises ValueError and KeyError."""
+    check_fields(Plan, manifest.plan, "the plan")
+    check_fields(Environment, manifest.environment, "the environment")
+    for name in ("key", "model", "compute_dtype", "mode"):
+        manifest.plan[name]
+    if manifest.compiled_at is not None and not 0 <= manifest.compiled_at < 1 << 62:
+        raise ValueError(f"compiled_at is {manifest.compiled_at}; it must be a number of seconds since 1970")
+
+
+def _corruption_error(path: Path, reason: str) -> IntegrityError:
+    return IntegrityError(
+        f"the manifest {path} is corrupt: {reason}",
+        "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild",
+    )

@@ -1,0 +1,1 @@
+"""The private folder in which one start works: how it is filled from the cache folder, and published to it."""
