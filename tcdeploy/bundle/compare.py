@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.cache.record.bundle_header import (
-    PATH_FIELDS,
-    Header,
-    parse_header,
-    rollback_reason,
-)
+from tcdeploy.cache.record.bundle_header import PATH_FIELDS, Header, parse_header, rollback_reason
 from tcdeploy.cache.record.manifest import Manifest, diff_sources
 from tcdeploy.cache.trust.signed_header import read_signed_header
 from tcdeploy.errors import IntegrityError, MismatchError, TrustError

@@ -30,12 +30,7 @@ from tcdeploy.bundle.container import replace_signatures, write_bundle
 from tcdeploy.cache.files.records import find_damage
 from tcdeploy.cache.folder.layout import manifest_path, plan_keys
 from tcdeploy.cache.folder.leases import folder_lock
-from tcdeploy.cache.record.bundle_header import (
-    Header,
-    Payload,
-    header_bytes,
-    make_portable,
-)
+from tcdeploy.cache.record.bundle_header import Header, Payload, header_bytes, make_portable
 from tcdeploy.cache.record.manifest import Manifest, no_plan_error, read_manifest, read_other_versions
 from tcdeploy.cache.record.provenance import check_manifest, read_stored_bundle
 from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes

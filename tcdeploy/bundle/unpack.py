@@ -29,12 +29,7 @@ from tcdeploy.cache.folder.access import create_folder
 from tcdeploy.cache.folder.layout import UNPACKING_PREFIX, manifest_path, stored_header_path
 from tcdeploy.cache.folder.leases import folder_lock
 from tcdeploy.cache.record.bundle_header import CheckedHeader, parse_header, rollback_reason
-from tcdeploy.cache.record.manifest import (
-    Manifest,
-    manifest_text,
-    read_manifest,
-    read_manifests,
-)
+from tcdeploy.cache.record.manifest import Manifest, manifest_text, read_manifest, read_manifests
 from tcdeploy.cache.record.provenance import read_stored_bundle
 from tcdeploy.cache.record.unlisted import remove_unlisted, stored_paths
 from tcdeploy.cache.trust.ownership import check_no_links, make_private_folder

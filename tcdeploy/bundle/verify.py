@@ -14,13 +14,7 @@ from pathlib import Path
 from tcdeploy.bundle.container import read_files
 from tcdeploy.bundle.unpack import open_bundle
 from tcdeploy.cache.files.records import FileRecord, find_damage
-from tcdeploy.cache.folder.layout import (
-    BUNDLES_DIR,
-    HEADER_SUFFIX,
-    OWN_NAMES,
-    manifest_path,
-    stored_header_path,
-)
+from tcdeploy.cache.folder.layout import BUNDLES_DIR, HEADER_SUFFIX, OWN_NAMES, manifest_path, stored_header_path
 from tcdeploy.cache.folder.leases import shared_folder_lock
 from tcdeploy.cache.record.bundle_header import CheckedHeader, parse_header
 from tcdeploy.cache.record.manifest import Manifest, no_plan_error, read_manifest, read_manifests

@@ -17,13 +17,7 @@ from typing import Any
 from tcdeploy.cache.record.manifest import Manifest, Origin, diff_sources
 from tcdeploy.planning.architecture import is_config_factor
 from tcdeploy.planning.bucket_record import BucketRecord
-from tcdeploy.planning.environment import (
-    Difference,
-    Environment,
-    diff_environments,
-    diff_mappings,
-    parse_environment,
-)
+from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings, parse_environment
 from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS, Bucket, Plan
 
 # Plan fields that are in no program.
@@ -31,7 +25,6 @@ NON_BUCKET_FIELDS = IGNORED_PLAN_FIELDS | {
     "cache_dir", "decisions", "key", "buckets", "mode", "weight_bytes", "alternative_attention",
     "environment_key",  # its factors are compared one by one
 }  # fmt: skip
-DEFAULTS_OF_NEW_FIELDS = {"programs": "jit"}  # plan fields that older manifests lack, with the value they had in effect
 PREFILL_FIELDS = {"prefill_attention", "max_prefill_sequences", "mixed_steps"}
 DECODE_FIELDS = {"decode_attention"}
 # Config keys that are in no layer's program, and those that only the programs before and after the layers contain.
@@ -81,7 +74,7 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     fields = [name for name in plan_values if name not in NON_BUCKET_FIELDS]
     plan_differences = diff_mappings(
         {name: plan_values[name] for name in fields},
-        {name: cached_values.get(name, DEFAULTS_OF_NEW_FIELDS.get(name)) for name in fields},
+        {name: cached_values.get(name) for name in fields},
     )
     buckets = [
         _forecast_bucket(

@@ -38,10 +38,9 @@ from tcdeploy.cache.staging.journal import abandoned_folders, remove_abandoned_f
 from tcdeploy.planning.environment import STAGING_PREFIX
 
 LEFTOVER_AGE_SECONDS = 24 * 3600.0
-UNLISTED = "listed by no plan"
+UNLISTED, OTHER_VERSIONS = "listed by no plan", "plans of other versions of tcdeploy"
 # Created, renamed and removed under the folder's lock, when a start publishes its files and writes its manifest.
-TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}\.tmp")
-TEMPORARY_MANIFEST = re.compile(rf"{MANIFESTS_DIR}/\.[^/]+-[0-9]+-[0-9]+\.tmp")
+TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}(-[0-9]+-[0-9]+)?\.tmp")  # with numbers: of version 0.2
 KIND_BY_FOLDER = {
     "fxgraph": "Inductor's graphs", "aotautograd": "AOTAutograd's graphs", "triton": "Triton's kernels",
     "aot": "ahead-of-time packages", "toolchain": "toolchain", "cache": "max-autotune timings",
@@ -110,12 +109,13 @@ def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[FileR
 
 def usage_by_kind(folder: Path) -> dict[str, tuple[int, int]]:
     """(files, bytes) per kind of content, largest first. Unlisted files form a kind of their own."""
-    manifests = read_manifests(folder).values()
-    original_paths = {stored_path(folder, file): file.path for manifest in manifests for file in manifest.files}
+    manifests, others = read_manifests(folder).values(), read_other_versions(folder).values()
+    kinds = {stored_path(folder, file): OTHER_VERSIONS for files in others for file in files}
+    kinds |= {stored_path(folder, file): kind_of(file.path) for manifest in manifests for file in manifest.files}
     usage: dict[str, tuple[int, int]] = {}
     temporary_files = _temporary_files(folder)
     for path in set(list_cache_files(folder)) - set(temporary_files):
-        _add_usage(usage, kind_of(original_paths[path]) if path in original_paths else UNLISTED, folder / path)
+        _add_usage(usage, kinds.get(path, UNLISTED), folder / path)
     for path in temporary_files:
         _add_usage(usage, "temporary files", folder / path)
     for header in folder.glob(f"{HEADERS_DIR}/*"):
@@ -249,9 +249,8 @@ def _temporary_files(folder: Path) -> list[str]:
 
 def _is_temporary(path: Path) -> bool:
     if TEMPORARY_FILE.fullmatch(path.name):
-        return path.parent == Path(CONFLICTS_DIR) or is_cache_file((path.parent / "file").as_posix())
-    is_test_file = len(path.parts) == 1 and path.name.startswith(TEST_FILE_PREFIX)
-    return is_test_file or TEMPORARY_MANIFEST.fullmatch(path.as_posix()) is not None
+        return path.parent.as_posix() in (CONFLICTS_DIR, MANIFESTS_DIR) or is_cache_file((path.parent / "f").as_posix())
+    return len(path.parts) == 1 and path.name.startswith(TEST_FILE_PREFIX)
 
 
 def _is_old(path: Path) -> bool:

@@ -93,10 +93,7 @@ def show_cache_pushed(pushed: PushResult) -> None:
 
 
 def show_pushed(pushed: PushResult, json: bool) -> None:
-    if json:
-        return _print_json("cache push", pushed)
-    print(_format_pushed(pushed))
-    return None
+    _show("cache push", _format_pushed(pushed), json, **dataclasses.asdict(pushed))
 
 
 def _format_pushed(pushed: PushResult) -> str:
@@ -106,41 +103,27 @@ def _format_pushed(pushed: PushResult) -> str:
 def show_pulled(url: str, path: Path, json: bool) -> None:
     """`url` contains no secrets."""
     size = path.stat().st_size
-    if json:
-        print(json_document("cache pull", url=url, path=str(path), bytes=size))
-    else:
-        print(f"{path}: {size} bytes, digest verified")
+    _show("cache pull", f"{path}: {size} bytes, digest verified", json, url=url, path=str(path), bytes=size)
 
 
 def show_bundles(urls: list[str], plan_key: str, json: bool) -> None:
     """`urls` contain no secrets."""
-    if json:
-        print(json_document("cache find", plan_key=plan_key, bundles=[{"url": url} for url in urls]))
-        return
-    for url in urls:
-        print(url)
+    if urls or json:
+        _show("cache find", "\n".join(urls), json, plan_key=plan_key, bundles=[{"url": url} for url in urls])
 
 
 def show_key_pair(name: Path, fingerprint: str, json: bool) -> None:
     secret, public = f"{name}.key", f"{name}.pub"
-    if json:
-        print(json_document("cache keygen", secret_key=secret, public_key=public, fingerprint=fingerprint))
-    else:
-        print(f"{secret} {public} {fingerprint}")
+    text = f"{secret} {public} {fingerprint}"
+    _show("cache keygen", text, json, secret_key=secret, public_key=public, fingerprint=fingerprint)
 
 
 def show_signed(bundle: Path, secret_key: Path, json: bool) -> None:
-    if json:
-        print(json_document("cache sign", path=str(bundle), secret_key=str(secret_key)))
-    else:
-        print(f"{bundle} is signed")
+    _show("cache sign", f"{bundle} is signed", json, path=str(bundle), secret_key=str(secret_key))
 
 
 def show_trusted(key: TrustedKey, json: bool) -> None:
-    if json:
-        print(json_document("cache trust", signer=dataclasses.asdict(key)))
-    else:
-        print(f"{key.name} {key.fingerprint} is trusted")
+    _show("cache trust", f"{key.name} {key.fingerprint} is trusted", json, signer=dataclasses.asdict(key))
 
 
 def show_verified(
@@ -231,8 +214,11 @@ def show_plans(plans: list[CachedPlan], json: bool) -> None:
 def show_other_versions(folder: Path, verb: str) -> None:
     """Name on stderr the plans of other versions of tcdeploy, which this version has not `verb`."""
     if keys := sorted(read_other_versions(folder)):
-        text = f"not {verb}, because another version of tcdeploy warmed them: {', '.join(keys)}; tcdeploy cache gc"
-        show_sentence(f"{text} deletes those that no process has started for 24 hours", sys.stderr)
+        show_sentence(
+            f"not {verb}: plans that another version of tcdeploy has warmed, and that this version cannot use: "
+            f"{', '.join(keys)}; `tcdeploy cache gc` deletes them 24 hours after their last start",
+            sys.stderr,
+        )
 
 
 def plans_table(plans: Sequence[CachedPlan]) -> Table:
@@ -319,7 +305,12 @@ def _mb(size: int) -> str:
     return f"{size / 1e6:.2f}"
 
 
+def _show(command: str, text: str, json: bool, **values: Any) -> None:
+    print(json_document(command, **values) if json else text)
+
+
 def _print_json(command: str, result: Any, **more: Any) -> None:
     content = {**dataclasses.asdict(result), **more}
-    values = {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
-    print(json_document(command, **values))
+    print(
+        json_document(command, **{key: str(item) if isinstance(item, Path) else item for key, item in content.items()})
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from tcdeploy.host.regular_file import open_regular
 
@@ -44,16 +46,26 @@ def copy_regular(source: str, target: str) -> None:
 
 
 def copy_durably(source: Path, target: Path) -> None:
-    """Copy to a temporary file, flush and rename it, so that `target` is complete or unchanged at any time.
+    """Copy a file so that `target` is complete or unchanged at any time. Raises OSError."""
+    with open_regular(source) as read, _replacing(target) as written:
+        shutil.copyfileobj(read, written)
 
-    Raises OSError.
-    """
+
+def write_durably(target: Path, content: bytes) -> None:
+    """Write a file so that `target` is complete or unchanged at any time. Raises OSError."""
+    with _replacing(target) as written:
+        written.write(content)
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[IO[bytes]]:
+    """A temporary file, which is flushed and renamed to `target` at the end, and removed after an exception."""
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")  # target.name may be too long for a suffix
     try:
-        with open_regular(source) as read, open_regular(temporary, "xb") as written:
-            shutil.copyfileobj(read, written)
-            written.flush()
-            os.fsync(written.fileno())
+        with open_regular(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

@@ -29,13 +29,7 @@ from ray.serve.schema import (
 
 from tcdeploy.errors import ModelError, ThresholdError, UsageError
 from tcdeploy.scale.ray import build_application
-from tcdeploy.scale.ray_config import (
-    DEPLOYMENT,
-    INGRESS,
-    REQUEST_ROUTER,
-    proxy_url,
-    url_host,
-)
+from tcdeploy.scale.ray_config import DEPLOYMENT, INGRESS, REQUEST_ROUTER, proxy_url, url_host
 from tcdeploy.scale.ray_session import ADDRESS_VARIABLE, own_cluster, private_session, warn_of_shared_token
 from tcdeploy.scale.replica import start_error
 

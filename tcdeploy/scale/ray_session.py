@@ -23,6 +23,7 @@ from pathlib import Path
 
 from tcdeploy.cache.trust.ownership import check_ownership
 from tcdeploy.errors import TcdeployError, TrustError, UsageError
+from tcdeploy.host.regular_file import open_regular
 
 PRIVATE_UMASK = 0o077
 PREFIX = "tcdeploy-ray-"
@@ -192,27 +193,15 @@ def own_cluster() -> str:
 def _read_address(path: Path) -> str:
     """Empty if the file does not exist. Raises TrustError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open_regular(path, must_own=True) as file:
+            return file.read(MAX_ADDRESS_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return ""
     except OSError as error:
-        raise _untrusted_address(path, f"cannot be read: {error.strerror}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise _untrusted_address(path, "is not a regular file")
-        if status.st_uid not in (0, os.geteuid()):
-            raise _untrusted_address(path, f"belongs to the user id {status.st_uid}")
-        return os.read(descriptor, MAX_ADDRESS_BYTES).decode(errors="replace").strip()
-    finally:
-        os.close(descriptor)
-
-
-def _untrusted_address(path: Path, reason: str) -> TrustError:
-    return TrustError(
-        f"{path} {reason}, and a cluster runs code in every process that connects to it",
-        "name a cluster that you trust: --address HOST:PORT",
-    )
+        raise TrustError(
+            f"{path} cannot be used: {error.strerror}, and a cluster runs code in every process that connects to it",
+            "name a cluster that you trust: --address HOST:PORT",
+        ) from error
 
 
 def _addresses_of_processes() -> Iterator[str]:

@@ -37,12 +37,7 @@ from tcdeploy.cache.folder.access import check_folder
 from tcdeploy.cache.folder.layout import GRAPHS_DIR, REFERENCES_DIR, manifest_path
 from tcdeploy.cache.folder.leases import acquire_lease
 from tcdeploy.cache.record import toolchain
-from tcdeploy.cache.record.manifest import (
-    Manifest,
-    Origin,
-    diff_sources,
-    make_origin,
-)
+from tcdeploy.cache.record.manifest import Manifest, Origin, diff_sources, make_origin
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.cache.staging.activate import activate
 from tcdeploy.cache.staging.folder import StagingFolder

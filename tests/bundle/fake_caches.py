@@ -19,12 +19,7 @@ from typing import Any
 
 from tcdeploy.cache.files.records import hash_files
 from tcdeploy.cache.folder.layout import manifest_path
-from tcdeploy.cache.record.manifest import (
-    Manifest,
-    make_manifest,
-    make_origin,
-    write_manifest,
-)
+from tcdeploy.cache.record.manifest import Manifest, make_manifest, make_origin, write_manifest
 from tcdeploy.planning.bucket_record import BucketRecord, GreedyTokens, Parity
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.planning.plan import make_plan

@@ -14,12 +14,7 @@ from typing import Any
 import zstandard
 
 from tcdeploy.cache.files.records import FileRecord
-from tcdeploy.cache.record.bundle_header import (
-    Header,
-    Payload,
-    header_bytes,
-    make_portable,
-)
+from tcdeploy.cache.record.bundle_header import Header, Payload, header_bytes, make_portable
 from tcdeploy.cache.record.manifest import Manifest
 from tcdeploy.cache.trust.signed_header import signed_header_bytes
 from tcdeploy.cache.trust.signing import sign

@@ -17,13 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.cache.files.records import (
-    DamagedFile,
-    FileRecord,
-    find_damage,
-    hash_files,
-    is_cache_file,
-)
+from tcdeploy.cache.files.records import DamagedFile, FileRecord, find_damage, hash_files, is_cache_file
 from tcdeploy.cache.files.usage import FileAccessTracker
 from tests.conftest import ROOT
 

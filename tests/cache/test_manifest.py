@@ -37,12 +37,7 @@ from tcdeploy.cache.record.manifest import (
 )
 from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, UsageError
 from tcdeploy.host.regular_file import open_regular
-from tcdeploy.planning.bucket_record import (
-    BucketRecord,
-    GreedyTokens,
-    Parity,
-    Trial,
-)
+from tcdeploy.planning.bucket_record import BucketRecord, GreedyTokens, Parity, Trial
 from tcdeploy.planning.plan import make_plan
 from tests.machines import H100, LLAMA_8B, make_recipe
 
@@ -416,7 +411,7 @@ def fail_at(step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) ->
         file.write = write_half  # type: ignore[method-assign, assignment]
         return file
 
-    target = f"tcdeploy.cache.record.manifest.{WRITE_STEPS[step]}"
+    target = f"tcdeploy.host.durable.{WRITE_STEPS[step]}"
     monkeypatch.setattr(target, opened if step == "write" else fail)
 
 

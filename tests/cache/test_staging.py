@@ -25,19 +25,8 @@ from tcdeploy.cache.folder.leases import acquire_lease, is_leased
 from tcdeploy.cache.inventory import collect_garbage
 from tcdeploy.cache.staging import folder as staging_module
 from tcdeploy.cache.staging import journal, takeover
-from tcdeploy.cache.staging.folder import (
-    StagingFolder,
-    create_private_copy,
-    create_staging_folder,
-    own_staging_folder,
-)
-from tcdeploy.cache.staging.journal import (
-    JOURNAL,
-    LOCK,
-    FinishedBucket,
-    abandoned_folders,
-    read_journal,
-)
+from tcdeploy.cache.staging.folder import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
+from tcdeploy.cache.staging.journal import JOURNAL, LOCK, FinishedBucket, abandoned_folders, read_journal
 from tcdeploy.cache.staging.recording import hash_used_files, record_finished_bucket
 from tcdeploy.cache.staging.takeover import copy_finished_buckets, take_over_finished_buckets
 from tcdeploy.cache.trust.ownership import check_ownership

@@ -146,7 +146,10 @@ def test_ray_without_tokens_is_refused_before_it_starts(run_cli: Any, tmp_path: 
 
 
 @only_root
-@pytest.mark.parametrize(("spoil", "reason"), [(foreign, "belongs to the user id 12002"), (linked, "cannot be read")])
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [(foreign, "it belongs to another user, with the id 12002"), (linked, "it is a symbolic link")],
+)
 def test_auto_does_not_connect_to_an_address_that_another_user_has_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], reason: str
 ) -> None:
@@ -156,7 +159,7 @@ def test_auto_does_not_connect_to_an_address_that_another_user_has_written(
     path.write_text("192.0.2.1:6379\n")
     assert own_cluster() == "192.0.2.1:6379"
     spoil(path)
-    with pytest.raises(TrustError, match=f"ray_current_cluster {reason}"):
+    with pytest.raises(TrustError, match=f"ray_current_cluster cannot be used: {reason}"):
         own_cluster()
 
 

@@ -16,16 +16,11 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from tcdeploy.cache.files.records import (
-    FileRecord,
-    find_damage,
-    hash_files,
-    is_plain_record,
-)
+from tcdeploy.cache.files.records import FileRecord, find_damage, hash_files, is_plain_record
 from tcdeploy.cache.folder.layout import HEADERS_DIR
 from tcdeploy.cache.trust.ownership import FOLDER_MODE
-from tcdeploy.host.durable import sync
-from tcdeploy.host.regular_file import read_regular, write_new
+from tcdeploy.host.durable import sync, write_durably
+from tcdeploy.host.regular_file import read_regular
 
 log = logging.getLogger("tcdeploy.cache")
 
@@ -82,9 +77,7 @@ def _record_path(compiled: Path) -> Path:
 
 
 def _write_records(compiled: Path, files: tuple[FileRecord, ...]) -> None:
-    temporary = compiled.with_name(f".{compiled.name}.tmp")
-    write_new(temporary, json.dumps([asdict(file) for file in files]).encode())
-    os.replace(temporary, _record_path(compiled))
+    write_durably(_record_path(compiled), json.dumps([asdict(file) for file in files]).encode())
 
 
 def _read_records(compiled: Path) -> tuple[FileRecord, ...] | None:

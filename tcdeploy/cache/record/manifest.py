@@ -15,8 +15,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
-import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,8 @@ from typing import Any
 from tcdeploy.cache.files.records import FileRecord, is_plain_record
 from tcdeploy.cache.folder.layout import MANIFESTS_DIR
 from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, UsageError
-from tcdeploy.host.durable import sync
-from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular
+from tcdeploy.host.durable import sync, write_durably
+from tcdeploy.host.regular_file import UnsafeFileError, read_regular
 from tcdeploy.host.typed_json import check_fields, from_json
 from tcdeploy.planning.bucket_record import BucketRecord, Trial
 from tcdeploy.planning.environment import Difference, Environment, diff_mappings
@@ -134,15 +132,9 @@ def _shorten(digests: dict[str, str]) -> dict[str, str]:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Replace the file atomically. Raises SpaceError if the disk is full; the previous manifest then stays."""
-    staging = path.with_name(f".{path.stem}-{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        staging.unlink(missing_ok=True)  # of a killed process
-        with open_regular(staging, "xb") as file:
-            file.write(manifest_text(manifest).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, path)
+        write_durably(path, manifest_text(manifest).encode())
         sync(path.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -150,9 +142,6 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
                 f"no room for the manifest {path}", "free space and run again; the cache is intact"
             ) from error
         raise
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            staging.unlink()
 
 
 def manifest_text(manifest: Manifest) -> str:

@@ -25,7 +25,7 @@ from tcdeploy.cache.folder.layout import TOOLCHAIN_DIR
 from tcdeploy.cache.record.listed_files import read_listed
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder
-from tcdeploy.host.regular_file import write_new
+from tcdeploy.host.durable import write_durably
 from tcdeploy.host.temporary_files import create_temporary_folder
 from tcdeploy.torch_compat.inductor.compiler_queries import COMPILER_QUERIES
 
@@ -65,9 +65,7 @@ def save_toolchain(folder: str | Path) -> str | None:
     path = Path(folder) / TOOLCHAIN_DIR / f"{hashlib.sha256(document.encode()).hexdigest()[:16]}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        staging = path.with_suffix(f".{os.getpid()}.tmp")
-        write_new(staging, document.encode())
-        os.replace(staging, path)
+        write_durably(path, document.encode())
     return path.relative_to(folder).as_posix()
 
 

@@ -203,7 +203,7 @@ class StagingFolder:
         buckets = read_journal(folder)
         for bucket in buckets:
             damaged = {file.path for file in self.fill(bucket.files, folder)}
-            if bucket.plan_key == plan_key:
+            if bucket.plan == plan_key:
                 self._write_to_journal(plan_key, (file for file in bucket.files if file.path not in damaged))
         return len(buckets)
 

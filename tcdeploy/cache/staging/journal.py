@@ -21,6 +21,7 @@ from typing import Any
 from tcdeploy.cache.files.records import FileRecord, is_cache_file, is_plain_record
 from tcdeploy.host.regular_file import open_regular, read_regular
 from tcdeploy.host.temporary_files import HOST
+from tcdeploy.host.typed_json import from_json
 from tcdeploy.planning.environment import STAGING_PREFIX
 
 JOURNAL, LOCK = "finished.jsonl", "lock"
@@ -30,13 +31,13 @@ LONGEST_START_S = 24 * 3600.0  # no start compiles longer; once a server is read
 
 @dataclass(frozen=True)
 class FinishedBucket:
-    plan_key: str
+    plan: str  # its key
     files: tuple[FileRecord, ...]
 
 
 def append_to_journal(folder: Path, bucket: FinishedBucket) -> None:
     """Append a bucket and flush the journal. The caller has flushed the files. Raises OSError."""
-    line = json.dumps({"plan": bucket.plan_key, "files": [asdict(file) for file in bucket.files]})
+    line = json.dumps(asdict(bucket))
     with open_regular(folder / JOURNAL, "ab", must_own=True) as journal:
         journal.write(line.encode() + b"\n")
         journal.flush()
@@ -57,12 +58,10 @@ def _read_lines(folder: Path) -> list[str]:
 
 
 def _parse_line(line: str) -> FinishedBucket | None:
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-        document = json.loads(line)
-        files = tuple(FileRecord(**record) for record in document["files"])
-        is_valid = all(is_plain_record(file) and is_cache_file(file.path) for file in files)
-        if is_valid and isinstance(document["plan"], str):
-            return FinishedBucket(document["plan"], files)
+    with contextlib.suppress(ValueError, RecursionError):
+        bucket = from_json(FinishedBucket, json.loads(line))
+        if all(is_plain_record(file) and is_cache_file(file.path) for file in bucket.files):
+            return bucket
     return None
 
 
