@@ -38,6 +38,7 @@ from tcdeploy.cache.record.manifest import (
 from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, UsageError
 from tcdeploy.host.regular_file import open_regular
 from tcdeploy.planning.bucket_record import BucketRecord, GreedyTokens, Parity, Trial
+from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.plan import make_plan
 from tests.machines import H100, LLAMA_8B, make_recipe
 
@@ -271,7 +272,9 @@ def test_a_plan_of_another_version_is_named_with_the_files_that_it_lists(written
     written.with_name("first.json").write_text('{"schema": 1, "plan": {}}')
     written.with_name("damaged.json").write_text(written.read_text().replace('"schema"', '"scheme"'))
     write_manifest(written.with_name("own.json"), MANIFEST)
-    assert read_other_versions(folder) == {PLAN.key: FILES, "first": ()}
+    write_manifest(written.with_name("epoch.json"), replace(MANIFEST, origin=replace(ORIGIN, epoch=CACHE_EPOCH - 1)))
+    assert read_manifest(written.with_name("epoch.json")) is None
+    assert read_other_versions(folder) == {PLAN.key: FILES, "first": (), "epoch": FILES}
     for key in ("", PLAN.key, "first"):
         error = no_plan_error(folder, key)
         assert isinstance(error, MismatchError) and "another version of tcdeploy" in error.message
@@ -342,9 +345,8 @@ def test_a_missing_field_of_the_greedy_tokens_is_named(written: Path, section: s
 
 def test_the_differences_of_two_origins_are_named() -> None:
     assert diff_sources(ORIGIN, ORIGIN) == []
-    edited = replace(ORIGIN, model_sources={"transformers.models.llama.modeling_llama": "0" * 64}, epoch=0)
-    names = [item.name for item in diff_sources(ORIGIN, edited)]
-    assert names == ["transformers.models.llama.modeling_llama", "tcdeploy/cache epoch"]
+    edited = replace(ORIGIN, model_sources={"transformers.models.llama.modeling_llama": "0" * 64})
+    assert [item.name for item in diff_sources(ORIGIN, edited)] == ["transformers.models.llama.modeling_llama"]
 
 
 @pytest.mark.parametrize(

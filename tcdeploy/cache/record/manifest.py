@@ -31,7 +31,7 @@ from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
-# Raise by one if a field is added, removed or changes its meaning. Plans of other schemas are not used.
+# Raise by one if a field is added or removed, or changes its meaning. Plans of other schemas are not used.
 SCHEMA_VERSION = 8
 
 
@@ -115,14 +115,10 @@ def make_origin(
 
 
 def diff_sources(here: Origin, there: Origin) -> list[Difference]:
-    """Each source file of tcdeploy's ops and passes, and of the model, that differs, and the cache epoch.
-
-    Digests are shortened to their first digits.
-    """
+    """Each source file of our ops and passes, and of the model, that differs, with the first digits of its digests."""
     return [
         *diff_mappings(_shorten(here.sources), _shorten(there.sources), "tcdeploy/"),
         *diff_mappings(_shorten(here.model_sources), _shorten(there.model_sources)),
-        *diff_mappings({"cache epoch": here.epoch}, {"cache epoch": there.epoch}, "tcdeploy/"),
     ]
 
 
@@ -155,7 +151,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path, containing: str = "") -> Manifest | None:
-    """The manifest; None if there is no file or if it has another schema. Raises IntegrityError if it is damaged.
+    """The manifest; None if there is no file, or another version wrote it. Raises IntegrityError if it is damaged.
 
     `containing`: also None if the file does not contain this text. It is not parsed then.
     """
@@ -167,11 +163,11 @@ def read_manifest(path: Path, containing: str = "") -> Manifest | None:
         raise _corruption_error(path, str(error.strerror)) from error
     except ValueError as error:  # bad UTF-8
         raise _corruption_error(path, str(error)) from error
-    return None if containing not in text or _has_other_schema(text) else parse_manifest(text, path)
+    return None if containing not in text or _is_of_other_version(text) else parse_manifest(text, path)
 
 
 def read_manifests(folder: str | Path, skip_damaged: bool = False) -> dict[str, Manifest]:
-    """The manifests of all plans of a cache folder by plan key, without those of another schema.
+    """The manifests of all plans of a cache folder by plan key, without those of other versions of tcdeploy.
 
     Raises IntegrityError for a damaged one, or leaves it out with `skip_damaged`. A manifest under another plan's name
     is damaged too.
@@ -186,26 +182,26 @@ def read_manifests(folder: str | Path, skip_damaged: bool = False) -> dict[str, 
     return manifests
 
 
-def _has_other_schema(text: str) -> bool:
-    """Whether it is an undamaged manifest of another schema. The first schema had no checksum."""
+def _is_of_other_version(text: str) -> bool:
+    """Whether it is an undamaged manifest of another schema or cache epoch. The first schema had no checksum."""
     try:
         document = json.loads(text)
         schema, digest = document["schema"], document.pop("sha256", None)
+        is_other = schema != SCHEMA_VERSION or document["origin"]["epoch"] != CACHE_EPOCH
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return False
-    is_whole = digest is None or digest == _digest(document)
-    return isinstance(schema, int) and schema != SCHEMA_VERSION and is_whole
+    return isinstance(schema, int) and is_other and digest in (None, _digest(document))
 
 
 def read_other_versions(folder: str | Path) -> dict[str, tuple[FileRecord, ...]]:
-    """The plans whose manifests another version of tcdeploy has written: by their keys, the files that they list.
+    """The plans that a version of another schema or cache epoch has warmed: by their keys, the files that they list.
 
     This version uses none of them.
     """
     plans = {}
     for path in sorted(Path(folder, MANIFESTS_DIR).glob("*.json")):
         with contextlib.suppress(OSError, ValueError):
-            if _has_other_schema(text := read_regular(path).decode()):
+            if _is_of_other_version(text := read_regular(path).decode()):
                 plans[path.stem] = tuple(filter(is_plain_record, _listed_files(text)))
     return plans
 
@@ -235,7 +231,7 @@ def no_plan_error(folder: str | Path, plan_key: str = "") -> TcdeployError:
 
 def parse_packed_manifest(text: str, bundle: Path) -> Manifest:
     """Parse the manifest in a bundle. Raises IntegrityError, and MismatchError if another version has packed it."""
-    if _has_other_schema(text):
+    if _is_of_other_version(text):
         raise MismatchError(
             f"the bundle {bundle} was packed by another version of tcdeploy, and this version cannot use what it "
             "contains",

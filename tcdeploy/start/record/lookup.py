@@ -93,7 +93,7 @@ def find_record(recipe: Recipe, needs_tokenizer: bool, trusted_keys: Path) -> Fo
             return FoundRecord(record, listed.path, listed.content, folder, assumed, plan)
     reasons += records.problems
     if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
-        difference = environment_mismatch(
+        difference: DoesNotFit | TcdeployError | None = environment_mismatch(
             cache_dir, plan_keys(cache_dir), environment, recipe.model
         ) or _factor_mismatch(cache_dir, factors, environment, recipe.model)
         if difference is None and read_other_versions(cache_dir):
