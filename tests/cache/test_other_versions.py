@@ -65,7 +65,7 @@ def test_a_start_names_the_other_version_and_compiles(
 ) -> None:
     before = contents(older)
     assert restore_plan(create_staging_folder(str(older)), "f" * 16, rebuild=False) is None
-    assert f"1 plan(s) in {older} were warmed by {SENTENCE}" in caplog.text
+    assert f"{older} was warmed by {SENTENCE} (plans: 1)" in caplog.text
     assert {name: content for name, content in contents(older).items() if not name.startswith(".")} == before
 
 

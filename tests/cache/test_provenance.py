@@ -14,13 +14,13 @@ from tcdeploy.bundle.pack import pack
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.cache.files.records import FileRecord, hash_files
 from tcdeploy.cache.folder.layout import manifest_path, stored_header_path
+from tcdeploy.cache.record import provenance
 from tcdeploy.cache.record.bundle_header import Header, header_bytes, parse_header
 from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
 from tcdeploy.cache.record.provenance import SigningPolicy, has_bundle_changed, read_stored_bundle
 from tcdeploy.cache.record.unlisted import discard_if_damaged
 from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
-from tcdeploy.cache.record import provenance
 from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
 from tcdeploy.errors import IntegrityError, TrustError
 from tests.bundle.conftest import Keys, Packed

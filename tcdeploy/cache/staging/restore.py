@@ -54,9 +54,13 @@ def restore_plan(
     """
     policy = policy or SigningPolicy(default_trusted_keys_folder())
     rebuild = rebuild and not policy.require_signed
-    manifest = _fill_undamaged(staging, plan_key, rebuild, policy, is_deferred)
+    manifest = None
+    try:
+        manifest = _fill_undamaged(staging, plan_key, rebuild, policy, is_deferred)
+    finally:
+        if manifest is None:
+            _report_other_versions(staging.source)
     if manifest is None:
-        _report_other_versions(staging.source)
         taken_over = take_over_finished_buckets(staging, plan_key)
         if taken_over.num_entries:
             log.warning("buckets or packages reused from starts that did not finish: %d", taken_over.num_entries)
@@ -164,8 +168,8 @@ def _content(path: Path) -> bytes:
 def _report_other_versions(folder: str) -> None:
     if others := read_other_versions(folder):
         log.warning(
-            "%d plan(s) in %s were warmed by another version of tcdeploy, which this version cannot use: this start "
-            "compiles again; tcdeploy cache gc deletes old plans", len(others), folder,
+            "%s was warmed by another version of tcdeploy (plans: %d), and this version cannot use what that one "
+            "compiled: the first start of each plan after an upgrade compiles again", folder, len(others),
         )  # fmt: skip
 
 
