@@ -125,7 +125,8 @@ def _resolve_bundle_url(source: str, plan_key: str) -> str:
     if not urls:
         raise MismatchError(
             f"{address.redacted} holds no bundle of the plan {plan_key} (these flags on this machine)",
-            "push one with tcdeploy warm --cache-to, or compare one with this machine: tcdeploy cache why FILE",
+            "push one with tcdeploy warm --cache-to (those of earlier versions of tcdeploy do not fit), or compare one "
+            "with this machine: tcdeploy cache why FILE",
         )
     return urls[0]
 

@@ -17,7 +17,14 @@ from typing import Any
 from tcdeploy.cache.record.manifest import Manifest, Origin, diff_sources
 from tcdeploy.planning.architecture import is_config_factor
 from tcdeploy.planning.bucket_record import BucketRecord
-from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings, parse_environment
+from tcdeploy.planning.environment import (
+    Difference,
+    Environment,
+    diff_environments,
+    diff_mappings,
+    lists_to_tuples,
+    parse_environment,
+)
 from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS, Bucket, Plan
 
 # Plan fields that are in no program.
@@ -70,7 +77,7 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     for difference in diff_mappings(here_config, cached_config, "config."):
         is_head_only = difference.name.removeprefix("config.") in HEAD_CONFIG_KEYS
         (head_differences if is_head_only else shared_differences).append(difference)
-    plan_values, cached_values = _with_tuples(asdict(plan)), _with_tuples(cached.plan)
+    plan_values, cached_values = lists_to_tuples(asdict(plan)), lists_to_tuples(cached.plan)
     fields = [name for name in plan_values if name not in NON_BUCKET_FIELDS]
     plan_differences = diff_mappings(
         {name: plan_values[name] for name in fields},
@@ -188,16 +195,7 @@ def _environment(cached: Manifest) -> Environment:
     return parse_environment(cached.environment)
 
 
-def _lists_to_tuples(value: Any) -> Any:
-    """Undo JSON's conversion of tuples to lists."""
-    return tuple(_lists_to_tuples(item) for item in value) if isinstance(value, list) else value
-
-
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in config.items() if is_config_factor(name) and name not in NON_LAYER_CONFIG_KEYS
     }
-
-
-def _with_tuples(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _lists_to_tuples(value) for name, value in document.items()}

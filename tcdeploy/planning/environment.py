@@ -161,15 +161,15 @@ def diff_mappings(here: Mapping[str, object], there: Mapping[str, object], prefi
 
 def parse_environment(document: Mapping[str, Any]) -> Environment:
     """The Environment that a manifest holds as JSON. Raises TypeError or KeyError if it is not one."""
-    values = {name: _lists_to_tuples(value) for name, value in document.items()}
+    values = {name: lists_to_tuples(value) for name, value in document.items()}
     return Environment(**{**values, "gpus": tuple(GPU(**gpu) for gpu in values["gpus"])})
 
 
-def _lists_to_tuples(value: Any) -> Any:
+def lists_to_tuples(value: Any) -> Any:
     """JSON has no tuples: turns lists back into them, and those inside mappings too."""
     if isinstance(value, dict):
-        return {name: _lists_to_tuples(item) for name, item in value.items()}
-    return tuple(_lists_to_tuples(item) for item in value) if isinstance(value, list | tuple) else value
+        return {name: lists_to_tuples(item) for name, item in value.items()}
+    return tuple(lists_to_tuples(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _describe_gpu(gpu: GPU) -> str:

@@ -28,13 +28,13 @@ STAGING = "in the private staging folder, whose files were compared during the c
 SOURCES = "source files of this package"
 ALLOWED = {
     ("bundle.pack", "write_text"): "the recipe of a subprocess, in a temporary folder",
-    ("cache.folder", "TemporaryFile"): "a new file with a random name",
+    ("cache.staging.activate", "TemporaryFile"): "a new file with a random name",
     ("cache.trust.signing", "read_bytes"): "keys that the user names, which may come from a pipe",
     ("cache.trust.signing", "fdopen"): "a new secret key, opened with O_EXCL",
     ("cache.trust.signing", "open"): "a new secret key, opened with O_EXCL",
     ("cache.trust.signing", "write_bytes"): "a new public key beside it, in a folder that the user names",
-    ("cache.staging", "open"): "the lock of a new staging folder, opened with O_EXCL",
-    ("cache.toolchain", "write_text"): "the compiler's stub, in a temporary folder",
+    ("cache.staging.folder", "open"): "the lock of a new staging folder, opened with O_EXCL",
+    ("cache.record.toolchain", "write_text"): "the compiler's stub, in a temporary folder",
     ("cli.cache_bundle", "copytree"): "copies with `copy_regular`",
     ("start.workers.process", "write_text"): "config.json for a worker, in a temporary folder",
     ("start.workers.process", "open"): "a pipe",

@@ -264,8 +264,8 @@ def test_a_cache_folder_without_execution(doctor: Callable[..., Outcome], cache:
 
 
 def test_leftovers_of_killed_starts_are_a_note(doctor: Callable[..., Outcome], cache: Path) -> None:
-    (cache / ".staging-killed").mkdir()
-    (cache / ".staging-killed" / "file").write_bytes(b"x" * (1 << 20))
+    (cache / ".unpack-killed").mkdir()
+    (cache / ".unpack-killed" / "file").write_bytes(b"x" * (1 << 20))
     done = doctor()
     assert done.code == 0
     [line] = [line for line in done.lines if line.split()[1:2] == ["leftovers"]]

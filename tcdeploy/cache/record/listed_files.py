@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tcdeploy.cache.files.records import FileRecord, read_checked, stored_path
-from tcdeploy.cache.folder.layout import MANIFESTS_DIR, manifest_path
-from tcdeploy.cache.record.manifest import Manifest, read_manifest
+from tcdeploy.cache.folder.layout import manifest_path, plan_keys
+from tcdeploy.cache.record.manifest import read_manifest
 from tcdeploy.cache.record.provenance import SigningPolicy, check_manifests
 from tcdeploy.errors import IntegrityError, TrustError
 from tcdeploy.host.regular_file import MAX_DOCUMENT_BYTES
@@ -41,7 +41,7 @@ def read_listed(folder: str | Path, prefix: str, suffix: str, policy: SigningPol
     """The files with these paths in the cache folder, newest first. Manifests that do not name `prefix` are skipped."""
     dated_files: list[tuple[float, ListedFile]] = []
     problems: list[IntegrityError | TrustError] = []
-    for key in sorted(path.stem for path in Path(folder, MANIFESTS_DIR).glob("*.json")):
+    for key in sorted(plan_keys(folder)):
         try:
             for file in _listed(folder, key, prefix, suffix, policy):
                 listed = ListedFile(key, file.path, _read(Path(folder), file))
@@ -52,18 +52,13 @@ def read_listed(folder: str | Path, prefix: str, suffix: str, policy: SigningPol
 
 
 def _listed(folder: str | Path, key: str, prefix: str, suffix: str, policy: SigningPolicy) -> Iterator[FileRecord]:
-    manifest = _read_manifest(folder, key, prefix)
+    manifest = None
+    with contextlib.suppress(OSError):
+        manifest = read_manifest(manifest_path(folder, key), containing=prefix)
     files = [file for file in manifest.files if file.path.startswith(prefix)] if manifest is not None else []
     if manifest is not None and files:
         check_manifests(str(folder), key, {key: manifest}, policy)
         yield from (file for file in files if file.path.endswith(suffix))
-
-
-def _read_manifest(folder: str | Path, key: str, prefix: str) -> Manifest | None:
-    path = manifest_path(folder, key)
-    with contextlib.suppress(OSError):
-        return read_manifest(path, containing=prefix)
-    return None
 
 
 def _read(folder: Path, file: FileRecord) -> bytes:
