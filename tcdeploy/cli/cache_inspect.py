@@ -99,7 +99,8 @@ def collect_garbage(
 ) -> None:
     """Remove plans by age and size, and files that no plan lists.
 
-    Plans in use by a process and plans unpacked from a bundle are never removed.
+    Plans in use by a process and plans unpacked from a bundle are never removed. Plans of other versions of tcdeploy,
+    from bundles too, are removed 24 hours after their last start.
     """
     from tcdeploy.cache import inventory
     from tcdeploy.cache.folder.access import check_folder
