@@ -188,7 +188,7 @@ GOOD = FileRecord("fxgraph/ab/graph", 10, "0" * 64)
         "ab/\nb", "ab/\x7f", "ab/\ud800", "ab/" + "b" * 256, "/".join(["abcdefg"] * 130), "C:\\x\\y", "..\\x/y",
         3, None, b"ab/b", ["ab/b"],
         "manifests/0123456789abcdef.json", "bundles/0123456789abcdef.head", "leases/0123456789abcdef", "locks/x",
-        ".staging-x/y", ".lock/x", "ab/.hidden", "ab/x.lock", "ab/x.tmp", "ab/lock",
+        ".unpack-x/y", ".lock/x", "ab/.hidden", "ab/x.lock", "ab/x.tmp", "ab/lock",
     ],
     ids=lambda path: repr(path)[:30],
 )  # fmt: skip

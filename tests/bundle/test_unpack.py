@@ -539,7 +539,7 @@ HOSTILE_FILES = {
     "the way up": "../x", "an absolute path": "/tmp/tcdeploy-was-here", "an empty part": "a//b", "a dot": "a/./b",
     "a backslash": "a\\..\\b/c", "NUL": "a/b\0c", "a surrogate": "a/\ud800", "no folder": "plain", "nothing": "",
     "a line": "a/b\nc", "a manifest": "manifests/0123456789abcdef.json", "a lease": "leases/x",
-    "a stored header": "bundles/0123456789abcdef.head", "a staging folder": ".staging-x/y", "hidden": "a/.b",
+    "a stored header": "bundles/0123456789abcdef.head", "a staging folder": ".unpack-x/y", "hidden": "a/.b",
 }  # fmt: skip
 
 
@@ -976,7 +976,7 @@ def test_a_killed_unpack_leaves_the_old_cache_intact_and_the_next_succeeds(
                 result = unpack(packed.bundle, folder, keys.trusted)
                 assert result.already_present == (packed.key in plans)
                 assert [
-                    name for name in staging_files_in(folder) if name.startswith(".staging")
+                    name for name in staging_files_in(folder) if name.startswith(".unpack")
                 ] == [] or result.already_present
                 assert len(verify_folder(folder, keys.trusted)) == 2
                 for name in set(contents(folder)) - set(before):
@@ -1062,8 +1062,8 @@ def test_a_kill_over_a_damaged_plan_loads_nothing_damaged(small: Packed, keys: K
 
 def test_the_next_unpack_deletes_stale_staging_folders(small: Packed, keys: Keys, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    (folder / ".staging-dead" / "fxgraph").mkdir(parents=True)
-    (folder / ".staging-dead" / "fxgraph" / "half").write_bytes(b"half a file")
+    (folder / ".unpack-dead" / "fxgraph").mkdir(parents=True)
+    (folder / ".unpack-dead" / "fxgraph" / "half").write_bytes(b"half a file")
     unpack(small.bundle, folder, keys.trusted)
     assert staging_files_in(folder) == []
 

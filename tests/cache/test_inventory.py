@@ -316,8 +316,8 @@ def test_headers_and_staging_folders_of_killed_starts_are_removed(three: tuple[P
 
 
 LEFTOVERS = {
-    ".staging-killed/fxgraph/ab/file": 3000,  # of an unpack
-    ".staging-killed/.manifest": 500,
+    ".unpack-killed/fxgraph/ab/file": 3000,  # of an unpack
+    ".unpack-killed/.manifest": 500,
     "6n/.0123456789abcdef.tmp": 40,  # of the publication of a start
     "fxgraph/ab/c/.0123456789abcdef.tmp": 30,
     "conflicts/.0123456789abcdef.tmp": 20,
@@ -330,7 +330,7 @@ def test_leftovers_of_killed_unpacks_and_publications_are_counted_and_removed(th
     folder, keys = three
     before = contents(folder)
     fill(folder, LEFTOVERS)
-    (folder / ".staging-killed" / "empty" / "folder").mkdir(parents=True)
+    (folder / ".unpack-killed" / "empty" / "folder").mkdir(parents=True)
     usage = usage_by_kind(folder)
     assert usage["staging folders of unpacks"] == (2, 3500) and usage["temporary files"] == (5, 100)
     assert "listed by no plan" not in usage and usage["compiled C++"] == (3, 3000)
@@ -339,7 +339,7 @@ def test_leftovers_of_killed_unpacks_and_publications_are_counted_and_removed(th
     assert collect_garbage(folder, None, None) == reported
     assert (reported.plan_keys, reported.files, reported.bytes) == ((), 7, 3600)
     assert contents(folder) == before and keys_in(folder) == keys
-    assert not (folder / ".staging-killed").exists() and not (folder / "fxgraph/ab/c").exists()
+    assert not (folder / ".unpack-killed").exists() and not (folder / "fxgraph/ab/c").exists()
     assert collect_garbage(folder, None, None).files == 0
 
 
@@ -359,7 +359,7 @@ def test_the_staging_folder_of_a_running_unpack_stays(three: tuple[Path, list[st
         with pytest.raises(TimeoutError):
             collecting.result(0.3)
         assert contents(folder).keys() >= LEFTOVERS.keys()
-        shutil.rmtree(folder / ".staging-killed")
+        shutil.rmtree(folder / ".unpack-killed")
         for name in LEFTOVERS:
             (folder / name).unlink(missing_ok=True)
     assert collecting.result().files == 0
@@ -382,7 +382,7 @@ def test_a_start_tests_under_the_lock_whether_the_folder_is_writable(
     assert lock_states == ["locked"]
 
 
-@pytest.mark.parametrize("name", [".staging-x", f".start-{HOST}-x"])
+@pytest.mark.parametrize("name", [".unpack-x", f".start-{HOST}-x"])
 def test_links_to_other_folders_are_removed_and_not_followed(
     three: tuple[Path, list[str]], tmp_path: Path, name: str
 ) -> None:
@@ -508,7 +508,7 @@ def test_files_of_other_programs_are_never_removed(tmp_path: Path) -> None:
     others = [
         "docs/thesis.txt", ".git/config", "fxgraph/.hidden/x", "src/a/main.c", "ab/sub/file", "notes",
         ".git/.0123456789abcdef.tmp", "docs/.0123456789abcdef.tmp", ".0123456789abcdef.tmp", "manifests/notes.tmp",
-        "fxgraph/.notes.tmp", "docs/.writable-a1b2c3d4", "docs/.staging-x/file",
+        "fxgraph/.notes.tmp", "docs/.writable-a1b2c3d4", "docs/.unpack-x/file",
     ]  # fmt: skip
     for name in others:
         path = tmp_path / "cache" / name

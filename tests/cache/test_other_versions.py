@@ -23,7 +23,7 @@ from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.errors import MismatchError
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.fake_caches import KINDS, contents, make_cache
+from tests.bundle.fake_caches import KINDS, contents, key_of, make_cache
 from tests.bundle.forging import forge_header, sealed, with_document
 
 SENTENCE = "another version of tcdeploy"
@@ -70,10 +70,10 @@ def test_a_start_names_the_other_version_and_compiles(
 
 
 def test_two_versions_share_a_folder(older: Path, small: Packed) -> None:
-    make_cache(older, seed=1, bucket=64)
-    assert [plan.plan_key for plan in list_plans(older)] != [small.key]
+    assert usage_by_kind(older)["plans of other versions of tcdeploy"][0] == len(KINDS)
+    manifest = make_cache(older, seed=1, bucket=64)
+    assert [plan.plan_key for plan in list_plans(older)] == [key_of(manifest)] != [small.key]
     assert read_other_versions(older).keys() == {small.key} and unlisted_files(older) == []
-    assert usage_by_kind(older)["plans of other versions of tcdeploy"][0] > 0
 
 
 @pytest.mark.parametrize(
