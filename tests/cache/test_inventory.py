@@ -246,7 +246,7 @@ def test_a_start_waits_for_a_collection_in_progress(three: tuple[Path, list[str]
         child.line()
     lease.unlink()
     with folder_lock(folder):
-        imported = "import tcdeploy.cache.leases\nprint('before the lease', flush=True)\n"
+        imported = "import tcdeploy.cache.folder.leases\nprint('before the lease', flush=True)\n"
         with Child(imported + HOLD_LEASE, folder, keys[0]) as child:
             assert child.line() == "before the lease"
             time.sleep(0.5)

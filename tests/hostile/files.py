@@ -57,6 +57,7 @@ from tcdeploy.start.record.factors import StartFactors
 from tcdeploy.start.record.lookup import DoesNotFit, _factor_mismatch, _parse, _plan
 from tcdeploy.start.record.record import WITHOUT_TOKENIZER, StartRecord, find_records, to_json
 from tests.bundle.fake_caches import as_installed, key_of, make_small
+from tests.bundle.forging import sealed
 from tests.machines import LLAMA_8B, make_recipe
 
 DEFAULT_COUNT = 6000
@@ -348,7 +349,7 @@ def edited_manifest(content: bytes, source: random.Random, is_consistent: bool) 
     document.pop("sha256")
     changed = edited(document, source)
     with suppress(TypeError, ValueError, RecursionError):
-        return manifests._text_with_checksum(changed).encode()
+        return sealed(changed).encode()
     return json.dumps(changed).encode()
 
 
