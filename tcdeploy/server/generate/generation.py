@@ -78,8 +78,6 @@ async def _run(
 ) -> Response:
     request, new_answer = translated
     num_choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
-    if not num_choices:
-        raise bad_request("prompt is an empty list", "prompt")
     service.admission.acquire(num_choices)
     active, stream = None, None
     try:

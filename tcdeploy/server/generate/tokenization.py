@@ -19,8 +19,8 @@ from tcdeploy.server.apis.openai.protocol import (
     TemplateRequest,
     TokenizeRequest,
     bad_request,
-    dump_tools,
 )
+from tcdeploy.server.apis.openai.tool_fields import dump_tools
 from tcdeploy.server.apis.openai.validation import ModelLimits, context_length_error, num_kept_tokens
 from tcdeploy.server.generate.text_encoder import TextEncoder, TooManyTokensError
 from tcdeploy.server.output.structured.bad_words import MAX_WORD_TOKENS, spellings

@@ -1,4 +1,7 @@
-"""Builds /openapi.json from the route table, the pydantic models of requests, and openapi_schemas.py."""
+"""Builds /openapi.json from the route table, the pydantic models of requests, and openapi_schemas.py.
+
+Combinations of fields are not described.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
-from tcdeploy.server.http.openapi_schemas import COMPONENTS, add_limits, field_limits
+from tcdeploy.server.http.openapi_schemas import COMPONENTS
 
 REF_TEMPLATE = "#/components/schemas/{model}"
 SCHEME = "apiKey"  # name of the security scheme
@@ -88,10 +91,8 @@ def openapi_document(
     components = schemas["$defs"]
     if common := components.keys() & COMPONENTS.keys():
         raise ValueError(f"requests and responses have schemas of the same name: {sorted(common)}")
-    limits = field_limits(vocab_size)
-    for model in request_models.values():
-        for name, schema in components[model.__name__]["properties"].items():
-            add_limits(schema, limits.get(name, {}))
+    if vocab_size is not None:
+        components["TokenId"]["maximum"] = vocab_size - 1
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         for method in sorted((route.methods or set()) - {"HEAD"}):

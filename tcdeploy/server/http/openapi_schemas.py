@@ -1,18 +1,8 @@
-"""JSON schemas of responses, and the limits of request fields, for /openapi.json.
-
-The limits repeat what validation.py and the engine check. pydantic's models contain only types, because pydantic's
-errors would not have OpenAI's format. tests/server/test_openapi.py compares the two. Combinations of fields are not
-described.
-"""
+"""JSON schemas of responses, for /openapi.json. Those of requests are derived from pydantic's models."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from tcdeploy.engine.schedule.sequence import MAX_LOGPROBS, MAX_TOP_K
-from tcdeploy.server.apis.openai.protocol import MAX_LOGIT_BIASES
-from tcdeploy.server.apis.openai.validation import MAX_CHOICES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TOOLS
-from tcdeploy.server.output.structured.bad_words import MAX_BAD_WORDS
 
 Schema = dict[str, Any]
 STRING: Schema = {"type": "string"}
@@ -20,69 +10,6 @@ INTEGER: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
 BOOLEAN: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
-
-
-def field_limits(vocab_size: int | None) -> dict[str, Schema]:
-    """Limits by field name, as JSON schema keywords. `add_limits` adds each keyword to the types that it applies to.
-
-    `vocab_size`: None while the model is loading.
-    """
-    token_id: Schema = {"minimum": 0, **({} if vocab_size is None else {"maximum": vocab_size - 1})}
-    logprobs: Schema = {"minimum": 0, "maximum": MAX_LOGPROBS}
-    return {
-        "n": {"minimum": 1, "maximum": MAX_CHOICES},
-        "max_tokens": {"minimum": 1},
-        "max_completion_tokens": {"minimum": 1},
-        "max_output_tokens": {"minimum": 1},
-        "min_tokens": {"minimum": 0},
-        "temperature": {"minimum": 0},
-        "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
-        "top_p": {"minimum": 0, "maximum": 1},
-        "min_p": {"minimum": 0, "exclusiveMaximum": 1},
-        "repetition_penalty": {"exclusiveMinimum": 0},
-        "presence_penalty": {"minimum": -2, "maximum": 2},
-        "frequency_penalty": {"minimum": -2, "maximum": 2},
-        "seed": {"minimum": -(2**63), "maximum": 2**64 - 1},
-        "logprobs": logprobs,
-        "top_logprobs": logprobs,
-        "prompt_logprobs": logprobs,
-        "stop": {"minLength": 1, "maxItems": MAX_STOP_STRINGS, "items": {"minLength": 1}},
-        "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS, "items": token_id},
-        "bad_words": {"maxItems": MAX_BAD_WORDS, "items": {"minLength": 1}},
-        "truncate_prompt_tokens": {"minimum": -1, "not": {"const": 0}},
-        "logit_bias": {
-            "maxProperties": MAX_LOGIT_BIASES,
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {"minimum": -100, "maximum": 100},
-        },
-        "prompt": {"minItems": 1, "items": {"minItems": 1, "items": token_id, **token_id}},
-        "messages": {"minItems": 1},
-        "tools": {"maxItems": MAX_TOOLS},
-        "tokens": {"items": token_id},
-    }
-
-
-KEYWORDS_OF_TYPE = {
-    "integer": ("minimum", "maximum", "not"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-    "string": ("minLength",),
-    "array": ("minItems", "maxItems"),
-    "object": ("maxProperties", "propertyNames"),
-}
-NESTED_KEYWORDS = {"array": "items", "object": "additionalProperties"}
-
-
-def add_limits(schema: Schema, limits: Schema) -> None:
-    """Add to a field's schema, and to the schemas of its items, the keywords of `limits` that apply to their types."""
-    for option in schema.get("anyOf", ()):
-        add_limits(option, limits)
-    kind = schema.get("type")
-    for keyword in KEYWORDS_OF_TYPE.get(kind, ()):  # type: ignore[arg-type]
-        if keyword in limits:
-            schema[keyword] = limits[keyword]
-    nested = NESTED_KEYWORDS.get(kind, "")  # type: ignore[arg-type]
-    if isinstance(schema.get(nested), dict) and nested in limits:
-        add_limits(schema[nested], limits[nested])
 
 
 def nullable(schema: Schema) -> Schema:

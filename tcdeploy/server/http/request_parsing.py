@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import functools
 import gc
-import itertools
+import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from tcdeploy.server.apis.openai.nested_fields import UNSUPPORTED_FIELD
 from tcdeploy.server.apis.openai.protocol import (
@@ -33,11 +33,14 @@ from tcdeploy.server.http.json_steps import JsonLimitError, JsonLimits, JsonStep
 SMALL_BODY_BYTES = 16 << 10
 SLICE_WEIGHT = 256  # messages and parts that are validated in one call, which takes about 1 ms
 MAX_FIELDS = 256  # top-level fields of a body
-MAX_PATH_CHARS, MAX_MESSAGE_CHARS = 200, 400  # of the field's path and of the reason in an error
+MAX_PATH_CHARS, MAX_MESSAGE_CHARS, MAX_VALUE_CHARS = 200, 400, 80  # of path, reason and value in an error
+EXPECTED = "Input should be "  # the beginning of pydantic's messages about a value
+UNSPECIFIC_ERRORS = ("_type", "literal_error")  # endings of pydantic's types of errors: it is another type of a union
 PROMPT_LISTS = ("messages", "input")  # fields that are lists of messages, and are validated in slices
 # Keys of a part that contain media, whose value may exceed the limit of texts: the types of parts, which are also keys
 # in vLLM's API, and the keys of Anthropic's Messages and OpenAI's Responses API.
 MEDIA_KEYS = {**MEDIA, "source": "images and documents", "file_data": "files"}
+Location: TypeAlias = tuple[int | str, ...]
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
@@ -130,7 +133,7 @@ async def _validate_list(
         try:
             validated += adapter.validate_python(piece, context=unknown_names)
         except ValidationError as error:
-            raise _validation_error(error, (name, len(validated))) from None
+            raise _validation_error(error, fields, (name, len(validated))) from None
         await asyncio.sleep(0)
     fields[name] = validated
 
@@ -162,29 +165,84 @@ def _validate(request_type: type[RequestT], value: Any, unknown_names: set[str])
     try:
         request = request_type.model_validate(value, context=unknown_names)
     except ValidationError as error:
-        raise _validation_error(error) from None
+        raise _validation_error(error, value) from None
     if isinstance(request, SamplingRequest):
         request._unknown_nested = frozenset(unknown_names)
     return request
 
 
-def _validation_error(error: ValidationError, list_offset: tuple[str, int] | None = None) -> ApiError:
-    """The response for the first error, or for the first unsupported field.
+def _validation_error(error: ValidationError, body: Any, list_offset: tuple[str, int] | None = None) -> ApiError:
+    """The response for the first invalid field, or for the first unsupported one.
 
     `list_offset`: if only some items of a list were validated, the name of its field and the index of the first item.
     """
-    errors = error.errors(include_url=False, include_input=False)
-    first = next((item for item in errors if item["type"] == UNSUPPORTED_FIELD), errors[0])
-    location: tuple[int | str, ...] = first["loc"]
-    if list_offset is not None:
-        index, *rest = location or (0,)
-        location = (list_offset[0], list_offset[1] + int(index), *rest)
-    path = ".".join(itertools.islice((str(part)[:MAX_PATH_CHARS] for part in location), 20))
-    param = str(location[0])[:MAX_PATH_CHARS] if location else None
-    if first["type"] == UNSUPPORTED_PART:
-        return _unsupported_part(location, first["ctx"]["path"], first["msg"])
-    code = "unsupported_parameter" if first["type"] == UNSUPPORTED_FIELD else None
-    return bad_request(f"{path[:MAX_PATH_CHARS] or 'the body'}: {first['msg'][:MAX_MESSAGE_CHARS]}", param, code)
+    errors = error.errors(include_url=False)
+    main = next((item for item in errors if item["type"] == UNSUPPORTED_FIELD), None) or _main_error(errors)
+
+    def full_location(item: ErrorDetails) -> Location:
+        if list_offset is None:
+            return item["loc"]
+        index, *rest = item["loc"] or (0,)
+        return (list_offset[0], list_offset[1] + int(index), *rest)
+
+    if main["type"] == UNSUPPORTED_PART:
+        return _unsupported_part(full_location(main), main["ctx"]["path"], main["msg"])
+    place = _place(body, full_location(main))
+    alternatives = [item for item in errors if _place(body, full_location(item)) == place]  # of a union
+    if main["type"] == "missing":
+        place = (*place, main["loc"][-1])
+    code = "unsupported_parameter" if main["type"] == UNSUPPORTED_FIELD else None
+    param = str(place[0])[:MAX_PATH_CHARS] if place else None
+    return bad_request(_error_message(main, alternatives, place), param, code)
+
+
+def _main_error(errors: list[ErrorDetails]) -> ErrorDetails:
+    """The most specific error of the first field. pydantic has errors for all types of a union."""
+    in_field = [item for item in errors if item["loc"][:1] == errors[0]["loc"][:1]]
+    return max(in_field, key=lambda item: (not item["type"].endswith(UNSPECIFIC_ERRORS), len(item["loc"])))
+
+
+def _place(body: Any, location: Location) -> Location:
+    """The keys and indices in `location`, without pydantic's names for the types of a union."""
+    place, value = [], body
+    for step in location:
+        if isinstance(value, dict) and step in value or isinstance(value, list) and isinstance(step, int):
+            place.append(step)
+            value = value[step]  # type: ignore[index]
+    return tuple(place)
+
+
+def _error_message(error: ErrorDetails, alternatives: list[ErrorDetails], place: Location) -> str:
+    """pydantic's message with the place and the value. `alternatives`: the errors for all types of a union."""
+    if error["type"] == "string_too_short":
+        return f"{_path(place[:-1] if isinstance(place[-1], int) else place)} contains an empty string"
+    message = error["msg"][:MAX_MESSAGE_CHARS]
+    if not message.startswith(EXPECTED):
+        return f"{_path(place)}: {message}"
+    expected = dict.fromkeys(_expected(item) for item in alternatives if item["msg"].startswith(EXPECTED))
+    return f"{_path(place)} is {_describe(error['input'])}; it must be {', or '.join(expected)[:MAX_MESSAGE_CHARS]}"
+
+
+def _expected(error: ErrorDetails) -> str:
+    match error["type"]:
+        case "greater_than_equal":
+            return f"{error['msg'].rpartition(' ')[2]} or more"
+        case "less_than_equal":
+            return f"{error['msg'].rpartition(' ')[2]} or less"
+        case "dict_type" | "model_type" | "model_attributes_type":
+            return "an object"
+    return error["msg"].removeprefix(EXPECTED)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return json.dumps(value[:MAX_VALUE_CHARS] if isinstance(value, str) else value, default=repr)[:MAX_VALUE_CHARS]
+
+
+def _path(place: Location) -> str:
+    path = ".".join(str(step)[:MAX_PATH_CHARS] for step in place[:20])
+    return path[:MAX_PATH_CHARS] or "the body"
 
 
 def _json_error(reason: str) -> ApiError:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 from pydantic_core import PydanticCustomError
 
+from tcdeploy.server.apis.openai.field_types import MaxTokens, StopStrings
 from tcdeploy.server.apis.openai.nested_fields import NestedFields
 from tcdeploy.server.apis.openai.protocol import (
     MAX_MESSAGES,
@@ -20,10 +21,10 @@ from tcdeploy.server.apis.openai.protocol import (
     UNSUPPORTED_PART,
     ApiError,
     SamplingRequest,
-    StringList,
 )
+from tcdeploy.server.apis.openai.tool_fields import MAX_TOOLS
 from tcdeploy.server.apis.openai.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
-from tcdeploy.server.apis.openai.validation import CONTEXT_LENGTH_EXCEEDED, MAX_TOOLS
+from tcdeploy.server.apis.openai.validation import CONTEXT_LENGTH_EXCEEDED
 
 TOOL_NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
 BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
@@ -191,7 +192,7 @@ class OutputConfig(NestedFields):
 class MessagesPrompt(BaseModel):
     """The fields that determine the prompt."""
 
-    messages: Annotated[list[MessageParam], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[MessageParam], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     system: TextBlocks | None = None
     tools: Annotated[list[CheckedTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -201,8 +202,8 @@ class MessagesPrompt(BaseModel):
 
 
 class MessagesRequest(SamplingRequest, MessagesPrompt):
-    max_tokens: StrictInt
-    stop_sequences: StringList | None = None
+    max_tokens: MaxTokens
+    stop_sequences: StopStrings | None = None
     # These have no effect.
     metadata: dict[str, Any] | None = None
     service_tier: StrictStr | None = None

@@ -23,15 +23,12 @@ from tcdeploy.server.apis.anthropic.protocol import (
 )
 from tcdeploy.server.apis.openai.protocol import (
     ChatRequest,
-    Function,
     FunctionCall,
-    NamedFunction,
-    NamedToolChoice,
     SamplingRequest,
-    Tool,
     ToolCall,
     bad_request,
 )
+from tcdeploy.server.apis.openai.tool_fields import Function, NamedFunction, NamedToolChoice, Tool
 from tcdeploy.server.apis.turn import BLOCKS_PER_SLICE, Turn, last_turn, to_messages, tool_turn
 from tcdeploy.server.output.structured.output_constraint import JsonSchema, JsonSchemaFormat
 

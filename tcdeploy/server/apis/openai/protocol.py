@@ -2,15 +2,15 @@
 
 Sources: OpenAI's API reference (completions, chat completions, models) and vLLM's protocol for the extensions (top_k,
 min_p, repetition_penalty, ignore_eos, min_tokens, continuous_usage_stats). Types are strict: `"5"` and `true` are not
-numbers. Unknown fields are accepted, so that clients with other extensions work. validation.py checks values and
-combinations. A list fails at its first invalid item, because a body may hold thousands of items.
-request_parsing.py validates bodies with these schemas. Does not import torch.
+numbers. Unknown fields are accepted, so that clients with other extensions work. The schemas contain the limits of the
+fields (field_types.py); validation.py checks combinations. request_parsing.py validates bodies with these schemas.
+Does not import torch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -20,19 +20,32 @@ from pydantic import (
     Field,
     PrivateAttr,
     StrictBool,
-    StrictFloat,
     StrictInt,
     StrictStr,
-    WrapValidator,
 )
 from pydantic_core import PydanticCustomError
 
+from tcdeploy.engine.schedule.sequence import MAX_TOP_K
+from tcdeploy.server.apis.openai.field_types import (
+    BadWords,
+    LogitBias,
+    MaxTokens,
+    Number,
+    NumLogprobs,
+    Penalty,
+    PromptIdLists,
+    PromptIds,
+    PromptTexts,
+    Stop,
+    StopTokenIds,
+    TokenIds,
+)
 from tcdeploy.server.apis.openai.nested_fields import NestedFields
-from tcdeploy.server.http.json_steps import Integers
+from tcdeploy.server.apis.openai.tool_fields import AllowedToolsChoice, NamedToolChoice, ToolChoice, Tools, dump_tools
 from tcdeploy.server.output.structured.output_constraint import ConstraintFields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-MAX_PROMPTS = 1024
+MAX_CHOICES = 128  # n
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # text parts or tool calls in one message
 PART_SEPARATOR = "\n"  # between the text parts of one message, as in vLLM
@@ -45,7 +58,6 @@ MEDIA = {  # content parts of OpenAI's and vLLM's APIs, by type
 # Type of the validation error for an unsupported part or item. `path` in its context is appended to the location of the
 # error.
 UNSUPPORTED_PART = "unsupported_part"
-MAX_LOGIT_BIASES = 512  # the engine's limit, which includes stop token ids
 
 
 class ApiError(Exception):
@@ -78,30 +90,6 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
     return ApiError(400, message, param, code)
 
 
-def _check_num_biases(value: Any) -> Any:
-    """Raise ValueError for too many biases.
-
-    pydantic's `max_length` would validate all items before it checks their number, and create two errors for each
-    invalid item.
-    """
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
-        raise ValueError(f"there are {len(value)} logit biases; the limit is {MAX_LOGIT_BIASES}")
-    return value
-
-
-def _keep_integers(value: Any, validate: Callable[[Any], Any]) -> Any:
-    """Accept a list of integers as it is, because the parser of large bodies has checked its items."""
-    return value if type(value) is Integers else validate(value)
-
-
-Number = Annotated[StrictInt | StrictFloat, Field()]
-TokenIds: TypeAlias = Annotated[
-    list[StrictInt], Field(fail_fast=True, max_length=1 << 20), WrapValidator(_keep_integers)
-]
-StringList: TypeAlias = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-TokenIdLists: TypeAlias = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-
-
 class StreamOptions(NestedFields):
     place = "stream_options"
     inert_values = {"include_obfuscation": (False,)}
@@ -116,20 +104,20 @@ class SamplingRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: StrictStr | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: StrictInt | None = None
-    min_p: Number | None = None
-    stop_token_ids: TokenIds | None = None
-    seed: StrictInt | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    repetition_penalty: Number | None = None
-    logit_bias: Annotated[dict[str, Number], BeforeValidator(_check_num_biases)] | None = None
-    min_tokens: StrictInt | None = None
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, le=MAX_TOP_K)] | None = None  # -1 and 0: all tokens
+    min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    stop_token_ids: StopTokenIds | None = None
+    seed: Annotated[StrictInt, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    logit_bias: LogitBias | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
-    bad_words: StringList | None = None
+    bad_words: BadWords | None = None
     stream: StrictBool | None = None
     _unknown_nested: frozenset[str] = PrivateAttr(default=frozenset())  # names of unknown fields inside of others
 
@@ -142,13 +130,14 @@ class SamplingRequest(BaseModel):
 class GenerationRequest(SamplingRequest, ConstraintFields):
     """Fields that completions and chat completions share."""
 
-    n: StrictInt | None = None
-    stop: StrictStr | StringList | None = None
-    max_tokens: StrictInt | None = None
-    truncate_prompt_tokens: StrictInt | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stop | None = None
+    max_tokens: MaxTokens | None = None
+    # -1: as many as fit
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=1)] | Literal[-1] | None = None
     add_special_tokens: StrictBool | None = None  # default: true for completions, false for chats
     return_token_ids: StrictBool | None = None
-    prompt_logprobs: StrictInt | None = None
+    prompt_logprobs: NumLogprobs | None = None
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
 
@@ -158,7 +147,7 @@ class GenerationRequest(SamplingRequest, ConstraintFields):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(self.stop or ())
 
     @property
     def constraint_field(self) -> str:
@@ -187,8 +176,9 @@ class GenerationRequest(SamplingRequest, ConstraintFields):
 
 class CompletionRequest(GenerationRequest):
     # left_to_right: smart mode would validate a long prompt against every member of the union.
-    prompt: StrictStr | TokenIds | StringList | TokenIdLists = Field(union_mode="left_to_right")
-    logprobs: StrictInt | None = None
+    prompt: StrictStr | PromptIds | PromptTexts | PromptIdLists = Field(union_mode="left_to_right")
+    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None  # 0 only scores the prompt, and requires `echo`
+    logprobs: NumLogprobs | None = None
     echo: StrictBool | None = None
 
     @property
@@ -250,67 +240,6 @@ class ToolCall(NestedFields):
         return {**call_id, "type": "function", "function": function}
 
 
-class Function(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", strict=True)]
-    description: StrictStr | None = None
-    parameters: dict[str, Any] | None = None
-    strict: StrictBool | None = None
-
-
-class Tool(NestedFields):
-    place = "tools"
-    no_effect = frozenset({"cache_control"})
-    inert_values = {"defer_loading": (False,), "allowed_callers": (["direct"],), "custom": ()}
-
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(NestedFields):
-    place = "tool_choice.function"
-
-    name: StrictStr
-
-
-class _ToolChoiceFields(NestedFields):
-    place = "tool_choice"
-    inert_values = {"disable_parallel_tool_use": (False,), "mode": ()}
-    alternatives = {"disable_parallel_tool_use": "use parallel_tool_calls"}
-
-
-class NamedToolChoice(_ToolChoiceFields):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class AllowedTool(NestedFields):
-    place = "tool_choice.allowed_tools.tools"
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class AllowedTools(NestedFields):
-    place = "tool_choice.allowed_tools"
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Field(fail_fast=True, min_length=1)]
-
-
-class AllowedToolsChoice(_ToolChoiceFields):
-    """OpenAI's `tool_choice` that restricts a request to some of its tools."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
-ToolChoice: TypeAlias = (
-    Literal["none", "auto", "required"] | Annotated[NamedToolChoice | AllowedToolsChoice, Field(discriminator="type")]
-)
-
-
 def _check_parts(content: Any) -> Any:
     """Raise an error for a part other than text. The message names its kind, the context its place in the list.
 
@@ -366,8 +295,7 @@ class Message(NestedFields):
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True)]
-Messages: TypeAlias = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+Messages: TypeAlias = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
 class TemplateRequest(BaseModel):
@@ -381,9 +309,9 @@ class TemplateRequest(BaseModel):
 
 class ChatRequest(GenerationRequest, TemplateRequest):
     messages: Messages
-    max_completion_tokens: StrictInt | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: StrictInt | None = None
+    top_logprobs: NumLogprobs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None  # false: only the first call is returned
@@ -449,7 +377,3 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     tokens: TokenIds
-
-
-def dump_tools(tools: list[Tool] | None) -> list[dict[str, Any]]:
-    return [tool.model_dump(exclude_unset=True) for tool in tools or []]

@@ -1,17 +1,19 @@
-"""Checks the values and combinations of request fields, and converts them to the engine's SamplingParams.
+"""Checks combinations of request fields, and limits of the model; converts the fields to the engine's SamplingParams.
 
-Does not import torch.
+Limits of a single field are in its type (protocol.py). Does not import torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.engine.schedule.constraint import Constraint
-from tcdeploy.engine.schedule.sequence import PARAM_CHECKS, SamplingParams
+from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import UsageError
+from tcdeploy.server.apis.openai.field_types import TOKEN_ID_KEY_PATTERN
 from tcdeploy.server.apis.openai.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ApiError,
@@ -21,14 +23,8 @@ from tcdeploy.server.apis.openai.protocol import (
     bad_request,
 )
 from tcdeploy.server.apis.openai.unsupported_fields import check_unsupported_fields
-from tcdeploy.server.output.structured.bad_words import MAX_BAD_WORDS
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's error code
-MAX_CHOICES = 128  # n
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1000  # of one string; each token compares its beginnings with the end of the output
-MAX_STOP_TOKEN_IDS = 128
-MAX_TOOLS = 128  # OpenAI's limit
 MAX_PROMPT_LOGPROBS = 1_000_000  # log-probabilities of prompts in one response: some 80 MB of JSON
 MIN_TOKENIZE_TOKENS = 1 << 15  # that /tokenize and /detokenize accept with any context
 
@@ -50,55 +46,27 @@ class ModelLimits(NamedTuple):
 
 
 def check(request: GenerationRequest) -> None:
-    """Raises ApiError 400 for unsupported fields, and for values that are invalid for every model."""
+    """Raises ApiError 400 for unsupported fields, and for combinations that are invalid for every model."""
     check_unsupported_fields(request)
-    if not 1 <= request.num_choices <= MAX_CHOICES:
-        raise bad_request(f"n is {request.num_choices}; it must be from 1 to {MAX_CHOICES}", "n")
-    if len(request.stop_strings) > MAX_STOP_STRINGS:
-        message = f"stop has {len(request.stop_strings)} strings; the limit is {MAX_STOP_STRINGS}"
-        raise bad_request(message, "stop")
-    if not all(request.stop_strings):
-        raise bad_request("stop contains an empty string", "stop")
-    if (longest := max(map(len, request.stop_strings), default=0)) > MAX_STOP_CHARS:
-        raise bad_request(f"stop has a string of {longest} characters; the limit is {MAX_STOP_CHARS}", "stop")
-    if len(request.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
-        message = f"stop_token_ids has {len(request.stop_token_ids or ())} ids; the limit is {MAX_STOP_TOKEN_IDS}"
-        raise bad_request(message, "stop_token_ids")
-    _check_bad_words(request)
+    if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
+        raise bad_request("max_tokens is 0; it must be 1 or more, unless echo is true", "max_tokens")
     _check_constraint(request)
-    num_kept = request.truncate_prompt_tokens
-    if num_kept is not None and num_kept < 1 and num_kept != -1:
-        message = f"truncate_prompt_tokens is {num_kept}; it must be 1 or more, or -1"
-        raise bad_request(message, "truncate_prompt_tokens")
     if isinstance(request, ChatRequest):
         _check_tools(request)
         if request.top_logprobs and not request.logprobs:
             raise bad_request(f"top_logprobs is {request.top_logprobs}, but logprobs is not true", "top_logprobs")
     if constraint_field := request.constraint_field:
+        if request.bad_words:
+            raise bad_request(f"bad_words cannot be combined with {constraint_field}", "bad_words")
         for name in ("ignore_eos", "min_tokens"):
             if getattr(request, name):
                 raise bad_request(
                     f"{name} cannot be combined with {constraint_field}: the output ends where its grammar ends", name
                 )
-    if request.prompt_logprobs is not None:
-        if request.stream:
-            raise bad_request("prompt_logprobs requires stream to be false", "prompt_logprobs")
-        try:
-            PARAM_CHECKS["prompt_logprobs"].check(request.prompt_logprobs)
-        except UsageError as error:
-            raise bad_request(error.message, "prompt_logprobs") from None
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs requires stream to be false", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options requires stream to be true", "stream_options")
-
-
-def _check_bad_words(request: GenerationRequest) -> None:
-    bad_words = request.bad_words or []
-    if len(bad_words) > MAX_BAD_WORDS:
-        raise bad_request(f"bad_words has {len(bad_words)} words; the limit is {MAX_BAD_WORDS}", "bad_words")
-    if not all(bad_words):
-        raise bad_request("bad_words contains an empty string", "bad_words")
-    if bad_words and request.constraint_field:
-        raise bad_request(f"bad_words cannot be combined with {request.constraint_field}", "bad_words")
 
 
 def _check_constraint(request: GenerationRequest) -> None:
@@ -118,8 +86,6 @@ def _check_constraint(request: GenerationRequest) -> None:
 
 def _check_tools(request: ChatRequest) -> None:
     names = [tool.function.name for tool in request.tools or []]
-    if len(names) > MAX_TOOLS:
-        raise bad_request(f"tools has {len(names)} entries; the limit is {MAX_TOOLS}", "tools")
     if len(set(names)) < len(names):
         raise bad_request("tools contains two functions of the same name", "tools")
     missing = request.chosen_names - set(names)
@@ -146,47 +112,39 @@ def to_sampling_params(
     max_new_tokens_limit = limits.context - prompt_length
     if max_new_tokens_limit < 1:
         raise context_length_error(request, limits, prompt_length)
-    length_field = _length_field(request)
     max_new_tokens = _max_new_tokens(request, limits.defaults.max_new_tokens, max_new_tokens_limit)
     defaults = limits.defaults
     top_k = _first_given(request.top_k, defaults.top_k, 0)
-    field_values = {
-        # The engine samples a token after every prompt. That of a request that only scores its prompt is dropped.
-        "max_new_tokens": (1 if request.only_scores_prompt else max_new_tokens, length_field),
-        "temperature": (_first_given(request.temperature, defaults.temperature, 1.0), "temperature"),
-        "top_k": (0 if top_k == -1 else top_k, "top_k"),
-        "top_p": (_first_given(request.top_p, defaults.top_p, 1.0), "top_p"),
-        "min_p": (_first_given(request.min_p, defaults.min_p, 0.0), "min_p"),
-        "repetition_penalty": (
-            _first_given(request.repetition_penalty, defaults.repetition_penalty, 1.0), "repetition_penalty",
-        ),
-        "presence_penalty": (request.presence_penalty or 0.0, "presence_penalty"),
-        "frequency_penalty": (request.frequency_penalty or 0.0, "frequency_penalty"),
-        "min_new_tokens": (_min_new_tokens(request, defaults.min_new_tokens, max_new_tokens), "min_tokens"),
-        "seed": (request.seed, "seed"),
-        "logprobs": (request.num_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"),
-        "prompt_logprobs": (_num_prompt_logprobs(request), "prompt_logprobs"),
-    }  # fmt: skip
-    values = {name: value for name, (value, _) in field_values.items()}
     model_stop_ids = () if request.ignore_eos else defaults.stop_token_ids
     request_stop_ids = tuple(request.stop_token_ids or ())
     if any(not 0 <= token_id < limits.vocab_size for token_id in request_stop_ids):
         raise bad_request(f"stop_token_ids contains ids outside 0..{limits.vocab_size - 1}", "stop_token_ids")
     try:
         params = SamplingParams(
-            **values,  # type: ignore[arg-type]
+            # The engine samples a token after every prompt. That of a request that only scores its prompt is dropped.
+            max_new_tokens=1 if request.only_scores_prompt else max_new_tokens,
+            temperature=_first_given(request.temperature, defaults.temperature, 1.0),
+            top_k=0 if top_k == -1 else top_k,
+            top_p=_first_given(request.top_p, defaults.top_p, 1.0),
+            min_p=_first_given(request.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first_given(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            min_new_tokens=_min_new_tokens(request, defaults.min_new_tokens, max_new_tokens),
+            seed=request.seed,
+            logprobs=request.num_logprobs,
+            prompt_logprobs=_num_prompt_logprobs(request),
             stop_token_ids=tuple(dict.fromkeys((*model_stop_ids, *request_stop_ids))),
             logit_bias=_parse_logit_bias(request, limits.vocab_size),
             constraint=constraint,
         )
     except UsageError as error:  # with min_tokens, stop token ids count towards the limit of logit biases
-        bias_field = "logit_bias" if request.logit_bias else "stop_token_ids"
-        raise _first_invalid_field(field_values) or bad_request(error.message, bias_field) from None
+        raise bad_request(error.message, "logit_bias" if request.logit_bias else "stop_token_ids") from None
     if max_new_tokens > max_new_tokens_limit:
         raise context_length_error(request, limits, prompt_length)
     if (request.min_tokens or 0) > max_new_tokens:
         raise bad_request(
-            f"min_tokens is {request.min_tokens}, more than {length_field} ({max_new_tokens})", "min_tokens"
+            f"min_tokens is {request.min_tokens}, more than {_length_field(request)} ({max_new_tokens})", "min_tokens"
         )
     return params
 
@@ -324,21 +282,10 @@ def params_of_choices(first: SamplingParams, num_choices: int, scores_once: bool
     return [first, *(other.with_seed((first.seed + number) % 2**63) for number in range(1, num_choices))]
 
 
-def _first_invalid_field(field_values: dict[str, tuple[Any, str]]) -> ApiError | None:
-    """Error for the first value that the engine rejects. `field_values` maps a parameter to (value, request field)."""
-    for name, (value, field) in field_values.items():
-        try:
-            if value is not None:
-                PARAM_CHECKS[name].check(value)
-        except UsageError as error:
-            return bad_request(error.message, field)
-    return None
-
-
 def _parse_logit_bias(request: GenerationRequest, vocab_size: int) -> tuple[tuple[int, float], ...]:
     biases = []
     for key, value in (request.logit_bias or {}).items():
-        if not key.isascii() or not key.isdecimal() or len(key) > 10 or int(key) >= vocab_size:
+        if not re.fullmatch(TOKEN_ID_KEY_PATTERN, key) or int(key) >= vocab_size:
             message = f"logit_bias has the key {key[:40]!r}; keys are token ids from 0 to {vocab_size - 1}"
             raise bad_request(message, "logit_bias")
         biases.append((int(key), value))

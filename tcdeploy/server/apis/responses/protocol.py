@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, StrictBool, StrictInt, StrictStr, Tag
+from pydantic import BeforeValidator, Discriminator, Field, StrictBool, StrictStr, Tag
 from pydantic_core import PydanticCustomError
 
 from tcdeploy.server.apis.anthropic.protocol import TOOL_NAME_PATTERN, check_kind
+from tcdeploy.server.apis.openai.field_types import MaxTokens, Stop
 from tcdeploy.server.apis.openai.nested_fields import NestedFields
 from tcdeploy.server.apis.openai.protocol import (
     MAX_MESSAGES,
@@ -22,16 +23,16 @@ from tcdeploy.server.apis.openai.protocol import (
     UNSUPPORTED_PART,
     ReasoningEffort,
     SamplingRequest,
-    StringList,
 )
+from tcdeploy.server.apis.openai.tool_fields import MAX_TOOLS
 from tcdeploy.server.apis.openai.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
-from tcdeploy.server.apis.openai.validation import MAX_TOOLS
 from tcdeploy.server.output.structured.output_constraint import JsonObjectFormat, TextFormat
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 PART_TYPES = ("input_text", "output_text", "refusal", "text", "reasoning_text", "summary_text")
 UNSUPPORTED_ITEMS = {"item_reference": "references to items"}
 MAX_METADATA = 16  # OpenAI's limit
+MAX_INCLUDES = 1024
 # Unsupported fields, and fields of the other APIs -> values that have no effect and are accepted.
 RESPONSES_INERT_VALUES: dict[str, tuple[Any, ...]] = {
     **INERT_VALUES,
@@ -64,7 +65,7 @@ class Part(NestedFields):
     text: StrictStr
 
 
-class RefusalPart(NestedFields):
+class InputRefusal(NestedFields):
     place = "input.content"
 
     type: Literal["refusal"]
@@ -75,7 +76,7 @@ def _as_parts(content: Any) -> Any:
     return [Part(type="input_text", text=content)] if isinstance(content, str) else content
 
 
-ContentPart: TypeAlias = Annotated[Part | RefusalPart, Field(discriminator="type")]
+ContentPart: TypeAlias = Annotated[Part | InputRefusal, Field(discriminator="type")]
 Content: TypeAlias = Annotated[
     list[ContentPart],
     Field(fail_fast=True, max_length=MAX_PARTS),
@@ -221,7 +222,7 @@ class ResponsesRequest(SamplingRequest):
         BeforeValidator(_as_items, json_schema_input_type=str | list[CheckedItem]),
     ]
     instructions: StrictStr | None = None
-    max_output_tokens: StrictInt | None = None
+    max_output_tokens: MaxTokens | None = None
     previous_response_id: StrictStr | None = None
     store: StrictBool | None = None  # default: true
     metadata: Annotated[dict[str, StrictStr], Field(max_length=MAX_METADATA)] | None = None
@@ -230,9 +231,9 @@ class ResponsesRequest(SamplingRequest):
     parallel_tool_calls: StrictBool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: StringList | None = None
+    include: Annotated[list[StrictStr], Field(fail_fast=True, max_length=MAX_INCLUDES)] | None = None
     stream_options: ResponseStreamOptions | None = None
-    stop: StrictStr | StringList | None = None
+    stop: Stop | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # These have no effect.
     prompt_cache_key: StrictStr | None = None

@@ -15,16 +15,13 @@ from tcdeploy.server.apis.openai.protocol import (
     MAX_MESSAGES,
     PART_SEPARATOR,
     ChatRequest,
-    Function,
     FunctionCall,
     Message,
-    NamedFunction,
-    NamedToolChoice,
     SamplingRequest,
-    Tool,
     ToolCall,
     bad_request,
 )
+from tcdeploy.server.apis.openai.tool_fields import Function, NamedFunction, NamedToolChoice, Tool
 from tcdeploy.server.apis.openai.validation import count_chars
 from tcdeploy.server.apis.responses.protocol import (
     FunctionCallItem,
