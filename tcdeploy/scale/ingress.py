@@ -39,7 +39,7 @@ from tcdeploy.server.http.json_steps import JsonLimitError, JsonLimits, JsonStep
 from tcdeploy.server.http.near_routes import MAX_PATH_CHARS, find_near_path, routing_error
 from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES
 from tcdeploy.server.observe.request_log import REQUEST_ID
-from tcdeploy.server.settings import HotPath, ServerSettings
+from tcdeploy.server.settings import ServerSettings
 
 Forward = Callable[[str, ForwardedRequest], AsyncGenerator[list[Message], None]]  # to the application of a model
 MAX_WAITING_BYTES = 256 << 20  # of large bodies whose responses have not ended
@@ -246,7 +246,7 @@ class _BodyReader:
         wait, and 408; ClientDisconnect.
         """
         reservation = memory.enter_context(BodyReservation(self._admission))
-        body = bytes(await read_decoded_body(request, self._max_bytes, HotPath(), reservation))
+        body = bytes(await read_decoded_body(request, self._max_bytes, reservation))
         try:
             return body, await _parse_json(body)
         except ValueError as error:

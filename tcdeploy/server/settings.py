@@ -21,7 +21,6 @@ class HotPath:
     direct_routes: bool = True
     first_token_sleep: bool = True
     delayed_launch: bool = True
-    own_body_reader: bool = True
     short_switch_interval: bool = True
     wait_for_launch: bool = True
     yield_to_launch: bool = True

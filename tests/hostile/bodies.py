@@ -44,9 +44,9 @@ LARGE_SHARE = 0.03  # the share of bodies of 1 to 8 MiB; the others have at most
 # Runs in the server's process. Every 0.2 s, writes the largest delays so far to a file: [wall, block, cpu] in ms.
 INSTRUMENT = """
 import asyncio, json, os, threading, time
-from tcdeploy.server.http import hot_path; from tcdeploy.server import run
+from tcdeploy.server.http import request_body; from tcdeploy.server import run
 from tcdeploy.torch_compat.uvicorn import protocol as uvicorn_protocol
-uvicorn_protocol.REQUEST_TIMEOUT_S = hot_path.BODY_TIMEOUT_S = 5.0  # so that incomplete requests do not wait 60 s
+uvicorn_protocol.REQUEST_TIMEOUT_S = request_body.BODY_TIMEOUT_S = 5.0  # incomplete requests do not wait 60 s
 run_server = run._Process.run
 async def measure(path):
     with open(f"/proc/self/task/{threading.get_native_id()}/schedstat") as schedstat:

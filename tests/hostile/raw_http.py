@@ -30,7 +30,6 @@ from starlette.responses import JSONResponse
 from tcdeploy.server.generate.admission import Admission, BodyReservation
 from tcdeploy.server.http.content_encoding import read_decoded_body
 from tcdeploy.server.http.error_response import error_response
-from tcdeploy.server.settings import HotPath
 from tests.server.test_http import RunningServer
 
 DEFAULT_COUNT = 5_000
@@ -59,7 +58,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         body: bytes | bytearray = b""
         if scope["path"] != "/refuse":
             with BodyReservation(Admission(1)) as reservation:
-                body = await read_decoded_body(Request(scope, receive), MAX_BODY_BYTES, HotPath(), reservation)
+                body = await read_decoded_body(Request(scope, receive), MAX_BODY_BYTES, reservation)
         response = JSONResponse({"hash": hashlib.sha256(body).hexdigest()})
     except Exception as error:
         response = error_response(error, scope["path"])

@@ -136,8 +136,8 @@ def test_a_body_of_100_megabytes_is_413(server: ServerProcess) -> None:
 
 
 SHORT_TIMEOUTS = (
-    "from tcdeploy.server.http import hot_path; from tcdeploy.torch_compat.uvicorn import protocol; "
-    "protocol.REQUEST_TIMEOUT_S = hot_path.BODY_TIMEOUT_S = 0.5"
+    "from tcdeploy.server.http import request_body; from tcdeploy.torch_compat.uvicorn import protocol; "
+    "protocol.REQUEST_TIMEOUT_S = request_body.BODY_TIMEOUT_S = 0.5"
 )
 
 

@@ -19,7 +19,7 @@ import pytest
 import uvloop
 
 from tcdeploy.server.http.listener import Listener
-from tcdeploy.torch_compat.uvicorn import connection as uvicorn_connection
+from tcdeploy.torch_compat.uvicorn import closing
 from tests.server.test_http import BODY, RunningServer, post
 from tests.server.test_server_options import make_certificate
 
@@ -188,7 +188,7 @@ def test_an_early_response_arrives_although_the_body_is_large(
 def test_the_bytes_and_the_time_of_a_lingering_close_are_limited(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uvicorn_connection, "LINGER_S", 0.3)
+    monkeypatch.setattr(closing, "LINGER_S", 0.3)
     with server.connect() as connection:
         connection.sendall(request("/refuse", "content-length: 99"))
         assert b" 200 " in read_all(connection)
@@ -198,7 +198,7 @@ def test_the_bytes_and_the_time_of_a_lingering_close_are_limited(
                 connection.sendall(b"x")
                 time.sleep(0.02)
         assert time.monotonic() - start < 5
-    monkeypatch.setattr(uvicorn_connection, "LINGER_S", 30.0)
+    monkeypatch.setattr(closing, "LINGER_S", 30.0)
     with server.connect() as connection, pytest.raises(ConnectionError):
         connection.sendall(b"\x00" + b"x" * (64 << 20))
 
@@ -231,6 +231,6 @@ def test_over_tls_the_client_gets_the_early_response_too(loop_factory: Any, tmp_
 
 def test_the_listener_is_an_observer() -> None:
     """The names that Connection calls; test_listener.py tests what they do."""
-    observed = uvicorn_connection.ConnectionObserver.__dict__
+    observed = closing.ConnectionObserver.__dict__
     names = {name for name in observed if name.startswith(("mark", "remove"))}
     assert names == {"mark_idle", "mark_busy", "remove"} and all(hasattr(Listener, name) for name in names)

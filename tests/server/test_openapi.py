@@ -1,4 +1,4 @@
-"""/openapi.json describes the server: its limits are those of the code, and generated requests find no difference.
+"""/openapi.json describes the server: it has all limits of requests, and generated requests find no difference.
 
 schemathesis compares each response with the document: status, content type, headers, body and events of streams.
 """
@@ -72,6 +72,8 @@ def test_generated_requests_find_no_difference_from_the_document(short_server: S
 
 VOCAB_SIZE = 100
 LIMITS = ModelLimits(1_000_000, VOCAB_SIZE)
+TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": VOCAB_SIZE - 1}
+REQUIRED = {"top_logprobs": {"logprobs": True}, "max_tokens": {"echo": True}}  # by the lowest values of other fields
 IGNORED = {"messages", "tokens", "tools", "prompt", "logit_bias"}  # tested below
 
 
@@ -100,10 +102,13 @@ def _limits_of(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
             yield option["exclusiveMaximum"] - 1e-9, option["exclusiveMaximum"]
         if "minLength" in option:
             yield "a", ""
+        if "maxLength" in option:
+            yield "a" * option["maxLength"], "a" * (option["maxLength"] + 1)
         if option.get("type") == "array" and "maxItems" in option:
-            item = 1 if option["items"]["type"] == "integer" else "a"
+            items = TOKEN_ID if "$ref" in option["items"] else option["items"]
+            item = 1 if items["type"] == "integer" else "a"
             yield [item] * option["maxItems"], [item] * (option["maxItems"] + 1)
-            for value, beyond in _limits_of(option["items"]):
+            for value, beyond in _limits_of(items):
                 yield [value], [beyond]
 
 
@@ -120,7 +125,7 @@ def test_documented_limits_are_those_of_the_code(
     checked = set()
     for name, schema in schemas[request_type.__name__]["properties"].items():
         for accepted, refused in _limits_of(schema) if name not in IGNORED else ():
-            others = {"logprobs": True} if name == "top_logprobs" else {}
+            others = REQUIRED.get(name, {}) if request_type is CompletionRequest or name != "max_tokens" else {}
             assert _is_accepted(request_type, {**others, name: accepted}), (name, accepted)
             assert not _is_accepted(request_type, {**others, name: refused}), (name, refused)
             checked.add(name)
@@ -135,12 +140,16 @@ def test_documented_limits_are_those_of_the_code(
 def test_limits_of_nested_values_are_documented(schemas: dict[str, Any]) -> None:
     completion = schemas["CompletionRequest"]["properties"]
     biases = completion["logit_bias"]["anyOf"][0]
-    assert biases["additionalProperties"] == {"anyOf": [
-        {"type": "integer", "minimum": -100, "maximum": 100}, {"type": "number", "minimum": -100, "maximum": 100},
-    ]}  # fmt: skip
+    value = {"type": "number", "minimum": -100, "maximum": 100}
+    assert (biases["patternProperties"], biases["additionalProperties"]) == ({"^[0-9]{1,10}$": value}, False)
+    assert biases["maxProperties"] == 512
     for value, is_accepted in ((-100, True), (100, True), (-100.5, False), (101, False)):
         assert _is_accepted(CompletionRequest, {"logit_bias": {"1": value}}) is is_accepted
-    assert [option.get("items", {}).get("maximum") for option in completion["prompt"]["anyOf"]][:2] == [None, 99]
+    assert schemas["TokenId"] == TOKEN_ID
+    items = [option.get("items") for option in completion["prompt"]["anyOf"]]
+    token_id = {"$ref": "#/components/schemas/TokenId"}
+    assert items[:3] == [None, token_id, {"type": "string"}] and items[3]["items"] == token_id
+    assert all(option["minItems"] == 1 for option in completion["prompt"]["anyOf"][1:])
     assert schemas["ChatRequest"]["properties"]["messages"]["minItems"] == 1
 
 

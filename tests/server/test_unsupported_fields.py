@@ -80,6 +80,7 @@ def test_null_and_every_value_that_changes_nothing_are_accepted_and_others_are_n
 
 
 SCHEMA = {"type": "boolean"}
+USER = {"role": "user", "content": "a"}
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}
 NAMED = {"type": "function", "function": {"name": "f"}}
@@ -148,9 +149,9 @@ def test_unknown_fields_of_large_bodies_are_collected_too() -> None:
         (ResponsesRequest, {"input": "a", "tools": [{**FUNCTION, "type": "function", "x": 1}]}, "tools.x"),
         (MessagesRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
          "messages.content.x"),
-        (MessagesRequest, {"messages": [], "tools": [{"name": "f", "input_schema": {}, "cache_control": {}, "x": 1}]},
-         "tools.x"),
-        (MessagesRequest, {"messages": [], "thinking": {"type": "disabled", "x": 1}}, "thinking.x"),
+        (MessagesRequest,
+         {"messages": [USER], "tools": [{"name": "f", "input_schema": {}, "cache_control": {}, "x": 1}]}, "tools.x"),
+        (MessagesRequest, {"messages": [USER], "thinking": {"type": "disabled", "x": 1}}, "thinking.x"),
     ],
     ids=str,
 )  # fmt: skip
@@ -163,7 +164,7 @@ def test_unknown_fields_inside_of_others_are_collected_in_the_other_apis(
 
 def test_unsupported_fields_inside_of_others_are_refused_in_the_other_apis() -> None:
     bodies: list[tuple[Any, dict[str, Any]]] = [
-        (MessagesRequest, {"messages": [], "max_tokens": 1, "output_config": {"task_budget": {"type": "tokens"}}}),
+        (MessagesRequest, {"messages": [USER], "max_tokens": 1, "output_config": {"task_budget": {"type": "tokens"}}}),
         (ResponsesRequest, {"input": "a", "text": {"format": {"type": "text", "schema": SCHEMA}}}),
     ]
     for request_type, fields in bodies:

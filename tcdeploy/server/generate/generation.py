@@ -130,7 +130,7 @@ async def parse_body(
     content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, f"the content type is {content_type[:80]!r}; it must be application/json")
-    body = await read_decoded_body(request, state.settings.max_body_bytes, state.settings.hot_path, reservation)
+    body = await read_decoded_body(request, state.settings.max_body_bytes, reservation)
     if len(body) <= SMALL_BODY_BYTES:
         return parse(request_type, body)
     state.admission.check_open()  # the limits of large bodies depend on the model

@@ -13,7 +13,7 @@ from typing import Any
 
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.torch_compat.uvicorn.connection import ConnectionObserver
+from tcdeploy.torch_compat.uvicorn.closing import ConnectionObserver
 from tcdeploy.torch_compat.uvicorn.protocol import ABORT, IS_BODY_RECEIVED, IS_WRITE_PAUSED, bounded_protocol
 
 

@@ -21,8 +21,7 @@ from starlette.requests import Request
 
 from tcdeploy.server.apis.openai.protocol import ApiError, bad_request
 from tcdeploy.server.generate.admission import BodyReservation
-from tcdeploy.server.http.hot_path import read_body
-from tcdeploy.server.settings import HotPath
+from tcdeploy.server.http.request_body import read_body
 
 SUPPORTED = ("gzip", "deflate", "zstd")
 ALIASES = {"x-gzip": "gzip"}  # RFC 9110, section 8.4.1.3
@@ -33,16 +32,14 @@ INPUT_BYTES = {"gzip": 16 << 10, "deflate": 16 << 10, "zstd": 128}  # per call o
 _executor = ThreadPoolExecutor(1, "decompress")
 
 
-async def read_decoded_body(
-    request: Request, max_bytes: int, hot_path: HotPath, reservation: BodyReservation
-) -> bytes | bytearray:
+async def read_decoded_body(request: Request, max_bytes: int, reservation: BodyReservation) -> bytes | bytearray:
     """The request's body without its content encodings.
 
     Raises ApiError like `read_body`, 415 for an encoding that is not supported, and 400 for invalid data.
     """
     values = [value for name, value in request.scope["headers"] if name == b"content-encoding"]
     codings = content_codings(b",".join(values).decode("latin-1")) if values else []
-    body: bytes | bytearray = await read_body(request, max_bytes, hot_path, reservation)
+    body: bytes | bytearray = await read_body(request, max_bytes, reservation)
     for coding in reversed(codings):
         body = await asyncio.get_running_loop().run_in_executor(_executor, decompress, coding, body, max_bytes)
         reservation.grow(len(body))

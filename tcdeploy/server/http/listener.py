@@ -47,7 +47,7 @@ def connection_limit() -> int:
 
 
 class Listener:
-    """Accepts connections, and observes them (ConnectionObserver in torch_compat/uvicorn/connection.py).
+    """Accepts connections, and observes them (ConnectionObserver in torch_compat/uvicorn/closing.py).
 
     `listening` is a listening socket. A connection is an asyncio protocol with the attribute `transport`.
     """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 Schema = dict[str, Any]
 STRING: Schema = {"type": "string"}
-INTEGER: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
-BOOLEAN: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 
 
@@ -20,264 +19,165 @@ def array(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
-def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
-    """An object with these fields. It may have other fields too."""
-    return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
+def const(value: Any) -> Schema:
+    return {"const": value}
 
 
+def enum(*values: Any) -> Schema:
+    return {"enum": list(values)}
+
+
+def record(optional: Iterable[str] = (), /, **fields: Schema) -> Schema:
+    """An object with these fields, of which the `optional` ones may be missing. It may have other fields too."""
+    required = [name for name in fields if name not in optional]
+    return {"type": "object", "required": required, "properties": fields}
+
+
+TEXT_OR_NULL = nullable(STRING)
 TOKEN_IDS = array(COUNT)
-FINISH_REASON = {"enum": ["stop", "length", "tool_calls"]}
+FINISH_REASON = enum("stop", "length", "tool_calls")
 USAGE = record(
-    {
-        "prompt_tokens": COUNT,
-        "completion_tokens": COUNT,
-        "total_tokens": COUNT,
-        "prompt_tokens_details": record({"cached_tokens": COUNT}),
-    }
-)
+    prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT,
+    prompt_tokens_details=record(cached_tokens=COUNT),
+)  # fmt: skip
 PROMPT_LOGPROBS = nullable(array(nullable({"type": "object"})))
+COMPLETION_LOGPROBS = record(
+    tokens=array(STRING), token_logprobs=array(nullable(NUMBER)), text_offset=array(COUNT),
+    top_logprobs=nullable(array(nullable({"type": "object", "additionalProperties": NUMBER}))),
+)  # fmt: skip
 COMPLETION_CHOICE = record(
-    {
-        "index": COUNT,
-        "text": STRING,
-        "logprobs": nullable(
-            record(
-                {
-                    "tokens": array(STRING),
-                    "token_logprobs": array(nullable(NUMBER)),
-                    "top_logprobs": nullable(array(nullable({"type": "object", "additionalProperties": NUMBER}))),
-                    "text_offset": array(COUNT),
-                }
-            )
-        ),
-        "finish_reason": nullable(FINISH_REASON),
-    },
-    {"token_ids": TOKEN_IDS, "prompt_token_ids": TOKEN_IDS, "prompt_logprobs": PROMPT_LOGPROBS},
-)
-TOOL_CALL = record(
-    {"id": STRING, "type": {"const": "function"}, "function": record({"name": STRING, "arguments": STRING})}
-)
+    ("token_ids", "prompt_token_ids", "prompt_logprobs"),
+    index=COUNT, text=STRING, logprobs=nullable(COMPLETION_LOGPROBS), finish_reason=nullable(FINISH_REASON),
+    token_ids=TOKEN_IDS, prompt_token_ids=TOKEN_IDS, prompt_logprobs=PROMPT_LOGPROBS,
+)  # fmt: skip
+TOOL_CALL = record(id=STRING, type=const("function"), function=record(name=STRING, arguments=STRING))
+STREAMED_CALL = {**TOOL_CALL, "properties": {"index": COUNT, **TOOL_CALL["properties"]}}
 TOKEN_LOGPROB = {"token": STRING, "logprob": NUMBER, "bytes": array(COUNT)}
-CHAT_LOGPROBS = nullable(
-    record({"content": array(record({**TOKEN_LOGPROB, "top_logprobs": array(record(TOKEN_LOGPROB))}))})
-)
+CHAT_LOGPROBS = nullable(record(content=array(record(**TOKEN_LOGPROB, top_logprobs=array(record(**TOKEN_LOGPROB))))))
+ANSWER = record(
+    ("reasoning_content", "tool_calls"),
+    role=const("assistant"), content=TEXT_OR_NULL, refusal={"type": "null"}, reasoning_content=STRING,
+    tool_calls=array(TOOL_CALL),
+)  # fmt: skip
 CHAT_CHOICE = record(
-    {
-        "index": COUNT,
-        "message": record(
-            {"role": {"const": "assistant"}, "content": nullable(STRING), "refusal": {"type": "null"}},
-            {"reasoning_content": STRING, "tool_calls": array(TOOL_CALL)},
-        ),
-        "logprobs": CHAT_LOGPROBS,
-        "finish_reason": FINISH_REASON,
-    },
-    {"token_ids": TOKEN_IDS},
-)
+    ("token_ids",),
+    index=COUNT, message=ANSWER, logprobs=CHAT_LOGPROBS, finish_reason=FINISH_REASON, token_ids=TOKEN_IDS,
+)  # fmt: skip
+DELTA = {
+    "role": const("assistant"), "content": STRING, "reasoning_content": STRING, "tool_calls": array(STREAMED_CALL)
+}  # fmt: skip
 CHAT_CHUNK_CHOICE = record(
-    {
-        "index": COUNT,
-        "delta": record(
-            {},
-            {
-                "role": {"const": "assistant"},
-                "content": STRING,
-                "reasoning_content": STRING,
-                "tool_calls": array({**TOOL_CALL, "properties": {"index": COUNT, **TOOL_CALL["properties"]}}),
-            },
-        ),
-        "logprobs": CHAT_LOGPROBS,
-        "finish_reason": nullable(FINISH_REASON),
-    },
-    {"token_ids": TOKEN_IDS},
-)
+    ("token_ids",),
+    index=COUNT, delta=record(DELTA, **DELTA), logprobs=CHAT_LOGPROBS, finish_reason=nullable(FINISH_REASON),
+    token_ids=TOKEN_IDS,
+)  # fmt: skip
 
 
-def _completion(object_type: str, choice: Schema, usage: dict[str, Schema], streamed: dict[str, Schema]) -> Schema:
-    head = {
-        "id": STRING,
-        "object": {"const": object_type},
-        "created": COUNT,
-        "model": STRING,
-        "system_fingerprint": STRING,
-        "choices": array(choice),
-    }
-    optional = {"prompt_token_ids": TOKEN_IDS, "prompt_logprobs": PROMPT_LOGPROBS, **streamed}
-    return record({**head, **usage}, optional)
+def _completion(object_type: str, choice: Schema, *, is_chunk: bool = False) -> Schema:
+    return record(
+        ("prompt_token_ids", "prompt_logprobs", *(("usage",) if is_chunk else ())),
+        id=STRING, object=const(object_type), created=COUNT, model=STRING, system_fingerprint=STRING,
+        choices=array(choice), usage=USAGE, prompt_token_ids=TOKEN_IDS, prompt_logprobs=PROMPT_LOGPROBS,
+    )  # fmt: skip
 
 
 MODEL = record(
-    {
-        "id": STRING,
-        "object": {"const": "model"},
-        "created": COUNT,
-        "owned_by": STRING,
-        "max_model_len": {"type": "integer", "minimum": 1},
-    }
+    id=STRING, object=const("model"), created=COUNT, owned_by=STRING, max_model_len={"type": "integer", "minimum": 1}
 )
-ERROR = record(
-    {"error": record({"message": STRING, "type": STRING, "param": nullable(STRING), "code": nullable(STRING)})}
-)
+ERROR = record(error=record(message=STRING, type=STRING, param=TEXT_OR_NULL, code=TEXT_OR_NULL))
 MESSAGES_USAGE = record(
-    dict.fromkeys(("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens"), COUNT)
+    input_tokens=COUNT, cache_creation_input_tokens=COUNT, cache_read_input_tokens=COUNT, output_tokens=COUNT
 )
-MESSAGES_END = {
-    "stop_reason": nullable(
-        {"enum": ["end_turn", "tool_use", "max_tokens", "model_context_window_exceeded", "stop_sequence"]}
-    ),
-    "stop_sequence": nullable(STRING),
-}
+STOP_REASON = enum("end_turn", "tool_use", "max_tokens", "model_context_window_exceeded", "stop_sequence")
+MESSAGES_END = {"stop_reason": nullable(STOP_REASON), "stop_sequence": TEXT_OR_NULL}
 MESSAGES_BLOCK = {
     "oneOf": [
-        record({"type": {"const": "text"}, "text": STRING}),
-        record({"type": {"const": "thinking"}, "thinking": STRING, "signature": STRING}),
-        record({"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": {"type": "object"}}),
+        record(type=const("text"), text=STRING),
+        record(type=const("thinking"), thinking=STRING, signature=STRING),
+        record(type=const("tool_use"), id=STRING, name=STRING, input={"type": "object"}),
     ]
 }
 MESSAGE = record(
-    {
-        "id": STRING,
-        "type": {"const": "message"},
-        "role": {"const": "assistant"},
-        "model": STRING,
-        "content": array(MESSAGES_BLOCK),
-        **MESSAGES_END,
-        "usage": MESSAGES_USAGE,
-    }
-)
-MESSAGES_ERROR = record({"type": {"const": "error"}, "error": record({"type": STRING, "message": STRING})})
+    id=STRING, type=const("message"), role=const("assistant"), model=STRING, content=array(MESSAGES_BLOCK),
+    **MESSAGES_END, usage=MESSAGES_USAGE,
+)  # fmt: skip
+MESSAGES_ERROR = record(type=const("error"), error=record(type=STRING, message=STRING))
 MESSAGES_EVENT = {
     "oneOf": [
-        record({"type": {"const": "message_start"}, "message": MESSAGE}),
-        record({"type": {"const": "content_block_start"}, "index": COUNT, "content_block": MESSAGES_BLOCK}),
-        record({"type": {"const": "content_block_delta"}, "index": COUNT, "delta": record({"type": STRING})}),
-        record({"type": {"const": "content_block_stop"}, "index": COUNT}),
-        record({"type": {"const": "message_delta"}, "delta": record(MESSAGES_END), "usage": MESSAGES_USAGE}),
-        record({"type": {"enum": ["message_stop", "ping"]}}),
+        record(type=const("message_start"), message=MESSAGE),
+        record(type=const("content_block_start"), index=COUNT, content_block=MESSAGES_BLOCK),
+        record(type=const("content_block_delta"), index=COUNT, delta=record(type=STRING)),
+        record(type=const("content_block_stop"), index=COUNT),
+        record(type=const("message_delta"), delta=record(**MESSAGES_END), usage=MESSAGES_USAGE),
+        record(type=enum("message_stop", "ping")),
         MESSAGES_ERROR,
     ]
 }
-ITEM_STATUS = {"enum": ["in_progress", "completed", "incomplete"]}
-ITEM_HEAD = {"id": STRING, "status": ITEM_STATUS}
+ITEM_HEAD = {"id": STRING, "status": enum("in_progress", "completed", "incomplete")}
+OUTPUT_TEXT = record(type=const("output_text"), text=STRING, annotations=array({}))
+REASONING_TEXT = record(type=const("reasoning_text"), text=STRING)
 RESPONSES_ITEM = {
     "oneOf": [
-        record(
-            {
-                **ITEM_HEAD,
-                "type": {"const": "message"},
-                "role": {"const": "assistant"},
-                "content": array(record({"type": {"const": "output_text"}, "text": STRING, "annotations": array({})})),
-            }
-        ),
-        record(
-            {
-                **ITEM_HEAD,
-                "type": {"const": "reasoning"},
-                "summary": array({}),
-                "content": array(record({"type": {"const": "reasoning_text"}, "text": STRING})),
-            }
-        ),
-        record(
-            {
-                **ITEM_HEAD,
-                "type": {"const": "function_call"},
-                "call_id": STRING,
-                "name": STRING,
-                "arguments": STRING,
-            }
-        ),
+        record(**ITEM_HEAD, type=const("message"), role=const("assistant"), content=array(OUTPUT_TEXT)),
+        record(**ITEM_HEAD, type=const("reasoning"), summary=array({}), content=array(REASONING_TEXT)),
+        record(**ITEM_HEAD, type=const("function_call"), call_id=STRING, name=STRING, arguments=STRING),
     ]
 }
+RESPONSES_USAGE = record(
+    input_tokens=COUNT, input_tokens_details=record(cached_tokens=COUNT), output_tokens=COUNT,
+    output_tokens_details=record(reasoning_tokens=COUNT), total_tokens=COUNT,
+)  # fmt: skip
+RESPONSE_STATES = ("in_progress", "completed", "incomplete", "failed")
 RESPONSE = record(
-    {
-        "id": STRING,
-        "object": {"const": "response"},
-        "created_at": COUNT,
-        "status": {"enum": ["in_progress", "completed", "incomplete", "failed"]},
-        "model": STRING,
-        "output": array(RESPONSES_ITEM),
-        "error": nullable(record({"code": STRING, "message": STRING})),
-        "incomplete_details": nullable(record({"reason": {"const": "max_output_tokens"}})),
-        "usage": nullable(
-            record(
-                {
-                    "input_tokens": COUNT,
-                    "input_tokens_details": record({"cached_tokens": COUNT}),
-                    "output_tokens": COUNT,
-                    "output_tokens_details": record({"reasoning_tokens": COUNT}),
-                    "total_tokens": COUNT,
-                }
-            )
-        ),
-    }
-)
+    id=STRING, object=const("response"), created_at=COUNT, status=enum(*RESPONSE_STATES), model=STRING,
+    output=array(RESPONSES_ITEM), error=nullable(record(code=STRING, message=STRING)),
+    incomplete_details=nullable(record(reason=const("max_output_tokens"))), usage=nullable(RESPONSES_USAGE),
+)  # fmt: skip
+PART_EVENTS = {"pattern": r"^response\.(content_part|output_text|reasoning_text|function_call_arguments)\."}
 RESPONSES_EVENT = {
-    "allOf": [record({"type": STRING, "sequence_number": COUNT})],
+    "allOf": [record(type=STRING, sequence_number=COUNT)],
     "oneOf": [
+        record(type=enum(*(f"response.{event}" for event in (*RESPONSE_STATES, "created"))), response=RESPONSE),
         record(
-            {
-                "type": {
-                    "enum": [f"response.{event}" for event in RESPONSE["properties"]["status"]["enum"]]
-                    + ["response.created"]
-                },
-                "response": RESPONSE,
-            }
+            type=enum("response.output_item.added", "response.output_item.done"),
+            output_index=COUNT, item=RESPONSES_ITEM,
         ),
-        record(
-            {
-                "type": {"enum": ["response.output_item.added", "response.output_item.done"]},
-                "output_index": COUNT,
-                "item": RESPONSES_ITEM,
-            }
-        ),
-        record(
-            {
-                "type": {"pattern": r"^response\.(content_part|output_text|reasoning_text|function_call_arguments)\."},
-                "item_id": STRING,
-                "output_index": COUNT,
-            }
-        ),
-        record({"type": {"const": "error"}, "code": STRING, "message": STRING, "param": nullable(STRING)}),
+        record(type=PART_EVENTS, item_id=STRING, output_index=COUNT),
+        record(type=const("error"), code=STRING, message=STRING, param=TEXT_OR_NULL),
     ],
-}
-TEXT_OR_NULL = nullable(STRING)
+}  # fmt: skip
+TOKENIZER_INFO = record(
+    tokenizer_class=STRING, bos_token=TEXT_OR_NULL, eos_token=TEXT_OR_NULL, pad_token=TEXT_OR_NULL,
+    unk_token=TEXT_OR_NULL, chat_template=TEXT_OR_NULL,
+)  # fmt: skip
+STATUS = record(
+    ("history",),
+    model=STRING, state=enum("ready", "loading", "draining", "dead", "canary failed"), uptime_seconds=NUMBER,
+    running=COUNT, waiting=COUNT, finished=COUNT, generation_tokens=COUNT, rejections=COUNT, recompiles=COUNT,
+    tokens_per_second=NUMBER, kv_cache_usage={"type": "number", "minimum": 0, "maximum": 1},
+    tier=enum("warm", "eager", None), num_buckets=COUNT, latency=array(record(name=STRING, count=COUNT)),
+    buckets=array(record(bucket=STRING, outcome=STRING, steps=COUNT, variant=STRING)),
+    stage_seconds={"type": "object", "additionalProperties": NUMBER},
+    history=record(interval_seconds=NUMBER, capacity=COUNT, end=COUNT, samples=array({})),
+)  # fmt: skip
 COMPONENTS: dict[str, Schema] = {
     "Error": ERROR,
     "ResponsesResponse": RESPONSE,
     "ResponsesEvent": RESPONSES_EVENT,
-    "DeletedResponse": record({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}}),
+    "DeletedResponse": record(id=STRING, object=const("response"), deleted=const(True)),
     "MessagesError": MESSAGES_ERROR,
     "MessagesResponse": MESSAGE,
     "MessagesEvent": MESSAGES_EVENT,
-    "MessagesTokens": record({"input_tokens": COUNT}),
+    "MessagesTokens": record(input_tokens=COUNT),
     "Model": MODEL,
-    "ModelList": record({"object": {"const": "list"}, "data": array({"$ref": "#/components/schemas/Model"})}),
-    "Completion": _completion("text_completion", COMPLETION_CHOICE, {"usage": USAGE}, {}),
-    "CompletionChunk": _completion("text_completion", COMPLETION_CHOICE, {}, {"usage": USAGE}),
-    "ChatCompletion": _completion("chat.completion", CHAT_CHOICE, {"usage": USAGE}, {}),
-    "ChatCompletionChunk": _completion("chat.completion.chunk", CHAT_CHUNK_CHOICE, {}, {"usage": USAGE}),
-    "Tokens": record({"tokens": TOKEN_IDS, "count": COUNT, "max_model_len": COUNT}),
-    "Text": record({"prompt": STRING}),
-    "TokenizerInfo": record(
-        {
-            "tokenizer_class": STRING,
-            **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token", "chat_template"), TEXT_OR_NULL),
-        }
-    ),
-    "Version": record({"version": STRING}),
-    "Status": record(
-        {
-            "model": STRING,
-            "state": {"enum": ["ready", "loading", "draining", "dead", "canary failed"]},
-            "uptime_seconds": NUMBER,
-            **dict.fromkeys(("running", "waiting", "finished", "generation_tokens", "rejections", "recompiles"), COUNT),
-            "tokens_per_second": NUMBER,
-            "kv_cache_usage": {"type": "number", "minimum": 0, "maximum": 1},
-            "tier": {"enum": ["warm", "eager", None]},
-            "num_buckets": COUNT,
-            "latency": array(record({"name": STRING, "count": COUNT})),
-            "buckets": array(record({"bucket": STRING, "outcome": STRING, "steps": COUNT, "variant": STRING})),
-            "stage_seconds": {"type": "object", "additionalProperties": NUMBER},
-        },
-        {"history": record({"interval_seconds": NUMBER, "capacity": COUNT, "end": COUNT, "samples": array({})})},
-    ),
+    "ModelList": record(object=const("list"), data=array({"$ref": "#/components/schemas/Model"})),
+    "Completion": _completion("text_completion", COMPLETION_CHOICE),
+    "CompletionChunk": _completion("text_completion", COMPLETION_CHOICE, is_chunk=True),
+    "ChatCompletion": _completion("chat.completion", CHAT_CHOICE),
+    "ChatCompletionChunk": _completion("chat.completion.chunk", CHAT_CHUNK_CHOICE, is_chunk=True),
+    "Tokens": record(tokens=TOKEN_IDS, count=COUNT, max_model_len=COUNT),
+    "Text": record(prompt=STRING),
+    "TokenizerInfo": TOKENIZER_INFO,
+    "Version": record(version=STRING),
+    "Status": STATUS,
 }

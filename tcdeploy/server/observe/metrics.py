@@ -59,6 +59,10 @@ class Metrics:
             self._request_success.labels(model_name, reason)
         self.unknown_fields = self._counter("unknown_fields", "Distinct unknown request fields")
         self.broken_tool_calls = self._counter("broken_tool_calls", "Outputs with a malformed tool call")
+        self._add_histograms()
+        self._add_process_metrics()
+
+    def _add_histograms(self) -> None:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Time from request to first token", LATENCY_BUCKETS_S
         )
@@ -93,6 +97,8 @@ class Metrics:
             "request_params_max_tokens", "Largest number of tokens that a request allows for a choice", TOKEN_BUCKETS
         )
         self.request_n = self._histogram("request_params_n", "Choices per prompt", CHOICE_BUCKETS)
+
+    def _add_process_metrics(self) -> None:
         # Names, labels and buckets of prometheus-fastapi-instrumentator, which vLLM uses. It needs FastAPI.
         self.http_requests = Counter(
             "http_requests", "HTTP requests by route, method and class of the status",

@@ -13,7 +13,7 @@ and `on_message_complete`, on httptools' `on_chunk_header`, `feed_data`, `should
 `resume_writing`, and on the attributes `scope`, `url`, `headers`, `flow`, `cycle`, `pipeline`, `parser`, `transport`
 and `loop`; of the cycle on `send`, `transport`, `keep_alive`, `disconnected`, `message_event`, `chunked_encoding` and
 `expected_content_length`. It stops the parser with an exception in a callback. The subclass also puts three functions
-into the ASGI scope's extensions. torch_compat/uvicorn/connection.py has the part that ends connections.
+into the ASGI scope's extensions. torch_compat/uvicorn/closing.py has the part that ends connections.
 
 If one of these names is missing, the server runs uvicorn's own protocol without limits, and warns.
 tests/server/test_http.py and test_abuse.py fail when the class changes. server/http/connection.py reads the extensions.
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tcdeploy.torch_compat.internal import Internal, find, mentions
-from tcdeploy.torch_compat.uvicorn.connection import Connection, ConnectionObserver, Rejection
+from tcdeploy.torch_compat.uvicorn.closing import Connection, ConnectionObserver, Rejection
 
 PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
 CYCLE = "uvicorn.protocols.http.httptools_impl:RequestResponseCycle"

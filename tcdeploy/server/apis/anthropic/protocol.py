@@ -11,22 +11,19 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
-from pydantic_core import PydanticCustomError
 
 from tcdeploy.server.apis.openai.field_types import MaxTokens, StopStrings
-from tcdeploy.server.apis.openai.nested_fields import NestedFields
+from tcdeploy.server.apis.openai.nested_fields import NestedFields, check_kind
 from tcdeploy.server.apis.openai.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
-    UNSUPPORTED_PART,
     ApiError,
     SamplingRequest,
 )
-from tcdeploy.server.apis.openai.tool_fields import MAX_TOOLS
+from tcdeploy.server.apis.openai.tool_fields import LONG_TOOL_NAME_PATTERN, MAX_TOOLS, check_tool
 from tcdeploy.server.apis.openai.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
 from tcdeploy.server.apis.openai.validation import CONTEXT_LENGTH_EXCEEDED
 
-TOOL_NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
 BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 UNSUPPORTED_BLOCKS = {
     "image": "images", "document": "documents", "search_result": "search results", "container_upload": "files",
@@ -53,17 +50,6 @@ MESSAGES_FIELD_NAMES = {  # field of ChatRequest -> its name in this API
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
-
-
-def check_kind(kind: Any, supported: tuple[str, ...], names: dict[str, str], noun: str, path: str) -> None:
-    """Raise an error for an item whose `type` is a string that is not in `supported`.
-
-    names: plural nouns for known types. noun: for all others. path: location of the item in its list.
-    """
-    if not isinstance(kind, str) or kind in supported:
-        return
-    name = names.get(kind, f"{noun} of the type {kind[:40]!r}".replace("{", "").replace("}", ""))
-    raise PydanticCustomError(UNSUPPORTED_PART, f"{name} are not supported by this server", {"path": path})
 
 
 def _as_blocks(content: Any) -> Any:
@@ -132,15 +118,6 @@ class MessageParam(NestedFields):
     ]
 
 
-def _check_tool(tool: Any) -> Any:
-    if isinstance(tool, dict):
-        check_kind(tool.get("type"), ("custom",), {}, "tools", "")
-        for name, inert in (("defer_loading", False), ("allowed_callers", ["direct"]), ("input_examples", [])):
-            if tool.get(name) not in (None, inert):
-                raise PydanticCustomError(UNSUPPORTED_PART, f"{name} is not supported", {"path": f".{name}"})
-    return tool
-
-
 class MessagesTool(NestedFields):
     place = "tools"
     no_effect = frozenset(
@@ -148,13 +125,16 @@ class MessagesTool(NestedFields):
     )
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=TOOL_NAME_PATTERN, strict=True)]
+    name: Annotated[str, Field(pattern=LONG_TOOL_NAME_PATTERN, strict=True)]
     description: StrictStr | None = None
     input_schema: dict[str, Any]
     strict: StrictBool | None = None
 
 
-CheckedTool: TypeAlias = Annotated[MessagesTool, BeforeValidator(_check_tool)]
+CheckedTool: TypeAlias = Annotated[
+    MessagesTool,
+    check_tool("custom", {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": []}),
+]
 
 
 class MessagesToolChoice(NestedFields):

@@ -16,6 +16,9 @@ from pydantic import BaseModel, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 UNSUPPORTED_FIELD = "unsupported_field"  # type of the validation error
+# Type of the validation error for an unsupported part or item. `path` in its context is appended to the location of the
+# error.
+UNSUPPORTED_PART = "unsupported_part"
 MAX_NAMES = 100  # of unknown fields that are collected in one request
 
 
@@ -49,3 +52,14 @@ class NestedFields(BaseModel):
 @functools.cache
 def _known_names(model: type[NestedFields]) -> frozenset[str]:
     return model.no_effect.union(info.alias or name for name, info in model.model_fields.items())
+
+
+def check_kind(kind: Any, supported: tuple[str, ...], names: dict[str, str], noun: str, path: str) -> None:
+    """Raise an error for an item whose `type` is a string that is not in `supported`.
+
+    names: plural nouns for known types. noun: for all others. path: location of the item in its list.
+    """
+    if not isinstance(kind, str) or kind in supported:
+        return
+    name = names.get(kind, f"{noun} of the type {kind[:40]!r}".replace("{", "").replace("}", ""))
+    raise PydanticCustomError(UNSUPPORTED_PART, f"{name} are not supported by this server", {"path": path})

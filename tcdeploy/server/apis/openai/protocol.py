@@ -40,7 +40,7 @@ from tcdeploy.server.apis.openai.field_types import (
     StopTokenIds,
     TokenIds,
 )
-from tcdeploy.server.apis.openai.nested_fields import NestedFields
+from tcdeploy.server.apis.openai.nested_fields import UNSUPPORTED_PART, NestedFields
 from tcdeploy.server.apis.openai.tool_fields import AllowedToolsChoice, NamedToolChoice, ToolChoice, Tools, dump_tools
 from tcdeploy.server.output.structured.output_constraint import ConstraintFields
 
@@ -55,9 +55,6 @@ MEDIA = {  # content parts of OpenAI's and vLLM's APIs, by type
     "input_audio": "audio inputs", "audio_url": "audio inputs", "audio": "audio inputs",
     "video_url": "videos", "input_video": "videos", "video": "videos", "file": "files", "input_file": "files",
 }  # fmt: skip
-# Type of the validation error for an unsupported part or item. `path` in its context is appended to the location of the
-# error.
-UNSUPPORTED_PART = "unsupported_part"
 
 
 class ApiError(Exception):

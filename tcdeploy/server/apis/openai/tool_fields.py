@@ -1,14 +1,31 @@
-"""Schemas of the request fields `tools` and `tool_choice`. Does not import torch."""
+"""Schemas of the request fields `tools` and `tool_choice`, and a check of tools for all APIs. Does not import torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
+from pydantic_core import PydanticCustomError
 
-from tcdeploy.server.apis.openai.nested_fields import NestedFields
+from tcdeploy.server.apis.openai.nested_fields import UNSUPPORTED_PART, NestedFields, check_kind
 
 MAX_TOOLS = 128  # OpenAI's limit
+LONG_TOOL_NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"  # of the other APIs
+
+
+def check_tool(kind: str, inert_values: Mapping[str, Any]) -> BeforeValidator:
+    """A validator that refuses tools of another type than `kind`, and options with other values than the inert ones."""
+
+    def check(tool: Any) -> Any:
+        if isinstance(tool, dict):
+            check_kind(tool.get("type"), (kind,), {}, "tools", "")
+            for name, inert in inert_values.items():
+                if tool.get(name) not in (None, inert):
+                    raise PydanticCustomError(UNSUPPORTED_PART, f"{name} is not supported", {"path": f".{name}"})
+        return tool
+
+    return BeforeValidator(check)
 
 
 class Function(BaseModel):

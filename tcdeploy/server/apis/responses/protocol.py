@@ -11,20 +11,17 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, StrictStr, Tag
-from pydantic_core import PydanticCustomError
 
-from tcdeploy.server.apis.anthropic.protocol import TOOL_NAME_PATTERN, check_kind
 from tcdeploy.server.apis.openai.field_types import MaxTokens, Stop
-from tcdeploy.server.apis.openai.nested_fields import NestedFields
+from tcdeploy.server.apis.openai.nested_fields import NestedFields, check_kind
 from tcdeploy.server.apis.openai.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
     MEDIA,
-    UNSUPPORTED_PART,
     ReasoningEffort,
     SamplingRequest,
 )
-from tcdeploy.server.apis.openai.tool_fields import MAX_TOOLS
+from tcdeploy.server.apis.openai.tool_fields import LONG_TOOL_NAME_PATTERN, MAX_TOOLS, check_tool
 from tcdeploy.server.apis.openai.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
 from tcdeploy.server.output.structured.output_constraint import JsonObjectFormat, TextFormat
 
@@ -149,27 +146,20 @@ def _as_items(value: Any) -> Any:
     return [MessageItem(role="user", content=_as_parts(value))] if isinstance(value, str) else value
 
 
-def _check_tool(tool: Any) -> Any:
-    if isinstance(tool, dict):
-        check_kind(tool.get("type"), ("function",), {}, "tools", "")
-        for name, inert in (("defer_loading", False), ("allowed_callers", ["direct"]), ("async", False)):
-            if tool.get(name) not in (None, inert):
-                raise PydanticCustomError(UNSUPPORTED_PART, f"{name} is not supported", {"path": f".{name}"})
-    return tool
-
-
 class FunctionTool(NestedFields):
     place = "tools"
-    no_effect = frozenset({"defer_loading", "allowed_callers", "async"})  # `_check_tool` examines them
+    no_effect = frozenset({"defer_loading", "allowed_callers", "async"})  # `check_tool` examines them
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=TOOL_NAME_PATTERN, strict=True)]
+    name: Annotated[str, Field(pattern=LONG_TOOL_NAME_PATTERN, strict=True)]
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
 
 
-CheckedTool: TypeAlias = Annotated[FunctionTool, BeforeValidator(_check_tool)]
+CheckedTool: TypeAlias = Annotated[
+    FunctionTool, check_tool("function", {"defer_loading": False, "allowed_callers": ["direct"], "async": False})
+]
 
 
 class FunctionToolChoice(NestedFields):
