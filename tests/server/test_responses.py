@@ -141,7 +141,7 @@ def test_parameters_are_translated() -> None:
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "is not supported"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "is not supported"),
-        ({"metadata": {str(number): "a" for number in range(17)}}, "metadata", "at most 16"),
+        ({"metadata": {str(number): "a" for number in range(17)}}, "metadata", "there are 17 entries; the limit is 16"),
         ({"metadata": {"a": "a" * (1 << 19)}}, "metadata", "metadata has 524289 characters"),
         (
             {"tools": [{**TOOLS[0], "parameters": {"type": "a" * (1 << 20)}}], "tool_choice": "none"},

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, StrictFloat, StrictInt, StrictStr, WithJsonSchema, WrapValidator
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES, MAX_LOGPROBS
@@ -26,11 +27,15 @@ MAX_STOP_TOKEN_IDS = 128
 TOKEN_ID_KEY_PATTERN = r"^[0-9]{1,10}$"
 
 
-def _check_num_biases(value: Any) -> Any:
-    """Raise ValueError for too many biases. pydantic's `max_length` would validate all items first."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
-        raise ValueError(f"there are {len(value)} logit biases; the limit is {MAX_LOGIT_BIASES}")
-    return value
+def at_most(limit: int, noun: str) -> BeforeValidator:
+    """A validator of the number of items of a mapping. pydantic's `max_length` would validate all items first."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise PydanticCustomError("too_long", f"there are {len(value)} {noun}; the limit is {limit}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _keep_integers(value: Any, validate: Callable[[Any], Any]) -> Any:
@@ -59,7 +64,7 @@ LogitBias: TypeAlias = Annotated[
         Annotated[Number, Field(ge=-100, le=100)],
     ],
     Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False}),
-    BeforeValidator(_check_num_biases),
+    at_most(MAX_LOGIT_BIASES, "logit biases"),
 ]
 PromptIds: TypeAlias = Annotated[
     list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKEN_IDS), WrapValidator(_keep_integers)

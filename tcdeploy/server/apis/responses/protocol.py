@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, StrictStr, Tag
 
-from tcdeploy.server.apis.openai.field_types import MaxTokens, Stop
+from tcdeploy.server.apis.openai.field_types import MaxTokens, Stop, at_most
 from tcdeploy.server.apis.openai.nested_fields import NestedFields, check_kind
 from tcdeploy.server.apis.openai.protocol import (
     MAX_MESSAGES,
@@ -215,7 +215,9 @@ class ResponsesRequest(SamplingRequest):
     max_output_tokens: MaxTokens | None = None
     previous_response_id: StrictStr | None = None
     store: StrictBool | None = None  # default: true
-    metadata: Annotated[dict[str, StrictStr], Field(max_length=MAX_METADATA)] | None = None
+    metadata: (
+        Annotated[dict[str, StrictStr], Field(max_length=MAX_METADATA), at_most(MAX_METADATA, "entries")] | None
+    ) = None
     tools: Annotated[list[CheckedTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
