@@ -176,18 +176,15 @@ def _validation_error(error: ValidationError, body: Any, list_offset: tuple[str,
     `list_offset`: if only some items of a list were validated, the name of its field and the index of the first item.
     """
     errors = error.errors(include_url=False)
+    if list_offset is not None:
+        for item in errors:
+            index, *rest = item["loc"] or (0,)
+            item["loc"] = (list_offset[0], list_offset[1] + int(index), *rest)
     main = next((item for item in errors if item["type"] == UNSUPPORTED_FIELD), None) or _main_error(errors)
-
-    def full_location(item: ErrorDetails) -> Location:
-        if list_offset is None:
-            return item["loc"]
-        index, *rest = item["loc"] or (0,)
-        return (list_offset[0], list_offset[1] + int(index), *rest)
-
     if main["type"] == UNSUPPORTED_PART:
-        return _unsupported_part(full_location(main), main["ctx"]["path"], main["msg"])
-    place = _place(body, full_location(main))
-    alternatives = [item for item in errors if _place(body, full_location(item)) == place]  # of a union
+        return _unsupported_part(main["loc"], main["ctx"]["path"], main["msg"])
+    place = _place(body, main["loc"])
+    alternatives = [item for item in errors if _place(body, item["loc"]) == place]  # of a union
     if main["type"] == "missing":
         place = (*place, main["loc"][-1])
     code = "unsupported_parameter" if main["type"] == UNSUPPORTED_FIELD else None
