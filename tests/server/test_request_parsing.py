@@ -130,6 +130,35 @@ def test_an_error_in_a_large_request_is_that_of_a_small_one(fields: Any) -> None
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1; it must be 0 or more"),
+        ({"temperature": "a" * 1000}, f'temperature is "{"a" * 79}; it must be a valid number'),
+        ({"temperature": float("inf")}, "temperature is Infinity; it must be a finite number"),
+        ({"temperature": 10**400}, f"temperature is 1{'0' * 79}; it must be a valid number"),
+        ({"top_p": 1.5}, "top_p is 1.5; it must be 1 or less"), ({"n": True}, "n is true; it must be a valid integer"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens is -2; it must be 1 or more, or -1"),
+        ({"stop": ["a", ""]}, "stop contains an empty string"), ({"stop": ""}, "stop contains an empty string"),
+        ({"stop": ["a", {}]}, "stop.1 is an object; it must be a valid string"),
+        ({"stop": ["a"] * 17}, "stop: List should have at most 16 items after validation, not 17"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5 is 101; it must be 100 or less"),
+        ({"prompt": 5}, "prompt is 5; it must be a valid string, or a valid list"),
+        ({"prompt": [1, "a"]}, 'prompt.1 is "a"; it must be a valid integer'),
+        ({"prompt": [[1], []]}, "prompt.1: List should have at least 1 item after validation, not 0"),
+        ({"stream_options": []}, "stream_options is a list; it must be an object"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}},
+         "response_format.json_schema.schema: Field required"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_an_error_names_the_place_the_value_and_the_limit(fields: dict[str, Any], message: str) -> None:
+    """pydantic's names for the types of a union are not part of the place."""
+    with pytest.raises(ApiError) as rejection:
+        parse(CompletionRequest, json.dumps({"prompt": "a", **fields}).encode())
+    assert (rejection.value.message, rejection.value.param) == (message, next(iter(fields)))
+
+
+@pytest.mark.parametrize(
     ("body", "param", "message"),
     [
         (b'{"prompt": "a"' + b"".join(b',"k%d":1' % n for n in range(600_000)) + b"}", "k", "more than 24000 keys"),
