@@ -12,7 +12,6 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -27,18 +26,33 @@ MAX_POSITION = 2**62  # beyond any sequence
 
 
 class ParamCheck(NamedTuple):
-    """The type and range of a parameter, and the error for any other value."""
+    """The type and bounds of a parameter, and the error for any other value. The HTTP API has the same bounds."""
 
     label: str
     type_: type
-    is_valid: Callable[[Any], bool]
-    expected: str
     hint: str
+    ge: int | None = None
+    le: int | None = None
+    gt: int | None = None
+    lt: int | None = None
 
     def accepts(self, value: Any) -> bool:
         """Whether a value is in range. An int passes as a float; a bool passes as neither."""
         types = (int, float) if self.type_ is float else self.type_
-        return not isinstance(value, bool) and isinstance(value, types) and self.is_valid(value)
+        return (
+            not isinstance(value, bool) and isinstance(value, types)
+            and (self.ge is None or value >= self.ge) and (self.le is None or value <= self.le)
+            and (self.gt is None or value > self.gt) and (self.lt is None or value < self.lt)
+            and (self.type_ is int or abs(value) <= MAX_FLOAT)
+        )  # fmt: skip
+
+    @property
+    def expected(self) -> str:
+        noun = "a whole number" if self.type_ is int else "a number"
+        start = f"above {self.gt}" if self.ge is None else f"from {self.ge}"
+        if self.le is None and self.lt is None:
+            return f"{noun} {start}" if self.ge is None else f"{noun}, {self.ge} or more"
+        return f"{noun} {start} to {f'below {self.lt}' if self.le is None else self.le}"
 
     def check(self, value: Any) -> None:
         """Raise UsageError for a value that is not accepted."""
@@ -46,46 +60,23 @@ class ParamCheck(NamedTuple):
             raise UsageError(f"{self.label} is {value!r}; it must be {self.expected}", self.hint)
 
 
-INTEGER, NUMBER = "a whole number", "a number"
-STOP_TOKEN_ID = ParamCheck("a stop token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "pass token ids")
-BIASED_TOKEN_ID = ParamCheck("a biased token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "pass token ids")
+STOP_TOKEN_ID = ParamCheck("a stop token id", int, "pass token ids", ge=0)
+BIASED_TOKEN_ID = ParamCheck("a biased token id", int, "pass token ids", ge=0)
+LOGIT_BIAS = ParamCheck("a logit bias", float, "-100 excludes a token", ge=-100, le=100)
 PARAM_CHECKS = {
-    "max_new_tokens": ParamCheck(
-        "max new tokens", int, lambda n: n >= 1, f"{INTEGER}, 1 or more", "--max-new-tokens 128"
-    ),
-    "temperature": ParamCheck(
-        "temperature", float, lambda t: 0 <= t <= MAX_FLOAT, f"{NUMBER}, 0 or more", "0 is greedy"
-    ),
-    "top_k": ParamCheck("top-k", int, lambda k: 0 <= k <= MAX_TOP_K, f"{INTEGER}, 0 to {MAX_TOP_K}", "0 keeps all"),
-    "top_p": ParamCheck(
-        "top-p", float, lambda p: 0 <= p <= 1, f"{NUMBER} from 0 to 1", "0 keeps one token, 1 keeps all"
-    ),
-    "min_p": ParamCheck("min-p", float, lambda p: 0 <= p < 1, f"{NUMBER} from 0 to below 1", "0 keeps all"),
-    "repetition_penalty": ParamCheck(
-        "repetition penalty", float, lambda p: 0 < p <= MAX_FLOAT, f"{NUMBER} above 0", "1 changes nothing"
-    ),
-    "presence_penalty": ParamCheck(
-        "presence penalty", float, lambda p: -2 <= p <= 2, f"{NUMBER} from -2 to 2", "0 changes nothing"
-    ),
-    "frequency_penalty": ParamCheck(
-        "frequency penalty", float, lambda p: -2 <= p <= 2, f"{NUMBER} from -2 to 2", "0 changes nothing"
-    ),
-    "min_new_tokens": ParamCheck("min new tokens", int, lambda n: n >= 0, f"{INTEGER}, 0 or more", "0 sets no minimum"),
-    "seed": ParamCheck("seed", int, lambda seed: -(2**63) <= seed < 2**64, f"{INTEGER} of 64 bits", "--seed 0"),
-    "logprobs": ParamCheck(
-        "logprobs", int, lambda n: 0 <= n <= MAX_LOGPROBS, f"{INTEGER} from 0 to {MAX_LOGPROBS}", "None reports none"
-    ),
-    "prompt_logprobs": ParamCheck(
-        "prompt logprobs",
-        int,
-        lambda n: 0 <= n <= MAX_LOGPROBS,
-        f"{INTEGER} from 0 to {MAX_LOGPROBS}",
-        "None reports none",
-    ),
+    "max_new_tokens": ParamCheck("max new tokens", int, "--max-new-tokens 128", ge=1),
+    "temperature": ParamCheck("temperature", float, "0 is greedy", ge=0),
+    "top_k": ParamCheck("top-k", int, "0 keeps all", ge=0, le=MAX_TOP_K),
+    "top_p": ParamCheck("top-p", float, "0 keeps one token, 1 keeps all", ge=0, le=1),
+    "min_p": ParamCheck("min-p", float, "0 keeps all", ge=0, lt=1),
+    "repetition_penalty": ParamCheck("repetition penalty", float, "1 changes nothing", gt=0),
+    "presence_penalty": ParamCheck("presence penalty", float, "0 changes nothing", ge=-2, le=2),
+    "frequency_penalty": ParamCheck("frequency penalty", float, "0 changes nothing", ge=-2, le=2),
+    "min_new_tokens": ParamCheck("min new tokens", int, "0 sets no minimum", ge=0),
+    "seed": ParamCheck("seed", int, "--seed 0", ge=-(2**63), le=2**64 - 1),
+    "logprobs": ParamCheck("logprobs", int, "None reports none", ge=0, le=MAX_LOGPROBS),
+    "prompt_logprobs": ParamCheck("prompt logprobs", int, "None reports none", ge=0, le=MAX_LOGPROBS),
 }
-LOGIT_BIAS = ParamCheck(
-    "a logit bias", float, lambda b: -100 <= b <= 100, f"{NUMBER} from -100 to 100", "-100 excludes a token"
-)
 
 
 @dataclass(frozen=True, kw_only=True)

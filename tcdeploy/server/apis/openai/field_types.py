@@ -1,9 +1,9 @@
 """Types of request fields with their limits.
 
-Each limit is written once, here or in the model of a request. pydantic checks it, request_parsing.py makes the error
-message, and /openapi.json is derived from the models. Limits that depend on the served model, and combinations of
-fields, are in validation.py. A list fails at its first invalid item, because a body may hold thousands of items.
-Does not import torch.
+Each limit is written once: here, in the model of a request or, for sampling parameters, in the engine. pydantic checks
+it, request_parsing.py makes the error message, and /openapi.json is derived from the models. Limits that depend on the
+served model, and combinations of fields, are in validation.py. A list fails at its first invalid item, because a body
+may hold thousands of items. Does not import torch.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
+from annotated_types import Interval
 from pydantic import BeforeValidator, Field, StrictFloat, StrictInt, StrictStr, WithJsonSchema, WrapValidator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
-from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES, MAX_LOGPROBS
+from tcdeploy.engine.schedule.sequence import LOGIT_BIAS, MAX_LOGIT_BIASES, PARAM_CHECKS, ParamCheck
 from tcdeploy.server.http.json_steps import Integers
 from tcdeploy.server.output.structured.bad_words import MAX_BAD_WORDS
 
@@ -25,6 +26,15 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000  # of one string; each token compares its beginnings with the end of the output
 MAX_STOP_TOKEN_IDS = 128
 TOKEN_ID_KEY_PATTERN = r"^[0-9]{1,10}$"
+
+
+def limits_of(name: str) -> Interval:
+    """The engine's limits of a sampling parameter."""
+    return _bounds(PARAM_CHECKS[name])
+
+
+def _bounds(check: ParamCheck) -> Interval:
+    return Interval(ge=check.ge, gt=check.gt, le=check.le, lt=check.lt)
 
 
 def at_most(limit: int, noun: str) -> BeforeValidator:
@@ -48,9 +58,8 @@ def _as_list(value: Any) -> Any:
 
 
 Number: TypeAlias = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # integers too
-Penalty: TypeAlias = Annotated[Number, Field(ge=-2, le=2)]
-MaxTokens: TypeAlias = Annotated[StrictInt, Field(ge=1)]
-NumLogprobs: TypeAlias = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)]
+MaxTokens: TypeAlias = Annotated[StrictInt, limits_of("max_new_tokens")]
+NumLogprobs: TypeAlias = Annotated[StrictInt, limits_of("logprobs")]
 # A name in /openapi.json, which openapi.py completes by the size of the vocabulary. The range of ids is checked where
 # that size is known; a limit here would take 15 times as long as the type.
 TokenId = TypeAliasType("TokenId", Annotated[StrictInt, WithJsonSchema({"type": "integer", "minimum": 0})])
@@ -61,7 +70,7 @@ StopTokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True, max_len
 LogitBias: TypeAlias = Annotated[
     dict[
         Annotated[str, WithJsonSchema({"type": "string", "pattern": TOKEN_ID_KEY_PATTERN})],
-        Annotated[Number, Field(ge=-100, le=100)],
+        Annotated[Number, _bounds(LOGIT_BIAS)],
     ],
     Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False}),
     at_most(MAX_LOGIT_BIASES, "logit biases"),

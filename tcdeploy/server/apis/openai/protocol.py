@@ -32,13 +32,13 @@ from tcdeploy.server.apis.openai.field_types import (
     MaxTokens,
     Number,
     NumLogprobs,
-    Penalty,
     PromptIdLists,
     PromptIds,
     PromptTexts,
     Stop,
     StopTokenIds,
     TokenIds,
+    limits_of,
 )
 from tcdeploy.server.apis.openai.nested_fields import UNSUPPORTED_PART, NestedFields
 from tcdeploy.server.apis.openai.tool_fields import AllowedToolsChoice, NamedToolChoice, ToolChoice, Tools, dump_tools
@@ -101,17 +101,17 @@ class SamplingRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: StrictStr | None = None
-    temperature: Annotated[Number, Field(ge=0)] | None = None
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[Number, limits_of("temperature")] | None = None
+    top_p: Annotated[Number, limits_of("top_p")] | None = None
     top_k: Annotated[StrictInt, Field(ge=-1, le=MAX_TOP_K)] | None = None  # -1 and 0: all tokens
-    min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    min_p: Annotated[Number, limits_of("min_p")] | None = None
     stop_token_ids: StopTokenIds | None = None
-    seed: Annotated[StrictInt, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    seed: Annotated[StrictInt, limits_of("seed")] | None = None
+    presence_penalty: Annotated[Number, limits_of("presence_penalty")] | None = None
+    frequency_penalty: Annotated[Number, limits_of("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[Number, limits_of("repetition_penalty")] | None = None
     logit_bias: LogitBias | None = None
-    min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    min_tokens: Annotated[StrictInt, limits_of("min_new_tokens")] | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
     bad_words: BadWords | None = None
