@@ -191,8 +191,8 @@ def test_the_last_tokens_of_a_truncated_prompt_are_kept(
 
 def test_the_context_limits_what_is_kept_and_the_tokenizer_what_is_truncated(prompts: PromptTokenizer) -> None:
     for num_kept, message in ((2049, "more than the model's context"), (0, "must be 1 or more"), (-2, "must be 1 or")):
-        request = completion(prompt=[5, 6], truncate_prompt_tokens=num_kept)
         with pytest.raises(ApiError, match=message) as rejection:
+            request = completion(prompt=[5, 6], truncate_prompt_tokens=num_kept)
             check(request)
             asyncio.run(prompts.prompts(request))
         assert (rejection.value.status, rejection.value.param) == (400, "truncate_prompt_tokens")
