@@ -8,12 +8,28 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from tcdeploy.bench.goodput import SLO_METRICS
+from tcdeploy.bench.goodput import SLO_METRICS, parse_slo
 from tcdeploy.bench.lengths import DISTRIBUTIONS
-from tcdeploy.bench.settings import check_arrivals, check_plot, check_positive, check_writable
+from tcdeploy.bench.settings import (
+    check_arrivals,
+    check_plot,
+    check_positive,
+    check_writable,
+    input_tokens,
+    json_copy,
+    measurement_option,
+    num_clients,
+    output_option,
+    output_tokens,
+    parse_list,
+    poisson_rate,
+    random_seed,
+)
 from tcdeploy.errors import UsageError
+from tcdeploy.planning.option import Option, option
 
 LENGTH_FIELDS = ("input_length", "output_length", "length_spread")
 TRACED_FIELDS = (
@@ -21,6 +37,16 @@ TRACED_FIELDS = (
     "prefix_groups", "turns", "think_time", "sweep",
 )  # fmt: skip
 SWEEP_FIELDS = ("sweep", "plot", "compare", "ttft_limit", "tpot_limit")
+SLO_OPTION = Option(
+    f"Report the requests that meet these limits in ms, of {', '.join(SLO_METRICS)}: ttft=200,itl=50",
+    "Measurement", metavar="LIST", parse=parse_slo,
+)  # fmt: skip
+server_option = partial(option, panel="Server")
+
+
+def _first_word(text: str) -> str | None:
+    """`serve` accepts several keys in the variable of the API key."""
+    return next(iter(text.split()), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,32 +57,61 @@ class ServeSettings:
     With `concurrency` 1 the client busy-waits, and needs a core that the server does not use.
     """
 
-    url: str
-    label: str | None = None  # None: the model's name
-    served_model: str | None = None
-    api_key: str | None = None
-    requests: int = 100  # sessions, if turns > 1
-    duration: float | None = None  # seconds during which requests arrive, instead of `requests`
-    input_length: int = 512
-    output_length: int = 128
-    length_spread: float = 0.0  # lengths are uniform within this share of the two above
-    lengths: str = "uniform"
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    concurrency: int = 0
-    shared_prefix: int = 0  # tokens before those of input_length
-    prefix_groups: int = 1
-    turns: int = 1
-    think_time: float = 0.0  # seconds
-    trace: str | None = None
-    sweep: tuple[float, ...] = ()  # request rates
-    ttft_limit: float = 500.0  # ms, of the 99th percentile
-    tpot_limit: float = 20.0  # ms, of the mean
-    slo: dict[str, float] = field(default_factory=dict)  # limit in ms by metric
-    plot: str | None = None
-    compare: tuple[str, ...] = ()  # JSON documents of earlier sweeps
-    output: str | None = None
-    seed: int = 0
+    url: str = server_option(
+        "http://127.0.0.1:8000", "Base URL of the server, without /v1", parse=lambda text: text.rstrip("/")
+    )
+    served_model: str | None = server_option(
+        None, "Model name in the requests [default: the first that the server lists]", metavar="NAME"
+    )
+    api_key: str | None = server_option(None, "API key, sent as a bearer token", has_variable=True, parse=_first_word)
+    label: str | None = server_option(
+        None, "Name of the server in table and plot [default: the model name]", metavar="NAME"
+    )
+    requests: int = measurement_option(100, "Number of requests; with --turns, of sessions")
+    duration: float | None = measurement_option(
+        None, "Seconds during which requests arrive at the request rate, instead of --requests"
+    )
+    request_rate: float = poisson_rate()
+    burstiness: float = measurement_option(
+        1.0, "Shape of the gamma-distributed intervals; 1: Poisson arrivals, below 1: bursts"
+    )
+    concurrency: int = num_clients()
+    input_length: int = input_tokens()
+    output_length: int = output_tokens()
+    length_spread: float = measurement_option(0.0, "Lengths are uniform within this share of both lengths; 0.5: +-50%")
+    lengths: str = measurement_option(
+        "uniform",
+        "Distribution of lengths; sharegpt: log-normal, means of 217 in and 198 out, at most 1,024",
+        metavar="|".join(DISTRIBUTIONS),
+    )
+    shared_prefix: int = measurement_option(
+        0, "Tokens that the prompts of a group share, before those of --input-length"
+    )
+    prefix_groups: int = measurement_option(1, "Number of different shared prefixes")
+    turns: int = measurement_option(
+        1, "Requests of a session, each of which continues the previous prompt; the request rate counts sessions"
+    )
+    think_time: float = measurement_option(0.0, "Seconds between a response and the next request of its session")
+    trace: str | None = measurement_option(
+        None,
+        "Send the requests of a JSONL file with timestamp (s), input_length and output_length per line",
+        metavar="FILE",
+    )
+    slo: dict[str, float] = field(default_factory=dict, metadata={"option": SLO_OPTION})
+    sweep: tuple[float, ...] = measurement_option(
+        (),
+        "Run the load at each of these request rates: 4,8,12",
+        metavar="LIST",
+        parse=partial(parse_list, "--sweep", float, "numbers", "4,8"),
+    )
+    ttft_limit: float = measurement_option(500.0, "With --sweep: limit of the 99th percentile of the first token, ms")
+    tpot_limit: float = measurement_option(20.0, "With --sweep: limit of the mean time per token, ms")
+    plot: str | None = output_option(None, "With --sweep: plot latency over rate to this .png, .svg or .pdf file")
+    compare: tuple[str, ...] = output_option(
+        (), "Add the JSON document of an earlier sweep to the plot; may be repeated"
+    )
+    output: str | None = json_copy()
+    seed: int = random_seed()
 
     def __post_init__(self) -> None:
         for name in ("requests", "input_length", "output_length", "burstiness", "prefix_groups", "turns"):

@@ -1,4 +1,4 @@
-"""Settings of each benchmark, with their defaults and validation. Does not import torch.
+"""Settings of each benchmark, which are the options of its command, and their validation. Does not import torch.
 
 A settings object validates itself on construction. Lengths are checked against the model's context in
 `check_against_plan`, before weights are loaded.
@@ -9,27 +9,75 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.extras import require_extra
+from tcdeploy.planning.option import option
 from tcdeploy.planning.plan import Plan
 
 BASELINES = ("eager", "generate", "region")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
+def parse_list(flag: str, kind: Callable[[str], Any], numbers: str, example: str, text: str) -> tuple[Any, ...]:
+    """Numbers between commas. Raises UsageError."""
+    try:
+        return tuple(kind(word) for word in text.split(","))
+    except ValueError:
+        raise UsageError(f"{flag} is {text!r}, expected a list of {numbers}", f"{flag} {example}") from None
+
+
+def _parse_rate(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"--request-rate is {text!r}, expected a number", f"--request-rate 4, or {math.inf}") from None
+
+
+# Options of several benchmarks. Each call makes a field.
+measurement_option = partial(option, panel="Measurement")
+output_option = partial(option, panel="Output", metavar="FILE")
+json_copy = partial(output_option, None, "Also write the JSON document to this file")
+random_seed = partial(measurement_option, 0, "Seed of the random prompts and arrival times")
+baselines_option = partial(
+    measurement_option,
+    (),
+    "Also measure transformers' model with its own attention (eager: in a plain loop; generate: by its `generate`), or "
+    "attention and MLP as regions with CUDA graphs of their own; may be repeated",
+    name="baseline",
+    metavar="|".join(BASELINES),
+)
+price_option = partial(
+    measurement_option, None, "Price of the machine per hour; adds the cost of a million output tokens"
+)
+input_tokens = partial(measurement_option, 512, "Tokens per prompt")
+output_tokens = partial(measurement_option, 128, "Output tokens per request")
+poisson_rate = partial(
+    measurement_option,
+    math.inf,
+    "Requests per second, with Poisson arrivals; inf: all at once",
+    metavar="FLOAT",
+    parse=_parse_rate,
+)
+num_clients = partial(
+    measurement_option, 0, "Clients that each send the next request after a response; 0: use --request-rate"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
-    """Settings that all benchmarks of a deployment share: baselines, output files, price and seed."""
+    """Settings of all benchmarks of a deployment. Baselines and price are options of those that declare them again."""
 
     baselines: tuple[str, ...] = ()
-    plot: str | None = None  # path of a picture
-    output: str | None = None  # path of a copy of the JSON document
+    plot: str | None = output_option(None, "Write a plot to this .png, .svg or .pdf file")
+    output: str | None = json_copy()
     price_per_hour: float | None = None  # of the machine, in any currency
-    seed: int = 0
+    seed: int = random_seed()
 
     def __post_init__(self) -> None:
         for name in self.baselines:
@@ -48,10 +96,14 @@ class DecodeSettings(CommonSettings):
     """`context_length` None: DEFAULT_CONTEXT. Either is reduced for buckets whose sequences do not fit the KV cache."""
 
     DEFAULT_CONTEXT = 512
-    context_length: int | None = None
-    repeats: int = 30  # isolated steps
-    steps: int = 64  # engine steps
-    breakdown: bool = False
+    context_length: int | None = measurement_option(
+        None, f"Context tokens per sequence [default: {DEFAULT_CONTEXT}, or less if the KV cache is smaller]"
+    )
+    repeats: int = measurement_option(30, "Isolated steps per bucket")
+    steps: int = measurement_option(64, "Engine steps per bucket")
+    breakdown: bool = measurement_option(False, "Add GPU time by kind of kernel and between kernels; needs a GPU")
+    baselines: tuple[str, ...] = baselines_option()
+    price_per_hour: float | None = price_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,8 +124,14 @@ class PrefillSettings(CommonSettings):
     """`lengths` None: those of DEFAULT_LENGTHS that fit the context."""
 
     DEFAULT_LENGTHS = (128, 512, 1024, 2048)
-    lengths: tuple[int, ...] | None = None
-    repeats: int = 20  # prompts of each length
+    lengths: tuple[int, ...] | None = measurement_option(
+        None,
+        f"Prompt lengths in tokens [default: {','.join(map(str, DEFAULT_LENGTHS))}, up to the context]",
+        metavar="LIST",
+        parse=partial(parse_list, "--lengths", int, "integers", "128,512"),
+    )
+    repeats: int = measurement_option(20, "Prompts per length")
+    baselines: tuple[str, ...] = baselines_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,11 +149,13 @@ class ThroughputSettings(CommonSettings):
     """Requests with Poisson arrivals at `request_rate` per second (infinity: all at once), or by `concurrency`
     clients."""
 
-    requests: int = 64
-    input_length: int = 512
-    output_length: int = 128
-    request_rate: float = math.inf
-    concurrency: int = 0  # clients that send a request after each response; 0: arrivals by request_rate
+    requests: int = measurement_option(64, "Number of requests")
+    input_length: int = input_tokens()
+    output_length: int = output_tokens()
+    request_rate: float = poisson_rate()
+    concurrency: int = num_clients()
+    baselines: tuple[str, ...] = baselines_option()
+    price_per_hour: float | None = price_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,10 +177,17 @@ class StartupSettings(CommonSettings):
     unpacked into it.
     """
 
-    source: Literal["cold", "cache", "bundle"] = "cold"
-    bundle: str | None = None
-    warm_runs: int = 1
-    prompt_length: int = 128
+    source: Literal["cold", "cache", "bundle"] = measurement_option(
+        "cold",
+        "cold: one start with an empty cache folder, and warm starts from it; cache: warm starts from the folder in "
+        "--cache-dir; bundle: warm starts from the file in --bundle",
+        name="from",
+    )
+    bundle: str | None = measurement_option(
+        None, "With --from bundle: the file, which is unpacked into a temporary folder", metavar="FILE"
+    )
+    warm_runs: int = measurement_option(1, "Number of warm starts")
+    prompt_length: int = measurement_option(128, "Tokens of the first prompt")
 
     def __post_init__(self) -> None:
         super().__post_init__()

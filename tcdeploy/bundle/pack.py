@@ -38,7 +38,7 @@ from tcdeploy.cache.trust.signing import default_trusted_keys_folder, sign
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.host.regular_file import open_regular
 from tcdeploy.host.temporary_files import temporary_folder
-from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX
+from tcdeploy.planning.option import ENVIRONMENT_PREFIX
 
 
 class WarmStartRequiredError(TcdeployError):

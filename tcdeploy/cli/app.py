@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from tcdeploy.cli.deprecated import replace_renamed_flags
 from tcdeploy.cli.docstrings import restore_docstring
 from tcdeploy.cli.foreign_errors import PARSER_ERROR, is_help, parser_error, variable_error
 from tcdeploy.cli.lazy_group import LazyGroup
@@ -85,7 +84,6 @@ def main() -> None:
     configure_process()
     if sys.flags.optimize >= WITHOUT_DOCSTRINGS:
         restore_docstring(root)
-    sys.argv[1:] = replace_renamed_flags(sys.argv[1:])
     try:
         check_encoding(sys.argv[1:], os.environ)
         sys.exit(_run())

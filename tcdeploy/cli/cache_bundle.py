@@ -19,19 +19,19 @@ from tcdeploy.cli.cache_target import (
     original_recipe,
     read_plan_manifest,
 )
-from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.options import RecipeOptions, options_command
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, TrustedKeys
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.environment import installed_versions
-from tcdeploy.planning.recipe import Recipe, build_recipe
+from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
     from tcdeploy.bundle.verify import BucketReplay
 
 
-@recipe_command
+@options_command
 def pack(
     recipe: Recipe,
     out: Annotated[Path, typer.Option("--out", "-o", help="Bundle to write", metavar="FILE.tcb")],
@@ -56,7 +56,7 @@ def pack(
     folder = Path(recipe.model)
     if is_cache_folder(folder):
         check_folder(folder, recipe.trust_cache_dir, must_exist=True)
-        if recipe != build_recipe({"model": recipe.model, "trust_cache_dir": recipe.trust_cache_dir}):
+        if recipe != RecipeOptions({"model": recipe.model, "trust_cache_dir": recipe.trust_cache_dir}).build():
             raise UsageError(f"{folder} is a cache folder: recipe flags do not apply", "--plan KEY selects a plan")
         plan_key = plan or packing.single_plan_key(folder)
     else:
@@ -210,7 +210,7 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay
     with display.show_progress() as progress:
         from tcdeploy.start.prepare import prepare
 
-        deployment = prepare(build_recipe(flags, bundle_recipe=original_recipe(packed)), progress)
+        deployment = prepare(RecipeOptions(flags).build(bundle_recipe=original_recipe(packed)), progress)
     missed = [record.bucket for record in deployment.records if record.outcome in ("miss", "uncached")]
     if missed:
         raise ThresholdError(

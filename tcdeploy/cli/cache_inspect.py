@@ -20,15 +20,15 @@ from tcdeploy.cli.cache_target import (
     read_single_manifest,
     require_cache_folder,
 )
-from tcdeploy.cli.options import RecipeOptions, recipe_options_command
+from tcdeploy.cli.options import RecipeOptions, options_command
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import MismatchError, UsageError
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
-@recipe_options_command
-def why(options: RecipeOptions, target: Target, json: Json = False) -> None:
+@options_command
+def why(target: Target, options: RecipeOptions, json: Json = False) -> None:
     """Predict cache hits on this machine without starting anything. Exits with code 3 if a bucket would miss.
 
     For each miss: which property of the environment, model or plan differs, and the seconds that compiling will

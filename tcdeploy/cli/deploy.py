@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import signal
 import sys
@@ -19,13 +18,12 @@ from tcdeploy.planning.extras import require_extra
 if TYPE_CHECKING:
     from tcdeploy.scale.ray_cluster import Deployed
     from tcdeploy.scale.ray_config import ModelEntry
+    from tcdeploy.scale.replica import ReplicaSettings
 
 ENTRY_HINT = "an entry is, for example: {serve: 'builtin:tiny --device cpu', num_replicas: 2}"
 PARSE_ERROR: Any = typer.BadParameter.__base__  # the UsageError of click, which typer does not export
-REFUSED = {  # options of `serve` for connections and logs, which are Ray's, and for the command's own output
-    "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "stall_timeout", "log_requests", "log_prompts",
-    "log_level", "budget", "dry_run", "json",
-}  # fmt: skip
+# Further options of `serve` that Ray replaces, or that are for the command's own output.
+REFUSED = {"root_path", "budget", "dry_run", "json"}
 
 
 def deploy(
@@ -209,14 +207,14 @@ def _application_name(model: str) -> str:
     return "".join(character if character.isalnum() or character in "-_." else "-" for character in last)
 
 
-def _read_replica(place: str, arguments: str) -> Any:
+def _read_replica(place: str, arguments: str) -> ReplicaSettings:
     """Raises UsageError, whose message begins with `place`."""
     from typer.main import get_command
 
     from tcdeploy.cli.option_values import Command
-    from tcdeploy.cli.options import RecipeOptions
-    from tcdeploy.cli.serve import read_arguments, serve
-    from tcdeploy.planning.recipe import Recipe
+    from tcdeploy.cli.options import arguments_of
+    from tcdeploy.cli.remote_cache import cache_source
+    from tcdeploy.cli.serve import TRACING, complete_settings, serve
     from tcdeploy.scale.replica import ReplicaSettings
 
     try:
@@ -225,22 +223,29 @@ def _read_replica(place: str, arguments: str) -> Any:
         raise UsageError(f"{place}: serve cannot be split into words: {error}", ENTRY_HINT) from error
     app = typer.Typer(rich_markup_mode=None)
     app.command(cls=Command)(serve)
-    command = get_command(app)
     try:
-        context = command.make_context("serve", words)
+        context = get_command(app).make_context("serve", words)
     except PARSE_ERROR as error:
         raise UsageError(f"{place}: {error.format_message()}", "tcdeploy serve --help lists the options") from error
-    values = context.params
-    for name in values:
+    except UsageError as error:  # an option that was renamed
+        raise UsageError(f"{place}: {error.message}", error.hint) from error
+    _refuse_options(place, context)
+    values = arguments_of(serve, context.params)
+    settings = complete_settings(values["settings"], values["recipe"])
+    if settings.otlp_endpoint:
+        require_extra("otel", TRACING)
+    cache = cache_source(values["cache_from"], values["allow_unsigned"], values["allow_rollback"])
+    trusted_keys = None if values["trusted_keys"] is None else str(values["trusted_keys"])
+    return ReplicaSettings(values["recipe"], settings, cache, trusted_keys)
+
+
+def _refuse_options(place: str, context: typer.Context) -> None:
+    """Raises UsageError for options that have no effect on Ray Serve."""
+    from tcdeploy.planning.option import flag_name, variable_name
+    from tcdeploy.scale.ray_config import NOT_SENT
+
+    for name in context.params:
         source = context.get_parameter_source(name)
-        if name in REFUSED and source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"):
-            option = f"--{name.replace('_', '-')}" if source.name == "COMMANDLINE" else f"TCDEPLOY_{name.upper()}"
+        if name in REFUSED | NOT_SENT and source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"):
+            option = flag_name(name) if source.name == "COMMANDLINE" else variable_name(name)
             raise UsageError(f"{place}: {option} has no effect on Ray Serve", f"omit {option}")
-    flags = {item.name: values.pop(item.name) for item in dataclasses.fields(Recipe)}
-    recipe = RecipeOptions(flags, values.pop("recipe")).build()
-    del values["dry_run"], values["json"]
-    parsed = read_arguments(recipe, **values)
-    if parsed.settings.otlp_endpoint:
-        require_extra("otel", "export traces (--otlp-endpoint)")
-    trusted_keys = None if parsed.trusted_keys is None else str(parsed.trusted_keys)
-    return ReplicaSettings(parsed.recipe, parsed.settings, parsed.cache, trusted_keys)

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tcdeploy.cli.deprecated import add_old_json_keys
 from tcdeploy.cli.start_tables import compile_table, plan_table, warm_table
 from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, fit_all, wrap
 from tcdeploy.errors import OutputError, SpaceError
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
     from tcdeploy.planning.plan import Plan
     from tcdeploy.start.deployment import Deployment
 
-JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed
+JSON_SCHEMA = 3  # raise when a key of any report is renamed or removed
 MAX_LAYER_KINDS = 4  # a model has at most this many kinds of layers; the layers of a kind share a program
-COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json", "--explain-breaks")  # of warm and compile
+COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json")  # of warm and compile
 COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")  # take a value
 
 
@@ -381,4 +380,4 @@ def _print_json(command: str, **content: Any) -> None:
 
 def json_document(command: str, **content: Any) -> str:
     document = {"schema": JSON_SCHEMA, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **content}
-    return json.dumps(add_old_json_keys(document), indent=1)
+    return json.dumps(document, indent=1)

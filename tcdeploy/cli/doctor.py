@@ -10,7 +10,7 @@ import typer
 from tcdeploy.cli.cache_target import TrustCacheDir
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import Interrupted, ThresholdError
-from tcdeploy.server.settings import ServerSettings
+from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings
 
 
 def doctor(
@@ -36,7 +36,10 @@ def doctor(
     from tcdeploy.doctor.report import bug_report
     from tcdeploy.doctor.result import Request
 
-    request = Request(cache_dir=cache_dir, is_trusted=trust_cache_dir, port=port, is_offline=offline)
+    request = Request(
+        cache_dir=cache_dir, is_trusted=trust_cache_dir, port=port, is_offline=offline,
+        other_variables=SERVER_VARIABLES,
+    )  # fmt: skip
     if sys.stderr.isatty():
         print("checking this machine, which takes about 10 s ...", file=sys.stderr, flush=True)
     try:

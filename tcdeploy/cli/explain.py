@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.options import options_command
 from tcdeploy.cli.report_options import Json, warn_if_busy
 from tcdeploy.errors import ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tcdeploy.explain.trace_folder import WrittenTrace
 
 
-@recipe_command
+@options_command
 def explain(
     recipe: Recipe,
     measure: Annotated[

@@ -259,23 +259,6 @@ def explanation_document(explanation: Explanation, trace: WrittenTrace | None) -
     )
 
 
-def breaks_document(explanation: Explanation) -> str:
-    """The document of `compile --explain-breaks`, in which `region` is the class of the region's module."""
-    types = {region.kind: region.type for region in explanation.regions}
-    breaks = [
-        {
-            "region": types.get(finding.region, finding.region),
-            "reason": finding.torch_reason,
-            "file": finding.location.file,
-            "line": finding.location.line,
-            "source": finding.location.code,
-        }
-        for finding in explanation.findings
-        if finding.kind == "graph break"
-    ]
-    return json_document("explain-breaks", breaks=breaks)
-
-
 def _finding_document(finding: Finding) -> dict[str, Any]:
     location = finding.location
     document = dataclasses.asdict(finding)

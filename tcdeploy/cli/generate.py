@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
-from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.options import RecipeOptions, options_command
 from tcdeploy.cli.report_options import Json
 from tcdeploy.cli.text_input import read_text
 from tcdeploy.engine.schedule.sequence import DEFAULTS, SamplingParams
 from tcdeploy.errors import UsageError
 from tcdeploy.host.gc_policy import freeze_gc_after_startup
-from tcdeploy.planning.recipe import Recipe
+from tcdeploy.planning.option import option
 from tcdeploy.text.chat_template import start_renderer
 
 if TYPE_CHECKING:
     from tcdeploy.start.deployment import Deployment
 
 
-def _help(text: str, param: str) -> str:
-    return f"{text} [default: the model's (see --generation-config), else {DEFAULTS[param]}]"
+def _text_option(help: str, param: str) -> Any:
+    default = f"[default: the model's (see --generation-config), else {DEFAULTS[param]}]"
+    return option(None, f"{help} {default}", "Text")
 
 
-@recipe_command
+@dataclass(frozen=True)
+class SamplingFlags:
+    """None: not given."""
+
+    max_new_tokens: int | None = _text_option("Maximum number of tokens to generate", "max_new_tokens")
+    temperature: float | None = _text_option("Sampling temperature; 0 is greedy", "temperature")
+    top_k: int | None = _text_option("Sample from the k most likely tokens; 0: from all", "top_k")
+    top_p: float | None = _text_option("Sample from the most likely tokens whose probabilities add up to this", "top_p")
+    seed: int | None = option(None, "Random seed for sampling", "Text")
+
+
+@options_command
 def generate(
-    recipe: Recipe,
+    options: RecipeOptions,
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; - reads it from stdin", metavar="PROMPT", show_default=False)
     ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=_help("Maximum number of tokens to generate", "max_new_tokens"))
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help=_help("Sampling temperature; 0 is greedy", "temperature"))
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help=_help("Sample from the k most likely tokens; 0: from all", "top_k"))
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help=_help("Sample from the most likely tokens whose probabilities add up to this", "top_p")),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed for sampling", rich_help_panel="Text")] = None,
+    *,
+    sampling: SamplingFlags,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to PROMPT")] = False,
     budget: Budget = None,
     json: Json = False,
@@ -52,13 +53,11 @@ def generate(
     """Generate a continuation of PROMPT with MODEL."""
     from tcdeploy.cli import display
 
-    flags: dict[str, Any] = {
-        name: value
-        for name, value in {
-            "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed
-        }.items()
-        if value is not None
-    }  # fmt: skip
+    if options.recipe is not None and prompt is None:  # the recipe names the model, so the only argument is the prompt
+        prompt = options.flags["model"]
+        options = RecipeOptions({**options.flags, "model": None}, options.recipe)
+    recipe = options.build()
+    flags = {name: value for name, value in vars(sampling).items() if value is not None}
     budget_seconds = parse_budget(budget)
     SamplingParams(**flags)  # an invalid value is an error before the model is loaded
     if prompt is None:
@@ -74,11 +73,17 @@ def generate(
         deployment = prepare(recipe, progress, needs_tokenizer=True)
     enforce_budget(deployment.stage_seconds, budget_seconds)
     freeze_gc_after_startup()
+    _stream(deployment, recipe.model, text, flags, chat, json)
+
+
+def _stream(deployment: Deployment, model: str, text: str, flags: dict[str, Any], chat: bool, json: bool) -> None:
+    """Print the completion while it is generated, or all of it as JSON."""
+    from tcdeploy.cli import display
     from tcdeploy.text.detokenizer import IncrementalDetokenizer, chat_prompt
 
     tokenizer = deployment.tokenizer
     if chat and not tokenizer.chat_template:
-        raise UsageError(f"{recipe.model} has no chat template", "remove --chat")
+        raise UsageError(f"{model} has no chat template", "remove --chat")
     token_ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
     params = _sampling_params(deployment, flags, len(token_ids))
     detokenizer = IncrementalDetokenizer(tokenizer)

@@ -1,61 +1,37 @@
 """The help of a command: its options in panels, the less common ones only with --help-all.
 
-typer's own panels need rich, whose import would double the time of `--help`; these are sections of plain text. The
-panel of an option follows from its parameter's name, so that all commands show the same option in the same panel.
+typer's own panels need rich, whose import would double the time of `--help`; these are sections of plain text. Options
+that are derived from fields (options.py) name their panels. Those of others follow from the parameter's name, so that
+all commands show the same option in the same panel.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterable, Set
 from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
 
 PANELS = {
-    "Model": (
-        "model", "recipe", "revision", "load_format", "trust_remote_code", "generation_config", "device", "dtype",
-    ),
-    "Plan": (
-        "context", "buckets", "batch_sizes", "mode", "programs", "attention", "memory_fraction", "tune_seconds",
-        "region", "graphs", "shapes", "mixed_steps", "itl_target", "max_consecutive_prefills", "block_size",
-        "kv_blocks", "missed_shapes",
-    ),
-    "Text": ("max_new_tokens", "temperature", "top_k", "top_p", "chat"),
-    "Server": (
-        "host", "port", "url", "api_key", "served_model_name", "served_model", "label", "start", "chat_template",
-        "tool_parser", "reasoning_parser", "log_requests", "log_prompts", "log_level", "metrics_prefix",
-        "otlp_endpoint", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile", "max_queued", "stall_timeout",
-        "drain_timeout", "canary_interval", "canary_strict",
-    ),
+    "Model": ("model", "recipe"),
+    "Plan": ("missed_shapes",),
+    "Text": ("chat",),
+    "Server": ("port",),
     "Ray": ("ray", "address", "timeout"),
-    "Measurement": (
-        "source", "bundle", "context_length", "repeats", "steps", "warm_runs", "prompt_length", "breakdown", "baseline",
-        "requests", "duration", "request_rate", "burstiness", "concurrency", "input_length", "output_length",
-        "length_spread", "lengths", "shared_prefix", "prefix_groups", "turns", "think_time", "trace", "slo", "sweep",
-        "ttft_limit", "tpot_limit", "price_per_hour", "seed", "measure", "kernels",
-    ),
+    "Measurement": ("trace", "measure", "kernels"),
     "Cache": (
-        "cache_dir", "cache_from", "cache_to", "require_hit", "compile", "on_bad_cache", "trust_cache_dir",
-        "older_than", "max_size", "unlisted", "any_environment", "plan", "run",
+        "cache_dir", "cache_from", "cache_to", "require_hit", "trust_cache_dir", "older_than", "max_size", "unlisted",
+        "any_environment", "plan", "run",
     ),
     "Signatures": ("key", "require_signed", "allow_unsigned", "allow_rollback", "trusted_keys"),
-    "Output": (
-        "out", "dry_run", "explain_breaks", "offline", "report", "budget", "plot", "compare",
-        "output", "json", "help", "help_all",
-    ),
+    "Output": ("out", "dry_run", "offline", "report", "budget", "json", "help", "help_all"),
 }  # fmt: skip
 OTHER = "Options"
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
-# Shown by --help-all only.
-ADVANCED = {
-    "load_format", "generation_config", "tune_seconds", "region", "graphs", "shapes", "mixed_steps",
-    "itl_target", "max_consecutive_prefills", "block_size", "kv_blocks", "stall_timeout", "canary_interval",
-    "canary_strict", "on_bad_cache", "trust_cache_dir", "allow_rollback", "log_level", "log_prompts", "metrics_prefix",
-    "otlp_endpoint", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile", "chat_template", "tool_parser",
-    "reasoning_parser",
-}  # fmt: skip
+ADVANCED = "advanced"  # in the annotation of a parameter: shown by --help-all only
 # Of the options of a recipe (options.py), and those that typer writes, alone or before the default.
 ENVIRONMENT_NOTE = re.compile(r" +\[env(?: var)?: TCDEPLOY_\w+\]|(?<=\[)env var: TCDEPLOY_\w+; ")
 MIN_ADVANCED = 6  # of a command with fewer, all options are shown
@@ -87,10 +63,15 @@ def _help_all(
     """Only its parameter is used."""
 
 
-def write_panels(parameters: Iterable[Any], ctx: Any, formatter: Any) -> None:
+def advanced_names(function: Callable[..., Any]) -> set[str]:
+    """The parameters of a command that are marked as advanced."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    return {name for name, hint in hints.items() if ADVANCED in getattr(hint, "__metadata__", ())}
+
+
+def write_panels(parameters: Iterable[Any], advanced: Set[str], ctx: Any, formatter: Any) -> None:
     """Write a section for the arguments and for each panel. Without --help-all, common options and a note."""
-    parameters = list(parameters)
-    hidden = {item.name for item in parameters} & ADVANCED
+    hidden = advanced
     if ctx.meta.get(ALL_KEY) or len(hidden) < MIN_ADVANCED:
         hidden = set()
     sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *PANELS, OTHER)}

@@ -13,8 +13,10 @@ from typing import Any, Literal
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from tcdeploy.cli.completion import complete_values
-from tcdeploy.cli.help_panels import help_all_option, write_panels
-from tcdeploy.planning.recipe import field_type
+from tcdeploy.cli.foreign_errors import PARSER_ERROR
+from tcdeploy.cli.help_panels import advanced_names, help_all_option, write_panels
+from tcdeploy.errors import UsageError
+from tcdeploy.planning.option import RENAMED, field_type
 
 NUMBER_PATTERNS = {int: re.compile("-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")}
 
@@ -51,9 +53,19 @@ class Command(HelpWithoutConversion, TyperCommand):
                 _replace_conversion(parameter, kind)
                 complete_values(parameter, kind)
         self.params.append(help_all_option())
+        self.advanced = advanced_names(attributes["callback"])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except PARSER_ERROR as error:
+            flag = getattr(error, "option_name", None)
+            if flag in RENAMED:
+                raise UsageError(f"{flag} is now {RENAMED[flag]}", f"use {RENAMED[flag]}") from None
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        write_panels(self.get_params(ctx), ctx, formatter)
+        write_panels(self.get_params(ctx), self.advanced, ctx, formatter)
 
 
 def _replace_conversion(parameter: TyperArgument | TyperOption, kind: Any) -> None:

@@ -1,82 +1,172 @@
-"""Command-line options for the fields of `Recipe`. Their names, defaults and help come from the dataclass.
+"""Makes the options of a command from dataclasses of options (planning/option.py).
 
-`recipe_command` adds MODEL, --recipe and one option per field to a command, which receives the finished `Recipe` as
-its first argument. `recipe_options_command` passes `RecipeOptions` instead, so that the command can supply defaults
-of its own (those of a bundle's recipe); the command's arguments then come before MODEL.
+`options_command` replaces each parameter of a command that is such a dataclass by one flag per field. The command
+receives the finished object, whose class checks the values. For a `Recipe`, or `RecipeOptions`, it adds MODEL in the
+place of the parameter, and --recipe and one flag per field after all others.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
-from typing import Annotated, Any, Literal
+from dataclasses import MISSING, Field, dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from tcdeploy.cli.help_panels import ADVANCED
 from tcdeploy.cli.interrupts import repeating_ignored_interrupts
-from tcdeploy.errors import Interrupted
+from tcdeploy.errors import Interrupted, UsageError
 from tcdeploy.host.interpreter import check_interpreter
-from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_type
+from tcdeploy.planning.option import Option, field_type, flag_name, options_of, variable_name
+from tcdeploy.planning.recipe import Recipe, build_recipe
 
 MODEL_HELP = "Hub id, local folder or builtin:tiny; optional if the recipe names a model"
+INTERRUPT_HINT = "run the command again; finished programs are in the cache"
+METAVARS = {bool: None, int: "INTEGER", float: "FLOAT", str: "TEXT"}  # of a recipe's options
+Values = dict[str, Any]  # of options, by the names of their parameters
 
 
 @dataclass(frozen=True)
 class RecipeOptions:
     """Values of the flags by field name (None: flag not present), and the name or path of the recipe."""
 
-    flags: dict[str, Any]
-    recipe: str | None
+    flags: Values
+    recipe: str | None = None
 
     def build(self, bundle_recipe: Mapping[str, Any] | None = None) -> Recipe:
         """Merge flags, environment, recipe file and `bundle_recipe`; the first has precedence. Raises UsageError."""
+        from tcdeploy.server.settings import SERVER_VARIABLES
+
         check_interpreter()
-        return build_recipe(self.flags, self.recipe, bundle_recipe=bundle_recipe)
+        return build_recipe(self.flags, self.recipe, bundle_recipe=bundle_recipe, other_variables=SERVER_VARIABLES)
 
 
-def recipe_command(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the first parameter, `recipe: Recipe`, by the options from which it is built."""
+def options_command(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameters that are dataclasses of options by these options."""
+    parameters: list[inspect.Parameter] = []
+    recipe_parameters: list[inspect.Parameter] = []
+    takers: dict[str, Callable[[Values], Any]] = {}
+    for item in inspect.signature(command, eval_str=True).parameters.values():
+        kind = item.annotation
+        if kind is Recipe or kind is RecipeOptions:
+            parameters.append(_model_argument())
+            recipe_parameters = [_recipe_option(), *map(_recipe_flag, _flags(Recipe)[1:])]  # without the model
+            takers[item.name] = _take_recipe if kind is Recipe else _take_recipe_options
+        elif dataclasses.is_dataclass(kind):
+            parameters += map(_setting_flag, _flags(kind))
+            takers[item.name] = functools.partial(_take_settings, kind)
+        else:
+            parameters.append(item.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    parameters += recipe_parameters
 
-    def build(options: RecipeOptions, **kwargs: Any) -> None:
-        if options.recipe is not None and "prompt" in kwargs and kwargs["prompt"] is None:
-            kwargs["prompt"] = options.flags["model"]  # the recipe names the model, so the only argument is the prompt
-            options = RecipeOptions({**options.flags, "model": None}, options.recipe)
-        command(options.build(), **kwargs)
-
-    return _with_recipe_options(command, build, model_first=True)
-
-
-def recipe_options_command(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the first parameter, `options: RecipeOptions`, by the options from which a recipe is built."""
-    return _with_recipe_options(command, command, model_first=False)
-
-
-def _with_recipe_options(
-    command: Callable[..., None], call: Callable[..., None], model_first: bool
-) -> Callable[..., None]:
-    command_parameters = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    recipe_options = [_recipe_option(), *_field_options()]
+    def take_arguments(values: Values) -> dict[str, Any]:
+        return {name: take(values) for name, take in takers.items()} | values
 
     @functools.wraps(command)
-    def run(**kwargs: Any) -> None:
-        recipe_name = kwargs.pop("recipe")
-        flags = {item.name: kwargs.pop(item.name) for item in fields(Recipe)}
+    def run(**values: Any) -> Any:
         try:
             with repeating_ignored_interrupts():
-                call(RecipeOptions(flags, recipe_name), **kwargs)
+                return command(**take_arguments(values))
         except KeyboardInterrupt:  # typer would exit without a message
-            raise Interrupted("interrupted", "run the command again; finished programs are in the cache") from None
+            raise Interrupted("interrupted", INTERRUPT_HINT if recipe_parameters else "") from None
 
-    model = [_model_argument()]
-    ordered = [*model, *command_parameters] if model_first else [*command_parameters, *model]
-    parameters = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in (*ordered, *recipe_options)]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     del run.__wrapped__  # typer would follow it to the original signature
     run.__annotations__ = {item.name: item.annotation for item in parameters}
+    run.take_arguments = take_arguments  # type: ignore[attr-defined]
     return run
+
+
+def arguments_of(command: Any, values: Values) -> dict[str, Any]:
+    """The arguments that a command with `options_command` gets for these values of its options."""
+    return command.take_arguments(values)
+
+
+def _take_recipe_options(values: Values) -> RecipeOptions:
+    """Removes the values from `values`, as the functions below."""
+    return RecipeOptions(
+        {flag.field.name: values.pop(flag.field.name) for flag in _flags(Recipe)}, values.pop("recipe")
+    )
+
+
+def _take_recipe(values: Values) -> Recipe:
+    return _take_recipe_options(values).build()
+
+
+def _take_settings(kind: Any, values: Values) -> Any:
+    """An option that is not given and has no default is left to the class."""
+    taken = {flag: values.pop(flag.field.name) for flag in _flags(kind)}
+    return kind(**{flag.field.name: _field_value(flag, value) for flag, value in taken.items() if value is not None})
+
+
+def _field_value(flag: _Flag, value: Any) -> Any:
+    choices, parse = flag.option.choices, flag.option.parse
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    if choices and value not in choices:
+        text = f"{flag.name} is {value!r}; it must be {', '.join(choices[:-1])} or {choices[-1]}"
+        raise UsageError(text, f"{flag.name} {choices[0]}")
+    return value if parse is None else parse(value)
+
+
+class _Flag(NamedTuple):
+    """An option, with what follows from the name and the type of its field."""
+
+    name: str
+    variable: str
+    field: Field[Any]
+    type: Any  # without None
+    option: Option  # with the choices and the metavar of a Literal
+
+
+@functools.cache
+def _flags(kind: Any) -> tuple[_Flag, ...]:
+    hints, flags = typing.get_type_hints(kind), []
+    for name, (item, option) in options_of(kind).items():
+        of_type = field_type(hints[item.name])
+        if typing.get_origin(of_type) is Literal:
+            choices = typing.get_args(of_type)
+            option = option._replace(choices=choices, metavar="|".join(choices))
+        flags.append(_Flag(flag_name(name), variable_name(name), item, of_type, option))
+    return tuple(flags)
+
+
+def _setting_flag(flag: _Flag) -> inspect.Parameter:
+    """Choices are checked by `_field_value`, so typer gets text."""
+    given_type, default = flag.type, None if flag.field.default in ((), MISSING) else flag.field.default
+    if flag.type == tuple[str, ...]:
+        given_type = list[str]
+    elif flag.option.choices or flag.option.parse:
+        given_type, default = str, None if default is None else f"{default}"
+    variable = flag.variable if flag.option.has_variable else None
+    option = typer.Option(
+        flag.name, help=flag.option.help, metavar=flag.option.metavar, envvar=variable,
+        rich_help_panel=flag.option.panel,
+    )  # fmt: skip
+    return _parameter(flag, default, given_type if default is not None else given_type | None, option)
+
+
+def _recipe_flag(flag: _Flag) -> inspect.Parameter:
+    """Its default is None, since the recipe may be set elsewhere. Choices and lists are parsed by the recipe, so that
+    their errors read the same as in a YAML file.
+    """
+    default = flag.field.default
+    default_note = "" if default in (None, MISSING, False) else f" [default: {default}]"
+    option = typer.Option(
+        f"{flag.name}/--no-{flag.name[2:]}" if flag.type is bool else flag.name,
+        help=f"{flag.option.help}{default_note} [env: {flag.variable}]",
+        metavar=flag.option.metavar or METAVARS.get(flag.type, "LIST"), rich_help_panel=flag.option.panel,
+    )  # fmt: skip
+    return _parameter(flag, None, (flag.type if flag.type in (int, float, bool) else str) | None, option)
+
+
+def _parameter(flag: _Flag, default: Any, given_type: Any, option: Any) -> inspect.Parameter:
+    annotation = Annotated[given_type, option, ADVANCED] if flag.option.is_advanced else Annotated[given_type, option]
+    return inspect.Parameter(flag.field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _model_argument() -> inspect.Parameter:
@@ -86,35 +176,6 @@ def _model_argument() -> inspect.Parameter:
 
 def _recipe_option() -> inspect.Parameter:
     annotation = Annotated[
-        str | None,
-        typer.Option(help="Recipe name (see `tcdeploy recipes`) or path of a YAML file", metavar="NAME"),
+        str | None, typer.Option(help="Recipe name (see `tcdeploy recipes`) or path of a YAML file", metavar="NAME")
     ]
     return inspect.Parameter("recipe", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-@functools.cache
-def _field_options() -> tuple[inspect.Parameter, ...]:
-    hints = typing.get_type_hints(Recipe)
-    return tuple(_field_option(item, field_type(hints[item.name])) for item in fields(Recipe) if item.name != "model")
-
-
-def _field_option(item: Field[Any], kind: Any) -> inspect.Parameter:
-    """Choices and lists are parsed by the recipe, so that their errors read the same as in a YAML file."""
-    flag = f"--{item.name.replace('_', '-')}"
-    names = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
-    option = typer.Option(names, help=_help(item), metavar=_metavar(kind), show_default=False)
-    parsed_type = kind if kind in (int, float, bool) else str
-    return inspect.Parameter(
-        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[parsed_type | None, option]
-    )
-
-
-def _help(item: Field[Any]) -> str:
-    default = "" if item.default in (None, MISSING, False) else f" [default: {item.default}]"
-    return f"{item.metadata['help']}{default} [env: {ENVIRONMENT_PREFIX}{item.name.upper()}]"
-
-
-def _metavar(kind: Any) -> str | None:
-    if typing.get_origin(kind) is Literal:
-        return "|".join(typing.get_args(kind))
-    return {bool: None, int: "INTEGER", float: "FLOAT", str: "TEXT"}.get(kind, "LIST")

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.cli.cache_target import BundleFile, read_single_manifest
+from tcdeploy.cli.help_panels import ADVANCED
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
@@ -26,6 +28,7 @@ AllowUnsigned = Annotated[
 AllowRollback = Annotated[
     bool,
     typer.Option("--allow-rollback", help="Accept a bundle that is older than the one it replaces"),
+    ADVANCED,
 ]
 TrustedKeys = Annotated[
     Path | None,
@@ -37,16 +40,17 @@ TrustedKeys = Annotated[
 ]
 
 
-def require_cache_from(cache_from: str | None, allow_unsigned: bool, allow_rollback: bool) -> None:
-    """Raises UsageError for options that have no effect without --cache-from."""
+def cache_source(cache_from: str | None, allow_unsigned: bool, allow_rollback: bool) -> CacheSource | None:
+    """Where the cache is fetched from. Raises UsageError for options that have no effect without --cache-from."""
+    if cache_from is not None:
+        return CacheSource(cache_from, allow_unsigned, allow_rollback)
     for name, is_set in (("--allow-unsigned", allow_unsigned), ("--allow-rollback", allow_rollback)):
-        if is_set and cache_from is None:
+        if is_set:
             raise UsageError(f"{name} needs --cache-from", f"add --cache-from URL, or remove {name}")
+    return None
 
 
-def fetch_cache(
-    recipe: Recipe, source: str, trusted_keys: Path | None, allow_unsigned: bool, allow_rollback: bool
-) -> float:
+def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None) -> float:
     """Fetch the plan's bundle into the cache folder, and return the seconds it took.
 
     A bundle from another environment is refused; the differences are printed to stderr as a table.
@@ -57,7 +61,7 @@ def fetch_cache(
 
     trusted = trusted_keys or signing.default_trusted_keys_folder()
     try:
-        fetched = fetch(recipe, source, trusted, allow_unsigned, allow_rollback)
+        fetched = fetch(recipe, cache.source, trusted, cache.allow_unsigned, cache.allow_rollback)
     except EnvironmentMismatchError as error:
         cache_display.show_differences(error.differences, sys.stderr)
         raise

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX
+from tcdeploy.planning.option import ENVIRONMENT_PREFIX
 
 
 def check_encoding(arguments: Sequence[str], environ: Mapping[str, str]) -> None:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
-from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import (
     AllowRollback,
     AllowUnsigned,
     CacheFrom,
     TrustedKeys,
+    cache_source,
     fetch_cache,
     push_cache,
-    require_cache_from,
 )
 from tcdeploy.cli.report_options import DryRun, Json, warn_if_busy
 from tcdeploy.errors import CompileError, ThresholdError, UsageError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tcdeploy.start.deployment import Deployment
 
 
-@recipe_command
+@options_command
 def warm(
     recipe: Recipe,
     dry_run: DryRun = False,
@@ -63,7 +63,7 @@ def warm(
         raise UsageError("--dry-run excludes --require-hit, --budget, --cache-from and --cache-to", "remove --dry-run")
     if key is not None and cache_to is None:
         raise UsageError("--sign needs --cache-to", "add --cache-to URL, or remove --sign")
-    require_cache_from(cache_from, allow_unsigned, allow_rollback)
+    cache = cache_source(cache_from, allow_unsigned, allow_rollback)
     budget_seconds, fetch_seconds = parse_budget(budget), 0.0
     if recipe.tune_seconds and not dry_run:
         warn_if_busy()
@@ -74,8 +74,8 @@ def warm(
 
             decided = decide(recipe, is_dry_run=dry_run)
             recipe = with_missed_shapes(recipe, decided.plan, read_missed_shapes(missed_shapes))
-        if cache_from is not None:
-            fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
+        if cache is not None:
+            fetch_seconds = fetch_cache(recipe, cache, trusted_keys)
         if dry_run:
             from tcdeploy.start.model_code import decide
 

@@ -28,14 +28,14 @@ def check_gpus(request: Request) -> Result:
     if described is None:
         return unchecked(request.probe.reason("gpus"))
     if described["gpus"]:
-        return judge_gpu(described, driver, _memory_fraction())
+        return judge_gpu(described, driver, _memory_fraction(request))
     return judge_missing_gpu(described, driver, request.probe.sections["torch"]["cuda"])
 
 
-def _memory_fraction() -> float:
+def _memory_fraction(request: Request) -> float:
     """The fraction of GPU memory that a start without flags may use."""
     try:
-        return recipe_from_variables().memory_fraction
+        return recipe_from_variables(request).memory_fraction
     except RecipeError:  # reported by check_variables
         return Recipe.memory_fraction
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,6 +57,7 @@ class Request:
     """What to check. Its checks run in several threads.
 
     cache_dir: as --cache-dir; None: the folder that a start would use.
+    other_variables: variables of tcdeploy that set no key of a recipe.
     run_probe: describes torch and the GPUs. It is called once, by the first check that needs it.
     busy: as `cpu_contention` returns it before the checks, which use the cores themselves.
     """
@@ -65,6 +66,7 @@ class Request:
     is_trusted: bool = False
     port: int = 0
     is_offline: bool = False
+    other_variables: Set[str] = frozenset()
     run_probe: Callable[[], TorchProbe] = run_torch_probe
     busy: str = field(default_factory=cpu_contention)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)

@@ -54,7 +54,7 @@ HARMFUL = {
 
 
 def check_variables(request: Request) -> list[Result]:
-    results = _check_own_variables()
+    results = _check_own_variables(request)
     for name, harmful in HARMFUL.items():
         value = os.environ.get(name)
         if value is not None and harmful.applies(value):
@@ -71,15 +71,15 @@ def check_variables(request: Request) -> list[Result]:
     return results or [ok("none that changes compilation or disables caches")]
 
 
-def recipe_from_variables() -> Recipe:
+def recipe_from_variables(request: Request) -> Recipe:
     """The recipe of a start without flags. Raises RecipeError."""
-    return build_recipe({"model": MODEL})
+    return build_recipe({"model": MODEL}, other_variables=request.other_variables)
 
 
-def _check_own_variables() -> list[Result]:
+def _check_own_variables(request: Request) -> list[Result]:
     """Every command on a model refuses unknown and invalid TCDEPLOY_ variables."""
     try:
-        recipe_from_variables()
+        recipe_from_variables(request)
     except RecipeError as error:
         return [blocking(error.message, error.hint)]
     return []

@@ -4,7 +4,7 @@ Precedence: flags, then environment (`TCDEPLOY_*`), then the recipe file, then t
 of the fields below. None means that planning decides and gives its reason. An unknown key is an error that suggests the
 nearest known one, because a recipe that is half ignored is worse than none.
 
-Each field's `help` is the only source of the CLI's help text and of the reference documentation.
+The flags, their help and the reference documentation are derived from the fields (option.py).
 
 Rejected: pydantic. It would be the heaviest import on the path to `--help`, and the fields have only five types, each
 with a short parser.
@@ -13,13 +13,12 @@ with a short parser.
 from __future__ import annotations
 
 import difflib
-import logging
+import functools
 import os
 import reprlib
-import types
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Mapping, Set
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +26,15 @@ import yaml
 
 from tcdeploy.errors import RecipeError
 from tcdeploy.planning.kubernetes import is_service_variable
+from tcdeploy.planning.option import (
+    ENVIRONMENT_PREFIX,
+    RENAMED,
+    field_type,
+    flag_name,
+    option,
+    options_of,
+    variable_name,
+)
 
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["cpu", "cuda"]
@@ -41,44 +49,39 @@ Shapes = Literal["bucket", "dynamic"]
 OnBadCache = Literal["refuse", "rebuild"]
 GenerationConfigSource = Literal["model", "none"]
 
-ENVIRONMENT_PREFIX = "TCDEPLOY_"
 ENVIRONMENT = "environment"  # as the source of a value
-SERVE_OPTIONS = (  # of the command `serve`, which have variables too
-    "host", "port", "api_key", "served_model_name", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile",
-    "max_queued", "stall_timeout", "drain_timeout", "canary_interval", "canary_strict", "start", "log_requests",
-    "log_level", "log_prompts", "otlp_endpoint", "metrics_prefix", "chat_template", "tool_parser", "reasoning_parser",
-)  # fmt: skip
-NON_RECIPE_VARIABLES = {
-    "TCDEPLOY_DEBUG", "TCDEPLOY_TRUSTED_KEYS", "TCDEPLOY_HOT_PATH_OFF",
-    *(f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in SERVE_OPTIONS),
-}  # fmt: skip
-RENAMED_KEYS = {"prefill_burst": "max_consecutive_prefills"}  # old name: new name; accepted for one release
-log = logging.getLogger("tcdeploy.planning")
-
-
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+SHARED_VARIABLES = frozenset({"TCDEPLOY_DEBUG", "TCDEPLOY_TRUSTED_KEYS"})  # of all commands; they set no key
+_option = functools.partial(option, panel="Plan")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The request, not yet checked against machine and model. Lengths in tokens, batch sizes in sequences."""
 
-    model: str = _option(MISSING, "hub id, local folder, or builtin:tiny")
-    revision: str | None = _option(None, "branch, tag or commit of a hub model")
-    load_format: LoadFormat = _option("auto", "auto: load the weights; dummy: random weights, only the config is read")
-    trust_remote_code: bool = _option(False, "run modelling code from the model repository")
+    model: str = _option(MISSING, "hub id, local folder, or builtin:tiny", panel="Model")
+    revision: str | None = _option(None, "branch, tag or commit of a hub model", panel="Model")
+    load_format: LoadFormat = _option(
+        "auto",
+        "auto: load the weights; dummy: random weights, only the config is read",
+        panel="Model",
+        is_advanced=True,
+    )
+    trust_remote_code: bool = _option(False, "run modelling code from the model repository", panel="Model")
     generation_config: GenerationConfigSource = _option(
         "model",
         "model: default sampling parameters come from the model's generation_config.json; none: ignore them, and use "
         "only the end-of-sequence ids",
+        panel="Model",
+        is_advanced=True,
     )
-    device: Device | None = _option(None, "device to run on; default: cuda if a GPU is present")
+    device: Device | None = _option(None, "device to run on; default: cuda if a GPU is present", panel="Model")
     dtype: DType | None = _option(
-        None, "default: the checkpoint's dtype on a GPU (bfloat16 if it is float32), float32 on a CPU"
+        None, "default: the checkpoint's dtype on a GPU (bfloat16 if it is float32), float32 on a CPU", panel="Model"
     )
     attention: Attention | None = _option(None, "prefill attention backend; default: the best supported one")
-    region: CompileUnit = _option("layer", "unit of compilation: decoder layer, or its attention and MLP blocks")
+    region: CompileUnit = _option(
+        "layer", "unit of compilation: decoder layer, or its attention and MLP blocks", is_advanced=True
+    )
     mode: Mode = _option(
         "auto", "torch.compile mode; auto: for each bucket the variant known to be fastest, or timed by --tune-seconds"
     )
@@ -88,13 +91,18 @@ class Recipe:
         "load without the model's code",
     )
     tune_seconds: float = _option(
-        0.0, "seconds that --mode auto may spend on timing the variants of all buckets; 0: use the first without timing"
+        0.0,
+        "seconds that --mode auto may spend on timing the variants of all buckets; 0: use the first without timing",
+        is_advanced=True,
     )
-    graphs: Graphs | None = _option(None, "one CUDA graph per step, one per region, or none; default on a GPU: step")
+    graphs: Graphs | None = _option(
+        None, "one CUDA graph per step, one per region, or none; default on a GPU: step", is_advanced=True
+    )
     shapes: Shapes | None = _option(
         None,
         "bucket: one program per prefill bucket; dynamic: one program for all prefill lengths, captured at many sizes "
         "on a GPU; default: dynamic on a GPU with --graphs step and without --buckets, otherwise bucket",
+        is_advanced=True,
     )
     buckets: tuple[int, ...] | None = _option(
         None, "prefill buckets in tokens, ascending: 128,512,2048; the plan shows the default"
@@ -103,31 +111,49 @@ class Recipe:
         None, "decode buckets in sequences, ascending: 1,4,16,32; default on a GPU: up to what the KV cache holds"
     )
     context: int | None = _option(None, "longest sequence to serve, in tokens; default: the model's maximum")
-    block_size: int | None = _option(None, "tokens per KV block, a power of two; the plan shows the default")
-    kv_blocks: int | None = _option(None, "KV blocks to allocate; default: as needed, up to the available memory")
+    block_size: int | None = _option(
+        None, "tokens per KV block, a power of two; the plan shows the default", is_advanced=True
+    )
+    kv_blocks: int | None = _option(
+        None, "KV blocks to allocate; default: as needed, up to the available memory", is_advanced=True
+    )
     mixed_steps: MixedSteps | None = _option(
-        None, "on: a step computes chunks of prompts and decodes the running sequences; the plan shows the default"
+        None,
+        "on: a step computes chunks of prompts and decodes the running sequences; the plan shows the default",
+        is_advanced=True,
     )
     itl_target: float | None = _option(
         None,
         "limit of a mixed step's predicted time in milliseconds, which also limits the time between two tokens; "
         "default: three times the predicted time of a decode step of the same rows, and up to six times while there "
         "are more prompts than decoding sequences",
+        is_advanced=True,
     )
     max_consecutive_prefills: int = _option(
-        4, "most prefill steps in a row before running sequences decode a token, if steps are not mixed"
+        4,
+        "most prefill steps in a row before running sequences decode a token, if steps are not mixed",
+        is_advanced=True,
     )
     memory_fraction: float = _option(0.9, "fraction of GPU memory that this process may use")
-    cache_dir: str | None = _option(None, "compile cache folder; the plan shows the default")
+    cache_dir: str | None = _option(None, "compile cache folder; the plan shows the default", panel="Cache")
     compile: bool = _option(
-        True, "compile programs that are not in the cache; --no-compile: exit with code 6 at the first one instead"
+        True,
+        "compile programs that are not in the cache; --no-compile: exit with code 6 at the first one instead",
+        panel="Cache",
     )
     on_bad_cache: OnBadCache = _option(
-        "refuse", "refuse: exit with code 5 if a cached file is damaged; rebuild: compile again"
+        "refuse",
+        "refuse: exit with code 5 if a cached file is damaged; rebuild: compile again",
+        panel="Cache",
+        is_advanced=True,
     )
-    trust_cache_dir: bool = _option(False, "use the cache folder even if other users can change it")
+    trust_cache_dir: bool = _option(
+        False, "use the cache folder even if other users can change it", panel="Cache", is_advanced=True
+    )
     require_signed: bool = _option(
-        False, "exit with code 4 unless every cached file is from a bundle that a trusted key signed; compile nothing"
+        False,
+        "exit with code 4 unless every cached file is from a bundle that a trusted key signed; compile nothing",
+        panel="Signatures",
     )
 
 
@@ -136,10 +162,12 @@ def build_recipe(
     recipe: str | None = None,
     environ: Mapping[str, str] | None = None,
     bundle_recipe: Mapping[str, Any] | None = None,
+    other_variables: Set[str] = frozenset(),
 ) -> Recipe:
     """Merge the sources. `recipe` is a name or a path; a flag that is None is unset.
 
-    `bundle_recipe`, the recipe that a bundle was made with, has the lowest precedence.
+    `bundle_recipe`, the recipe that a bundle was made with, has the lowest precedence. `other_variables` are variables
+    of other settings, such as those of the server. Further ones that begin with `TCDEPLOY_` are unknown.
 
     Raises RecipeError for an unknown key, a value of the wrong type, an unknown recipe, or if no model is given.
     """
@@ -148,7 +176,8 @@ def build_recipe(
         path = find_recipe(recipe)
         merged.update(_validate(read_recipe(path), f"recipe {path}"))
     environ = os.environ if environ is None else environ
-    merged.update(_validate(_from_environment(environ), ENVIRONMENT))
+    other_variables = SHARED_VARIABLES | other_variables
+    merged.update(_validate(_from_environment(environ, other_variables), ENVIRONMENT, other_variables))
     merged.update(_validate({key: value for key, value in flags.items() if value is not None}, "flags"))
     if "model" not in merged:
         raise RecipeError(
@@ -205,54 +234,46 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_environment(environ: Mapping[str, str], other_variables: Set[str]) -> dict[str, Any]:
     """`TCDEPLOY_BATCH_SIZES=1,4` sets the key batch_sizes.
 
-    Skips variables that only the CLI reads, and those that Kubernetes sets for a Service named tcdeploy.
+    Skips the other variables, and those that Kubernetes sets for a Service named tcdeploy.
     """
     return {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
         for name, value in environ.items()
-        if name.startswith(ENVIRONMENT_PREFIX)
-        and name not in NON_RECIPE_VARIABLES
-        and not is_service_variable(name, value)
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in other_variables and not is_service_variable(name, value)
     }
 
 
-def _validate(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _validate(values: Mapping[str, Any], source: str, other_variables: Set[str] = frozenset()) -> dict[str, Any]:
     hints = typing.get_type_hints(Recipe)
-    known_keys = [item.name for item in fields(Recipe)]
     checked = {}
-    for old, new in RENAMED_KEYS.items():
-        if old in values:
-            names = (_label(old, source), _variable(new) if source == ENVIRONMENT else new)
-            log.warning("%s is deprecated and will be removed; use %s", *names)
-            values = {new: values[old], **{key: value for key, value in values.items() if key != old}}
     for key, value in values.items():
-        if key not in known_keys:
-            raise _unknown_key(key, source, known_keys)
+        if key not in hints:
+            raise _unknown_key(key, source, list(hints), other_variables)
         checked[key] = _coerce(key, value, hints[key], source)
     return checked
 
 
-def _unknown_key(key: str, source: str, known_keys: list[str]) -> RecipeError:
+def _unknown_key(key: str, source: str, known_keys: list[str], other_variables: Set[str]) -> RecipeError:
+    new = RENAMED.get(flag_name(key), "").removeprefix("--").replace("-", "_")
+    if new in known_keys:
+        new = variable_name(new) if source == ENVIRONMENT else new
+        return RecipeError(f"{_label(key, source)} is now {new}", f"use {new}")
     if source != ENVIRONMENT:
         message = f"{source}: unknown key {key!r}{_suggestion(key, known_keys)}"
         return RecipeError(message, f"known keys: {', '.join(known_keys)}")
-    others = [name.removeprefix(ENVIRONMENT_PREFIX).lower() for name in NON_RECIPE_VARIABLES]
+    others = [name.removeprefix(ENVIRONMENT_PREFIX).lower() for name in sorted(other_variables)]
     return RecipeError(
-        f"unknown variable {_variable(key)}{_suggestion(key, [*known_keys, *sorted(others)], _variable)}",
-        f"unset {_variable(key)}; the variables of a model are {', '.join(map(_variable, known_keys))}",
+        f"unknown variable {variable_name(key)}{_suggestion(key, [*known_keys, *others], variable_name)}",
+        f"unset {variable_name(key)}; the variables of a model are {', '.join(map(variable_name, known_keys))}",
     )
-
-
-def _variable(key: str) -> str:
-    return f"{ENVIRONMENT_PREFIX}{key.upper()}"
 
 
 def _label(key: str, source: str) -> str:
     """How an error names a value: `TCDEPLOY_DTYPE`, or `recipe FILE: dtype`."""
-    return _variable(key) if source == ENVIRONMENT else f"{source}: {key}"
+    return variable_name(key) if source == ENVIRONMENT else f"{source}: {key}"
 
 
 def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
@@ -273,15 +294,8 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
         raise RecipeError(text, _help_text(key)) from error
 
 
-def field_type(hint: Any) -> Any:
-    """The type of a field without None: `int` for `int | None`."""
-    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
-        return hint
-    return next(member for member in typing.get_args(hint) if member is not type(None))
-
-
 def _help_text(key: str) -> str:
-    return f"{key}: " + next(item.metadata["help"] for item in fields(Recipe) if item.name == key)
+    return f"{key}: {options_of(Recipe)[key][1].help}"
 
 
 def _parse_int(value: Any) -> int:

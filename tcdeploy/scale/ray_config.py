@@ -22,7 +22,7 @@ from tcdeploy.planning.recipe import Recipe, build_recipe
 from tcdeploy.scale.ingress import IngressModel
 from tcdeploy.scale.replica import ReplicaSettings
 from tcdeploy.server.http.hot_path import hot_path_from_environment
-from tcdeploy.server.settings import ServerSettings, check_api_keys, check_settings
+from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings, check_api_keys, check_settings
 
 DEPLOYMENT = "Model"  # name of the deployment in ray.py
 IMPORT_PATH = "tcdeploy.scale.ray:build"
@@ -42,7 +42,8 @@ DEFAULT_ROWS = 256  # of decode buckets, if the recipe does not say
 ARGUMENTS = ("recipe", "settings", "cache", "trusted_keys")
 # Settings of connections and logs, which are Ray's, and of the machine's environment.
 NOT_SENT = {
-    "host", "port", "ssl_certfile", "ssl_keyfile", "stall_timeout", "log_requests", "log_prompts", "hot_path"
+    "host", "port", "ssl_certfile", "ssl_keyfile", "stall_timeout", "log_requests", "log_prompts", "log_level",
+    "hot_path",
 }  # fmt: skip
 KindT = TypeVar("KindT")
 
@@ -236,7 +237,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> ReplicaSettings:
     """
     if unknown := sorted(set(arguments) - set(ARGUMENTS)):
         raise UsageError(f"unknown argument {unknown[0]}", f"the arguments are {', '.join(ARGUMENTS)}")
-    recipe = build_recipe(_mapping("recipe", arguments.get("recipe") or {}))
+    recipe = build_recipe(_mapping("recipe", arguments.get("recipe") or {}), other_variables=SERVER_VARIABLES)
     settings = _mapping("settings", arguments.get("settings") or {})
     if local := sorted(set(settings) & NOT_SENT):
         raise UsageError(f"settings.{local[0]} has no effect on Ray Serve", f"omit {local[0]}")

@@ -1,17 +1,21 @@
-"""Settings of `tcdeploy serve` other than the recipe. Their defaults are those of the command's options.
+"""Settings of `tcdeploy serve` other than the recipe. The command's options are derived from the fields.
 
 Does not import torch or the server's packages.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tcdeploy.errors import UsageError
-from tcdeploy.text.chat_template import ChatTemplate
+from tcdeploy.planning.option import option, variables_of
+from tcdeploy.text.chat_template import ChatTemplate, read_chat_template
+from tcdeploy.text.tool_formats import REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class HotPath:
 
 StartTier = Literal["warm", "eager"]
 RequestLogFormat = Literal["off", "text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 MAX_PORT = 65535
 MAX_API_KEY_CHARS = 8192  # the head of a request is limited to 64 KiB
 API_KEY_INVALID_CHARACTER = re.compile(r"[^!-~]")
@@ -37,33 +42,123 @@ OTLP_ENDPOINT_PATTERN = re.compile(r"https?://[^?#\s]+(?<!/)(?<!/v1/traces)")
 METRICS_PREFIX_PATTERN = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
+_option = functools.partial(option, panel="Server", has_variable=True)
+
+
+def _without_slash(text: str) -> str:
+    return text.rstrip("/")
+
+
 @dataclass(frozen=True)
 class ServerSettings:
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()  # a request needs one of them; (): no authentication
+    """Fields without an option are set by the command, or keep their defaults."""
+
+    host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all interfaces")
+    port: int = _option(8000, "Port to listen on; 0 selects a free one")
+    api_keys: tuple[str, ...] = _option(
+        (),
+        "API key that requests must send; repeat it for several keys; default: none required",
+        name="api_key",
+        metavar="KEY",
+    )
     model: str = ""  # the model's name in the API
-    model_aliases: tuple[str, ...] = ()  # further names that requests may use
-    allowed_origins: tuple[str, ...] = ()  # of browsers (CORS); "*": all
-    root_path: str = ""  # path below which a proxy serves this server: "" or "/path"
-    ssl_certfile: str | None = None  # certificate chain in PEM; None: HTTP without TLS
-    ssl_keyfile: str | None = None  # its private key; None: in `ssl_certfile`
-    chat_template: ChatTemplate | None = None  # replaces the tokenizer's
-    tool_parser: str = "auto"  # a name in text/tool_formats.py
-    reasoning_parser: str = "auto"
-    max_queued: int = 256  # choices that may wait for a decode row
-    drain_timeout: float = 30.0  # seconds
-    stall_timeout: float = 30.0  # seconds
-    start: StartTier = "warm"  # eager: answer with eager steps, and replace them by programs while serving
-    canary_interval: float = 600.0  # seconds between two rounds of the canary; 0: none
-    canary_strict: bool = False  # whether a difference makes the server unhealthy
+    # Further names that requests may use. The option has all names, the first of which becomes `model`.
+    model_aliases: tuple[str, ...] = _option(
+        (),
+        "Model name in the API, default: MODEL; repeat it for further names",
+        name="served_model_name",
+        metavar="NAME",
+    )
+    allowed_origins: tuple[str, ...] = _option(
+        (),
+        "Origin of web pages that may call the server (CORS), such as https://app.example.com, or * for all; repeat it "
+        "for several",
+        is_advanced=True,
+        metavar="ORIGIN",
+    )
+    root_path: str = _option(
+        "",
+        "Path below which a proxy serves this server, such as /llm",
+        is_advanced=True,
+        metavar="PATH",
+        parse=_without_slash,
+    )
+    ssl_certfile: str | None = _option(
+        None, "PEM file with the certificate chain; the server then speaks HTTPS", is_advanced=True, metavar="FILE"
+    )
+    ssl_keyfile: str | None = _option(
+        None, "PEM file with the private key; default: it is in --ssl-certfile", is_advanced=True, metavar="FILE"
+    )
+    chat_template: ChatTemplate | None = _option(
+        None,
+        "Jinja file with the chat template; default: the tokenizer's",
+        is_advanced=True,
+        metavar="FILE",
+        parse=lambda path: read_chat_template(Path(path)),
+    )
+    tool_parser: str = _option(
+        "auto",
+        "Format of the model's tool calls; auto: the tokenizer's response template, else detected from the chat "
+        f"template. {', '.join(TOOL_PARSERS[1:])}",
+        is_advanced=True,
+        metavar="NAME",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = _option(
+        "auto",
+        "Format of the model's reasoning, which is returned as reasoning_content; auto: detected from the chat "
+        f"template; none: reasoning is content. {', '.join(REASONING_PARSERS[2:])}",
+        is_advanced=True,
+        metavar="NAME",
+        choices=REASONING_PARSERS,
+    )
+    max_queued: int = _option(256, "Completions that may wait for a decode row; more get 503")
+    stall_timeout: float = _option(30.0, "Seconds until a client that reads nothing is dropped", is_advanced=True)
+    drain_timeout: float = _option(30.0, "Seconds for running requests to finish after SIGTERM")
+    canary_interval: float = _option(
+        600.0,
+        "Seconds between canary rounds, which rerun fixed prompts while the server is idle; 0 disables them",
+        is_advanced=True,
+    )
+    canary_strict: bool = _option(
+        False, "Make /health and /ready return 503 after a canary result has differed", is_advanced=True
+    )
+    start: StartTier = _option(
+        "warm",
+        "warm: answer once all programs are compiled or loaded; eager: answer with uncompiled steps at once, and "
+        "replace them by programs while serving",
+    )
     max_body_bytes: int = 8 << 20
     max_waiting_bytes: int = 32 << 20  # of all large bodies that are being received, parsed or tokenized
-    log_requests: RequestLogFormat = "off"  # one line for each HTTP request
-    log_prompts: int = 0  # characters of each prompt in these lines
-    otlp_endpoint: str = ""  # base URL of an OpenTelemetry collector; "": no traces
-    metrics_prefix: str = "tcdeploy:"  # of the names in /metrics
+    log_requests: RequestLogFormat = _option(
+        "off", "Write a line to stderr for each HTTP request: client, method, path, status, time, tokens, request id"
+    )
+    log_prompts: int = _option(
+        0,
+        "Add the first N characters of each prompt to the lines of --log-requests; 0: none",
+        is_advanced=True,
+        metavar="N",
+    )
+    log_level: LogLevel = _option("warning", "Lowest level of messages on stderr", is_advanced=True)
+    metrics_prefix: str = _option(
+        "tcdeploy:",
+        "Prefix of the names in /metrics; vllm: makes the dashboards of vLLM work",
+        is_advanced=True,
+        metavar="PREFIX",
+    )
+    otlp_endpoint: str = _option(
+        "",
+        "Base URL of an OpenTelemetry collector (OTLP over HTTP), such as http://localhost:4318, which gets a span and "
+        "the latencies of each generation request",
+        is_advanced=True,
+        metavar="URL",
+        parse=_without_slash,
+    )
     hot_path: HotPath = HotPath()
+
+
+HOT_PATH_VARIABLE = "TCDEPLOY_HOT_PATH_OFF"  # read by hot_path.py
+SERVER_VARIABLES = {HOT_PATH_VARIABLE, *variables_of(ServerSettings)}
 
 
 def check_settings(settings: ServerSettings) -> None:

@@ -21,9 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tcdeploy.engine.schedule.sequence import NewToken
 from tcdeploy.engine.step.launch_lock import LaunchLock
 from tcdeploy.errors import UsageError
-from tcdeploy.server.settings import HotPath
+from tcdeploy.server.settings import HOT_PATH_VARIABLE, HotPath
 
-DISABLE_VARIABLE = "TCDEPLOY_HOT_PATH_OFF"
 FIRST_TOKEN_SLEEP_S = 0.0002
 SWITCH_INTERVAL_S = 0.0005
 MAX_LAUNCH_WAIT_S = 0.02
@@ -32,10 +31,10 @@ MAX_YIELD_S = 0.01  # a launch with 256 rows took up to 7 ms (8B shape, H100)
 
 def hot_path_from_environment(environ: Mapping[str, str]) -> HotPath:
     """All switches on, except those named in TCDEPLOY_HOT_PATH_OFF. Raises UsageError for an unknown name."""
-    disabled = [name.strip() for name in environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()]
+    disabled = [name.strip() for name in environ.get(HOT_PATH_VARIABLE, "").split(",") if name.strip()]
     known = [field.name for field in fields(HotPath)]
     if unknown := [name for name in disabled if name not in known]:
-        raise UsageError(f"{DISABLE_VARIABLE} contains {unknown[0]!r}", f"known names: {', '.join(known)}")
+        raise UsageError(f"{HOT_PATH_VARIABLE} contains {unknown[0]!r}", f"known names: {', '.join(known)}")
     return replace(HotPath(), **dict.fromkeys(disabled, False))
 
 

@@ -1,0 +1,74 @@
+"""Options: fields of dataclasses from which flags, environment variables, help texts and docs/reference.md are derived.
+
+`Recipe`, the settings of the server and those of benchmarks declare their fields with `option`, and cli/options.py
+makes flags of them. So a name, a default and a help text are written once. Does not import typer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import Field
+from typing import Any, NamedTuple
+
+ENVIRONMENT_PREFIX = "TCDEPLOY_"
+RENAMED = {  # removed flags; if the new flag is of a recipe, its key and variable were renamed too
+    "--explain-breaks": "tcdeploy explain MODEL --no-measure",
+    "--prefill-burst": "--max-consecutive-prefills",
+    "--served-name": "--served-model-name",
+}
+
+
+class Option(NamedTuple):
+    """What the type and the default of a field do not say.
+
+    panel: section of the help. is_advanced: whether only --help-all shows it. name: of the flag and of the variable, if
+    not that of the field. metavar: placeholder of the value in the help. choices: allowed texts; those of a Literal
+    follow from its type. parse: the field's value from text; raises UsageError. has_variable: whether an environment
+    variable sets it.
+    """
+
+    help: str
+    panel: str
+    is_advanced: bool = False
+    name: str = ""
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    parse: Callable[[str], Any] | None = None
+    has_variable: bool = False
+
+
+def option(default: Any, help: str, panel: str, **attributes: Any) -> Any:
+    """A field of a dataclass that is an option. `attributes`: further ones of `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(help, panel, **attributes)})
+
+
+def options_of(kind: Any) -> dict[str, tuple[Field[Any], Option]]:
+    """The options of a dataclass by the names of their flags: its own, then the inherited ones."""
+    bases = [base for base in kind.__bases__ if dataclasses.is_dataclass(base)]
+    inherited = {item.name for base in bases for item in dataclasses.fields(base)}
+    ordered = sorted(dataclasses.fields(kind), key=lambda item: item.name in inherited)
+    found = [(item, item.metadata["option"]) for item in ordered if "option" in item.metadata]
+    return {form.name or item.name: (item, form) for item, form in found}
+
+
+def variables_of(kind: Any) -> dict[str, str]:
+    """The environment variables of a dataclass of options, each with the flag that it replaces."""
+    return {variable_name(name): flag_name(name) for name, (_, form) in options_of(kind).items() if form.has_variable}
+
+
+def variable_name(name: str) -> str:
+    return f"{ENVIRONMENT_PREFIX}{name.upper()}"
+
+
+def flag_name(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def field_type(hint: Any) -> Any:
+    """The type of a field without None: `int` for `int | None`."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint
+    return next(member for member in typing.get_args(hint) if member is not type(None))
