@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,9 +24,11 @@ from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import AllowUnsigned
 from tcdeploy.cli.report_options import Json, warn_if_busy
-from tcdeploy.host.progress import Progress
 from tcdeploy.planning.extras import require_compile_extra
 from tcdeploy.planning.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tcdeploy.host.progress import Progress
 
 
 class _Commands(LazyGroup):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,10 +13,6 @@ from tcdeploy.cli.options import options_command
 from tcdeploy.cli.report_options import Json, warn_if_busy
 from tcdeploy.errors import ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
-
-if TYPE_CHECKING:
-    from tcdeploy.explain.explain import Explanation
-    from tcdeploy.explain.trace_folder import WrittenTrace
 
 
 @options_command
@@ -44,29 +40,21 @@ def explain(
     A finding is a graph break, a recompilation or a write to an input, with the line of the model that causes it, its
     cost and its cure. Without findings that prevent it, the model is compiled, and its steps are timed.
     """
+    from tcdeploy.cli import display
     from tcdeploy.cli.explain_display import show_explanation
 
     if kernels and not measure:
         raise UsageError("--kernels excludes --no-measure", "remove --no-measure; --kernels profiles compiled steps")
     if measure:
         warn_if_busy()
-    explanation, written = run_explanation(recipe, measure, kernels, trace)
+    with display.show_progress() as progress, contextlib.redirect_stdout(sys.stderr):  # what the model prints
+        from tcdeploy.explain.explain import explain as explain_model
+        from tcdeploy.explain.trace_folder import writing_trace
+
+        with writing_trace(trace) as written:
+            explanation = explain_model(recipe, progress, measures=measure, profiles=kernels)
     show_explanation(explanation, written, json)
     findings = len(explanation.findings)
     if findings:
         count = f"{findings} finding{'s' if findings > 1 else ''}"
         raise ThresholdError(f"{count} in {recipe.model}", "apply the cure of each finding, and run the command again")
-
-
-def run_explanation(
-    recipe: Recipe, measure: bool = False, kernels: bool = False, trace: Path | None = None
-) -> tuple[Explanation, WrittenTrace | None]:
-    """The result, and the trace if one was requested. What the model prints goes to stderr."""
-    from tcdeploy.cli import display
-
-    with display.show_progress() as progress, contextlib.redirect_stdout(sys.stderr):
-        from tcdeploy.explain.explain import explain as explain_model
-        from tcdeploy.explain.trace_folder import writing_trace
-
-        with writing_trace(trace) as written:
-            return explain_model(recipe, progress, measures=measure, profiles=kernels), written

@@ -48,13 +48,14 @@ class RecipeOptions:
 def options_command(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the parameters that are dataclasses of options by these options."""
     parameters: list[inspect.Parameter] = []
-    recipe_parameters: list[inspect.Parameter] = []
+    recipe_parameters: tuple[inspect.Parameter, ...] = ()
     takers: dict[str, Callable[[Values], Any]] = {}
     for item in inspect.signature(command, eval_str=True).parameters.values():
         kind = item.annotation
         if kind is Recipe or kind is RecipeOptions:
-            parameters.append(_model_argument())
-            recipe_parameters = [_recipe_option(), *map(_recipe_flag, _flags(Recipe)[1:])]  # without the model
+            argument = typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)
+            parameters.append(_parameter("model", None, str | None, argument))
+            recipe_parameters = _recipe_parameters()
             takers[item.name] = _take_recipe if kind is Recipe else _take_recipe_options
         elif dataclasses.is_dataclass(kind):
             parameters += map(_setting_flag, _flags(kind))
@@ -99,8 +100,11 @@ def _take_recipe(values: Values) -> Recipe:
 
 def _take_settings(kind: Any, values: Values) -> Any:
     """An option that is not given and has no default is left to the class."""
-    taken = {flag: values.pop(flag.field.name) for flag in _flags(kind)}
-    return kind(**{flag.field.name: _field_value(flag, value) for flag, value in taken.items() if value is not None})
+    settings = {}
+    for flag in _flags(kind):
+        if (value := values.pop(flag.field.name)) is not None:
+            settings[flag.field.name] = _field_value(flag, value)
+    return kind(**settings)
 
 
 def _field_value(flag: _Flag, value: Any) -> Any:
@@ -121,6 +125,10 @@ class _Flag(NamedTuple):
     field: Field[Any]
     type: Any  # without None
     option: Option  # with the choices and the metavar of a Literal
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (ADVANCED,) if self.option.is_advanced else ()
 
 
 @functools.cache
@@ -147,7 +155,14 @@ def _setting_flag(flag: _Flag) -> inspect.Parameter:
         flag.name, help=flag.option.help, metavar=flag.option.metavar, envvar=variable,
         rich_help_panel=flag.option.panel,
     )  # fmt: skip
-    return _parameter(flag, default, given_type if default is not None else given_type | None, option)
+    given_type = given_type if default is not None else given_type | None
+    return _parameter(flag.field.name, default, given_type, option, *flag.marks)
+
+
+@functools.cache
+def _recipe_parameters() -> tuple[inspect.Parameter, ...]:
+    option = typer.Option(help="Recipe name (see `tcdeploy recipes`) or path of a YAML file", metavar="NAME")
+    return _parameter("recipe", None, str | None, option), *map(_recipe_flag, _flags(Recipe)[1:])  # without the model
 
 
 def _recipe_flag(flag: _Flag) -> inspect.Parameter:
@@ -161,21 +176,10 @@ def _recipe_flag(flag: _Flag) -> inspect.Parameter:
         help=f"{flag.option.help}{default_note} [env: {flag.variable}]",
         metavar=flag.option.metavar or METAVARS.get(flag.type, "LIST"), rich_help_panel=flag.option.panel,
     )  # fmt: skip
-    return _parameter(flag, None, (flag.type if flag.type in (int, float, bool) else str) | None, option)
+    given_type = flag.type if flag.type in (int, float, bool) else str
+    return _parameter(flag.field.name, None, given_type | None, option, *flag.marks)
 
 
-def _parameter(flag: _Flag, default: Any, given_type: Any, option: Any) -> inspect.Parameter:
-    annotation = Annotated[given_type, option, ADVANCED] if flag.option.is_advanced else Annotated[given_type, option]
-    return inspect.Parameter(flag.field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _model_argument() -> inspect.Parameter:
-    annotation = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)]
-    return inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _recipe_option() -> inspect.Parameter:
-    annotation = Annotated[
-        str | None, typer.Option(help="Recipe name (see `tcdeploy recipes`) or path of a YAML file", metavar="NAME")
-    ]
-    return inspect.Parameter("recipe", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _parameter(name: str, default: Any, given_type: Any, *metadata: Any) -> inspect.Parameter:
+    annotation = Annotated[given_type, *metadata]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -26,28 +26,31 @@ if TYPE_CHECKING:
     from tcdeploy.start.deployment import Deployment
 
 
+MissedShapes = Annotated[
+    str | None,
+    typer.Option("--from", help="Add buckets for the request shapes in a server's missed_shapes.jsonl", metavar="FILE"),
+]
+CacheTo = Annotated[
+    str | None,
+    typer.Option("--cache-to", help="Pack the plan and push the bundle to this remote folder", metavar="URL"),
+]
+SigningKey = Annotated[
+    Path | None, typer.Option("--sign", help="With --cache-to: sign the bundle with this key", metavar="NAME.key")
+]
+
+
 @options_command
 def warm(
     recipe: Recipe,
     dry_run: DryRun = False,
-    missed_shapes: Annotated[
-        str | None,
-        typer.Option(
-            "--from", help="Add buckets for the request shapes in a server's missed_shapes.jsonl", metavar="FILE"
-        ),
-    ] = None,
+    missed_shapes: MissedShapes = None,
     require_hit: Annotated[
         bool, typer.Option("--require-hit", help="Exit with code 6 if a bucket had to compile")
     ] = False,
     budget: Budget = None,
     cache_from: CacheFrom = None,
-    cache_to: Annotated[
-        str | None,
-        typer.Option("--cache-to", help="Pack the plan and push the bundle to this remote folder", metavar="URL"),
-    ] = None,
-    key: Annotated[
-        Path | None, typer.Option("--sign", help="With --cache-to: sign the bundle with this key", metavar="NAME.key")
-    ] = None,
+    cache_to: CacheTo = None,
+    key: SigningKey = None,
     allow_unsigned: AllowUnsigned = False,
     allow_rollback: AllowRollback = False,
     trusted_keys: TrustedKeys = None,
@@ -69,11 +72,7 @@ def warm(
         warn_if_busy()
     with display.show_progress() as progress:
         if missed_shapes is not None:
-            from tcdeploy.server.observe.missed_shapes import read_missed_shapes, with_missed_shapes
-            from tcdeploy.start.model_code import decide
-
-            decided = decide(recipe, is_dry_run=dry_run)
-            recipe = with_missed_shapes(recipe, decided.plan, read_missed_shapes(missed_shapes))
+            recipe = _with_missed_shapes(recipe, missed_shapes, dry_run)
         if cache is not None:
             fetch_seconds = fetch_cache(recipe, cache, trusted_keys)
         if dry_run:
@@ -99,6 +98,13 @@ def warm(
 
         release_memory()  # packing starts the plan again, in another process on the same GPU
         push_cache(cache_dir, plan_key, cache_to, key)
+
+
+def _with_missed_shapes(recipe: Recipe, path: str, dry_run: bool) -> Recipe:
+    from tcdeploy.server.observe.missed_shapes import read_missed_shapes, with_missed_shapes
+    from tcdeploy.start.model_code import decide
+
+    return with_missed_shapes(recipe, decide(recipe, is_dry_run=dry_run).plan, read_missed_shapes(path))
 
 
 def _enforce_hits(deployment: Deployment) -> None:

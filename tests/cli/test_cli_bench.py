@@ -122,10 +122,10 @@ def test_decode_beside_every_baseline(run_cli: RunCLI, shared_cache: str, tmp_pa
     completed = run_cli("bench", "decode", "builtin:tiny", *SMALL, *quick, *baselines, *files)
     document = parse_document(completed)
     assert json.loads(output.read_text()) == document
-    assert (document["schema"], document["command"], document["plan"]["key"] != "") == (2, "bench decode", True)
+    assert (document["schema"], document["command"], document["plan"]["key"] != "") == (3, "bench decode", True)
     assert document["settings"]["repeats"] == 3 and document["environment"]["torch"]
     assert document["machine"]["copy_bytes_per_second"] > 0 and document["device_memory"] is None
-    assert document["machine"]["matrix_flop_per_second"] == document["machine"]["matmul_flop_per_second"]
+    assert document["machine"]["matmul_flop_per_second"] > 0
     subjects = [(row["subject"], row["batch"]) for row in document["rows"]]
     assert subjects == [(name, 2) for name in ("tcdeploy", "eager", "generate", "region")]
     assert any(note.startswith("region: graphs is none") for note in document["notes"])
@@ -146,7 +146,7 @@ def test_throughput_and_prefill_write_their_documents(run_cli: RunCLI, shared_ca
     )
     deployment, eager = document["rows"]
     assert deployment["engine"]["compiles"] == 0 and deployment["requests"] == 3
-    assert deployment["served"] == deployment["request_timings"]
+    assert len(deployment["request_timings"]) == 3
     reason = "it runs whole batches, and supports neither --request-rate nor --concurrency"
     assert eager == {"subject": "eager", "reason": reason}
     completed = run_cli("bench", "prefill", "builtin:tiny", *SMALL, "--lengths", "8,60", "--repeats", "2", *cached)

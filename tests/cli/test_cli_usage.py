@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from dataclasses import fields
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,10 +25,11 @@ import yaml
 
 from tcdeploy import errors
 from tcdeploy.cli import app as cli
-from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.options import options_command
 from tcdeploy.cli.process import LOGGER_NAME
 from tcdeploy.cli.serve import example_request
 from tcdeploy.cli.text_input import read_text
+from tcdeploy.planning.option import options_of
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.run import _listen
 from tcdeploy.server.settings import ServerSettings
@@ -378,7 +378,7 @@ def test_an_interrupt_is_an_error_with_a_hint(fail_command: Callable[..., None])
     def fail(recipe: Recipe) -> None:
         raise KeyboardInterrupt
 
-    fail_command(recipe_command(fail))
+    fail_command(options_command(fail))
     completed = run("fail", "builtin:tiny")
     assert completed.returncode == 130
     assert completed.stderr.startswith("error: interrupted\nhint: run the command again")
@@ -406,13 +406,13 @@ def test_each_recipe_flag_shows_its_help_default_and_variable(command: str) -> N
     assert (completed.returncode, completed.stderr) == (0, "")
     paragraphs = re.split(r"\n  (?=-)", completed.stdout)
     entries = {re.match(r"--[\w-]+", text)[0]: " ".join(text.split()) for text in paragraphs if text.startswith("--")}
-    for item in fields(Recipe):
+    for item, option in options_of(Recipe).values():
         if item.name == "model":
             continue
         entry = entries[f"--{item.name.replace('_', '-')}"]
         assert f"[env: TCDEPLOY_{item.name.upper()}]" in entry
         # A line may also end after a hyphen.
-        assert "".join(item.metadata["help"].split()) in "".join(entry.split())
+        assert "".join(option.help.split()) in "".join(entry.split())
         assert (f"[default: {item.default}]" in entry) == (item.default not in (None, False))
 
 

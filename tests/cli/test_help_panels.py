@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from tcdeploy import __version__
 from tcdeploy.cli import app as cli
-from tcdeploy.cli.help_panels import ADVANCED, PANEL_OF, PANELS
+from tcdeploy.cli.help_panels import PANEL_OF, PANELS
 from tcdeploy.cli.version import version_lines
 from tcdeploy.planning.recipe import recipe_names
 from tests.cli.test_cli_usage import run
@@ -32,17 +32,24 @@ LEAVES = leaves(get_command(cli.app))
 
 
 def test_every_option_has_a_panel_and_every_name_an_option() -> None:
-    names = {item.name for command in LEAVES.values() for item in command.params if not getattr(item, "hidden", False)}
-    options = {
-        item.name
-        for command in LEAVES.values()
-        for item in command.params
-        if item.param_type_name == "option" and not item.hidden
-    }
-    assert options - PANEL_OF.keys() == set()
-    assert PANEL_OF.keys() - names == {"help"}, "get_params adds --help"
-    assert options >= ADVANCED
+    """Options that are derived from fields have their panels with them; the table has the others."""
+    items = [item for command in LEAVES.values() for item in command.params if not getattr(item, "hidden", False)]
+    options = [item for item in items if item.param_type_name == "option"]
+    with_own_panel = [item for item in options if item.rich_help_panel]
+    assert {item.rich_help_panel for item in with_own_panel} <= PANELS.keys()
+    others = {item.name for item in items if item not in with_own_panel}
+    assert {item.name for item in options if not item.rich_help_panel} - PANEL_OF.keys() == set()
+    assert PANEL_OF.keys() - others == {"help"}, "get_params adds --help"
     assert len(PANEL_OF) == sum(map(len, PANELS.values())), "a name is in one panel"
+
+
+def test_an_option_is_in_the_same_panel_and_level_of_help_in_all_commands() -> None:
+    panels: dict[str, set[str]] = {}
+    for words, command in LEAVES.items():
+        for item in command.params:
+            if item.param_type_name == "option" and words != ("bench", "serve"):
+                panels.setdefault(item.name, set()).add(item.rich_help_panel or PANEL_OF.get(item.name, ""))
+    assert {name: found for name, found in panels.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)

@@ -33,6 +33,6 @@ def test_startup_defers_garbage_collection() -> None:
 def test_log_records_go_to_stderr_once_in_the_format_of_the_cli(capsys: pytest.CaptureFixture[str]) -> None:
     configure_process()
     configure_process()
-    logging.getLogger(f"{LOGGER_NAME}.planning").warning("%s is deprecated", "prefill_burst")
+    logging.getLogger(f"{LOGGER_NAME}.planning").warning("%s is slow", "a disk")
     logging.getLogger("other").warning("not formatted")
-    assert capsys.readouterr().err.splitlines()[0] == "warning: prefill_burst is deprecated"
+    assert capsys.readouterr().err.splitlines()[0] == "warning: a disk is slow"

@@ -63,18 +63,12 @@ def test_a_healthy_model_has_one_graph_per_region(run_cli: Any, tmp_path: Path) 
     assert list(tmp_path.glob("cache/manifests/*.json")) == [], "nothing was compiled"
 
 
-def test_the_error_of_a_start_names_explain_and_the_old_flag_still_lists_breaks(run_cli: Any, tmp_path: Path) -> None:
+def test_the_error_of_a_start_names_explain(run_cli: Any, tmp_path: Path) -> None:
     defect = DEFECTS["c-function"]
     model = save_planted(tmp_path / "planted", defect)
     failed = run_cli("compile", *arguments(model, tmp_path, "--trust-remote-code"))
     assert failed.returncode == 1
     assert REGIONS_FAIL in failed.stderr and "hint: tcdeploy explain MODEL" in failed.stderr
-    listed = run_cli("compile", *arguments(model, tmp_path, "--trust-remote-code", "--explain-breaks", "--json"))
-    assert listed.returncode == 0, listed.stderr
-    assert "--explain-breaks is deprecated" in listed.stderr
-    [graph_break] = json.loads(listed.stdout)["breaks"]
-    assert (graph_break["region"], graph_break["line"]) == ("PlantedLayer", line_of(model, defect.code))
-    assert graph_break["source"] == defect.code and graph_break["reason"]
 
 
 def test_modelling_code_of_a_model_runs_only_if_trusted(run_cli: Any, tmp_path: Path) -> None:

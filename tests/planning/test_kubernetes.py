@@ -8,7 +8,8 @@ import pytest
 
 from tcdeploy.errors import RecipeError
 from tcdeploy.planning.kubernetes import is_service_variable
-from tcdeploy.planning.recipe import NON_RECIPE_VARIABLES, RENAMED_KEYS, Recipe, build_recipe
+from tcdeploy.planning.recipe import SHARED_VARIABLES, Recipe, build_recipe
+from tcdeploy.server.settings import SERVER_VARIABLES
 
 
 def service_variables(prefix: str, address: str, ports: list[tuple[str, int, str]]) -> dict[str, str]:
@@ -73,13 +74,8 @@ def test_other_names_and_values_are_refused(name: str, value: str) -> None:
 
 
 def test_no_setting_has_the_name_of_a_service_variable() -> None:
-    settings = {f"TCDEPLOY_{name.upper()}" for name in [*(item.name for item in fields(Recipe)), *RENAMED_KEYS]}
+    settings = {f"TCDEPLOY_{item.name.upper()}" for item in fields(Recipe)} | SHARED_VARIABLES | SERVER_VARIABLES
     values = {value for variables in SERVICES.values() for value in variables.values()}
-    clashes = {
-        (name, value)
-        for name in settings | NON_RECIPE_VARIABLES
-        for value in values
-        if is_service_variable(name, value)
-    }
+    clashes = {(name, value) for name in settings for value in values if is_service_variable(name, value)}
     assert {name for name, _ in clashes} == {"TCDEPLOY_PORT"}
     assert not [value for _, value in clashes if value.isdecimal()], "a service's value is never a port number"

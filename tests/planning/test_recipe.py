@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from tcdeploy.errors import RecipeError
-from tcdeploy.planning.recipe import Recipe, build_recipe, field_type, find_recipe, read_recipe, recipe_names
+from tcdeploy.planning.option import RENAMED, field_type, flag_name, options_of
+from tcdeploy.planning.recipe import Recipe, build_recipe, find_recipe, read_recipe, recipe_names
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -113,10 +114,11 @@ def test_the_debug_variable_and_unprefixed_variables_are_not_recipe_keys() -> No
 
 @pytest.mark.parametrize("name", ["TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS"])
 def test_variables_of_the_cli_are_not_recipe_keys_but_similar_ones_are_unknown(name: str) -> None:
-    assert build_recipe({"model": "m"}, None, {name: "x"}) == Recipe(model="m")
+    known = frozenset({"TCDEPLOY_API_KEY"})
+    assert build_recipe({"model": "m"}, None, {name: "x"}, other_variables=known) == Recipe(model="m")
     for other in (f"{name}S", f"{name}_FILE", name[:-1]):
         with pytest.raises(RecipeError, match=f"unknown variable {other}"):
-            build_recipe({"model": "m"}, None, {name: "x", other: "x"})
+            build_recipe({"model": "m"}, None, {name: "x", other: "x"}, other_variables=known)
 
 
 def test_a_recipe_is_frozen() -> None:
@@ -233,7 +235,9 @@ def test_every_key_can_be_given_as_text(key: str) -> None:
 
 
 def test_every_key_has_help() -> None:
-    assert [item.name for item in fields(Recipe) if not item.metadata.get("help")] == []
+    options = options_of(Recipe)
+    assert list(options) == [item.name for item in fields(Recipe)]
+    assert [name for name, (_, option) in options.items() if not option.help] == []
 
 
 def test_a_recipe_is_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,20 +355,25 @@ def test_every_shipped_recipe_is_valid(name: str) -> None:
     assert not (recipe.context and recipe.buckets) or recipe.buckets[-1] <= recipe.context
 
 
-def test_a_renamed_key_is_accepted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_renamed_key_is_refused_with_its_new_name(tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
     path.write_text("model: m\nprefill_burst: 2\n")
-    assert build_recipe({}, str(path), {}).max_consecutive_prefills == 2
-    assert build_recipe({"model": "m"}, None, {"TCDEPLOY_PREFILL_BURST": "3"}).max_consecutive_prefills == 3
-    assert [record.getMessage().partition(" is ")[0] for record in caplog.records] == [
-        f"recipe {path}: prefill_burst",
-        "TCDEPLOY_PREFILL_BURST",
-    ]
+    old, new = "prefill_burst", "max_consecutive_prefills"
+    for build, message in (
+        (lambda: build_recipe({}, str(path), {}), f"recipe {path}: {old} is now {new}"),
+        (lambda: build_recipe({"model": "m", new: 5, old: 2}, environ={}), f"flags: {old} is now {new}"),
+        (
+            lambda: build_recipe({"model": "m"}, None, {f"TCDEPLOY_{old.upper()}": "3"}),
+            f"TCDEPLOY_{old.upper()} is now TCDEPLOY_{new.upper()}",
+        ),
+    ):
+        with pytest.raises(RecipeError) as refused:
+            build()
+        assert refused.value.message == message and new in refused.value.hint.lower()
 
 
-def test_a_renamed_key_does_not_override_its_new_name() -> None:
-    old_and_new = {"model": "m", "max_consecutive_prefills": 5, "prefill_burst": 2}
-    assert build_recipe(old_and_new, environ={}).max_consecutive_prefills == 5
+def test_no_option_has_a_removed_name() -> None:
+    assert not set(RENAMED) & {flag_name(name) for name in options_of(Recipe)}
 
 
 @pytest.mark.parametrize("key", ["model", "buckets", "device", "tune_seconds", "trust_remote_code"])

@@ -20,18 +20,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from tcdeploy.cli import process
 from tcdeploy.cli.serve import serve as serve_command
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.recipe import SERVE_OPTIONS, Recipe
+from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.run import run_server
-from tcdeploy.server.settings import ServerSettings, check_settings
+from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings, check_settings
 from tests.conftest import TINY, RunCLI
 from tests.server.test_api import loading_state, send_request
 
 ORIGIN = "https://app.example.com"
 RECIPE_FIELDS = {field.name for field in dataclasses.fields(Recipe)} | {"recipe"}
-# Options that `serve` shares with other commands, and the deprecated one.
-SHARED_OPTIONS = {
-    "cache_from", "allow_unsigned", "allow_rollback", "trusted_keys", "budget", "served_name", "dry_run", "json",
-}  # fmt: skip
+# Options that `serve` shares with other commands.
+SHARED_OPTIONS = {"cache_from", "allow_unsigned", "allow_rollback", "trusted_keys", "budget", "dry_run", "json"}
+OPTIONS = (
+    "host", "port", "api_key", "served_model_name", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile",
+    "max_queued", "stall_timeout", "drain_timeout", "canary_interval", "canary_strict", "start", "log_requests",
+    "log_level", "log_prompts", "otlp_endpoint", "metrics_prefix", "chat_template", "tool_parser", "reasoning_parser",
+)  # fmt: skip
 
 
 def settings_state(**settings: Any) -> Any:
@@ -223,14 +226,15 @@ def test_a_key_may_have_all_visible_characters_of_ascii() -> None:
 
 
 def test_every_option_of_the_command_has_a_variable() -> None:
-    options = {
-        parameter.name: parameter.annotation.__metadata__[0]
+    """Scripts and manifests use these names."""
+    options = [
+        parameter.annotation.__metadata__[0]
         for parameter in inspect.signature(serve_command).parameters.values()
         if parameter.name not in RECIPE_FIELDS and parameter.name not in SHARED_OPTIONS
-    }
-    assert options.keys() == set(SERVE_OPTIONS)
-    for name, option in options.items():
-        assert option.envvar == f"TCDEPLOY_{name.upper()}", name
+    ]
+    variables = {option.param_decls[0]: option.envvar for option in options}
+    assert variables == {f"--{name.replace('_', '-')}": f"TCDEPLOY_{name.upper()}" for name in OPTIONS}
+    assert {*variables.values(), "TCDEPLOY_HOT_PATH_OFF"} == SERVER_VARIABLES
 
 
 @pytest.mark.parametrize(

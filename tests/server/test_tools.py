@@ -554,9 +554,8 @@ def test_without_llguidance_calls_are_parsed_but_not_forced(
 ) -> None:
     folder = make_model(tmp_path / "model")
     script = "import sys; sys.modules['llguidance'] = None"
-    flags = ("--served-name", TINY)  # the flag's deprecated name
+    flags = ("--served-model-name", TINY)
     with serving(tmp_path, warm_cache, *flags, model=str(folder), script=script, fork_server=fork_server) as server:
-        assert any("use --served-model-name" in line for line in server.stderr)
         with pytest.raises(openai.BadRequestError, match=r"tcdeploy\[structured\]") as rejection:
             chat(server, tool_choice="required")
         assert rejection.value.param == "tool_choice"
