@@ -239,7 +239,7 @@ def _read_replica(place: str, arguments: str) -> ReplicaSettings:
     return ReplicaSettings(values["recipe"], settings, cache, trusted_keys)
 
 
-def _refuse_options(place: str, context: typer.Context) -> None:
+def _refuse_options(place: str, context: Any) -> None:
     """Raises UsageError for options that have no effect on Ray Serve."""
     from tcdeploy.planning.option import flag_name, variable_name
     from tcdeploy.scale.ray_config import NOT_SENT

@@ -58,7 +58,7 @@ def options_command(command: Callable[..., Any]) -> Callable[..., Any]:
             recipe_parameters = _recipe_parameters()
             takers[item.name] = _take_recipe if kind is Recipe else _take_recipe_options
         elif dataclasses.is_dataclass(kind):
-            parameters += map(_setting_flag, _flags(kind))
+            parameters += map(_setting_flag, _flags(item.annotation))
             takers[item.name] = functools.partial(_take_settings, kind)
         else:
             parameters.append(item.replace(kind=inspect.Parameter.KEYWORD_ONLY))
