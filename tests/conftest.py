@@ -213,7 +213,7 @@ def prepare_tiny(cache_dir: str, **flags: Any) -> Any:
     from torch._dynamo.callback import callback_handler
 
     from tcdeploy.planning.recipe import build_recipe
-    from tcdeploy.start.model_code import prepare
+    from tcdeploy.start.prepare import prepare
 
     if _is_kept_until_a_reset not in callback_handler.start_callbacks:
         _deployments.clear()  # a test has called torch.compiler.reset(), for example by `release_memory`
@@ -221,7 +221,7 @@ def prepare_tiny(cache_dir: str, **flags: Any) -> Any:
     key = repr(sorted(flags.items()))
     if key not in _deployments:
         defaults = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache_dir}
-        _deployments[key] = prepare(build_recipe({**defaults, **flags}, environ={}))
+        _deployments[key] = prepare(build_recipe({**defaults, **flags}, environ={}), needs_model=True)
     return _deployments[key]
 
 

@@ -18,9 +18,10 @@ from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.host.progress import Progress
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start import model_code
-from tcdeploy.start.deployment import Deployment
-from tcdeploy.start.planned import PlannedDeployment
+from tcdeploy.start.decide import decide
+from tcdeploy.start.deployment import Deployment, release_memory
+from tcdeploy.start.planned import PlannedModel
+from tcdeploy.start.prepare import prepare
 
 
 class BenchSettings(Protocol):
@@ -35,7 +36,7 @@ class Session:
     recipe: Recipe
     settings: BenchSettings
     progress: Progress
-    planned: PlannedDeployment
+    planned: PlannedModel
     rates: Rates
     notes: list[str] = field(default_factory=list)  # deviations of baselines from what their names promise
 
@@ -51,7 +52,7 @@ class Session:
         """
         rows = list(measure_deployment(TCDEPLOY, self._prepare(self.recipe)))
         for name in self.settings.baselines:
-            model_code.release_memory()
+            release_memory()
             self.progress.stage(f"baseline {name}")
 
             def measure_rows(name: str = name) -> Iterator[Row]:
@@ -76,14 +77,14 @@ class Session:
         yield from measure_baseline(baseline)
 
     def _prepare(self, recipe: Recipe) -> Deployment:
-        deployment = model_code.prepare(recipe, self.progress)
+        deployment = prepare(recipe, self.progress, needs_model=True)
         freeze_gc_after_startup()  # as `serve` does: full collections would be part of the measurements
         return deployment
 
 
 def start_session(recipe: Recipe, settings: BenchSettings, progress: Progress) -> Session:
     """Plan, check the settings against the plan (raises UsageError), and measure the machine's rates."""
-    planned = model_code.decide(recipe)
+    planned = decide(recipe)
     settings.check_against_plan(planned.plan)
     progress.stage("floor")
     return Session(recipe, settings, progress, planned, measure_rates(planned.plan.device, planned.plan.compute_dtype))

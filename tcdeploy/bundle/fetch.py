@@ -30,8 +30,8 @@ from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import LOCAL_SCHEMES, Address, parse_bundle_name
 from tcdeploy.remote.transfer import PushResult, find, pull, push
-from tcdeploy.start import model_code
-from tcdeploy.start.planned import PlannedDeployment
+from tcdeploy.start.decide import decide, origin_of, with_cxx_compiler
+from tcdeploy.start.planned import PlannedModel
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def fetch(
     Raises MismatchError (no bundle of this plan), TrustError, IntegrityError, NetworkError, SpaceError and UsageError.
     """
     start = time.perf_counter()
-    planned = model_code.decide(recipe)
+    planned = decide(recipe)
     plan = planned.plan
     check_folder(plan.cache_dir, recipe.trust_cache_dir)
     if manifest_path(plan.cache_dir, plan.key).is_file():
@@ -131,11 +131,11 @@ def _resolve_bundle_url(source: str, plan_key: str) -> str:
     return urls[0]
 
 
-def _check_compatible(planned: PlannedDeployment, cached: Manifest, name: str) -> None:
+def _check_compatible(planned: PlannedModel, cached: Manifest, name: str) -> None:
     if not planned.environment.compiler:
         # Without a compiler, the start uses the compiler answers recorded in the bundle.
-        planned = model_code.with_cxx_compiler(planned, str(cached.environment["compiler"]))
-    expected = forecast(cached, planned.plan, planned.environment, model_code.origin_of(planned))
+        planned = with_cxx_compiler(planned, str(cached.environment["compiler"]))
+    expected = forecast(cached, planned.plan, planned.environment, origin_of(planned))
     if planned.plan.key != cached.plan["key"] or expected.misses:
         names = [difference.name for difference in expected.differences]
         names = names or [bucket.reasons[0] for bucket in expected.misses]

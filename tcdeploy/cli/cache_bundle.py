@@ -79,7 +79,7 @@ def _warm_model(recipe: Recipe) -> tuple[Path, str]:
         deployment = prepare(recipe, progress)
         cache_dir, plan_key = Path(deployment.cache_dir), deployment.plan.key
         del deployment
-        from tcdeploy.start.model_code import release_memory
+        from tcdeploy.start.deployment import release_memory
 
         release_memory()  # packing starts the plan again, in another process on the same GPU
     return cache_dir, plan_key

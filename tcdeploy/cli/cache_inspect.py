@@ -40,16 +40,16 @@ def why(target: Target, options: RecipeOptions, json: Json = False) -> None:
 
     manifests = read_manifests(target)
     recipe = options.build(bundle_recipe=original_recipe(manifests[0]) if len(manifests) == 1 else None)
-    from tcdeploy.start import model_code
+    from tcdeploy.start.decide import decide, origin_of, with_cxx_compiler
 
-    planned = model_code.decide(recipe)
+    planned = decide(recipe)
     forecasts = []
     for manifest in manifests:
         assumed = planned
         if not planned.environment.compiler and any(file.path.startswith("toolchain/") for file in manifest.files):
             # The bundle carries a compiler stub: plan as if its C++ compiler were installed here.
-            assumed = model_code.with_cxx_compiler(planned, str(manifest.environment["compiler"]))
-        forecasts.append(forecast(manifest, assumed.plan, assumed.environment, model_code.origin_of(assumed)))
+            assumed = with_cxx_compiler(planned, str(manifest.environment["compiler"]))
+        forecasts.append(forecast(manifest, assumed.plan, assumed.environment, origin_of(assumed)))
     merged = merge_forecasts(forecasts)
     cache_display.show_forecast(merged, json)
     if merged.misses:

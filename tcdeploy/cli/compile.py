@@ -25,12 +25,14 @@ def compile_model(
     if not dry_run:
         warn_if_busy()
     with display.show_progress() as progress:
-        from tcdeploy.start import model_code
-
         if dry_run:
-            planned = model_code.decide(recipe, is_dry_run=True)
+            from tcdeploy.start.decide import decide
+
+            planned = decide(recipe, is_dry_run=True)
         else:
-            deployment = model_code.prepare(recipe, progress, measure=True)
+            from tcdeploy.start.prepare import prepare
+
+            deployment = prepare(recipe, progress, measure=True)
     if dry_run:
         display.show_plan(planned.plan, planned.findings, json)
         return

@@ -58,7 +58,7 @@ def serve(
     from tcdeploy.cli import display
 
     with display.show_progress():
-        from tcdeploy.start.model_code import decide
+        from tcdeploy.start.decide import decide
 
         planned = decide(recipe, needs_tokenizer=True, is_dry_run=True)
     display.show_plan(planned.plan, [*planned.findings, *_missing_extras(settings)], json)

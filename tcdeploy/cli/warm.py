@@ -76,7 +76,7 @@ def warm(
         if cache is not None:
             fetch_seconds = fetch_cache(recipe, cache, trusted_keys)
         if dry_run:
-            from tcdeploy.start.model_code import decide
+            from tcdeploy.start.decide import decide
 
             planned = decide(recipe, is_dry_run=True)
         else:
@@ -94,7 +94,7 @@ def warm(
     if cache_to is not None:
         cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
         del deployment
-        from tcdeploy.start.model_code import release_memory
+        from tcdeploy.start.deployment import release_memory
 
         release_memory()  # packing starts the plan again, in another process on the same GPU
         push_cache(cache_dir, plan_key, cache_to, key)
@@ -102,7 +102,7 @@ def warm(
 
 def _with_missed_shapes(recipe: Recipe, path: str, dry_run: bool) -> Recipe:
     from tcdeploy.server.observe.missed_shapes import read_missed_shapes, with_missed_shapes
-    from tcdeploy.start.model_code import decide
+    from tcdeploy.start.decide import decide
 
     return with_missed_shapes(recipe, decide(recipe, is_dry_run=dry_run).plan, read_missed_shapes(path))
 

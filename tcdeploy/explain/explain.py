@@ -26,8 +26,9 @@ from tcdeploy.explain.tracing import trace_regions
 from tcdeploy.host.progress import Progress
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start import model_code
-from tcdeploy.start.deployment import Deployment
+from tcdeploy.start.deployment import Deployment, release_memory
+from tcdeploy.start.model_code import load_uncompiled
+from tcdeploy.start.prepare import prepare
 
 NOT_REQUESTED = "not requested (--no-measure)"
 
@@ -68,12 +69,12 @@ def explain(recipe: Recipe, progress: Progress, measures: bool = True, profiles:
 def _explain_started(recipe: Recipe, progress: Progress, profiles: bool) -> Explanation:
     failure: tuple[str, str] | None = None
     try:
-        deployment = model_code.prepare(recipe, progress, measure=True)
+        deployment = prepare(recipe, progress, measure=True)
     except CompileError as error:
         failure = error.message, error.hint
     if failure is None:
         return _explain_deployment(deployment, progress, profiles)
-    model_code.release_memory()  # outside the handler: the exception refers to the model
+    release_memory()  # outside the handler: the exception refers to the model
     explanation = _explain_loaded(recipe, progress, "the model cannot be compiled")
     if any(finding.is_blocking for finding in explanation.findings):
         return explanation
@@ -96,7 +97,7 @@ def _explain_deployment(deployment: Deployment, progress: Progress, profiles: bo
 
 
 def _explain_loaded(recipe: Recipe, progress: Progress, not_measured: str = NOT_REQUESTED) -> Explanation:
-    planned, runner = model_code.load_uncompiled(recipe, progress)
+    planned, runner = load_uncompiled(recipe, progress)
     regions, findings = _trace(runner, planned.architecture, progress)
     return Explanation(recipe.model, regions, findings, None, not_measured, ())
 

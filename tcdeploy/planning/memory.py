@@ -2,7 +2,7 @@
 
 Weights come first, then the workspace that running the model needs; KV blocks take the rest, but no more than the
 largest batch can use at full context. The workspace is predicted part by part (`Workspace`) before anything is loaded.
-After warm-up the manifest records the measured value beside it (start/finish.py).
+After warm-up the manifest records the measured value beside it (start/deployment.py).
 """
 
 from __future__ import annotations

@@ -1,24 +1,30 @@
-"""The result of a start, and the steps that both kinds of start share: warm-up, and the record in the cache folder.
+"""The result of a start, and its last stages, which both sources share: warm the buckets, and record the plan.
 
-start/model_code.py starts a deployment from the model's code, start/packages.py from ahead-of-time packages.
+A server with eager steps runs them while it serves (start/eager.py).
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tcdeploy.cache.files.records import FileRecord
 from tcdeploy.cache.files.usage import FileAccessTracker
-from tcdeploy.cache.record.manifest import Manifest, Origin, make_manifest
+from tcdeploy.cache.record.manifest import (
+    Manifest,
+    Origin,
+    diff_sources,
+    make_manifest,
+)
 from tcdeploy.cache.record.provenance import require_bundled
 from tcdeploy.cache.staging.folder import StagingFolder
 from tcdeploy.cache.staging.recording import (
@@ -28,6 +34,7 @@ from tcdeploy.cache.staging.recording import (
     publish,
     record_finished_bucket,
 )
+from tcdeploy.cache.staging.takeover import remove_published_folders
 from tcdeploy.engine.check.parity_check import ParityChecker
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults
@@ -37,23 +44,24 @@ from tcdeploy.engine.warm.timing import measure_step_costs
 from tcdeploy.engine.warm.tuning import CompiledVariant
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets
 from tcdeploy.host.import_times import describe_uncompiled
-from tcdeploy.host.progress import Progress
 from tcdeploy.host.stages import StageTimer, import_timer
 from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.bucket_record import BucketRecord, Compilation
-from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.keys import combined_digest
 from tcdeploy.planning.plan import Bucket, Plan
-from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.planned import Planned, StartRequest
+
+if TYPE_CHECKING:
+    from tcdeploy.start.eager import ProgramSwaps  # imports transformers
 
 SOURCES = "sources"  # key of the digest of `_cost_sources`, beside the costs in the manifest
 log = logging.getLogger("tcdeploy.start")
 _starts = 0  # of this process
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Deployment:
     """A warmed model: `engine` generates tokens, `records` hold the warm-up result of each bucket.
 
@@ -64,7 +72,7 @@ class Deployment:
     architecture: Architecture
     generation_defaults: GenerationDefaults
     engine: Engine
-    records: tuple[BucketRecord, ...]
+    records: tuple[BucketRecord, ...] = ()
     stage_seconds: dict[str, float]
     import_seconds: dict[str, float]  # by package, longest first: imports of this process so far, in all stages
     cache_dir: str  # the folder in use: `plan.cache_dir`, or a private copy if that folder is read-only
@@ -88,36 +96,25 @@ class Deployment:
         return load_tokenizer(self.plan)
 
 
-class ProgramSwaps(Protocol):
-    """What a server needs of start/eager.py. `advance` and `stop` change it; other threads may read the properties."""
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A start whose model is loaded and whose buckets are to be warmed.
+
+    earlier: the manifest of the plan; None if the plan is not cached. previous: what it says about the buckets.
+    """
+
+    request: StartRequest
+    planned: Planned
+    origin: Origin
+    staging: StagingFolder
+    earlier: Manifest | None
+    previous: PreviousRun
+    tracker: FileAccessTracker
+    stages: StageTimer
 
     @property
-    def is_warm(self) -> bool:
-        """Whether every bucket runs its programs."""
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing is left to do: every bucket has its programs, or some cannot get them."""
-
-    @property
-    def records(self) -> tuple[BucketRecord, ...]:
-        """Of the buckets that run their programs."""
-
-    @property
-    def failed_buckets(self) -> int: ...
-
-    @property
-    def compiles(self) -> int:
-        """Compilations of this process in `advance`."""
-
-    def describe(self) -> str:
-        """What is missing for a warm start; "" if nothing is."""
-
-    def advance(self, engine: Engine) -> bool:
-        """Do what is due between two steps. Returns whether requests had to wait for it."""
-
-    def stop(self) -> None:
-        """Compile nothing any more."""
+    def plan(self) -> Plan:
+        return self.planned.plan
 
 
 class Warmed(NamedTuple):
@@ -133,24 +130,19 @@ class Warmed(NamedTuple):
         return [record.bucket for record in self.records if record.outcome == "uncached"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """What a start has decided and loaded before its buckets are warmed."""
+class UsedFiles(NamedTuple):
+    """Files of the plan in the staging folder that the manifest lists too, whether or not this start has read them.
 
-    recipe: Recipe
-    plan: Plan
-    environment: Environment
-    architecture: Architecture
-    generation_defaults: GenerationDefaults
-    origin: Origin
-    staging: StagingFolder
-    earlier: Manifest | None  # of the plan
-    previous: PreviousRun
-    tokenizer: Any  # None: not loaded
+    keeps_manifest: write no manifest if it would differ only in seconds, memory and check results. Only for starts from
+        packages, because their programs are fixed files.
+    """
+
+    paths: list[str]
+    keeps_manifest: bool = False
 
 
 def count_start() -> None:
-    """Call it once at the beginning of each start, also of one that is abandoned: it may leave kernels in memory."""
+    """Call it once in each start before anything is loaded: also one that is abandoned may leave kernels in memory."""
     global _starts
     _starts += 1
 
@@ -160,35 +152,46 @@ def is_first_start() -> bool:
     return _starts == 1
 
 
+def previous_run(origin: Origin, earlier: Manifest | None) -> PreviousRun:
+    """What the manifest of the plan says. It names no cached programs if those would be compiled otherwise now."""
+    if earlier is None:
+        return PreviousRun()
+    is_same = not diff_sources(origin, earlier.origin) and origin.torch_settings == earlier.origin.torch_settings
+    names = frozenset(record.bucket for record in earlier.buckets) if is_same else frozenset()
+    return PreviousRun(names, earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
+
+
 def warm(
     start: Start,
     runner: ModelRunner,
     checker: ParityChecker,
-    tracker: FileAccessTracker,
-    measure: bool,
-    progress: Progress,
     prepared: Mapping[Bucket, CompiledVariant] | None = None,
     wait_for_worker: Callable[[Bucket], Compilation | None] = lambda bucket: None,
 ) -> Warmed:
     """Warm and check all buckets. Measure what steps cost, unless an earlier start of this plan has done so.
 
-    measure: also time each bucket, eager and compiled, and measure the costs in any case.
+    If the request measures, each bucket is also timed, eager and compiled.
+
     prepared: the result of `prepare_buckets`, if it was called.
     wait_for_worker: called before each bucket; returns the Compilation of another process, or None.
     """
-    plan = start.plan
+    plan, request, tracker = start.plan, start.request, start.tracker
     on_finished = partial(record_finished_bucket, start.staging, plan.key, tracker, start.earlier is None)
     with tracker.track():
         records = warm_buckets(
-            runner, checker, start.previous, plan.cache_dir, measure, progress, on_finished, prepared, wait_for_worker
-        )
+            runner, checker, start.previous, plan.cache_dir, request.measure, request.progress, on_finished, prepared,
+            wait_for_worker,
+        )  # fmt: skip
     runner.graphs.warmed()
-    return Warmed(records, find_step_costs(start, runner, records, measure), tracker.paths())
+    return Warmed(records, find_step_costs(start, runner, records), tracker.paths())
 
 
-def find_step_costs(start: Start, runner: ModelRunner, records: list[BucketRecord], measure: bool = False) -> StepCosts:
-    """What steps cost: as an earlier start of this plan has measured it, else (or with `measure`) measured now."""
-    costs = None if measure else _recorded_costs(start, records)
+def find_step_costs(start: Start, runner: ModelRunner, records: list[BucketRecord]) -> StepCosts:
+    """What steps cost: as an earlier start of this plan has measured it, else measured now.
+
+    They are always measured now if the request measures.
+    """
+    costs = None if start.request.measure else _recorded_costs(start, records)
     if costs is None:
         with runner.uncounted_steps():
             costs = measure_step_costs(runner)
@@ -224,73 +227,28 @@ def _cost_sources() -> str:
     return combined_digest({name: hashlib.sha256(source).hexdigest() for name, source in sources.items()})
 
 
-def record_start(
-    start: Start,
-    runner: ModelRunner,
-    warmed: Warmed,
-    more_paths: Iterable[str],
-    stages: StageTimer,
-    keeps_manifest: bool = False,
-) -> Deployment:
-    """Write the manifest, with all files that were used and `more_paths`, and return the deployment.
+def publish_manifest(start: Start, warmed: Warmed, used: UsedFiles) -> int | None:
+    """Write the manifest, with all files that were used. Returns the workspace in bytes. Runs in the stage `record`.
 
-    keeps_manifest: as in `publish_manifest`.
+    Writes nothing, and warns, if torch did not store a program: a later start would not find it. Raises SpaceError,
+    TrustError and TcdeployError.
     """
-    workspace_bytes = publish_manifest(start, warmed, more_paths, stages, keeps_manifest)
-    engine = Engine(runner, warmed.costs)
-    return make_deployment(
-        start,
-        engine,
-        stages,
-        records=tuple(warmed.records),
-        workspace_bytes=workspace_bytes,
-        is_recorded=not warmed.uncached_buckets,
-    )
-
-
-def make_deployment(start: Start, engine: Engine, stages: StageTimer, **fields: Any) -> Deployment:
-    """The deployment of a start. `fields`: those of Deployment that the start does not have."""
-    return Deployment(
-        plan=start.plan,
-        architecture=start.architecture,
-        generation_defaults=start.generation_defaults,
-        engine=engine,
-        stage_seconds=stages.seconds,
-        import_seconds=import_timer.sorted_seconds(),
-        cache_dir=start.staging.target,
-        loaded_tokenizer=start.tokenizer,
-        **fields,
-    )
-
-
-def publish_manifest(
-    start: Start, warmed: Warmed, more_paths: Iterable[str], stages: StageTimer, keeps_manifest: bool = False
-) -> int | None:
-    """Write the manifest, with all files that were used and `more_paths`. Returns the workspace in bytes.
-
-    Writes nothing, and warns, if torch did not store a program: a later start would not find it.
-
-    keeps_manifest: write nothing if the new manifest would differ only in seconds, memory and check results. Only for
-        starts from packages, because their programs are fixed files.
-
-    Raises SpaceError, TrustError and TcdeployError.
-    """
-    staging, earlier = start.staging, start.earlier
-    with stages.stage("record"):
-        used_paths = [*warmed.used_paths, *more_paths]
-        workspace_bytes = _workspace_bytes(start.plan)
-        if names := warmed.uncached_buckets:
-            log.warning(
-                "torch did not store the programs of %s, so the plan is not recorded, and each start compiles them",
-                ", ".join(names),
-            )
-        elif keeps_manifest and earlier is not None and not _would_change(start, warmed, used_paths, earlier):
-            mark_started(staging, start.plan.key)
-        else:
-            files = hash_used_files(staging, used_paths, earlier, is_first_start())
-            if start.recipe.require_signed and staging.bundle is not None:
-                require_bundled(start.plan.key, files, staging.bundle)
-            publish(staging, _make_manifest(start, warmed, files, stages.seconds, workspace_bytes))
+    plan, staging, earlier = start.plan, start.staging, start.earlier
+    used_paths = [*warmed.used_paths, *used.paths]
+    workspace_bytes = _workspace_bytes(plan)
+    if names := warmed.uncached_buckets:
+        log.warning(
+            "torch did not store the programs of %s, so the plan is not recorded, and each start compiles them",
+            ", ".join(names),
+        )
+    elif used.keeps_manifest and earlier is not None and not _would_change(start, warmed, used_paths, earlier):
+        mark_started(staging, plan.key)
+    else:
+        files = hash_used_files(staging, used_paths, earlier, is_first_start())
+        if start.planned.recipe.require_signed and staging.bundle is not None:
+            require_bundled(plan.key, files, staging.bundle)
+        publish(staging, _make_manifest(start, warmed, files, start.stages.seconds, workspace_bytes))
+        remove_published_folders(staging)  # those of compile workers
     if is_first_start() and (warning := describe_uncompiled(import_timer.uncompiled)):
         log.warning("%s", warning)
     return workspace_bytes
@@ -307,7 +265,7 @@ def _make_manifest(
     longest_tuning = max(plan.tune_seconds, start.previous.tune_seconds)  # of trials that an untuned start keeps
     return make_manifest(
         replace(plan, tune_seconds=longest_tuning),
-        start.environment,
+        start.planned.environment,
         start.origin,
         stage_seconds,
         warmed.records,
@@ -341,3 +299,12 @@ def _workspace_bytes(plan: Plan) -> int | None:
     torch.cuda.empty_cache()  # memory that only warm-up needed
     free, total = torch.cuda.mem_get_info()
     return total - free - plan.weight_bytes - plan.kv_bytes
+
+
+def release_memory() -> None:
+    """Free the memory of deployments that are no longer referenced: device memory, programs and frozen objects."""
+    torch.compiler.reset()
+    gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

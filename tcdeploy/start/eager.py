@@ -17,18 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
-from tcdeploy.cache.files.usage import FileAccessTracker
-from tcdeploy.cache.staging.takeover import copy_finished_buckets, remove_published_folders
-from tcdeploy.engine.check.check_prompts import CheckPrompts
+from tcdeploy.cache.staging.takeover import copy_finished_buckets
 from tcdeploy.engine.check.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.warmup import raise_if_entries_are_missing, warm_bucket, warmup_order
 from tcdeploy.errors import TcdeployError
-from tcdeploy.host.stages import StageTimer
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.compile_stats import read_counts
@@ -37,7 +33,7 @@ from tcdeploy.start.workers.parallel import make_short_copy, worker_recipe
 from tcdeploy.start.workers.process import CompileProcess
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from tcdeploy.start.model_code import ModelCode  # which imports this module
 
 State = Literal["eager", "warm", "failed"]
 SMALL_BATCH_BLOCKS = 2  # of make_small_batch, which has up to two sequences
@@ -63,34 +59,25 @@ def check_eager_steps(runner: ModelRunner, checker: ParityChecker) -> None:
     runner.row_assignment.clear()
 
 
-class WorkerFailure(NamedTuple):
-    """Why no compile worker runs."""
-
-    reason: str
-
-
 class ProgramSwaps:
-    """Replaces the eager steps of each bucket by its programs. `advance` is called by the engine thread only."""
+    """Replaces the eager steps of each bucket by its programs.
 
-    def __init__(
-        self,
-        start: Start,
-        checker: ParityChecker,
-        prompts: CheckPrompts,
-        tracker: FileAccessTracker,
-        stages: StageTimer,
-        worker: CompileProcess | WorkerFailure | None,
-        write_files: Callable[[list[BucketRecord]], list[str]],
-    ) -> None:
-        """`worker`: None if the programs are in the cache. `write_files`: writes further files of the plan."""
-        self._start, self._checker, self._prompts = start, checker, prompts
-        self._stages, self._write_files = stages, write_files
-        self._worker = None if isinstance(worker, WorkerFailure) else worker
-        self._worker_failure = worker.reason if isinstance(worker, WorkerFailure) else ""
+    Only the engine thread calls `advance`. Other threads may read the properties, and call `stop`.
+    """
+
+    def __init__(self, start: Start, source: ModelCode) -> None:
+        """Start a compile worker, unless the programs are in the cache."""
+        self._start, self._source = start, source
+        self._worker: CompileProcess | None = None
+        self._worker_failure = ""
+        try:
+            self._worker = None if start.previous.buckets else _start_worker(source)
+        except (TcdeployError, OSError) as error:
+            self._worker_failure = str(error)
         self._state: State = "eager"
         self._compiled = set(start.previous.buckets)  # names of the buckets whose programs are in the cache
-        self._tracker, self._tracking = tracker, contextlib.ExitStack()
-        self._tracking.enter_context(tracker.track())  # until the end: eager steps load kernels too
+        self._tracking = contextlib.ExitStack()
+        self._tracking.enter_context(start.tracker.track())  # until the end: eager steps load kernels too
         self._left: list[Bucket] = warmup_order(start.plan)
         self._names = frozenset(bucket.name for bucket in start.plan.buckets)
         self._records: dict[Bucket, BucketRecord] = {}
@@ -101,14 +88,17 @@ class ProgramSwaps:
 
     @property
     def is_warm(self) -> bool:
+        """Whether every bucket runs its programs."""
         return self._state == "warm"
 
     @property
     def is_finished(self) -> bool:
+        """Whether nothing is left to do: every bucket has its programs, or some cannot get them."""
         return self._state in ("warm", "failed")
 
     @property
     def records(self) -> tuple[BucketRecord, ...]:
+        """Of the buckets that run their programs."""
         records = dict(self._records)  # the engine thread may add a bucket meanwhile
         return tuple(records[bucket] for bucket in self._start.plan.buckets if bucket in records)
 
@@ -118,10 +108,12 @@ class ProgramSwaps:
 
     @property
     def compiles(self) -> int:
+        """Compilations of this process in `advance`."""
         earlier, before = self._compile_counts
         return earlier if before is None else earlier + read_counts().compiles - before
 
     def describe(self) -> str:
+        """What is missing for a warm start; "" if nothing is."""
         done = f"{len(self._records)} of {len(self._start.plan.buckets)} buckets run their programs"
         if self._state == "failed":
             reason = f"{len(self._failed)} failed" if self._failed else "the compile worker failed"
@@ -129,10 +121,12 @@ class ProgramSwaps:
         return f"eager: {done}" if self._state == "eager" else ""
 
     def stop(self) -> None:
+        """Compile nothing any more."""
         if self._worker is not None:
             self._worker.stop()
 
     def advance(self, engine: Engine) -> bool:
+        """Do what is due between two steps. Returns whether requests had to wait for it."""
         try:
             self._collect_programs()
         except (TcdeployError, OSError) as error:
@@ -170,16 +164,16 @@ class ProgramSwaps:
 
     def _swap(self, engine: Engine, bucket: Bucket) -> None:
         """Warm one bucket. If that fails, it continues to run eagerly."""
-        plan, staging = self._start.plan, self._start.staging
+        plan, stages, source = self._start.plan, self._start.stages, self._source
         self._left.remove(bucket)
         compilations = dict(self._worker.finished) if self._worker else {}
         previous = self._start.previous.with_programs(compilations)
-        self._stages.progress.bucket_started(bucket.name, len(plan.buckets) - len(self._left), len(plan.buckets))
-        num_blocks = max(self._prompts.blocks_needed(bucket), SMALL_BATCH_BLOCKS)
+        stages.progress.bucket_started(bucket.name, len(plan.buckets) - len(self._left), len(plan.buckets))
+        num_blocks = max(source.prompts.blocks_needed(bucket), SMALL_BATCH_BLOCKS)
         with engine.paused(min(num_blocks, engine.allocator.capacity)):
             engine.runner.eager_buckets.discard(bucket)
             try:
-                record = warm_bucket(engine.runner, bucket, previous, self._checker, staging.path)
+                record = warm_bucket(engine.runner, bucket, previous, source.checker, self._start.staging.path)
             except Exception as error:  # of torch, Triton or CUDA, which share no base class; eager steps still work
                 engine.runner.run_eagerly(bucket)
                 self._failed.append(bucket)
@@ -193,8 +187,8 @@ class ProgramSwaps:
         if bucket.name in compilations:
             record = record.with_compilation(compilations[bucket.name])
         self._records[bucket] = record
-        self._stages.seconds["compile"] = self._stages.seconds.get("compile", 0.0) + record.seconds
-        self._stages.progress.bucket_finished(record)
+        stages.seconds["compile"] = stages.seconds.get("compile", 0.0) + record.seconds
+        stages.progress.bucket_finished(record)
 
     def _finish(self, engine: Engine) -> None:
         """Time the steps and write the manifest, unless a bucket has failed."""
@@ -209,9 +203,9 @@ class ProgramSwaps:
         self._tracking.close()
         try:
             raise_if_entries_are_missing(self._start.staging.path)
-            more_paths = self._write_files(records)
-            publish_manifest(self._start, Warmed(records, costs, self._tracker.paths()), more_paths, self._stages)
-            remove_published_folders(self._start.staging)  # the worker's staging folder
+            warmed = Warmed(records, costs, self._start.tracker.paths())
+            with self._start.stages.stage("record"):
+                publish_manifest(self._start, warmed, self._source.files_to_list(self._start, warmed))
         except (TcdeployError, OSError) as error:
             log.warning("the programs run, but a later start may compile them again: %s", error)
         self._state = "warm"
@@ -222,14 +216,9 @@ class ProgramSwaps:
         log.warning("%s; the server continues with eager steps", reason)
 
 
-def start_worker(
-    start: Start, runner: ModelRunner, config: PreTrainedConfig, prompts: CheckPrompts
-) -> CompileProcess | WorkerFailure:
-    """Start compiling the plan's programs on a short copy of the model."""
-    plan = start.plan
-    try:
-        copy = make_short_copy(runner.model, config, plan, start.architecture)
-        names = [bucket.name for bucket in warmup_order(plan)]
-        return CompileProcess(worker_recipe(start.recipe, plan, prompts), copy.config, plan.key, names)
-    except (TcdeployError, OSError) as error:
-        return WorkerFailure(str(error))
+def _start_worker(source: ModelCode) -> CompileProcess:
+    """Start compiling the plan's programs on a short copy of the model. Raises TcdeployError and OSError."""
+    planned, plan = source.planned, source.planned.plan
+    copy = make_short_copy(source.runner.model, planned)
+    names = [bucket.name for bucket in warmup_order(plan)]
+    return CompileProcess(worker_recipe(planned, source.prompts), copy.config, plan.key, names)

@@ -1,33 +1,64 @@
-"""What `model_code.decide` knows about a deployment before a weight is loaded. Does not import torch."""
+"""What a start was asked for, and what it decides before it loads anything. Does not import torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tcdeploy.cache.record.toolchain import Toolchain
-from tcdeploy.engine.generation_defaults import GenerationDefaults
-from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.decision import Decision
-from tcdeploy.planning.dry_run import PlanFinding
-from tcdeploy.planning.environment import Environment
-from tcdeploy.planning.plan import Plan
+from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.planning.recipe import Recipe
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `prepare` imports this module before its threads begin
     from torch import nn
     from transformers import PreTrainedConfig
 
+    from tcdeploy.cache.record.provenance import SigningPolicy
+    from tcdeploy.cache.record.toolchain import Toolchain
+    from tcdeploy.engine.generation_defaults import GenerationDefaults
+    from tcdeploy.planning.architecture import Architecture
+    from tcdeploy.planning.decision import Decision
+    from tcdeploy.planning.dry_run import PlanFinding
+    from tcdeploy.planning.environment import Environment
+    from tcdeploy.planning.plan import Plan
+
 
 @dataclass(frozen=True)
-class PlannedDeployment:
+class StartRequest:
+    """The parameters of `prepare`, which describes them."""
+
     recipe: Recipe
-    config: PreTrainedConfig
+    progress: Progress = field(default_factory=NullProgress)
+    measure: bool = False
+    trusted_keys: Path | None = None
+    needs_tokenizer: bool = False
+    eager: bool = False
+
+    @property
+    def signing_policy(self) -> SigningPolicy:
+        from tcdeploy.cache.record.provenance import SigningPolicy
+        from tcdeploy.cache.trust.signing import default_trusted_keys_folder
+
+        return SigningPolicy(self.trusted_keys or default_trusted_keys_folder(), self.recipe.require_signed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What every start decides. A start record adds its files (start/record/lookup.py)."""
+
+    recipe: Recipe
     environment: Environment
     architecture: Architecture
-    fake_model: nn.Module  # without weights (models/probe.py)
     plan: Plan
     generation_defaults: GenerationDefaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel(Planned):
+    """What `decide` also finds in the model's code and files (start/decide.py)."""
+
+    config: PreTrainedConfig
+    fake_model: nn.Module  # without weights (models/probe.py)
     model_decisions: tuple[Decision, ...]  # made while the model's files were read
     cached_toolchain: Toolchain | None = None  # recorded C++ compiler to replay; None: use this machine's
     tokenizer: Any = None  # None: not loaded by `decide`

@@ -1,10 +1,11 @@
 """`prepare`: from a recipe to a running deployment.
 
 With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone, without
-the model's code and torch's compiler (start/packages.py). Every other start goes through start/model_code.py. Both
-import torch first. Meanwhile threads create the CUDA context (cuda_context.py) and read the weights into the page cache
-(models/weights/read_ahead.py). In a start with start/model_code.py on a GPU, threads then copy the weights to the GPU
-while start/model_code.py is imported (models/weights/early_weights.py). Does not import torch.
+the model's code and torch's compiler (start/packages.py). Every other start needs the model's code
+(start/model_code.py). Both run start/sequence.py, and import torch first. Meanwhile threads create the CUDA context
+(host/cuda_context.py) and read the weights into the page cache (models/weights/read_ahead.py). In a start with the
+model's code on a GPU, threads then copy the weights to the GPU while that code is imported
+(models/weights/early_weights.py). Does not import torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tcdeploy.host.stages import ImportStage
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.weights.read_ahead import start_read_ahead
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.record.factors import weight_files
 
 if TYPE_CHECKING:
@@ -34,12 +36,32 @@ def prepare(
     trusted_keys: Path | None = None,
     needs_tokenizer: bool = False,
     eager: bool = False,
+    needs_model: bool = False,
 ) -> Deployment:
-    """As `model_code.prepare`, which describes the arguments. Raises TcdeployError.
+    """Turn a recipe into a warmed deployment.
 
-    `measure` compares each bucket with uncompiled steps, and those need the model's code.
+    `measure`: also time each bucket, uncompiled and compiled. Uncompiled steps need the model's code.
+
+    `trusted_keys`: folder of the public keys whose signatures on bundles are trusted; None: the default folder
+    (cache/trust/signing.py).
+
+    `needs_tokenizer`: load the tokenizer before the weights, so that a model without one fails before it is compiled.
+    Warming needs none.
+
+    `eager`: return a deployment with eager steps, which `Deployment.swaps` replaces by programs (start/eager.py). Call
+    it in the thread that then runs the engine.
+
+    `needs_model`: do not start from packages, because the caller uses the model's modules.
+
+    What this changes in the process: it sets the variables TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR,
+    TRITON_CACHE_MANAGER, TRITON_PTXAS_PATH and CUDA_MODULE_LOADING, and puts a folder in front of PATH if it replays a
+    recorded compiler; raises torch._dynamo's recompile limits; registers an attention function with transformers and an
+    audit hook with Python; and applies the patches of torch_compat/. A cold start may run compile workers as child
+    processes, which have ended when this returns, except with `eager`. The garbage collector is changed only if the
+    program has called `relax_gc_for_startup`: imported objects are then frozen. Signals and logging are not touched.
+    Raises TcdeployError.
     """
-    progress = progress or NullProgress()
+    request = StartRequest(recipe, progress or NullProgress(), measure, trusted_keys, needs_tokenizer, eager)
     if eager:
         check_eager_start(recipe)
     if recipe.device != "cpu":
@@ -47,16 +69,16 @@ def prepare(
     folder = local_folder(recipe.model, recipe.revision) if recipe.load_format == "auto" else None
     if folder is not None:
         start_read_ahead(weight_files(folder))
-    if recipe.programs == "aot" and not measure:
+    if recipe.programs == "aot" and not (measure or needs_model):
         from tcdeploy.start.packages import start_from_packages
 
-        deployment = start_from_packages(recipe, progress, trusted_keys, needs_tokenizer)
+        deployment = start_from_packages(request)
         if deployment is not None:
             return deployment
     with _early_weights(recipe, folder) as early_weights:
         from tcdeploy.start import model_code
 
-        return model_code.prepare(recipe, progress, measure, trusted_keys, needs_tokenizer, eager, early_weights)
+        return model_code.start_from_code(request, early_weights)
 
 
 def _early_weights(recipe: Recipe, folder: Path | None) -> AbstractContextManager[EarlyWeights | None]:

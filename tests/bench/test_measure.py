@@ -17,7 +17,7 @@ from tcdeploy.bench.timing import Timestamps, step_seconds
 from tcdeploy.errors import UsageError
 from tcdeploy.host.progress import NullProgress
 from tcdeploy.planning.recipe import Recipe, build_recipe
-from tcdeploy.start.model_code import decide
+from tcdeploy.start.decide import decide
 from tests.conftest import TINY, TINY_BATCH_SIZES, TINY_BUCKETS
 
 RATES = Rates(1e10, 1 << 20, 1e11, 256, "float32")

@@ -24,7 +24,8 @@ def print_forecast_and_outcomes(question_json: str) -> None:
     from tcdeploy.bundle.why import forecast, merge_forecasts
     from tcdeploy.cache.record.manifest import read_manifest
     from tcdeploy.planning.recipe import build_recipe
-    from tcdeploy.start import model_code as pipeline
+    from tcdeploy.start.decide import decide, origin_of
+    from tcdeploy.start.prepare import prepare
 
     question = json.loads(question_json)
     exec(question.get("before", ""))
@@ -32,12 +33,12 @@ def print_forecast_and_outcomes(question_json: str) -> None:
     result: dict[str, Any] = {}
     manifests = [read_manifest(path) for path in sorted(Path(question["cached"], "manifests").glob("*.json"))]
     if manifests:
-        planned = pipeline.decide(recipe)
-        origin = pipeline.origin_of(planned)
+        planned = decide(recipe)
+        origin = origin_of(planned)
         forecasts = [forecast(cached, planned.plan, planned.environment, origin) for cached in manifests if cached]
         buckets = merge_forecasts(forecasts).buckets
         result["forecast"] = {bucket.bucket: "hit" if bucket.is_hit else "miss" for bucket in buckets}
         result["reasons"] = {bucket.bucket: bucket.reasons for bucket in buckets}
-    deployment = pipeline.prepare(recipe)
+    deployment = prepare(recipe, needs_model=True)
     result["outcomes"] = {record.bucket: record.outcome for record in deployment.records}
     print(json.dumps(result))

@@ -27,7 +27,8 @@ from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.programs.jit import JitLoader
 from tcdeploy.programs.programs import Program, ProgramKey, run_region
-from tcdeploy.start.model_code import prepare, release_memory
+from tcdeploy.start.deployment import release_memory
+from tcdeploy.start.prepare import prepare
 from tests.coverage.small_configs import small_config
 
 NEW_TOKENS = 24

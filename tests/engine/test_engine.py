@@ -24,7 +24,7 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import RecompileError, UsageError
 from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.planning.plan import Bucket
-from tcdeploy.start.model_code import release_memory
+from tcdeploy.start.deployment import release_memory
 from tcdeploy.text.detokenizer import IncrementalDetokenizer, chat_prompt
 from tests.conftest import prepare_tiny, reset_programs
 

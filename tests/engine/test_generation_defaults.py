@@ -316,7 +316,7 @@ def test_the_recipe_takes_the_source_from_flag_environment_and_file(tmp_path: Pa
 
 
 def test_the_plan_key_does_not_depend_on_the_file(tmp_path: Path) -> None:
-    from tcdeploy.start.model_code import decide
+    from tcdeploy.start.decide import decide
     from tests.model_families import save_config
 
     folder = save_config("llama", tmp_path)

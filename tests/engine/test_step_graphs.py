@@ -27,7 +27,7 @@ from tcdeploy.kernels.attention.ops import HOST_SCALARS
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.programs.compile_stats import measure_compiles
-from tcdeploy.start.model_code import prepare
+from tcdeploy.start.prepare import prepare
 from tests.conftest import TINY, TINY_BATCH_SIZES, prepare_tiny
 from tests.machines import H100, LLAMA_8B, make_recipe
 

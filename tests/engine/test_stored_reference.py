@@ -26,9 +26,9 @@ from tcdeploy.engine.check.stored_reference import read_reference, stores_refere
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import CompileError, IntegrityError
 from tcdeploy.planning.recipe import build_recipe
-from tcdeploy.start import model_code as pipeline
-from tcdeploy.start.deployment import Deployment
-from tcdeploy.start.model_code import prepare
+from tcdeploy.start import model_code, sequence
+from tcdeploy.start.deployment import Deployment, release_memory
+from tcdeploy.start.prepare import prepare
 from tests.model_families import save_config
 from tests.parity.planted_faults import FAULTS, planted
 
@@ -144,7 +144,7 @@ class Starts:
 def starts(tmp_path: Path) -> Iterator[Starts]:
     (tmp_path / "model").mkdir()
     yield Starts(tmp_path)
-    pipeline.release_memory()
+    release_memory()
 
 
 def test_a_later_start_computes_no_reference_and_finds_the_same_distances(starts: Starts) -> None:
@@ -162,14 +162,14 @@ def test_a_later_start_computes_no_reference_and_finds_the_same_distances(starts
 def test_other_weights_have_a_reference_of_their_own(starts: Starts) -> None:
     starts.start()
     stored = starts.stored()
-    load_model = pipeline.load_model
+    load_model = model_code.load_model
 
     def load_and_change(*args: Any) -> Any:
         model = load_model(*args)
         model.get_input_embeddings().weight.data[3, 5] += 1
         return model
 
-    with mock.patch.object(pipeline, "load_model", load_and_change):
+    with mock.patch.object(model_code, "load_model", load_and_change):
         starts.start()
         assert starts.computed == 1
         assert len(starts.stored()) == 1 and starts.stored() != stored
@@ -197,7 +197,7 @@ def test_a_start_computes_its_reference_if_the_name_differs(
         (tmp_path / "package" / "edited.py").touch()
         monkeypatch.setattr(f"{module}.PACKAGE", tmp_path / "package")
     else:
-        monkeypatch.setattr(pipeline, "FIRST_SEED", 5)
+        monkeypatch.setattr(model_code, "FIRST_SEED", 5)
         monkeypatch.setattr(parity_check, "FIRST_SEED", 5)
     starts.start(**flags)
     assert starts.computed == 1
@@ -206,7 +206,7 @@ def test_a_start_computes_its_reference_if_the_name_differs(
 
 def shift_stored_logits() -> Any:
     """Replace the reader of stored references with one that adds 3 to the first logit of each row."""
-    read = pipeline.read_reference
+    read = model_code.read_reference
 
     def read_and_shift(path: Path, device: str) -> ReferenceLogits | None:
         reference = read(path, device)
@@ -218,14 +218,14 @@ def shift_stored_logits() -> Any:
                 logits[0] += 3
         return reference._replace(rows=rows)
 
-    return mock.patch.object(pipeline, "read_reference", read_and_shift)
+    return mock.patch.object(model_code, "read_reference", read_and_shift)
 
 
 def test_a_model_that_differs_from_the_stored_reference_is_loaded_and_checked_again(
     starts: Starts, caplog: pytest.LogCaptureFixture
 ) -> None:
     starts.start()
-    load_model, models = pipeline.load_model, []
+    load_model, models = model_code.load_model, []
 
     def load_one_at_a_time(*args: Any) -> Any:
         assert not [model for model in models if model() is not None], "the first model is freed before"
@@ -235,7 +235,7 @@ def test_a_model_that_differs_from_the_stored_reference_is_loaded_and_checked_ag
 
     with (
         shift_stored_logits(), caplog.at_level(logging.WARNING),
-        mock.patch.object(pipeline, "load_model", load_one_at_a_time),
+        mock.patch.object(model_code, "load_model", load_one_at_a_time),
     ):  # fmt: skip
         deployment = starts.start()
     assert starts.computed == 1 and len(models) == 2
@@ -260,7 +260,7 @@ def test_a_fault_is_caught_with_a_stored_reference(
 def test_a_fault_in_the_loaded_model_only_does_not_reach_its_own_reference(starts: Starts) -> None:
     """A module with a wrong epsilon would agree with a reference that is computed from the same module."""
     starts.start()
-    install, models = pipeline.install_programs, []
+    install, models = model_code.install_programs, []
 
     def break_first_model(runner: Any, *args: Any, **options: Any) -> None:
         models.append(runner.model)
@@ -269,7 +269,7 @@ def test_a_fault_in_the_loaded_model_only_does_not_reach_its_own_reference(start
                 layer.input_layernorm.variance_epsilon = 1.0
         install(runner, *args, **options)
 
-    with mock.patch.object(pipeline, "install_programs", break_first_model):
+    with mock.patch.object(model_code, "install_programs", break_first_model):
         starts.start()
     assert len(models) == 2 and models[0] is not models[1]
     assert models[1].model.layers[0].input_layernorm.variance_epsilon < 1e-3
@@ -312,7 +312,7 @@ def test_a_compiled_model_is_checked_again_with_its_programs(starts: Starts) -> 
 
 @pytest.mark.parametrize("kind", ["bundle", "read-only folder"])
 def test_nothing_is_written_if_no_file_can_be_added(kind: str, starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    restore_plan = pipeline.restore_plan
+    restore_plan = sequence.restore_plan
 
     def restore(staging: StagingFolder, *args: Any) -> Manifest | None:
         earlier = restore_plan(staging, *args)
@@ -322,8 +322,8 @@ def test_nothing_is_written_if_no_file_can_be_added(kind: str, starts: Starts, m
             monkeypatch.setattr(staging, "target", staging.path)
         return earlier
 
-    monkeypatch.setattr(pipeline, "restore_plan", restore)
-    monkeypatch.setattr(pipeline, "write_reference", mock.Mock(side_effect=AssertionError))
-    monkeypatch.setattr(pipeline, "reference_path", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(sequence, "restore_plan", restore)
+    monkeypatch.setattr(model_code, "write_reference", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(model_code, "reference_path", mock.Mock(side_effect=AssertionError))
     starts.start()
     assert starts.computed == 1

@@ -29,7 +29,7 @@ from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, MAX_AUTOTUNE, Variant, attention_variant
 from tcdeploy.programs import jit
 from tcdeploy.programs.compile_stats import CompileCounts, CompileStats, measure_compiles
-from tcdeploy.start.model_code import prepare
+from tcdeploy.start.prepare import prepare
 from tests.conftest import TINY, reset_programs
 from tests.model_families import save_config
 

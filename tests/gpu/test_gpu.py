@@ -16,7 +16,6 @@ from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.step.graphs import StepOutput, capture_graph
 from tcdeploy.engine.step.runner import ModelRunner
-from tcdeploy.host.progress import NullProgress
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import (
     COORDINATE_DESCENT_PDL_COMBO,
@@ -31,11 +30,12 @@ from tcdeploy.planning.variants import (
 )
 from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.programs.stances import fail_on_recompile
-from tcdeploy.start import model_code as pipeline
+from tcdeploy.start import model_code
 from tcdeploy.start import packages as packaged_start
 from tcdeploy.start.deployment import Deployment
-from tcdeploy.start.model_code import prepare
 from tcdeploy.start.packages import start_from_packages
+from tcdeploy.start.planned import StartRequest
+from tcdeploy.start.prepare import prepare
 from tcdeploy.torch_compat.triton import cache as triton_cache
 from tests.conftest import ROOT, reset_programs
 from tests.engine.constraints import SumConstraint
@@ -60,7 +60,7 @@ def deploy(model: str, cache_dir: str, eager: bool = False, **flags: Any) -> Dep
         "cache_dir": cache_dir,
         **flags,
     }
-    return prepare(build_recipe(settings, environ={}), eager=eager)
+    return prepare(build_recipe(settings, environ={}), eager=eager, needs_model=True)
 
 
 @pytest.mark.parametrize("graphs", ["step", "none"])
@@ -266,7 +266,7 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(
         ModelRunner, "_forward", lambda runner, buffers: (events.append("forward"), forward(runner, buffers))[1]
     )
     monkeypatch.setattr(packaged_start, "warm", lambda *arguments: (events.append("checks"), warm(*arguments))[1])
-    started = start_from_packages(recipe, NullProgress())
+    started = start_from_packages(StartRequest(recipe))
     assert started is not None and "programs" in started.stage_seconds
     assert events[-1] == "checks" and events.count("forward") >= 2 * len(started.records)
     assert [(record.outcome, record.compiles, record.captured) for record in started.records] == [("hit", 0, True)] * 3
@@ -342,14 +342,14 @@ def test_each_installed_flash_attention_serves_a_whole_model(backend: str, cache
 def test_the_check_of_an_eager_start_compiles_no_triton_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads have compiled its kernels before."""
     counts: list[int] = []
-    check = pipeline.check_eager_steps
+    check = model_code.check_eager_steps
 
     def count_kernels(*arguments: Any) -> None:
         counts.append(triton_cache.kernels_compiled)
         check(*arguments)
         counts.append(triton_cache.kernels_compiled)
 
-    monkeypatch.setattr(pipeline, "check_eager_steps", count_kernels)
+    monkeypatch.setattr(model_code, "check_eager_steps", count_kernels)
     before = triton_cache.kernels_compiled
     # Numbers of heads that no other test has: this process may have compiled the kernels of other models.
     model = save_config("llama", tmp_path / "model", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)

@@ -17,7 +17,7 @@ import pytest
 from tcdeploy.errors import UsageError
 from tcdeploy.host.cuda_context import start_context
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start import model_code as pipeline
+from tcdeploy.start import model_code
 from tcdeploy.start import prepare as start
 
 # A driver that records its calls in `calls`: 1, 2 and 3, in order. `failing` is the call that fails.
@@ -112,7 +112,7 @@ def test_no_context_is_created_for_a_torch_without_cuda(driver: Path, before_tor
 def test_a_start_on_a_cpu_creates_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
     monkeypatch.setattr(start, "start_context", lambda: events.append("context"))
-    monkeypatch.setattr(pipeline, "prepare", lambda recipe, *arguments: events.append(recipe.device))
+    monkeypatch.setattr(model_code, "start_from_code", lambda request, _: events.append(request.recipe.device))
     for device in (None, "cuda", "cpu"):
         start.prepare(Recipe(model="builtin:tiny", device=device))
     assert events == ["context", None, "context", "cuda", "cpu"]

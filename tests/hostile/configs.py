@@ -27,7 +27,7 @@ from transformers import AutoConfig
 from tcdeploy.errors import TcdeployError
 from tcdeploy.models.load import load_model, resolve_model_path
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start.model_code import decide
+from tcdeploy.start.decide import decide
 from tests.model_families import SHAPE_ONLY, SUPPORTED, UNSUPPORTED
 
 DEFAULT_COUNT = 1000

@@ -13,7 +13,7 @@ from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
 from tcdeploy.models.load import load_model
 from tcdeploy.planning.recipe import Recipe, build_recipe
-from tcdeploy.start.model_code import decide
+from tcdeploy.start.decide import decide
 from tests.coverage.campaign import save_model
 from tests.coverage.small_configs import small_config
 from tests.model_families import probe

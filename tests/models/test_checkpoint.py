@@ -24,7 +24,7 @@ from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights import checkpoint
 from tcdeploy.models.weights.checkpoint import check_tensors, read_stored_tensors, stored_dtype
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start.model_code import decide
+from tcdeploy.start.decide import decide
 from tests.coverage.campaign import save_model
 from tests.coverage.small_configs import small_config
 from tests.model_families import SUPPORTED
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def plan(folder: Path, **fields: Any) -> None:
-    """What `pipeline.decide` does with a model."""
+    """What `decide` does with a model."""
     recipe = Recipe(model=str(folder), **fields)
     config = load_config(recipe)
     check_checkpoint(recipe, config, probe_model(config).tensors)

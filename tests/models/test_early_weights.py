@@ -30,7 +30,7 @@ from tcdeploy.models.weights import early_weights
 from tcdeploy.models.weights import reader as checkpoint_reader
 from tcdeploy.models.weights.early_weights import EarlyWeights, PreloadedSlice, start_reading
 from tcdeploy.planning.recipe import Recipe, build_recipe
-from tcdeploy.start import model_code as pipeline
+from tcdeploy.start import model_code
 from tcdeploy.start import prepare as start
 from tcdeploy.start.record.factors import weight_files
 from tests.conftest import TINY, TINY_BATCH_SIZES, TINY_BUCKETS
@@ -402,7 +402,7 @@ def test_a_start_that_fails_ends_the_reading(
         read_on_cpu[0]._thread.join()
         raise error
 
-    monkeypatch.setattr(pipeline, "prepare", fail)
+    monkeypatch.setattr(model_code, "start_from_code", fail)
     with pytest.raises(type(error)):
         start.prepare(Recipe(model=str(float32_tiny)))
     [early] = read_on_cpu
@@ -413,5 +413,5 @@ def test_a_start_that_fails_ends_the_reading(
 def test_a_start_without_a_gpu_or_without_weights_reads_nothing(
     fields: dict[str, Any], read_on_cpu: list[EarlyWeights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "prepare", lambda *arguments: arguments[-1])
+    monkeypatch.setattr(model_code, "start_from_code", lambda *arguments: arguments[-1])
     assert start.prepare(Recipe(model=TINY, **fields)) is None and read_on_cpu == []

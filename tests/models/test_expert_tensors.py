@@ -17,7 +17,7 @@ from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load_errors import recognise
 from tcdeploy.models.weights import checkpoint
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start.model_code import decide
+from tcdeploy.start.decide import decide
 from tests.coverage.campaign import save_model
 from tests.coverage.small_configs import small_config
 from tests.model_families import SUPPORTED

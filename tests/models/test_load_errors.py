@@ -17,7 +17,7 @@ from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models.load import load_config, resolve_model_path, translate_error
 from tcdeploy.models.load_errors import missing_packages
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start.model_code import decide
+from tcdeploy.start.decide import decide
 from tcdeploy.text.tokenizer import load_tokenizer
 from tests.conftest import TINY, RunCLI
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.planning.recipe import build_recipe
-from tcdeploy.start.model_code import decide
+from tcdeploy.start.decide import decide
 from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
 from tests.model_families import SHAPE_ONLY, SUPPORTED, probe
 

@@ -19,7 +19,8 @@ from tcdeploy.errors import ModelError
 from tcdeploy.models.convert.quantisation import TensorHeader, dequantised_tensors
 from tcdeploy.models.load import load_config, load_model
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start.model_code import decide, prepare
+from tcdeploy.start.decide import decide
+from tcdeploy.start.prepare import prepare
 from tests.machines import decision_named
 from tests.model_families import SUPPORTED
 

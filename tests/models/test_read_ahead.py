@@ -11,7 +11,7 @@ import pytest
 from tcdeploy.models.weights import read_ahead
 from tcdeploy.models.weights.read_ahead import CHUNK_BYTES, is_cached, start_read_ahead
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start import model_code as pipeline
+from tcdeploy.start import model_code
 from tcdeploy.start import prepare as start
 
 
@@ -49,6 +49,6 @@ def test_a_start_reads_the_weights_of_its_model(
 ) -> None:
     read: list[str] = []
     monkeypatch.setattr(start, "start_read_ahead", lambda paths: read.extend(path.name for path in paths))
-    monkeypatch.setattr(pipeline, "prepare", lambda *arguments: None)
+    monkeypatch.setattr(model_code, "start_from_code", lambda *arguments: None)
     start.prepare(Recipe(model="builtin:tiny", load_format=load_format))
     assert read == files

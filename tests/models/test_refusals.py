@@ -26,7 +26,7 @@ from tcdeploy.errors import (
 from tcdeploy.models.convert.quantisation import NOT_QUANTISED_HINT
 from tcdeploy.models.refusals import Refusals, SeveralReasonsError
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start.model_code import decide
+from tcdeploy.start.decide import decide
 from tests.coverage.small_configs import small_config
 from tests.model_families import SUPPORTED, UNSUPPORTED, probe, save_config
 

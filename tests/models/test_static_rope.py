@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.load import load_model, resolve_model_path
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start.model_code import decide
+from tcdeploy.start.decide import decide
 from tests.conftest import TINY
 
 CODE = """

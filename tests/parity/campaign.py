@@ -20,7 +20,8 @@ from transformers import AutoConfig
 from tcdeploy.engine.check.parity_check import FAILED
 from tcdeploy.errors import CompileError
 from tcdeploy.planning.recipe import build_recipe
-from tcdeploy.start.model_code import prepare, release_memory
+from tcdeploy.start.deployment import release_memory
+from tcdeploy.start.prepare import prepare
 from tests.model_families import save_config
 from tests.parity.planted_faults import FAULTS, NotApplicable, planted
 

@@ -24,7 +24,7 @@ from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadat
 from tcdeploy.kernels.attention.ops import HOST_SCALARS
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.programs.regions import find_layers
-from tcdeploy.start import model_code as pipeline
+from tcdeploy.start import model_code
 
 
 class NotApplicable(Exception):
@@ -472,7 +472,7 @@ def planted(
         compile_in_place(*args)
 
     with (
-        mock.patch.object(pipeline, "ParityChecker", PlantingChecker),
+        mock.patch.object(model_code, "ParityChecker", PlantingChecker),
         mock.patch.object(program_setup, "compile_in_place", plant_and_compile),
     ):
         try:

@@ -20,7 +20,7 @@ from tcdeploy.errors import CompileError, RecompileError
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.programs import aot, stances
 from tcdeploy.programs.compile_stats import measure_compiles, read_counts
-from tcdeploy.start import model_code as pipeline
+from tcdeploy.start.prepare import prepare
 from tests.conftest import TINY, RunCLI, prepare_tiny
 
 # Not the buckets of start/test_packaged_start.py, whose packages may be in the same cache folder.
@@ -156,7 +156,7 @@ def test_a_program_with_a_wrong_weight_fails_its_parity_check(
     monkeypatch.setattr(aot, "_constants", with_a_wrong_weight)
     recipe = build_recipe({"model": TINY, "programs": "aot", "cache_dir": cache_dir, **BUCKETS}, environ={})
     with pytest.raises(CompileError, match="failed its parity check"):
-        pipeline.prepare(recipe)
+        prepare(recipe, needs_model=True)
 
 
 def test_an_edit_of_the_models_source_changes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

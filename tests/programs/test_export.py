@@ -18,7 +18,8 @@ from tcdeploy.programs.graph_parts import cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.grouped_mm import op_name
 from tcdeploy.programs.step_program import InputSpec, LoadedStep, ProgramCall, StepProgram, parse_step_program
-from tcdeploy.start import model_code as pipeline
+from tcdeploy.start.decide import decide
+from tcdeploy.start.model_code import load_runner
 from tests.model_families import LAYER_KINDS, LAYERS, SUPPORTED, save_config
 
 BUCKET = 64
@@ -68,8 +69,8 @@ class ExportingForward:
 def load_model(folder: str, cache_dir: str, **flags: Any) -> tuple[Any, list[export.TracedLayer]]:
     """A runner of an uncompiled model, and its layers."""
     base = {"model": folder, "buckets": (BUCKET,), "batch_sizes": (2, 3), "context": 256, "cache_dir": cache_dir}
-    planned = pipeline.decide(build_recipe({**base, "load_format": "dummy", **flags}, environ={}))
-    runner = pipeline._load(planned)
+    planned = decide(build_recipe({**base, "load_format": "dummy", **flags}, environ={}))
+    runner = load_runner(planned)
     return runner, traced_layers(runner.model, planned.architecture)
 
 

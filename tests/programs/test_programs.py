@@ -19,7 +19,7 @@ from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS
 from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.programs.stances import fail_on_recompile
 from tcdeploy.start.deployment import Deployment
-from tcdeploy.start.model_code import prepare
+from tcdeploy.start.prepare import prepare
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
 from tests.conftest import TINY, reset_programs
 from tests.model_families import LAYER_KINDS, SUPPORTED, WINDOW, save_config

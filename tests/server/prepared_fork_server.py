@@ -37,19 +37,24 @@ class PreparedForkServer(ForkServer):
 
 
 def prepare_and_fork(control_address: bytes, cache: str) -> None:
-    """Prepare the model, then fork for each request. In the forks, `pipeline.prepare` returns this deployment."""
-    from tcdeploy.planning.recipe import Recipe, build_recipe
-    from tcdeploy.start import model_code as pipeline
+    """Prepare the model, then fork for each request. In the forks, `prepare` returns this deployment."""
+    from tcdeploy.planning.recipe import build_recipe
+    from tcdeploy.start import model_code
+    from tcdeploy.start.deployment import Deployment
+    from tcdeploy.start.planned import StartRequest
+    from tcdeploy.start.prepare import prepare
 
     options = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache}
     prepared_recipe = build_recipe(options, environ={})
-    deployment = pipeline.prepare(prepared_recipe)
+    deployment = prepare(prepared_recipe)
 
-    def prepare(recipe: Recipe, *_: Any, **__: Any) -> pipeline.Deployment:
-        assert recipe == prepared_recipe, "a prepared server cannot have another model, other buckets or another cache"
+    def start_from_code(request: StartRequest, *_: Any, **__: Any) -> Deployment:
+        assert request.recipe == prepared_recipe, (
+            "a prepared server cannot have another model, other buckets or another cache"
+        )
         return deployment
 
-    pipeline.prepare = prepare
+    model_code.start_from_code = start_from_code
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.connect(control_address)
     exit_without_finalizing(run_command(serve_forks(control)))

@@ -33,9 +33,9 @@ engine.Engine.step = dying
 """
 SLOW_START = """
 import time
-from tcdeploy.start import model_code as pipeline
-prepare = pipeline.prepare
-pipeline.prepare = lambda *arguments, **options: (time.sleep(4), prepare(*arguments, **options))[1]
+from tcdeploy.start import model_code
+start = model_code.start_from_code
+model_code.start_from_code = lambda *arguments: (time.sleep(4), start(*arguments))[1]
 """
 
 

@@ -70,14 +70,8 @@ def test_a_library_that_is_missing_is_not_compiled(
     folder = Path(shutil.copytree(filled_cache, tmp_path / "cache"))
     for library in folder.glob("*/*.so"):
         library.unlink()
-    flags = (
-        "--buckets",
-        "32,128",
-        "--batch-sizes",
-        "1",
-        "--cache-dir",
-        str(folder),
-    )  # another plan than the damaged one
+    # Another plan than the damaged one.
+    flags = ("--buckets", "32,128", "--batch-sizes", "1", "--cache-dir", str(folder))
     done = run_cli("warm", TINY, *flags, "--no-compile")
     assert done.returncode == 6 and "error: prefill:128 needs a" in done.stderr, done.stderr
     assert not compiler_calls.exists(), compiler_calls.read_text()

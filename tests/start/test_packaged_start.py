@@ -36,7 +36,6 @@ from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.engine.schedule.step_costs import parse_step_costs
 from tcdeploy.engine.warm import warmup
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, TrustError, UsageError
-from tcdeploy.host.progress import NullProgress
 from tcdeploy.models import executed_sources
 from tcdeploy.models.executed_sources import changed_sources, digest_sources, record_executed_files
 from tcdeploy.models.location import BUILTIN_MODELS
@@ -49,8 +48,8 @@ from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs import packages
 from tcdeploy.programs.step_program import StepProgram, parse_step_program
 from tcdeploy.start import deployment as deployment_module
-from tcdeploy.start import model_code as pipeline
 from tcdeploy.start import packages as packaged_start
+from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.prepare import prepare
 from tcdeploy.start.record import lookup as record_lookup
 from tcdeploy.start.record.factors import StartFactors
@@ -85,7 +84,7 @@ def aot_recipe(cache_dir: str, model: str = TINY) -> Recipe:
 
 
 def start(cache_dir: str, model: str = TINY) -> Any:
-    return packaged_start.start_from_packages(aot_recipe(cache_dir, model), NullProgress())
+    return packaged_start.start_from_packages(StartRequest(aot_recipe(cache_dir, model)))
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +148,7 @@ def test_a_bundle_starts_in_the_same_way(own_cache: str, tmp_path: Path, run_cli
 
 
 def test_a_full_start_in_the_process_that_compiled_finds_its_packages(own_cache: str) -> None:
-    deployment = pipeline.prepare(aot_recipe(own_cache))
+    deployment = prepare(aot_recipe(own_cache), needs_model=True)
     assert [record.outcome for record in deployment.records] == ["hit"] * 2
     assert len(list(Path(own_cache, "aot").glob("start-*.json"))) == 1
 
@@ -236,11 +235,11 @@ def test_a_tokenizer_that_cannot_be_stored_is_loaded_with_transformers(
     [path] = set(Path(own_cache, "aot").glob("start-*.json")) - earlier
     record = json.loads(path.read_text())
     assert record["tokenizer"] is None and record["tokenizer_problem"].endswith("it overrides decode")
-    deployment = packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True)
+    deployment = packaged_start.start_from_packages(StartRequest(recipe, needs_tokenizer=True))
     assert deployment is not None and isinstance(deployment.tokenizer, PreTrainedTokenizerFast)
     monkeypatch.setattr(extras, "is_installed", lambda name: name != "transformers")
     with pytest.raises(UsageError, match="load the tokenizer of this model, because .* it overrides decode") as error:
-        packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True)
+        packaged_start.start_from_packages(StartRequest(recipe, needs_tokenizer=True))
     assert error.value.hint == "pip install 'tcdeploy[compile]'"
 
 
@@ -251,7 +250,7 @@ def test_a_backend_that_differs_from_the_models_file_is_in_the_cache(own_cache: 
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "extra_special_tokens": ["<added>"]}))
     recipe = aot_recipe(own_cache, str(model))
     prepare(recipe)
-    deployment = packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True)
+    deployment = packaged_start.start_from_packages(StartRequest(recipe, needs_tokenizer=True))
     assert deployment is not None
     [added] = deployment.tokenizer("<added>", add_special_tokens=False).input_ids
     assert added in deployment.tokenizer.all_special_ids
@@ -260,7 +259,7 @@ def test_a_backend_that_differs_from_the_models_file_is_in_the_cache(own_cache: 
     assert manifest is not None and f"aot/{path.name}" in {file.path for file in manifest.files}
     path.write_text("{}")
     with pytest.raises(IntegrityError):
-        packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True)
+        packaged_start.start_from_packages(StartRequest(recipe, needs_tokenizer=True))
 
 
 def test_a_model_without_a_tokenizer_has_a_record_for_commands_that_need_none(own_cache: str, tmp_path: Path) -> None:
@@ -269,9 +268,9 @@ def test_a_model_without_a_tokenizer_has_a_record_for_commands_that_need_none(ow
     )
     recipe = aot_recipe(own_cache, str(model))
     prepare(recipe)
-    deployment = packaged_start.start_from_packages(recipe, NullProgress())
+    deployment = packaged_start.start_from_packages(StartRequest(recipe))
     assert deployment is not None and not deployment.engine.runner.has_model
-    assert packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True) is None
+    assert packaged_start.start_from_packages(StartRequest(recipe, needs_tokenizer=True)) is None
 
 
 def test_steps_may_run_while_the_weights_are_read(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +330,7 @@ def start_without_transformers(
     """`changes`: fields of the recipe."""
     hide_transformers(monkeypatch)
     recipe = dataclasses.replace(aot_recipe(cache_dir), **changes)
-    packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=needs_tokenizer)
+    packaged_start.start_from_packages(StartRequest(recipe, needs_tokenizer=needs_tokenizer))
 
 
 def rewrite_records(folder: str, **changes: Any) -> None:
@@ -695,7 +694,7 @@ def test_a_damaged_record_is_replaced_if_that_is_allowed(own_cache: str, caplog:
     rewrite_records(own_cache, architecture=None)
     recipe = dataclasses.replace(aot_recipe(own_cache), on_bad_cache="rebuild")
     with caplog.at_level(logging.WARNING):
-        assert packaged_start.start_from_packages(recipe, NullProgress()) is None
+        assert packaged_start.start_from_packages(StartRequest(recipe)) is None
     assert "architecture is None; it must be a JSON object" in caplog.text
 
 
@@ -716,8 +715,8 @@ def test_a_newer_record_that_no_plan_lists_is_ignored(own_cache: str, form: str)
         with pytest.raises(TrustError, match="is a symbolic link"):
             start(own_cache)
         newer.unlink()
-    found = record_lookup.find_record(aot_recipe(own_cache), False, Path("no keys"))
-    assert found is not None and found.path == f"aot/{path.name}"
+    found = record_lookup.find_record(StartRequest(aot_recipe(own_cache), trusted_keys=Path("no keys")))
+    assert found.path == f"aot/{path.name}"
 
 
 def test_no_record_is_written_for_packages_that_call_ops_of_other_libraries(
@@ -732,11 +731,11 @@ def test_no_record_is_written_for_packages_that_call_ops_of_other_libraries(
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(packages, "parse_step_program", with_a_foreign_op)
-        deployment = pipeline.prepare(aot_recipe(own_cache, str(model)))
+        deployment = prepare(aot_recipe(own_cache, str(model)), needs_model=True)
     assert [record.outcome for record in deployment.records] == ["hit"] * 2
     assert "because its packages call some_library::scale" in caplog.text
     assert start(own_cache, str(model)) is None
-    pipeline.prepare(aot_recipe(own_cache, str(model)))
+    prepare(aot_recipe(own_cache, str(model)), needs_model=True)
     assert start(own_cache, str(model)) is not None
 
 

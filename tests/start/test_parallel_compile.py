@@ -15,6 +15,7 @@ import torch
 
 from tcdeploy.errors import Interrupted
 from tcdeploy.planning.plan import make_plan
+from tcdeploy.start.planned import PlannedModel
 from tcdeploy.start.workers import parallel as parallel_compile
 from tcdeploy.start.workers.parallel import (
     CORES_PER_PROCESS,
@@ -277,9 +278,12 @@ def test_a_worker_for_packages_alone_is_ended(
     monkeypatch.setattr(parallel_compile, "count_cores", lambda: 16)
     monkeypatch.setattr(parallel_compile, "count_spare_bytes", lambda *_: 25 * GIB)
     recipe = make_recipe(**RECIPE, programs="aot")
-    plan = make_plan(recipe, H100, LLAMA_8B)
     unused: Any = None
-    workers = start_workers(recipe, plan, H100, unused, unused, LLAMA_8B, unused, unused)
+    planned = PlannedModel(
+        recipe=recipe, environment=H100, architecture=LLAMA_8B, plan=make_plan(recipe, H100, LLAMA_8B),
+        generation_defaults=unused, config=unused, fake_model=unused, model_decisions=(),
+    )  # fmt: skip
+    workers = start_workers(planned, unused, unused)
     assert sum(worker.is_running for worker in FakeWorker.started) == running
     assert bool(workers) == (running > 0)
     assert ("no process" in caplog.text) == (limit < 3)

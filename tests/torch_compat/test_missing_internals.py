@@ -23,7 +23,7 @@ HAS_TRITON = is_installed("triton")
 START = """
 import json
 from tcdeploy.engine.schedule.sequence import SamplingParams
-from tcdeploy.start.model_code import prepare
+from tcdeploy.start.prepare import prepare
 from tcdeploy.planning.recipe import build_recipe
 
 flags = {"model": %r, "buckets": (32,), "batch_sizes": (1,), "cache_dir": %r}

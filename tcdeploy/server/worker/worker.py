@@ -30,7 +30,7 @@ from tcdeploy.server.worker.canary import CanarySchedule
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
-    from tcdeploy.start.deployment import ProgramSwaps
+    from tcdeploy.start.eager import ProgramSwaps
 
 STOP = None  # inbox message that ends the thread
 # A capture delays the next request by about 0.05 s (the longest one measured took 0.28 s), and a timing by three steps.

@@ -8,8 +8,8 @@ are read, so that the error names what they were made with.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from tcdeploy.cache.folder.access import check_folder
 from tcdeploy.cache.folder.layout import manifest_path, plan_keys
@@ -26,6 +26,7 @@ from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.plan import Plan, decide_cache_dir, make_plan
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.planned import Planned, StartRequest
 from tcdeploy.start.record.factors import (
     NoStartRecordError,
     StartDifferences,
@@ -44,53 +45,62 @@ from tcdeploy.start.record.record import (
 )
 
 
-class FoundRecord(NamedTuple):
-    """A record that fits this machine and model."""
+@dataclass(frozen=True, kw_only=True)
+class FoundRecord(Planned):
+    """A record that fits this machine and model, and what is planned from it."""
 
     record: StartRecord
     path: str  # in the cache folder
     content: bytes  # as the plan's manifest lists it
     folder: Path  # of the model's files
-    environment: Environment
-    plan: Plan
+
+
+class NoRecord(Exception):  # noqa: N818 - not an error: another start follows
+    """The cache folder has no record of this model."""
 
 
 class DoesNotFit(Exception):  # noqa: N818 - not an error: another start follows
     """Why the packages cannot be used."""
 
 
-def find_record(recipe: Recipe, needs_tokenizer: bool, trusted_keys: Path) -> FoundRecord | None:
-    """The newest record of this recipe that can be used on this machine; None if the cache folder has no record.
+def find_record(request: StartRequest) -> FoundRecord:
+    """The newest record of the recipe that can be used on this machine.
 
     Only records that a plan lists are read, and nothing of a record is used before its sha256 is compared. Raises
-    DoesNotFit if records exist but cannot be used, MismatchError if the hardware, versions or tcdeploy's source files
-    are the reason, and TrustError or IntegrityError if the folder, the record or its plan is not trusted or damaged.
+    NoRecord if the cache folder has none, DoesNotFit if records exist but cannot be used, MismatchError if the
+    hardware, versions or tcdeploy's source files are the reason, and TrustError or IntegrityError if the folder, the
+    record or its plan is not trusted or damaged.
     """
+    recipe = request.recipe
     folder = local_folder(recipe.model, recipe.revision)
     try:
         factors = require_start_factors(recipe, folder)
     except NoStartRecordError as error:
         if is_installed("transformers"):  # a start with transformers says what is wrong
-            return None
+            raise NoRecord(str(error)) from error
         raise DoesNotFit(str(error)) from error
     assert folder is not None
     environment = detect_environment(recipe.device)
     cache_dir = decide_cache_dir(recipe, environment)
     check_folder(cache_dir, recipe.trust_cache_dir)
-    policy = SigningPolicy(trusted_keys, recipe.require_signed)
-    records = find_records(cache_dir, policy, factors.key)
+    records = find_records(cache_dir, request.signing_policy, factors.key)
+    defaults = WITH_TOKENIZER if request.needs_tokenizer else WITHOUT_TOKENIZER
     reasons: list[DoesNotFit | TcdeployError] = []
     for listed in records.files:
         try:
             record = _parse(listed, factors.key)
             assumed = assume_recorded(environment, record)
-            plan = _plan(listed, record, recipe, assumed, defaults_name(needs_tokenizer))
+            plan = _plan(listed, record, recipe, assumed, defaults)
             if mismatch := _mismatch(record, assumed, plan, cache_dir):
                 raise mismatch
         except (DoesNotFit, MismatchError, IntegrityError) as reason:
             reasons.append(reason)
         else:
-            return FoundRecord(record, listed.path, listed.content, folder, assumed, plan)
+            return FoundRecord(
+                recipe=recipe, environment=assumed, architecture=record.architecture, plan=plan,
+                generation_defaults=record.defaults[defaults], record=record, path=listed.path, content=listed.content,
+                folder=folder,
+            )  # fmt: skip
     reasons += records.problems
     if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
         difference: DoesNotFit | TcdeployError | None = environment_mismatch(
@@ -103,7 +113,7 @@ def find_record(recipe: Recipe, needs_tokenizer: bool, trusted_keys: Path) -> Fo
         if isinstance(reasons[0], IntegrityError) and recipe.on_bad_cache == "rebuild" and not recipe.require_signed:
             raise DoesNotFit(reasons[0].message)  # the other start discards the plan
         raise reasons[0]
-    return None
+    raise NoRecord("the cache folder has no start record of this model")
 
 
 def _parse(listed: ListedFile, key: str) -> StartRecord:
@@ -162,11 +172,6 @@ def _factor_mismatch(
         text = f"{path_of_other_version} in {cache_dir} was written by another version of tcdeploy"
         return MismatchError(text, MISMATCH_HINT)
     return None
-
-
-def defaults_name(needs_tokenizer: bool) -> str:
-    """The name of the entry of a record's `defaults` and `decisions` that a start uses."""
-    return WITH_TOKENIZER if needs_tokenizer else WITHOUT_TOKENIZER
 
 
 def _mismatch(

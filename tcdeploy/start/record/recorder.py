@@ -23,7 +23,7 @@ from tcdeploy.models.weights.reader import stored_tensors
 from tcdeploy.models.weights.sources import WeightNotInCheckpointError, describe_weights
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.programs.aot import AotForward
-from tcdeploy.start.planned import PlannedDeployment
+from tcdeploy.start.planned import PlannedModel
 from tcdeploy.start.record.factors import StartFactors, start_factors, weight_files
 from tcdeploy.start.record.record import (
     WITH_TOKENIZER,
@@ -49,10 +49,6 @@ class StartRecorder:
         self._files: set[str] = set()  # those that define the model
         self._kernels = record_kernels() if factors is not None else None
 
-    @property
-    def is_active(self) -> bool:
-        return self._factors is not None
-
     def __enter__(self) -> StartRecorder:
         return self
 
@@ -70,7 +66,7 @@ class StartRecorder:
 
     def write(
         self,
-        planned: PlannedDeployment,
+        planned: PlannedModel,
         runner: ModelRunner,
         checker: ParityChecker,
         records: list[BucketRecord],
@@ -82,7 +78,7 @@ class StartRecorder:
         """
         if self._factors is None or self._kernels is None:
             return []
-        recipe, plan, architecture = planned.recipe, planned.plan, planned.architecture
+        recipe, architecture = planned.recipe, planned.architecture
         folder = local_folder(recipe.model, recipe.revision)
         forward = cast(AotForward, runner.forward)
         if folder is None or start_factors(recipe, folder) != self._factors:
@@ -101,39 +97,22 @@ class StartRecorder:
             log.warning("later starts load this model with transformers, and not from its packages alone: %s", reason)
             return []
         reference = f"{REFERENCES_DIR}/{reference_digest(checker.reference)}.safetensors"
-        if not write_reference(Path(staging.path, reference), checker.reference, plan, records):
+        if not write_reference(Path(staging.path, reference), checker.reference, planned.plan, records):
             return []
-        defaults, decisions = {}, {}
         tokenizer = _load_recorded_tokenizer(planned)
-        for name, used in ((WITHOUT_TOKENIZER, None), (WITH_TOKENIZER, tokenizer)):
-            if name == WITHOUT_TOKENIZER or used is not None:
-                defaults[name], decisions[name] = read_model_defaults(recipe, planned.config, architecture, used)
         described = TokenizerDescription(None, "", "")
         if tokenizer is not None:
             described = describe_tokenizer(tokenizer, architecture.model_type, folder)
         if described.problem:
             log.warning("later starts load the tokenizer with transformers: %s", described.problem)
-        environment = planned.environment
-        record = StartRecord(
-            factors=self._factors,
-            plan_key=plan.key,
+        record = _make_record(
+            self._factors,
+            planned,
+            tokenizer,
             package_folder=forward.folder.relative_to(staging.path).as_posix(),
-            reference=reference,
-            buffers="",
-            kernels="",
-            transformers=environment.transformers,
-            compiler=environment.compiler,
-            triton=environment.triton,
-            install_paths=environment.install_paths,
-            torch_settings=environment.torch_settings,
-            sources=sources,
-            variables=compiler_variables(),
-            missing_internals=environment.missing_internals,
-            architecture=architecture,
-            config=config_to_dict(planned.config),
-            defaults=defaults,
-            decisions=decisions,
             supports_logits_to_keep=forward.supports_logits_to_keep,
+            reference=reference,
+            sources=sources,
             weights=dict(weights.sources),
             tokenizer=described.record,
             tokenizer_problem=described.problem,
@@ -147,7 +126,38 @@ class StartRecorder:
             return []
 
 
-def _load_recorded_tokenizer(planned: PlannedDeployment) -> Any:
+def _make_record(factors: StartFactors, planned: PlannedModel, tokenizer: Any, **found: Any) -> StartRecord:
+    """The record of this start, whose buffers and kernels are not written yet.
+
+    `tokenizer`: None if there is none. `found`: the fields that are not in `planned`.
+    """
+    environment, defaults, decisions = planned.environment, {}, {}
+    for name, used in ((WITHOUT_TOKENIZER, None), (WITH_TOKENIZER, tokenizer)):
+        if name == WITHOUT_TOKENIZER or used is not None:
+            defaults[name], decisions[name] = read_model_defaults(
+                planned.recipe, planned.config, planned.architecture, used
+            )
+    return StartRecord(
+        factors=factors,
+        plan_key=planned.plan.key,
+        buffers="",
+        kernels="",
+        transformers=environment.transformers,
+        compiler=environment.compiler,
+        triton=environment.triton,
+        install_paths=environment.install_paths,
+        torch_settings=environment.torch_settings,
+        missing_internals=environment.missing_internals,
+        variables=compiler_variables(),
+        architecture=planned.architecture,
+        config=config_to_dict(planned.config),
+        defaults=defaults,
+        decisions=decisions,
+        **found,
+    )
+
+
+def _load_recorded_tokenizer(planned: PlannedModel) -> Any:
     """The tokenizer for the record, which `warm` has not loaded; None if the model has none."""
     try:
         return planned.tokenizer or load_tokenizer(planned.recipe)

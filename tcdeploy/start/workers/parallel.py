@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,17 +35,14 @@ from tcdeploy.errors import TcdeployError
 from tcdeploy.host.resources import count_cores
 from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.short_config import layers_to_keep, shorten_config
-from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.bucket_record import Compilation
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.memory import DTYPE_BYTES, gib
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.regions import find_layers, layer_kinds
+from tcdeploy.start.planned import PlannedModel
 from tcdeploy.start.workers.process import CompileProcess
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 # Inductor and Triton compile the kernels of one process on several cores.
 CORES_PER_PROCESS = 4
@@ -126,15 +123,16 @@ class CompileWorkers:
         self.stop()
 
 
-def make_short_copy(model: nn.Module, config: PreTrainedConfig, plan: Plan, architecture: Architecture) -> ShortCopy:
+def make_short_copy(model: nn.Module, planned: PlannedModel) -> ShortCopy:
     """The copy of a model with the first layers that have all of its programs. `model` may have fake tensors.
 
     Raises ModelError if its config cannot be shortened.
     """
+    plan, architecture = planned.plan, planned.architecture
     layers = find_layers(model, architecture)
     kinds = layer_kinds(layers)
     count = layers_to_keep(kinds)
-    values = config_to_dict(shorten_config(config, len(kinds), count))
+    values = config_to_dict(shorten_config(planned.config, len(kinds), count))
     values.pop("quantization_config", None)  # dequantised weights run the programs of others
     if architecture.dtype:
         values["dtype"] = architecture.dtype
@@ -144,12 +142,13 @@ def make_short_copy(model: nn.Module, config: PreTrainedConfig, plan: Plan, arch
     return ShortCopy(values, count, elements * DTYPE_BYTES[plan.weight_dtype])
 
 
-def worker_recipe(recipe: Recipe, plan: Plan, prompts: CheckPrompts) -> Recipe:
+def worker_recipe(planned: PlannedModel, prompts: CheckPrompts) -> Recipe:
     """The recipe of a worker: the plan's choices that programs depend on, random weights, and few KV blocks."""
+    plan = planned.plan
     checked = max(map(prompts.blocks_needed, plan.buckets))
     blocks = max(checked, plan.decode_buckets[-1].size, -(-plan.prefill_buckets[-1].size // plan.block_size)) + 1
     return dataclasses.replace(
-        recipe,
+        planned.recipe,
         revision=None,
         load_format="dummy",
         generation_config="none",
@@ -230,26 +229,19 @@ def count_spare_bytes(plan: Plan, environment: Environment, early_bytes: int = 0
 
 
 def start_workers(
-    recipe: Recipe,
-    plan: Plan,
-    environment: Environment,
-    model: nn.Module,
-    config: PreTrainedConfig,
-    architecture: Architecture,
-    prompts: CheckPrompts,
-    staging: StagingFolder,
-    early_bytes: int = 0,
+    planned: PlannedModel, prompts: CheckPrompts, staging: StagingFolder, early_bytes: int = 0
 ) -> CompileWorkers:
     """Start workers for all buckets of the plan but the largest. Starts none if that would not be faster or possible.
 
-    `model`: with fake tensors, because the weights are not loaded yet. `early_bytes`: as in `count_spare_bytes`.
+    Call it before the weights are loaded. `early_bytes`: as in `count_spare_bytes`.
     """
+    recipe, plan, environment = planned.recipe, planned.plan, planned.environment
     cores = count_cores()
     if reason := reason_for_one_process(recipe, plan, cores):
         log.info("all buckets are compiled in one process: %s", reason)
         return CompileWorkers(staging)
     try:
-        short_copy = make_short_copy(model, config, plan, architecture)
+        short_copy = make_short_copy(planned.fake_model, planned)
     except Exception as error:  # a config may raise any exception when its layers are removed
         log.warning(
             "all buckets are compiled in one process, because the model's config cannot be shortened: %s", error
@@ -260,11 +252,11 @@ def start_workers(
     if isinstance(shares, OneProcess):
         log.info("all buckets are compiled in one process: %s", shares.reason)
         return CompileWorkers(staging)
-    log.info("compile workers have %d of %d layers", short_copy.num_layers, len(architecture.attention_layers))
+    log.info("compile workers have %d of %d layers", short_copy.num_layers, len(planned.architecture.attention_layers))
     workers: list[CompileProcess] = []
     try:
         for names in shares:
-            workers.append(CompileProcess(worker_recipe(recipe, plan, prompts), short_copy.config, plan.key, names))
+            workers.append(CompileProcess(worker_recipe(planned, prompts), short_copy.config, plan.key, names))
     except (TcdeployError, OSError) as error:
         log.warning("buckets without a compile worker are compiled in this process: %s", error)
     except BaseException:

@@ -51,14 +51,14 @@ def main() -> None:
     enable_fast_transformers_import()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     from tcdeploy.cache.staging import folder as staging
-    from tcdeploy.start import model_code  # imports torch, which takes seconds
+    from tcdeploy.start.model_code import compile_buckets  # imports torch, which takes seconds
 
     staging.worker_parent = request["staging"]
 
     try:
         with open(request["reports"], "w", encoding="utf-8") as reports:
             recipe = _parse_recipe(request["recipe"])
-            model_code.compile_buckets(recipe, request["plan"], request["buckets"], partial(write_report, reports))
+            compile_buckets(recipe, request["plan"], request["buckets"], partial(write_report, reports))
     except TcdeployError as error:
         log.error("%s", error.message)
         sys.exit(error.exit_code)

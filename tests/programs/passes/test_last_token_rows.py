@@ -23,7 +23,7 @@ from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.programs.passes import last_token_rows
 from tcdeploy.programs.passes.post_grad import PostGradPass
 from tcdeploy.start.deployment import Deployment
-from tcdeploy.start.model_code import prepare
+from tcdeploy.start.prepare import prepare
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
 from tests.conftest import TINY, reset_programs
 from tests.programs.passes.compiled_targets import compile_and_run

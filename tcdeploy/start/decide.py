@@ -1,0 +1,138 @@
+"""Decides everything about a model with its code, before its weights are loaded."""
+
+from __future__ import annotations
+
+from tcdeploy.host.stages import ImportStage
+
+# ruff: noqa: E402 - importing is a stage, and its seconds are reported
+from tcdeploy.planning.extras import require_compile_extra
+
+_import_stage = ImportStage()
+require_compile_extra()
+
+from tcdeploy.models.unused_packages import import_transformers
+
+import_transformers()  # before other modules import it
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from tcdeploy.cache.folder.access import check_folder
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record import toolchain
+from tcdeploy.cache.record.manifest import Origin, make_origin
+from tcdeploy.engine.generation_defaults import read_model_defaults
+from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config
+from tcdeploy.models.probe import ProbedModel, probe_model
+from tcdeploy.models.refusals import Refusals
+from tcdeploy.models.sources import model_sources as hash_model_sources
+from tcdeploy.planning.decision import Decision
+from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
+from tcdeploy.planning.environment import Environment, detect_environment
+from tcdeploy.planning.plan import make_plan
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.programs.passes.post_grad import op_source_digests
+from tcdeploy.start.planned import PlannedModel
+from tcdeploy.text.tokenizer import load_tokenizer
+from tcdeploy.torch_compat.inductor.settings import settings_digest, torch_settings
+from tcdeploy.torch_compat.registry import missing_internals
+
+_import_stage.end()
+NO_COMPILER = PlanFinding(
+    "compiler",
+    "there is no C++ compiler, so only programs that are in the cache folder can run",
+    "install g++, or start from a cache that was warmed with these flags: tcdeploy cache why MODEL",
+)
+
+
+def decide(recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = False) -> PlannedModel:
+    """Decide everything before the weights are loaded. Of those on disk, only headers of safetensors files are read.
+
+    `needs_tokenizer`: load the tokenizer too, and add its end-of-sequence token to the stop tokens. `is_dry_run`:
+    report what this machine lacks in `findings` instead of raising an error. Raises ModelError with all reasons if the
+    model cannot be served.
+    """
+    environment = dataclasses.replace(
+        detect_environment(recipe.device),
+        missing_internals=missing_internals(),
+        torch_settings=settings_digest(torch_settings()),
+    )
+    model = _read_model(recipe, environment, needs_tokenizer, is_dry_run)
+    config, architecture, tokenizer = model.config, model.probed.architecture, model.tokenizer
+    defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
+    if model.stored_dtype and not architecture.dtype:
+        architecture = dataclasses.replace(architecture, dtype=model.stored_dtype)
+        reason = "dtype of the first floating-point tensor; config.json states none"
+        decisions += (Decision("checkpoint dtype", model.stored_dtype, reason),)
+    findings: tuple[PlanFinding, ...] = ()
+    if is_dry_run:
+        plan, recipe, environment, findings = plan_with_findings(recipe, environment, architecture, decisions)
+    else:
+        plan = make_plan(recipe, environment, architecture, decisions)
+    planned = PlannedModel(
+        recipe=recipe, environment=environment, architecture=architecture, plan=plan, generation_defaults=defaults,
+        config=config, fake_model=model.probed.model, model_decisions=decisions, tokenizer=tokenizer, findings=findings,
+    )  # fmt: skip
+    if environment.compiler or not toolchain.is_compiler_missing():
+        return planned
+    planned = _with_cached_toolchain(planned)
+    if is_dry_run and plan.device == "cpu" and planned.cached_toolchain is None:
+        return dataclasses.replace(planned, findings=(*findings, NO_COMPILER))
+    return planned
+
+
+class _ModelOnFakeTensors(NamedTuple):
+    """What `decide` reads of a model. stored_dtype: of the checkpoint, "" if it is not known."""
+
+    config: PreTrainedConfig
+    probed: ProbedModel
+    stored_dtype: str
+    tokenizer: Any
+
+
+def _read_model(
+    recipe: Recipe, environment: Environment, needs_tokenizer: bool, is_dry_run: bool
+) -> _ModelOnFakeTensors:
+    """Raises ModelError with all reasons why the model cannot be served.
+
+    Too little memory is one of them, unless in a dry run: the model may be planned for another machine.
+    """
+    refusals, probed, stored_dtype, tokenizer = Refusals(recipe.model), None, "", None
+    config = load_config(recipe, refusals)
+    with refusals.collecting():
+        probed = probe_model(config, recipe.trust_remote_code)
+        if not refusals.reasons:  # a quantised checkpoint, for example, has other tensors than the probed model
+            stored_dtype = check_checkpoint(recipe, config, probed.tensors)
+    with refusals.collecting():
+        tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
+    if refusals.reasons and probed is not None and not is_dry_run:
+        with refusals.collecting():
+            make_plan(recipe, environment, probed.architecture)
+    refusals.raise_all()
+    assert probed is not None
+    return _ModelOnFakeTensors(config, probed, stored_dtype, tokenizer)
+
+
+def _with_cached_toolchain(planned: PlannedModel) -> PlannedModel:
+    """Replan for a recorded C++ compiler whose programs are in the cache; without one, returns `planned` unchanged."""
+    check_folder(planned.plan.cache_dir, planned.recipe.trust_cache_dir)
+    for recorded in toolchain.load_toolchains(planned.plan.cache_dir):
+        replanned = with_cxx_compiler(planned, recorded.version)
+        if manifest_path(replanned.plan.cache_dir, replanned.plan.key).is_file():
+            return dataclasses.replace(replanned, cached_toolchain=recorded)
+    return planned
+
+
+def with_cxx_compiler(planned: PlannedModel, version: str) -> PlannedModel:
+    """The model as planned for another version of the C++ compiler."""
+    environment = dataclasses.replace(planned.environment, compiler=version)
+    plan = make_plan(planned.recipe, environment, planned.architecture, planned.model_decisions)
+    return dataclasses.replace(planned, environment=environment, plan=plan)
+
+
+def origin_of(planned: PlannedModel) -> Origin:
+    """What programs depend on besides the plan and the machine."""
+    sources, model_sources = op_source_digests(), hash_model_sources(planned.fake_model)
+    return make_origin(planned.recipe, config_to_dict(planned.config), sources, torch_settings(), model_sources)
