@@ -39,7 +39,7 @@ class ParamCheck(NamedTuple):
     def accepts(self, value: Any) -> bool:
         """Whether a value is in range. An int passes as a float; a bool passes as neither."""
         types = (int, float) if self.type_ is float else self.type_
-        return (
+        return bool(
             not isinstance(value, bool) and isinstance(value, types)
             and (self.ge is None or value >= self.ge) and (self.le is None or value <= self.le)
             and (self.gt is None or value > self.gt) and (self.lt is None or value < self.lt)

@@ -17,8 +17,14 @@ from tcdeploy.torch_compat.uvicorn.closing import ConnectionObserver
 from tcdeploy.torch_compat.uvicorn.protocol import ABORT, IS_BODY_RECEIVED, IS_WRITE_PAUSED, bounded_protocol
 
 
-class _NoObserver(ConnectionObserver):
-    """For servers that accept connections without a limit. Inherits methods that do nothing."""
+class _NoObserver:
+    """For servers that accept connections without a limit."""
+
+    def mark_idle(self, connection: Any) -> None: ...
+
+    def mark_busy(self, connection: Any) -> None: ...
+
+    def remove(self, connection: Any) -> None: ...
 
 
 def http_protocol(
