@@ -126,13 +126,13 @@ class StartRecorder:
             return []
 
 
-def _make_record(factors: StartFactors, planned: PlannedModel, tokenizer: Any, **found: Any) -> StartRecord:
+def _make_record(factors: StartFactors, planned: PlannedModel, loaded_tokenizer: Any, **found: Any) -> StartRecord:
     """The record of this start, whose buffers and kernels are not written yet.
 
-    `tokenizer`: None if there is none. `found`: the fields that are not in `planned`.
+    `loaded_tokenizer`: None if there is none. `found`: the fields that are not in `planned`.
     """
     environment, defaults, decisions = planned.environment, {}, {}
-    for name, used in ((WITHOUT_TOKENIZER, None), (WITH_TOKENIZER, tokenizer)):
+    for name, used in ((WITHOUT_TOKENIZER, None), (WITH_TOKENIZER, loaded_tokenizer)):
         if name == WITHOUT_TOKENIZER or used is not None:
             defaults[name], decisions[name] = read_model_defaults(
                 planned.recipe, planned.config, planned.architecture, used
