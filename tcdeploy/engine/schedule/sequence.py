@@ -38,7 +38,7 @@ class ParamCheck(NamedTuple):
 
     def accepts(self, value: Any) -> bool:
         """Whether a value is in range. An int passes as a float; a bool passes as neither."""
-        types = (int, float) if self.type_ is float else self.type_
+        types: Any = (int, float) if self.type_ is float else self.type_
         return bool(
             not isinstance(value, bool) and isinstance(value, types)
             and (self.ge is None or value >= self.ge) and (self.le is None or value <= self.le)
