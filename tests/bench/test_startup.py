@@ -27,7 +27,7 @@ def test_recipe_flags_round_trip() -> None:
             flags[name] = not word.startswith("no-")
         else:
             flags[word.replace("-", "_")] = words.pop(0)
-    assert build_recipe(flags, environ={"TCDEPLOY_REGION": "model"}) == recipe
+    assert build_recipe(flags, environ={"TCDEPLOY_REGION": "blocks"}) == recipe
 
 
 def fake_child(commands: list[list[str]], stages: dict[str, float]) -> object:

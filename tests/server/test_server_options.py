@@ -232,7 +232,8 @@ def test_every_option_of_the_command_has_a_variable() -> None:
         for parameter in inspect.signature(serve_command).parameters.values()
         if parameter.name not in RECIPE_FIELDS and parameter.name not in SHARED_OPTIONS
     ]
-    variables = {option.param_decls[0]: option.envvar for option in options}
+    # typer keeps the name of the flag in `default` until it builds the parser.
+    variables = {option.default: option.envvar for option in options}
     assert variables == {f"--{name.replace('_', '-')}": f"TCDEPLOY_{name.upper()}" for name in OPTIONS}
     assert {*variables.values(), "TCDEPLOY_HOT_PATH_OFF"} == SERVER_VARIABLES
 
