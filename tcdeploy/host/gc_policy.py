@@ -1,7 +1,7 @@
 """Tunes Python's garbage collector for start-up. Does not import torch: it is the first thing that a command runs.
 
 A start creates about two million long-lived objects, which the collector visits repeatedly while they are created:
-1.5 s of the 6.7 s that importing torch, Inductor and transformers takes (docs/performance.md). A higher threshold
+1.5 s of the 6.7 s that importing torch, Inductor and transformers takes (docs/performance-log.md). A higher threshold
 avoids that and uses no more memory. After start-up the objects are frozen, because a full collection would visit half a
 million of them and delay tokens by 0.3 s. Objects created by imports are frozen right after the imports: they live as
 long as the process, and the collection before the first token would spend 0.1 to 0.3 s on them. About 3,000 of them are

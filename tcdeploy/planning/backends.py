@@ -71,7 +71,7 @@ class Backend:
         return self.prefill_reason if phase == "prefill" else self.decode_reason
 
 
-# Timings behind the order: docs/performance.md. Prefill of 2048 tokens on an H100 takes Triton 0.113 ms and torch's
+# Timings behind the order: docs/performance-log.md. Prefill of 2048 tokens on an H100 takes Triton 0.113 ms and torch's
 # FlashAttention-2 0.190 ms. FlashAttention-4 takes 0.108 ms, but its first call takes 5 s, so it is only tuned. The
 # package flash-attn 2 is 6% faster than torch's from 2048 tokens, and slower for short prompts.
 _ROWS = (

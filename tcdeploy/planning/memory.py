@@ -17,7 +17,7 @@ from tcdeploy.planning.recipe import DType
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Fitted on an H100: Llama 3.1 8B with eight buckets took 1.41 GiB, and these constants predict 1.40
-# (docs/performance.md).
+# (docs/performance-log.md).
 CUDA_CONTEXT_BYTES = 1098 << 20  # CUDA context, kernel code of torch, cuBLAS and Triton, and fragmentation
 CUBLAS_BYTES = 3 * (32 << 20)  # one workspace for each stream that runs GEMMs: eager, warm-up and graph capture
 # Of one captured step, in the driver. On an H100, 14 graphs of 32 layers took 37 KiB per layer, and 89 graphs of 8

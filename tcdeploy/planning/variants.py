@@ -6,10 +6,10 @@ With `--tune-seconds`, candidates are timed in order and the fastest is kept (en
 plainest: without timing, a candidate that does not compile or fails its parity check is replaced by the next, up to
 `default`.
 
-The order comes from timings of Llama 3.1 8B on an H100, in docs/performance.md. A decode step at batch 1 took 5.37 ms
-with `skinny+pdl+combo+fused`, and 6.33 ms with `default` in an earlier run. A prefill step of 2,048 tokens took 47.6 to
-48.1 ms with `last-token-rows+inplace`, and 49.1 ms with `default`. Rejected there: coordinate descent beyond batch 1,
-where Inductor leaves GEMMs to cuBLAS and descent has nothing to tune, and max-autotune for large batches, which at
+The order comes from timings of Llama 3.1 8B on an H100, in docs/performance-log.md. A decode step at batch 1 took 5.37
+ms with `skinny+pdl+combo+fused`, and 6.33 ms with `default` in an earlier run. A prefill step of 2,048 tokens took 47.6
+to 48.1 ms with `last-token-rows+inplace`, and 49.1 ms with `default`. Rejected there: coordinate descent beyond batch
+1, where Inductor leaves GEMMs to cuBLAS and descent has nothing to tune, and max-autotune for large batches, which at
 batch 256 added 93 s to the start and was slower than `pdl`. On other GPUs and on CPUs, which were not measured,
 `default` is the first.
 """

@@ -3,7 +3,7 @@
 They pass through the routes and the engine like any request, with separate metrics, so that the counters of requests
 and generated tokens start at zero. The counters of engine steps (`bucket_hits`) include their steps. Without these
 requests, the slowest of the first ten requests had its first token after 28 ms instead of 17 (H100,
-docs/performance.md). Their seed is fixed: sampled tokens, and so the number of steps, are the same in every start.
+docs/performance-log.md). Their seed is fixed: sampled tokens, and so the number of steps, are the same in every start.
 
 No warm-up request uses a grammar, because the grammar tables take 0.9 s for a large vocabulary, in which llguidance
 holds the GIL. They are built once no request has been open for GRAMMAR_IDLE_S, or by the first request that needs them.

@@ -41,7 +41,7 @@ SMALLEST_STEP_FACTOR = 1.2
 
 
 # In a simulation of 256 simultaneous requests, the factors 1, 2 and 3 lead to 6,520, 6,680 and 6,690 tokens/s, and to
-# a p99 gap between tokens of 38, 45 and 44 ms (docs/performance.md, "Under traffic").
+# a p99 gap between tokens of 38, 45 and 44 ms (docs/performance-log.md, "Under traffic").
 MAX_TARGET_FACTOR = 2.0
 
 

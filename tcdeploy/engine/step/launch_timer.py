@@ -20,7 +20,7 @@ doubles while launches remain late. Launches for a request that has just arrived
 
 With more than MAX_ROWS decode rows, steps are launched at once. Sending the tokens of so many rows keeps the process
 busy for as long as a step takes, and a delayed launch would have to wait for that. With delayed launches, 256
-simultaneous requests were served 2% slower (8B model, one run on one H100; docs/performance.md).
+simultaneous requests were served 2% slower (8B model, one run on one H100; docs/performance-log.md).
 """
 
 from __future__ import annotations

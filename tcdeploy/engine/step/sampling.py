@@ -31,7 +31,8 @@ rows are not affected.
 
 Rejected: the exponential (Gumbel) race of vLLM and gpt-fast, which needs one hash per vocabulary entry instead of one
 per row; `torch.multinomial`, whose state is a generator; one `cumsum` over the vocabulary, which runs one program per
-row and takes longer (264 us, 32 rows on an H100) than all of `sample` without filters. Timings: docs/performance.md.
+row and takes longer (264 us, 32 rows on an H100) than all of `sample` without filters. Timings:
+docs/performance-log.md.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from torch import Tensor
 
 from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES
 
-MAX_ROWS_PER_PASS = 64  # bounds temporary memory: a third of that of 256 rows at once (docs/performance.md)
+MAX_ROWS_PER_PASS = 64  # bounds temporary memory: a third of that of 256 rows at once (docs/performance-log.md)
 CHUNK = 256  # tokens per chunk of the two-level cumulative distribution
 COUNT_LIMIT = 2**15 - 1
 MAX_TOKEN_ID = 2**31 - 1  # the lower 32 bits of a rank are MAX_TOKEN_ID - id

@@ -27,7 +27,7 @@ dependent launch (torch_compat/inductor/pdl.py) takes a decode step of Llama 3.1
 
 On an H100, batch 256 at 512 tokens runs at 97% of the bandwidth of a copy. Batch 1 takes 7.4 us where reading the cache
 takes 2.2: the counter and the merge cost nearly as much as a second launch. All timings and the rejected alternatives:
-docs/performance.md.
+docs/performance-log.md.
 """
 
 from __future__ import annotations

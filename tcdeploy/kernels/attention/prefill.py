@@ -17,7 +17,7 @@ them all, in index order.
 
 Rejected: autotuning at start-up, because the head size alone decides the tile and timing costs seconds of cold start;
 a grid of (tiles x sequences), most of whose programs would only exit (`_sequence_of_tile` needs tiles + sequences);
-tiles of 128 queries at head size 128 (104 us instead of 100 at 2,048 tokens on an H100; docs/performance.md).
+tiles of 128 queries at head size 128 (104 us instead of 100 at 2,048 tokens on an H100; docs/performance-log.md).
 """
 
 from __future__ import annotations

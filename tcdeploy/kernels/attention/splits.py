@@ -15,7 +15,7 @@ Prefill: a thread block, which is a Triton program, computes a tile of queries o
 they use only part of the GPU, and the longest prefix determines the time. Its keys are then split (prefill.py). With 40
 tokens after a prefix of 30,000, beside 16 decode rows, attention and its two GEMMs take 255 us, and 580 us without
 splits and without the second stream of mixed.py (one layer of an 8B shape, H100). The number of splits was chosen by
-another rule then: docs/performance.md, "Attention kernels".
+another rule then: docs/performance-log.md, "Attention kernels".
 """
 
 from __future__ import annotations

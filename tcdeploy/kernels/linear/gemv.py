@@ -14,7 +14,7 @@ for the previous kernel, because no kernel of the step writes w. This hides laun
 kernels: o of Llama 3.2 1B takes 3.7 instead of 4.3 us.
 
 On an H100 the four GEMVs of a Llama 3.1 8B layer, with their fused operations, take 143.9 us; reading their bytes takes
-139.4. Per-shape timings beside cuBLAS and Inductor: docs/performance.md.
+139.4. Per-shape timings beside cuBLAS and Inductor: docs/performance-log.md.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ waits (`gdc_wait`) before it accesses memory. It lets its successor launch only 
 do (`triton.enable_pdl`), so a kernel that starts early knows that everything before its predecessor is complete.
 
 On an H100 the four GEMMs of a Llama 3.1 8B layer take 153 us at 4 rows, where cuBLAS takes 163 and the bytes 139.
-Rejected, with timings in docs/performance.md: stream-K, split-K, CUDA cores, register loads without a pipeline, TMA
+Rejected, with timings in docs/performance-log.md: stream-K, split-K, CUDA cores, register loads without a pipeline, TMA
 descriptors, and loading w before the wait.
 """
 

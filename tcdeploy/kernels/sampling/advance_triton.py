@@ -8,7 +8,7 @@ outlives a call, so graphs and streams share nothing.
 NaN counts as larger than every number, as in `torch.argmax`, so ids stay in range for any logits.
 
 Rejected: one launch whose last program finishes the row. It saved 0.3 us of 3.4 us (H100, one row), and needs a counter
-that every program must leave at zero. Timings: docs/performance.md.
+that every program must leave at zero. Timings: docs/performance-log.md.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Inductor fuses such reductions with their neighbours like any other. Two effects
 - The producer of the input row is recomputed in every program. For the MLP's down projection that is silu(gate) * up,
   and costs 3.5 of 42.7 us (H100, Llama 3.1 8B); `materialize_mlp_input` stores that row.
 
-Rejected: storing the input of every product (5.66 ms per step instead of 5.33). More in docs/performance.md.
+Rejected: storing the input of every product (5.66 ms per step instead of 5.33). More in docs/performance-log.md.
 """
 
 from __future__ import annotations

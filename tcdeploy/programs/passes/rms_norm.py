@@ -5,7 +5,7 @@ product instead, and the GEMV (kernels/linear/gemv.py) sums the squares of x bes
 weights. This removes two kernels per Llama layer, each a reduction of one row that leaves most of the GPU idle.
 
 Rounding differs from eager mode: x * g stays in float32. Rejected: the same rewrite for the products that Inductor
-lowers itself under coordinate descent (5.62 ms per step instead of 5.42; docs/performance.md).
+lowers itself under coordinate descent (5.62 ms per step instead of 5.42; docs/performance-log.md).
 """
 
 from __future__ import annotations

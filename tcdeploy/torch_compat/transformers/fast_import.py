@@ -3,7 +3,7 @@
 transformers 5.23 lists its models' public names from 1669 source files (35 MB), once for `transformers` and again for
 `transformers.models`. The listing of a folder has an LRU cache of 128 entries, and there are 549 folders, so the second
 pass reads every file again. During the import here, the cache is unbounded, and the search for `__all__` starts at the
-last line that begins with it. Both passes take 0.13 instead of 0.51 s (docs/performance.md).
+last line that begins with it. Both passes take 0.13 instead of 0.51 s (docs/performance-log.md).
 
 Up to 5.17, transformers also calls `importlib.metadata.packages_distributions()`, which reads the file list of every
 installed distribution. Here it gets a lazy mapping, which calls that function only for a package without a distribution

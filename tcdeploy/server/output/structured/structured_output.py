@@ -8,8 +8,8 @@ of one request ends them all.
 The cost of a client's schema is bounded: its size by this module, and the work and memory per token by llguidance's
 limits (PARSER_LIMITS). A regex or a grammar may be far more ambiguous than a schema of the same size, so its limits are
 lower (GRAMMAR_LIMITS). The masks of a step are computed in one call outside the GIL; the choices of one request share a
-lock inside llguidance and are computed one after another. Timings: docs/performance.md. json_schema.py rewrites schemas
-before they are compiled.
+lock inside llguidance and are computed one after another. Timings: docs/performance-log.md. json_schema.py rewrites
+schemas before they are compiled.
 """
 
 from __future__ import annotations
