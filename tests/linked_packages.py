@@ -15,24 +15,24 @@ from packaging.requirements import Requirement
 from tests.conftest import ROOT
 
 
-def create_environment(folder: Path, *extras: str) -> None:
-    """A virtual environment with this package, and what it and its extras declare as their requirements."""
+def create_environment(folder: Path, *extras: str, packages: tuple[str, ...] = ()) -> None:
+    """A virtual environment with this package, what it and its extras declare as requirements, and `packages`."""
     venv.create(folder, symlinks=True)
-    [packages] = folder.glob("lib/python*/site-packages")
-    for path in (*paths_to_link(extras), ROOT / "tcdeploy"):
-        (packages / path.name).symlink_to(path)
+    [site_packages] = folder.glob("lib/python*/site-packages")
+    for path in (*paths_to_link(extras, packages), ROOT / "tcdeploy"):
+        (site_packages / path.name).symlink_to(path)
     program = folder / "bin/tcdeploy"
     program.write_text('#!/bin/sh\nexec "${0%/*}/python" -m tcdeploy "$@"\n')
     program.chmod(0o755)
 
 
 @functools.cache
-def paths_to_link(extras: tuple[str, ...]) -> tuple[Path, ...]:
-    """The files and folders in site-packages of all packages that pyproject.toml requires."""
+def paths_to_link(extras: tuple[str, ...], more: tuple[str, ...]) -> tuple[Path, ...]:
+    """The files and folders in site-packages of all packages that pyproject.toml requires, and of `more`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = itertools.chain(*(project["optional-dependencies"][extra] for extra in extras))
     paths = set[Path]()
-    for package in find_required([*project["dependencies"], *optional]):
+    for package in find_required([*project["dependencies"], *optional, *more]):
         names = {re.split("[/,]", line)[0] for line in (package.read_text("RECORD") or "").splitlines()}
         paths |= {Path(str(package.locate_file(name))) for name in names - {"", "..", "__pycache__"}}
     return tuple(path for path in paths if path.suffix != ".pth")

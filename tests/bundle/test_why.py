@@ -185,12 +185,6 @@ def test_inputs_that_are_in_no_program_do_not_change_the_forecast(manifest: Mani
     assert forecast(manifest, plan, changed, manifest.origin).misses == ()
 
 
-def test_a_manifest_from_before_ahead_of_time_programs_hits(manifest: Manifest) -> None:
-    plan, environment = planned(manifest)
-    fields = {name: value for name, value in manifest.plan.items() if name != "programs"}
-    assert forecast(dataclasses.replace(manifest, plan=fields), plan, environment, manifest.origin).misses == ()
-
-
 def test_ahead_of_time_packages_of_another_plan_miss(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
     aot_plan = dataclasses.replace(plan, programs="aot")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tcdeploy.cache.files import records
-from tcdeploy.cache.record import unlisted
 from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
+from tcdeploy.cache.record.unlisted import discard_plan, unlisted_files
 from tcdeploy.cache.staging import restore as restore_module
 from tcdeploy.cache.staging.folder import _own_folders, create_staging_folder, own_staging_folder
 from tcdeploy.cache.staging.journal import JOURNAL
@@ -242,7 +242,7 @@ def test_discarding_keeps_only_undamaged_files_of_other_plans(cache: Path) -> No
     (cache / "bundles" / "other" / "index.json").write_text("{}")
     (cache / "ab").mkdir(exist_ok=True)
     (cache / "ab" / "unnamed.so").write_text("unlisted")
-    unlisted.discard_plan(str(cache), first.stem)
+    discard_plan(str(cache), first.stem)
     assert records.list_cache_files(cache) == [valid]
     assert sorted(path.name for path in (cache / "manifests").iterdir()) == ["other.json"]
     assert (cache / "bundles" / "other" / "index.json").exists()
@@ -331,7 +331,7 @@ def test_files_that_no_manifest_lists_are_not_used(run_cli: Any, model: str, cac
     result = run_cli(*warm(model, cache, "--require-hit"))
     assert result.returncode == 0, result.stderr
     assert not (cache / "poisoned").exists()
-    assert unlisted.unlisted_files(cache) == sorted(path.relative_to(cache).as_posix() for path in unlisted)
+    assert unlisted_files(cache) == sorted(path.relative_to(cache).as_posix() for path in unlisted)
 
 
 @pytest.mark.parametrize("change", [None, cut, Path.unlink], ids=["whole", "cut", "missing"])

@@ -51,7 +51,7 @@ class Container:
             volume.mkdir()
             os.chown(volume, 0, UID)
             volume.chmod(EMPTY_DIR_MODE)
-        create_environment(self.image / "opt/tcdeploy", *EXTRAS)
+        create_environment(self.image / "opt/tcdeploy", *EXTRAS, packages=("triton",))  # as torch for GPUs requires
         shutil.copytree(
             "/etc", self.image / "etc", symlinks=True, ignore_dangling_symlinks=True, copy_function=_copy_if_present
         )
