@@ -155,14 +155,15 @@ def test_ray_reports_the_metrics_of_a_replica_with_its_labels(deployment: RayDep
     """The model `tiny` still has one replica, so its own /metrics has the same values."""
     with deployment.client() as client:
         client.completions.create(model="tiny", prompt="a", max_tokens=5, extra_body={"ignore_eos": True})
-    families = text_string_to_metric_families(httpx.get(f"{deployment.models[0]['url']}/metrics").text)
-    own = {
-        sample.name.removeprefix("tcdeploy:"): [sample.value]
-        for family in families
-        for sample in family.samples
-        if sample.name.removeprefix("tcdeploy:") in REPORTED and sample.labels.get("le", "5.0") == "5.0"
-    }
-    assert own.keys() == REPORTED and own["generation_tokens_total"] >= [5]
+
+    def own() -> dict[str, list[float]]:
+        families = text_string_to_metric_families(httpx.get(f"{deployment.models[0]['url']}/metrics").text)
+        return {
+            sample.name.removeprefix("tcdeploy:"): [sample.value]
+            for family in families
+            for sample in family.samples
+            if sample.name.removeprefix("tcdeploy:") in REPORTED and sample.labels.get("le", "5.0") == "5.0"
+        }
 
     def reported() -> dict[str, list[float]]:
         labels = {"application": "tiny", "deployment": "Model", "model_name": "tiny"}
@@ -175,7 +176,8 @@ def test_ray_reports_the_metrics_of_a_replica_with_its_labels(deployment: RayDep
             for name in REPORTED
         }
 
-    assert wait_for(lambda: reported() == own, 20), (reported(), own)
+    assert own().keys() == REPORTED and own()["generation_tokens_total"] >= [5]
+    assert wait_for(lambda: reported() == own(), 60), (reported(), own())
 
 
 def test_only_requests_of_a_killed_replica_are_lost_while_replicas_are_added_replaced_and_removed(
