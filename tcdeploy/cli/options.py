@@ -166,8 +166,8 @@ def _recipe_parameters() -> tuple[inspect.Parameter, ...]:
 
 
 def _recipe_flag(flag: _Flag) -> inspect.Parameter:
-    """Its default is None, since the recipe may be set elsewhere. Choices and lists are parsed by the recipe, so that
-    their errors read the same as in a YAML file.
+    """The flag's default is None: a variable or a recipe file may set the field. `build_recipe` parses choices and
+    lists, so that their errors are those of a YAML file.
     """
     default = flag.field.default
     default_note = "" if default in (None, MISSING, False) else f" [default: {default}]"

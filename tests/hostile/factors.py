@@ -99,7 +99,7 @@ class Campaign:
                 return f"start {number + 1} ({value}) compiled {', '.join(missed)} again"
         return ""
 
-    def start(self, folder: Path, value: Value) -> subprocess.CompletedProcess[str]:
+    def start(self, folder: Path, value: Value, *flags: str) -> subprocess.CompletedProcess[str]:
         environ = {
             "PATH": f"{ROOT / 'tests' / 'compilers'}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(self.work_dir), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
@@ -107,7 +107,7 @@ class Campaign:
             **{name: text.replace(OTHER_COMPILER, str(self.other_compiler)) for name, text in value.variables},
         }  # fmt: skip
         command = [sys.executable, "-P", "-m", "tcdeploy", "warm", "builtin:tiny", "--device", "cpu", "--json"]
-        command += [*self.flags, "--cache-dir", str(folder), *value.flags]
+        command += [*self.flags, "--cache-dir", str(folder), *value.flags, *flags]
         return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=900)
 
 

@@ -18,18 +18,16 @@ def test_hostile_bodies_and_heads_neither_block_the_event_loop_nor_leak_memory(
 ) -> None:
     """Latencies are not asserted, because they depend on the load of the machine.
 
-    The largest CPU time of the event loop between two wake-ups is the smallest of up to three attacks: several bodies
-    may arrive between two wake-ups (46 ms were seen). It may be twice the limit of the campaign, because other tests
-    compete for the CPU's caches and hyperthreads; if bodies are parsed in one call, it is 176 ms or more.
+    The largest CPU time of the event loop between two wake-ups is the smallest of up to six attacks: several bodies may
+    arrive between two wake-ups (46 ms were seen), and other processes compete for the CPU's caches.
     """
-    max_loop_cpu_ms = 2 * MAX_LOOP_CPU_MS
     figures = tmp_path / "figures.json"
     cpu_ms: list[float] = []
     with serve(script=instrument(figures)) as server:
-        while len(cpu_ms) < 3 and min(cpu_ms, default=math.inf) > max_loop_cpu_ms:
+        while len(cpu_ms) < 6 and min(cpu_ms, default=math.inf) > MAX_LOOP_CPU_MS:
             result = attack_server(server, figures, random.Random(19), 300, max_loop_cpu_ms=math.inf)
             assert not result["succeeded"], result
             assert result["statuses"]["200"] > 10 and result["statuses"]["400"] > 100, result
             cpu_ms.append(result["loop_delay_ms"]["cpu"])
-        assert min(cpu_ms) <= max_loop_cpu_ms, cpu_ms
+        assert min(cpu_ms) <= MAX_LOOP_CPU_MS, cpu_ms
         assert server.metric("recompiles_total") == 0

@@ -5,18 +5,18 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tests.conftest import TINY, TINY_FLAGS, RunCLI
+from tests.conftest import TINY_FLAGS
 from tests.hostile.factors import DEFAULT, FACTORS, Campaign, of
 
 
-def test_two_instruction_sets_share_a_folder(tmp_path: Path, filled_cache: Path, run_cli: RunCLI) -> None:
-    """The filled folder has the programs of the default one, and a plan with more buckets."""
+def test_two_instruction_sets_share_a_folder(tmp_path: Path, filled_cache: Path) -> None:
+    """The first start finds the programs of the filled folder, whose plan has more buckets."""
     folder = shutil.copytree(filled_cache, tmp_path / "cache")
-    campaign = Campaign(tmp_path, ("--buckets", "32", "--batch-sizes", "1"))
+    campaign = Campaign(tmp_path, ("--buckets", "32,128", "--batch-sizes", "1"))
+    assert campaign.start(folder, DEFAULT, "--require-hit").returncode == 0
     assert campaign.attack(folder, of(ATEN_CPU_CAPABILITY="default"), DEFAULT, num_starts=3) == ""
-    flags = (*TINY_FLAGS, "--cache-dir", str(folder))
-    hit = run_cli("warm", TINY, *flags, "--require-hit", "--no-compile")
-    assert hit.returncode == 0, hit.stderr
+    campaign = Campaign(tmp_path, TINY_FLAGS)
+    assert campaign.start(folder, DEFAULT, "--require-hit", "--no-compile").returncode == 0
 
 
 def test_every_factor_has_a_pair_of_values() -> None:

@@ -257,7 +257,18 @@ def test_a_large_invalid_body_is_400_and_does_not_block_other_requests(server: S
 
 
 def test_twenty_texts_of_8_mib_are_refused_and_their_memory_is_given_back(serve: Callable[..., Any]) -> None:
-    """They were tokenized whole, which took 12 s and 0.5 GB each. test_text_encoder.py tests the refusals."""
+    """They were tokenized whole, which took 12 s and 0.5 GB each. test_text_encoder.py tests the refusals.
+
+    What the allocator keeps of them varies by 70 MiB between servers, so that of up to three servers counts.
+    """
+    kept_bytes: list[int] = []
+    while len(kept_bytes) < 3 and min(kept_bytes, default=GROWTH_BYTES) >= GROWTH_BYTES // 2:
+        kept_bytes.append(kept_bytes_of_twenty_texts(serve))
+    assert min(kept_bytes) < GROWTH_BYTES // 2, kept_bytes
+
+
+def kept_bytes_of_twenty_texts(serve: Callable[..., Any]) -> int:
+    """The growth of a new server's resident memory after it has refused them."""
     bodies = [
         (COMPLETIONS, {"prompt": "lorem ipsum " * 690_000}), ("/tokenize", {"prompt": "a" * 8_300_000}),
         (CHAT, {"messages": [{"role": "user", "content": " " * 8_300_000}]}),
@@ -284,10 +295,9 @@ def test_twenty_texts_of_8_mib_are_refused_and_their_memory_is_given_back(serve:
         assert refused and all(message.startswith(reasons) for message in refused)
         assert peak - before < GROWTH_BYTES and sorted(seconds)[len(seconds) // 2] < 0.1
         deadline = time.monotonic() + 10  # the last bodies are freed after their responses
-        kept_bytes = GROWTH_BYTES * 3 // 4  # the allocator keeps 1 to 69 MiB of 160 MiB of bodies
-        while server.resident_bytes - before >= kept_bytes and time.monotonic() < deadline:
+        while server.resident_bytes - before >= GROWTH_BYTES // 2 and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert server.resident_bytes - before < kept_bytes
+        return int(server.resident_bytes - before)
 
 
 def test_a_later_request_does_not_wait_for_two_requests_with_128_choices(serve: Callable[..., Any]) -> None:

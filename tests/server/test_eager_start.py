@@ -21,7 +21,7 @@ from tests.conftest import TINY, TINY_FLAGS, RunCLI, remove_headers
 from tests.fork_server import ForkServer
 from tests.server.conftest import ServerProcess, serving
 
-WARM_SECONDS = 600  # for the programs of four buckets on a busy machine
+WARM_SECONDS = 240  # for the programs of four buckets on a busy machine
 GREEDY = {"prompt": "A list is", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 SAMPLED = {
     "prompt": "def print_all(", "max_tokens": 60, "temperature": 0.8, "seed": 7, "ignore_eos": True,

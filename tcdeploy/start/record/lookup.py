@@ -1,8 +1,8 @@
 """Looks for the start record of a recipe (start/record/record.py), and says why none fits.
 
 Records with the key of this start (start/record/factors.py) are compared with the machine, the installed packages and
-the variables. If there is none and transformers is not installed, the plans and the other records of the cache folder
-are read, so that the error names what they were made with.
+the variables. Where transformers is not installed, a start without such a record fails. Its error names what the plans
+and the other records of the cache folder were made with.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ class StartRecorder:
 def _make_record(factors: StartFactors, planned: PlannedModel, loaded_tokenizer: Any, **found: Any) -> StartRecord:
     """The record of this start, whose buffers and kernels are not written yet.
 
-    `loaded_tokenizer`: None if there is none. `found`: the fields that are not in `planned`.
+    `loaded_tokenizer`: None for a model without a tokenizer. `found`: fields of the record, such as `weights`, that
+    this start has found out.
     """
     environment, defaults, decisions = planned.environment, {}, {}
     for name, used in ((WITHOUT_TOKENIZER, None), (WITH_TOKENIZER, loaded_tokenizer)):
