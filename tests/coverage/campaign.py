@@ -2,7 +2,8 @@
 
 Each model is saved as safetensors and started by `prepare` in float32, as a user would. Then a batch of unequal
 prompts, one longer than the largest bucket, is continued by 24 greedy tokens, and compared with transformers'
-`generate` on the same files. scripts/coverage runs all types, and writes the table of docs/models.md.
+`generate` on the same files. A type that passes is also started from ahead-of-time packages, whose exported programs
+are not compiled. scripts/coverage runs all types, and writes the table of docs/models.md.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.programs.jit import JitLoader
 from tcdeploy.programs.programs import Program, ProgramKey, run_region
+from tcdeploy.start import packages
 from tcdeploy.start.deployment import release_memory
+from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.prepare import prepare
 from tests.coverage.small_configs import small_config
+from tests.exported_programs import exported_programs
 
 NEW_TOKENS = 24
 BUCKETS = {"buckets": (32,), "batch_sizes": (4,)}
@@ -42,7 +46,9 @@ PROMPTS = [
 class Result:
     """verdict: "served", "served as text only", "refused", "wrong" (other tokens), "error", or "no small config".
 
-    reason: of the refusal, or the last lines of the traceback. programs: of the buckets; 0 if uncompiled.
+    reason: of the refusal, or the last lines of the traceback. programs: of the buckets; 0 if uncompiled. packages:
+    "started" if the type was served from packages alone, with the same tokens; otherwise what happened, or "" if it was
+    not tried.
     """
 
     model_type: str
@@ -50,6 +56,7 @@ class Result:
     reason: str = ""
     programs: int = 0
     seconds: float = 0.0
+    packages: str = ""
 
 
 def model_types() -> list[str]:
@@ -59,14 +66,16 @@ def model_types() -> list[str]:
     return sorted(name for name in CONFIG_MAPPING.keys() if CONFIG_MAPPING[name] in classes)  # noqa: SIM118
 
 
-def check_type(model_type: str, cache_dir: str, compiles: bool = True, dtype: str = "float32") -> Result:
+def check_type(
+    model_type: str, cache_dir: str, compiles: bool = True, dtype: str = "float32", with_packages: bool = False
+) -> Result:
     """Start a small model of the type. In float32 also compare its tokens; other dtypes may round to other tokens."""
     start = time.perf_counter()
-    result = _check_type(model_type, cache_dir, compiles, dtype)
+    result = _check_type(model_type, cache_dir, compiles, dtype, with_packages)
     return dataclasses.replace(result, seconds=round(time.perf_counter() - start, 1))
 
 
-def _check_type(model_type: str, cache_dir: str, compiles: bool, dtype: str) -> Result:
+def _check_type(model_type: str, cache_dir: str, compiles: bool, dtype: str, with_packages: bool) -> Result:
     try:
         config = small_config(model_type)
     except Exception as error:
@@ -87,9 +96,30 @@ def _check_type(model_type: str, cache_dir: str, compiles: bool, dtype: str) -> 
         except Exception:
             return Result(model_type, "error", "".join(traceback.format_exc().splitlines(keepends=True)[-3:]))
         programs = sum(record.programs for record in deployment.records)
-    if ours != theirs:
-        return Result(model_type, "wrong", f"{ours} instead of {theirs}", programs)
-    return Result(model_type, "served as text only" if _is_text_only(deployment) else "served", "", programs)
+        verdict = "served as text only" if _is_text_only(deployment) else "served"
+        if ours != theirs:
+            return Result(model_type, "wrong", f"{ours} instead of {theirs}", programs)
+        del deployment
+        own_cache = {**recipe, "cache_dir": f"{folder}/cache"}
+        packaged = start_from_packages(own_cache, theirs) if with_packages and dtype == "float32" else ""
+    return Result(model_type, verdict, "", programs, packages=packaged)
+
+
+def start_from_packages(recipe: dict[str, Any], expected: list[list[int]]) -> str:
+    """Make the packages of a model, and start from them alone. Returns "started", or what went wrong."""
+    request = StartRequest(build_recipe({**recipe, "programs": "aot"}, environ={}))
+    release_memory()
+    with exported_programs():
+        try:
+            prepare(request.recipe)
+            release_memory()
+            deployment = packages.start_from_packages(request)
+            if deployment is None or deployment.engine.runner.has_model:
+                return "the model's code was needed"
+            tokens = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
+        except Exception as error:
+            return _last_line(error)
+    return "started" if tokens == expected else f"{tokens} instead of {expected}"
 
 
 def _is_text_only(deployment: Any) -> bool:
@@ -143,18 +173,19 @@ def _last_line(error: BaseException) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """Markdown: the types by verdict, and refused ones by reason."""
-    lines = ["| | | |", "|---|---|---|"]
+    """Markdown: the types by verdict, and refused ones by reason; of the served ones, how many start from packages."""
+    lines = ["| | types | from packages | |", "|---|---|---|---|"]
     for verdict in ("served", "served as text only", "wrong", "error", "no small config"):
         names = sorted(result.model_type for result in results if result.verdict == verdict)
         if names:
-            lines.append(f"| {verdict} | {len(names)} | {', '.join(names)} |")
+            started = sum(result.packages == "started" for result in results if result.verdict == verdict)
+            lines.append(f"| {verdict} | {len(names)} | {started or ''} | {', '.join(names)} |")
     by_reason: dict[str, list[str]] = {}
     for result in results:
         if result.verdict == "refused":
             by_reason.setdefault(_general_reason(result), []).append(result.model_type)
     for reason, names in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-        lines.append(f"| refused: {reason} | {len(names)} | {', '.join(sorted(names))} |")
+        lines.append(f"| refused: {reason} | {len(names)} | | {', '.join(sorted(names))} |")
     return "\n".join(lines)
 
 

@@ -99,17 +99,17 @@ def test_small_configs_keep_each_kind_of_layer() -> None:
     ],
 )  # fmt: skip
 def test_a_refusal_is_listed_by_the_reason_in_its_message(message: str, reason: str) -> None:
-    assert f"| refused: {reason} | 1 | x |" in table([Result("x", "refused", message)])
+    assert f"| refused: {reason} | 1 | | x |" in table([Result("x", "refused", message)])
 
 
 def test_the_table_has_a_row_per_verdict_and_per_reason_of_refusal() -> None:
     results = [
-        Result("b", "served"),
-        Result("a", "served"),
+        Result("b", "served", packages="started"),
+        Result("a", "served", packages="the model's code was needed"),
         Result("c", "refused", "c: layer 0 is not causal"),
         Result("d", "refused", "d: layer 1 is not causal"),
     ]
     assert table(results).splitlines()[2:] == [
-        "| served | 2 | a, b |",
-        "| refused: attention that is not causal | 2 | c, d |",
+        "| served | 2 | 1 | a, b |",
+        "| refused: attention that is not causal | 2 | | c, d |",
     ]

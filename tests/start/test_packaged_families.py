@@ -18,22 +18,21 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from tcdeploy.cache.folder.layout import AOT_DIR
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import CompileError
-from tcdeploy.programs import aot, packages
 from tcdeploy.programs.packages import PackagedForward
 from tcdeploy.start.prepare import prepare
 from tests.conftest import PACKAGES, mounted_tmpfs
+from tests.exported_programs import exported_programs
 from tests.model_families import SUPPORTED
 from tests.start.test_packaged_start import (
     FLAGS,
@@ -79,28 +78,9 @@ def make_packages(family: str, folder: Path) -> Packaged:
 
 
 @pytest.fixture
-def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package is an empty file, and running it runs the graph of its exported program, which holds no tensors."""
-    graphs: dict[str, torch.fx.GraphModule] = {}
-
-    def compile_package(exported: torch.export.ExportedProgram, path: str, inductor_config: object) -> None:
-        graphs[program_name(path)] = exported.graph_module
-        Path(path).touch()
-
-    def load_package(path: str, *_: object) -> Callable[[list[Tensor]], list[Tensor]]:
-        def run(inputs: list[Tensor]) -> list[Tensor]:
-            outputs = list(graphs[program_name(path)](*inputs))
-            inputs.clear()
-            return outputs
-
-        return run
-
-    monkeypatch.setattr(aot, "compile_package", compile_package)
-    monkeypatch.setattr(packages, "load_package", load_package)
-
-
-def program_name(package: str) -> str:
-    return Path(package).name.partition(".")[0]
+def without_inductor() -> Iterator[None]:
+    with exported_programs():
+        yield
 
 
 def save_model(family: str, folder: Path) -> Any:
