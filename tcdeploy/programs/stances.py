@@ -52,7 +52,7 @@ def fail_on_recompile() -> Iterator[None]:
 def refuse_compilation(plan: Plan) -> Iterator[None]:
     """Raise ThresholdError for each compilation in the block, by Inductor, the C++ compiler or Triton."""
     if is_compiler_imported() and not compile_refusal.supported():
-        symbol = compile_refusal.INTERNAL.symbol
+        symbol = compile_refusal.supported.symbol
         raise UsageError(
             f"--no-compile cannot be used, because this version of torch moved {symbol}", "omit --no-compile"
         )

@@ -6,10 +6,8 @@ import triton
 import triton.language as tl
 
 from tcdeploy.kernels.attention.online_softmax import DO_NOT_SPECIALIZE
-from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
-@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _write_kernel(
     k, v, k_cache, v_cache, slot_mapping,

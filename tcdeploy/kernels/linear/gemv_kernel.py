@@ -5,10 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tcdeploy.torch_compat.triton.source import ignore_comments
 
-
-@ignore_comments
 @triton.jit
 def _gemv_kernel(
     out, x, w, addend, norm, n, k, eps,

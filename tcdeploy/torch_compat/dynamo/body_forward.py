@@ -15,23 +15,16 @@ from typing import Any
 
 from torch import nn
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 
+@internal("prompt log-probabilities", "transformers.PreTrainedModel.base_model",
+          "scoring a long prompt runs the model once per chunk of logits")  # fmt: skip
 def supported() -> bool:
     """Whether modules look up `forward` on the instance, and causal LMs name their body."""
     return mentions(getattr(nn.Module, "_call_impl", None), "forward") and isinstance(
         find("transformers:PreTrainedModel.base_model"), property
     )
-
-
-INTERNAL = Internal(
-    "prompt log-probabilities",
-    "transformers",
-    "PreTrainedModel.base_model",
-    "scoring a long prompt runs the model once per chunk of logits",
-    supported,
-)
 
 
 @contextlib.contextmanager

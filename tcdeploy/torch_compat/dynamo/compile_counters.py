@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from tcdeploy.torch_compat.internal import Internal, find, is_imported, mentions
+from tcdeploy.torch_compat.internal import find, internal, is_imported, mentions
 
 DYNAMO = "torch._dynamo"
 COUNTERS = "torch._dynamo.utils:counters"
@@ -29,6 +29,8 @@ class TorchCounters(NamedTuple):
     graph_breaks: int = 0
 
 
+@internal("compile counters", "torch._dynamo.utils.counters",
+          "cache hits cannot be counted, so every bucket's outcome is unknown and --require-hit fails")  # fmt: skip
 @functools.cache
 def supported() -> bool:
     """Whether torch still counts under the names that are read here."""
@@ -37,15 +39,6 @@ def supported() -> bool:
         and mentions(find("torch._inductor.codecache:FxGraphCache"), HIT, MISS, BYPASS)
         and mentions(find("torch._dynamo.output_graph:OutputGraph"), "unique_graphs")
     )
-
-
-INTERNAL = Internal(
-    "compile counters",
-    "torch",
-    "torch._dynamo.utils.counters",
-    "cache hits cannot be counted, so every bucket's outcome is unknown and --require-hit fails",
-    supported,
-)
 
 
 def is_compiler_imported() -> bool:

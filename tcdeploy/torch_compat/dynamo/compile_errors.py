@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 PRIVATE_MODULES = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx.experimental")
 UNSUPPORTED = "Unsupported"  # Dynamo's: a graph break under fullgraph=True
@@ -28,6 +28,10 @@ class CompilerFailure(NamedTuple):
     status: int | None = None  # exit status, negative for a signal; None if torch does not pass it on
 
 
+@internal(
+    "compile errors", "torch._dynamo.exc.TorchDynamoException",
+    "errors of torch.compile may be shown as tracebacks without a hint, and errors of g++ without its message",
+)  # fmt: skip
 def supported() -> bool:
     base, unsupported = find("torch._dynamo.exc:TorchDynamoException"), find(f"torch._dynamo.exc:{UNSUPPORTED}")
     cpp_compile_error = find(f"torch._inductor.exc:{CPP_COMPILE_ERROR}")
@@ -35,15 +39,6 @@ def supported() -> bool:
     errors = (base, unsupported, cpp_compile_error)
     are_errors = all(isinstance(error, type) and issubclass(error, RuntimeError) for error in errors)
     return are_errors and recompile_limit is not None and has_parameters(cpp_compile_error, "cmd", "output")
-
-
-INTERNAL = Internal(
-    "compile errors",
-    "torch",
-    "torch._dynamo.exc.TorchDynamoException",
-    "errors of torch.compile may be shown as tracebacks without a hint, and errors of g++ without its message",
-    supported,
-)
 
 
 def is_compile_error(error: BaseException) -> bool:

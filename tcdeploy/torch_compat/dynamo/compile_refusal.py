@@ -15,7 +15,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find, is_imported, mentions
+from tcdeploy.torch_compat.internal import find, internal, is_imported, mentions
 
 COMPILE_FX = "torch._inductor.compile_fx"
 FUNCTION = "fx_codegen_and_compile"
@@ -31,17 +31,9 @@ class CompilationRefused(BaseException):  # noqa: N818 - not an Exception: torch
         self.what = what
 
 
+@internal("compile refusal", f"{COMPILE_FX}.{FUNCTION}", "--no-compile cannot be used")
 def supported() -> bool:
     return callable(find(f"{COMPILE_FX}:{FUNCTION}")) and mentions(find(f"{COMPILE_FX}:_compile_fx_inner"), FUNCTION)
-
-
-INTERNAL = Internal(
-    "compile refusal",
-    "torch",
-    f"{COMPILE_FX}.{FUNCTION}",
-    "--no-compile cannot be used",
-    supported,
-)
 
 
 def check(what: str) -> None:

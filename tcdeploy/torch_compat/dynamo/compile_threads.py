@@ -12,22 +12,15 @@ from __future__ import annotations
 
 import contextlib
 
-from tcdeploy.torch_compat.internal import Internal, find, is_imported
+from tcdeploy.torch_compat.internal import find, internal, is_imported
 
 CONFIG = "torch._inductor.config"
 
 
+@internal("compile threads", "torch._inductor.config.compile_threads",
+          "a warm start may repeat the search of coordinate descent")  # fmt: skip
 def supported() -> bool:
     return hasattr(find(CONFIG), "compile_threads") and callable(find(f"{CONFIG}:patch"))
-
-
-INTERNAL = Internal(
-    "compile threads",
-    "torch",
-    "torch._inductor.config.compile_threads",
-    "a warm start may repeat the search of coordinate descent",
-    supported,
-)
 
 
 def without_compile_workers() -> contextlib.AbstractContextManager[object]:

@@ -16,23 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 LOGGER = "torch._logging._internal:trace_log"
 FORMATTER = "torch._logging._internal:TorchLogsFormatter"
 
 
+@internal("compile trace", "torch._logging.trace_structured",
+          "`explain` cannot look for graph breaks and recompilations")  # fmt: skip
 def supported() -> bool:
     return isinstance(find(LOGGER), logging.Logger) and has_parameters(find(FORMATTER), "trace")
-
-
-INTERNAL = Internal(
-    "compile trace",
-    "torch",
-    "torch._logging.trace_structured",
-    "`explain` cannot look for graph breaks and recompilations",
-    supported,
-)
 
 
 @dataclass

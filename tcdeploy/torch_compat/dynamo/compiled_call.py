@@ -15,9 +15,11 @@ from typing import Any
 
 from torch import nn
 
-from tcdeploy.torch_compat.internal import Internal, mentions
+from tcdeploy.torch_compat.internal import internal, mentions
 
 
+@internal("compiled call", "torch.nn.Module._compiled_call_impl",
+          "forward is replaced instead, so module hooks run outside the compiled program")  # fmt: skip
 def supported() -> bool:
     return (
         "_compiled_call_impl" in vars(nn.Module)
@@ -26,13 +28,6 @@ def supported() -> bool:
     )
 
 
-INTERNAL = Internal(
-    "compiled call",
-    "torch",
-    "nn.Module._compiled_call_impl",
-    "forward is replaced instead, so module hooks run outside the compiled program",
-    supported,
-)
 _HAS_SLOT = supported()
 
 

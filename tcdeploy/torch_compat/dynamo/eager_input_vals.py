@@ -11,25 +11,17 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 KEY = "eager_input_vals"
 
 
+@internal("rotary fusion", 'torch.fx.Node.meta["eager_input_vals"]', "RoPE is not fused into decode attention")
 def supported() -> bool:
     """Whether tracing records the values, and Inductor's lowering reads them."""
     return mentions(find("torch.fx.experimental.proxy_tensor:PythonKeyTracer"), KEY) and mentions(
         find("torch._inductor.graph:GraphLowering"), KEY
     )
-
-
-INTERNAL = Internal(
-    "rotary fusion",
-    "torch",
-    'node.meta["eager_input_vals"]',
-    "RoPE is not fused into decode attention",
-    supported,
-)
 
 
 def replace_inputs(node: Node, inputs: dict[str, Node]) -> None:

@@ -15,23 +15,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 FAKE_TENSOR_MODE = "torch._subclasses.fake_tensor:FakeTensorMode"
 LOGGER = "torch._subclasses.fake_tensor"
 
 
+@internal("fake tensors", "torch._subclasses.fake_tensor.FakeTensorMode",
+          "models are probed on the meta device, and some types may be refused")  # fmt: skip
 def supported() -> bool:
     return has_parameters(find(FAKE_TENSOR_MODE), "allow_non_fake_inputs")
-
-
-INTERNAL = Internal(
-    "fake tensors",
-    "torch",
-    "torch._subclasses.fake_tensor.FakeTensorMode",
-    "models are probed on the meta device, and some types may be refused",
-    supported,
-)
 
 
 @contextlib.contextmanager

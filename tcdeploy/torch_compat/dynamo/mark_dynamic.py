@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from tcdeploy.planning.environment import DYNAMIC_SIZES
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters, is_imported
+from tcdeploy.torch_compat.internal import find, has_parameters, internal, is_imported
 
 DYNAMO = "torch._dynamo"
 MARK_DYNAMIC = "torch._dynamo:mark_dynamic"
@@ -22,18 +22,10 @@ MAYBE_MARK_DYNAMIC = "torch._dynamo:maybe_mark_dynamic"
 DIMS_ATTRIBUTE = "tcdeploy_dynamic_dims"  # of a marked tensor; torch's own marks are private
 
 
+@internal(DYNAMIC_SIZES, "torch._dynamo.mark_dynamic", "programs depend on the context and on the number of KV blocks")
 @functools.cache  # `mark_dynamic` is called for each layer of each step that runs without a graph
 def supported() -> bool:
     return has_parameters(find(MARK_DYNAMIC), "min", "max")
-
-
-INTERNAL = Internal(
-    DYNAMIC_SIZES,
-    "torch",
-    "torch._dynamo.mark_dynamic",
-    "programs depend on the context and on the number of KV blocks",
-    supported,
-)
 
 
 def mark_dynamic(tensor: Tensor, dim: int, min: int | None = None, max: int | None = None) -> None:

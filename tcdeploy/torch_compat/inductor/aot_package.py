@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tcdeploy.planning.environment import AOT_PACKAGES
 from tcdeploy.torch_compat.inductor.aot_pdl import dependent_launches
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import find, internal
 
 LOADER = "torch:_C._aoti.AOTIModelPackageLoader"
 COMPILER = "torch._inductor:aoti_compile_and_package"
@@ -23,17 +23,9 @@ CONFIG = "torch._inductor.config:aot_inductor"
 MODEL_NAME = "model"  # of the only model in a package
 
 
+@internal(AOT_PACKAGES, "torch._C._aoti.AOTIModelPackageLoader", "--programs aot is replaced by jit")
 def supported() -> bool:
     return hasattr(find(LOADER), "boxed_run")
-
-
-INTERNAL = Internal(
-    AOT_PACKAGES,
-    "torch",
-    "torch._C._aoti.AOTIModelPackageLoader",
-    "--programs aot is replaced by jit",
-    supported,
-)
 
 
 def compile_package(exported: Any, path: str, inductor_config: dict[str, Any]) -> None:

@@ -17,12 +17,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters, mentions
+from tcdeploy.torch_compat.internal import find, has_parameters, internal, mentions
 
 AUTOTUNE_CACHE = "torch._inductor.runtime.autotune_cache:AutotuneCache"
 CACHE_DIR = "torch._inductor.runtime.cache_dir_utils:cache_dir"
 
 
+@internal("autotune cache", "torch._inductor.runtime.autotune_cache.AutotuneCache.create",
+          "kernels are timed again at every start")  # fmt: skip
 def supported() -> bool:
     """Whether entries are created and restored with a path, in the form that the patch rewrites."""
     create, restore = find(f"{AUTOTUNE_CACHE}.create"), vars(find(AUTOTUNE_CACHE) or object).get("__setstate__")
@@ -32,11 +34,6 @@ def supported() -> bool:
         and has_parameters(create, "inductor_meta", "filename", "configs_hash")
         and mentions(create, "local_cache")
     )
-
-
-INTERNAL = Internal(
-    "autotune cache", "torch", "AutotuneCache.create", "kernels are timed again at every start", supported
-)
 
 
 @functools.cache

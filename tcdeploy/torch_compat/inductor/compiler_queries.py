@@ -7,12 +7,14 @@ fails when torch adds a query. tests/cache/test_toolchain.py compares the list w
 
 from __future__ import annotations
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 COMPILER_QUERIES = ("--version", "-v", "-dumpfullversion -dumpversion")
 BUILDER = "torch._inductor.cpp_builder"
 
 
+@internal("C++ compiler queries", "torch._inductor.cpp_builder.get_compiler_version_info",
+          "a warm start on a CPU machine without a C++ compiler may fail")  # fmt: skip
 def supported() -> bool:
     """Whether torch's functions that run the queries still exist and run these."""
     return (
@@ -29,12 +31,3 @@ def cpp_compiler() -> str:
         return str(get_cpp_compiler()) if callable(get_cpp_compiler) else ""
     except RuntimeError:  # torch's InvalidCxxCompiler; torch raises it again when it compiles
         return ""
-
-
-INTERNAL = Internal(
-    "C++ compiler queries",
-    "torch",
-    "torch._inductor.cpp_builder.get_compiler_version_info",
-    "a warm start on a CPU machine without a C++ compiler may fail",
-    supported,
-)

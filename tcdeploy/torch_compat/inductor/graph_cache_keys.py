@@ -16,23 +16,16 @@ from typing import Any
 
 import torch
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 PICKLER = "torch._inductor.codecache:FxGraphCachePickler"
 
 
+@internal("graph cache keys", "torch._inductor.codecache.FxGraphCachePickler.dispatch_table",
+          "a program may compile again in a process that has imported other modules")  # fmt: skip
 def supported() -> bool:
     """Whether the pickler still builds its own dispatch table when it is created."""
     return mentions(find(f"{PICKLER}.__init__"), "dispatch_table")
-
-
-INTERNAL = Internal(
-    "graph cache keys",
-    "torch",
-    "FxGraphCachePickler.dispatch_table",
-    "a program may compile again in a process that has imported other modules",
-    supported,
-)
 
 
 @functools.cache

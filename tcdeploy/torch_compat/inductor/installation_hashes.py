@@ -12,24 +12,17 @@ import logging
 import threading
 
 from tcdeploy.planning.extras import is_installed
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import find, internal
 
 TORCH_KEY = "torch._inductor.codecache:torch_key"
 TRITON_KEY = "triton.runtime.cache:triton_key"
 log = logging.getLogger("tcdeploy.programs")
 
 
+@internal("installation hashes", "torch._inductor.codecache.torch_key",
+          "each start hashes the installations of torch and Triton in its main thread")  # fmt: skip
 def supported() -> bool:
     return callable(find(TORCH_KEY)) and (not is_installed("triton") or hasattr(find(TRITON_KEY), "cache_info"))
-
-
-INTERNAL = Internal(
-    "installation hashes",
-    "torch",
-    "torch._inductor.codecache.torch_key",
-    "each start hashes the installations of torch and Triton in its main thread",
-    supported,
-)
 
 
 def start_hashing() -> threading.Thread | None:

@@ -11,24 +11,17 @@ from __future__ import annotations
 
 import os
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 VARIABLE = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 POINTER = "torch:_C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr"
 LOADER = "torch._inductor.codecache:CppPythonBindingsCodeCache"
 
 
+@internal("kernel environment", "torch._inductor.codecache.CppPythonBindingsCodeCache",
+          "a C++ compiler may fail to start, because a variable is set while it is started")  # fmt: skip
 def supported() -> bool:
     return isinstance(find(POINTER), int) and mentions(find(LOADER), VARIABLE)
-
-
-INTERNAL = Internal(
-    "kernel environment",
-    "torch",
-    "codecache.CppPythonBindingsCodeCache",
-    "a C++ compiler may fail to start, because a variable is set while it is started",
-    supported,
-)
 
 
 def set_kernel_variable() -> None:

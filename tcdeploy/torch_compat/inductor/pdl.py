@@ -18,29 +18,18 @@ import functools
 
 import torch
 
-from tcdeploy.planning.extras import is_installed
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 GDC_FUNCTIONS = ("gdc_wait", "gdc_launch_dependents")
 
 
+@internal("dependent launch", "triton.backends.nvidia.compiler.CUDAOptions.launch_pdl",
+          "kernels do not overlap with the previous one on Hopper, so small decode steps are slower")  # fmt: skip
 def supported() -> bool:
-    """True also if Triton is not installed, because nothing is lost then."""
-    if not is_installed("triton"):
-        return True
     cuda = find("triton.language:extra.cuda")
     return all(hasattr(cuda, name) for name in GDC_FUNCTIONS) and has_parameters(
         find("triton.backends.nvidia.compiler:CUDAOptions"), "launch_pdl"
     )
-
-
-INTERNAL = Internal(
-    "dependent launch",
-    "triton",
-    "CUDAOptions.launch_pdl",
-    "kernels do not overlap with the previous one on Hopper, so small decode steps are slower",
-    supported,
-)
 
 
 _recorded: bool | None = None  # what `supported` returned where the kernels were compiled

@@ -15,27 +15,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 CODECACHE = "torch._inductor.codecache"
 _original_get_prefix_header: Callable[[str], str | None] | None = None  # Inductor's own
 
 
+@internal("precompiled headers", "torch._inductor.codecache._get_cpp_prefix_header",
+          "a warm start on a CPU prepares C++ headers that it does not use, and writes them below TMPDIR")  # fmt: skip
 def supported() -> bool:
     return (
         callable(find(f"{CODECACHE}:_get_cpp_prefix_header"))
         and mentions(find(f"{CODECACHE}:CppCodeCache"), "_get_cpp_prefix_header")
         and mentions(find(f"{CODECACHE}:_precompile_header"), "_HEADER_DIR", "_HEADER_LOCK_DIR")
     )
-
-
-INTERNAL = Internal(
-    "precompiled headers",
-    "torch",
-    "codecache._get_cpp_prefix_header",
-    "a warm start on a CPU prepares C++ headers that it does not use, and writes them below TMPDIR",
-    supported,
-)
 
 
 def use_precompiled_headers(enabled: bool, folder: str | None = None) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import find, internal
 
 CONFIG = "torch._inductor.config"
 MATMUL_SETTINGS = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -39,19 +39,12 @@ DYNAMO_DISABLE = "TORCHDYNAMO_DISABLE"  # read by each call of torch.compile, wh
 CPP_VARIABLES = ("TORCHINDUCTOR_DEBUG_COMPILE", "TORCHINDUCTOR_DEBUG_SYMBOL")
 
 
+@internal("cache settings", "torch._inductor.config._cache_config_ignore_prefix",
+          "`cache why` may name settings that do not affect the cache, or miss one that does")  # fmt: skip
 def supported() -> bool:
     return isinstance(find(f"{CONFIG}:_cache_config_ignore_prefix"), list | tuple) and callable(
         find(f"{CONFIG}:save_config_portable")
     )
-
-
-INTERNAL = Internal(
-    "cache settings",
-    "torch",
-    "torch._inductor.config._cache_config_ignore_prefix",
-    "`cache why` may name settings that do not affect the cache, or miss one that does",
-    supported,
-)
 
 
 def torch_settings() -> dict[str, str]:

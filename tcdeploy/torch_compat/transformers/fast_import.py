@@ -29,7 +29,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 IMPORT_UTILS = "transformers.utils.import_utils"
 LISTING_FUNCTION = "create_import_structure_from_path"
@@ -38,6 +38,8 @@ EXPORTS_FUNCTION = "fetch__all__"
 DISTRIBUTIONS = {"flash_attn": ("flash-attn", "flash-attn-4")}
 
 
+@internal("transformers imports", f"{IMPORT_UTILS}.{LISTING_FUNCTION}",
+          "importing transformers lists the names of its models twice")  # fmt: skip
 def supported() -> bool:
     return _has_functions(find(IMPORT_UTILS))
 
@@ -51,15 +53,6 @@ def _has_functions(import_utils: object) -> bool:
         and mentions(getattr(import_utils, "define_import_structure", None), LISTING_FUNCTION)
         and callable(getattr(import_utils, EXPORTS_FUNCTION, None))
     )
-
-
-INTERNAL = Internal(
-    "transformers imports",
-    "transformers",
-    f"utils.import_utils.{LISTING_FUNCTION}",
-    "importing transformers lists the names of its models twice",
-    supported,
-)
 
 
 def import_with_fewer_reads() -> None:

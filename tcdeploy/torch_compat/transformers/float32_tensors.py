@@ -13,22 +13,17 @@ from typing import Any
 
 import torch
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 DTYPE_PLAN = "transformers:PreTrainedModel._get_dtype_plan"
 
 
+@internal(
+    "float32 weights", "transformers.PreTrainedModel._get_dtype_plan",
+    "weights that a half-precision model keeps in float32 are planned, and drawn at random, in half precision",
+)  # fmt: skip
 def supported() -> bool:
     return has_parameters(find(DTYPE_PLAN), "dtype")
-
-
-INTERNAL = Internal(
-    "float32 weights",
-    "transformers",
-    "PreTrainedModel._get_dtype_plan",
-    "weights that a half-precision model keeps in float32 are planned, and drawn at random, in half precision",
-    supported,
-)
 
 
 def float32_tensors(model: Any, dtype: torch.dtype) -> set[str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.torch_compat.dynamo import compile_refusal
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 CACHE_MANAGER = "triton.runtime.cache:FileCacheManager"
 ENVIRONMENT_VARIABLE = "TRITON_CACHE_MANAGER"
@@ -31,10 +31,9 @@ else:
     FileCacheManager = find(CACHE_MANAGER) or object
 
 
+@internal("Triton's cache", "triton.runtime.cache.FileCacheManager",
+          "Triton kernels compile again at every start, and are not counted")  # fmt: skip
 def supported() -> bool:
-    """True also if Triton is not installed, because nothing is lost then."""
-    if not is_installed("triton"):
-        return True
     manager = find(CACHE_MANAGER)
     return (
         all(callable(getattr(manager, name, None)) for name in ("put", "put_group", "get_file", "get_group"))
@@ -42,14 +41,6 @@ def supported() -> bool:
         and mentions(find("triton.runtime.cache:get_cache_manager"), "manager_class")
     )
 
-
-INTERNAL = Internal(
-    "Triton's cache",
-    "triton",
-    "triton.runtime.cache.FileCacheManager",
-    "Triton kernels compile again at every start, and are not counted",
-    supported,
-)
 
 kernels_compiled = 0  # by this process, and C libraries that it built
 

@@ -14,26 +14,16 @@ from __future__ import annotations
 import platform
 
 from tcdeploy.planning.extras import is_installed
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 BUILD = "triton.runtime.build"
 
 
+@internal("Triton library keys", "triton.runtime.build.platform_key",
+          "an image without the `file` command needs a C compiler")  # fmt: skip
 def supported() -> bool:
-    """True also if Triton is not installed, because nothing is lost then."""
-    if not is_installed("triton"):
-        return True
     builder = find(f"{BUILD}:compile_module_from_src")
     return callable(find(f"{BUILD}:platform_key")) and mentions(builder, "platform_key")
-
-
-INTERNAL = Internal(
-    "Triton library keys",
-    "triton",
-    "triton.runtime.build.platform_key",
-    "an image without the `file` command needs a C compiler",
-    supported,
-)
 
 
 def patch_platform_key() -> None:

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcdeploy.planning.extras import is_installed
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 from tcdeploy.torch_compat.triton.cuda_driver import LoadedKernel
 
 SCHEMA = 2
@@ -41,24 +40,16 @@ SCRATCH_ARGUMENTS = 2  # pointers that Triton's launcher passes after all others
 UNSUPPORTED = {"num_ctas": 1, "launch_cooperative_grid": False, "global_scratch_size": 0, "profile_scratch_size": 0}
 
 
+@internal(
+    "stored kernels", "triton.compiler.CompiledKernel",
+    "on a GPU, starts from packages launch our kernels through Triton, whose import and set-up take a second",
+)  # fmt: skip
 def supported() -> bool:
-    """True also if Triton is not installed, because nothing is lost then."""
-    if not is_installed("triton"):
-        return True
     properties = ("is_constexpr", "do_not_specialize", "do_not_specialize_on_alignment")
     parameter = find(PARAMETER)
     return all(hasattr(parameter, name) or mentions(parameter, name) for name in properties) and mentions(
         find(COMPILED_KERNEL), "metadata", "asm", "src"
     )
-
-
-INTERNAL = Internal(
-    "stored kernels",
-    "triton",
-    "triton.compiler.CompiledKernel",
-    "on a GPU, starts from packages launch our kernels through Triton, whose import and set-up take a second",
-    supported,
-)
 
 
 @dataclass(frozen=True)
