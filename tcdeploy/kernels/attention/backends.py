@@ -11,8 +11,8 @@ Packages are imported at the first call: importing FlashAttention-4 takes 5 to 1
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -60,13 +60,6 @@ class PagedDecodeBatch(NamedTuple):
     block_table: Tensor
     seq_lens: Tensor
     split_counters: Tensor
-
-
-class RotaryCosSin(NamedTuple):
-    """Rotary factors [sequences, head_dim] that decode applies to Q and K first: see `reference.apply_rotary`."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 class VarlenSeqlens(NamedTuple):
@@ -162,56 +155,32 @@ def _flash_prefill(
     return out
 
 
-def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
-    return prefill.paged_prefill(q, *batch[:5], *params)
-
-
-def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
-    return reference.paged_prefill(q, *batch[:5], *params)
+def _paged_prefill(
+    paged_prefill: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams
+) -> Tensor:
+    return paged_prefill(q, *batch[:5], *params)
 
 
 def _triton_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PagedDecodeBatch,
-    params: AttentionParams,
-    splits: int,
-    rotary: RotaryCosSin | None,
-    out: Tensor | None = None,
-) -> Tensor:
-    cos, sin = rotary or (None, None)
+    q: Tensor, k: Tensor, v: Tensor, batch: PagedDecodeBatch, params: AttentionParams, splits: int,
+    cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
+) -> Tensor:  # fmt: skip
     return decode.paged_decode(q, k, v, *batch, *params, splits, cos, sin, out)
 
 
 def _triton_mixed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    prompts: PagedBatch,
-    rows: PagedDecodeBatch,
-    prefill_counters: Tensor,
-    params: AttentionParams,
-    splits: int,
-) -> Tensor:
-    return mixed.paged_mixed(
-        q, k, v, *prompts[:5], rows.block_table, rows.seq_lens, rows.split_counters, prefill_counters,
-        params.scale, params.window, params.softcap, params.sinks, splits,
-    )  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, prompts: PagedBatch, rows: PagedDecodeBatch, prefill_counters: Tensor,
+    params: AttentionParams, splits: int,
+) -> Tensor:  # fmt: skip
+    return mixed.paged_mixed(q, k, v, *prompts[:5], *rows[2:], prefill_counters, *params, splits)
 
 
 def _reference_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PagedDecodeBatch,
-    params: AttentionParams,
-    splits: int,
-    rotary: RotaryCosSin | None,
-    out: Tensor | None = None,
-) -> Tensor:
-    if rotary:
-        q, k = reference.apply_rotary(q, *rotary), reference.apply_rotary(k, *rotary)
+    q: Tensor, k: Tensor, v: Tensor, batch: PagedDecodeBatch, params: AttentionParams, splits: int,
+    cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if cos is not None and sin is not None:
+        q, k = (reference.apply_rotary(states, cos, sin) for states in (q, k))
     return reference.paged_decode(q, k, v, *batch[:4], *params, out)
 
 
@@ -221,9 +190,11 @@ def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slo
 
 
 PrefillFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]
-# If the last argument is given, it is returned: rows of length 0 keep their contents.
+# The last arguments are cos and sin (see `reference.apply_rotary`), and `out`: if given, it is written and returned,
+# and rows of length 0 keep their contents.
 DecodeFunction = Callable[
-    [Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None, Tensor | None], Tensor
+    [Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, Tensor | None, Tensor | None, Tensor | None],
+    Tensor,
 ]
 MixedFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, PagedDecodeBatch, Tensor, AttentionParams, int], Tensor]
 WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -243,9 +214,11 @@ class Implementation(NamedTuple):
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "reference": Implementation(_reference_prefill, _reference_decode, _reference_write),
-    "triton": Implementation(_triton_prefill, _triton_decode, kv_write.write_kv, _triton_mixed),
-    "torch-flash": Implementation(functools.partial(_flash_prefill, _torch_flash)),
-    "flash-attn-2": Implementation(functools.partial(_flash_prefill, _flash_attn_2)),
-    "flash-attn-4": Implementation(functools.partial(_flash_prefill, _flash_attn_4)),
+    "reference": Implementation(partial(_paged_prefill, reference.paged_prefill), _reference_decode, _reference_write),
+    "triton": Implementation(
+        partial(_paged_prefill, prefill.paged_prefill), _triton_decode, kv_write.write_kv, _triton_mixed
+    ),
+    "torch-flash": Implementation(partial(_flash_prefill, _torch_flash)),
+    "flash-attn-2": Implementation(partial(_flash_prefill, _flash_attn_2)),
+    "flash-attn-4": Implementation(partial(_flash_prefill, _flash_attn_4)),
 }

@@ -47,21 +47,10 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tens
 
 @custom_op("prefill_attention")
 def prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    host_scalars: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor,
+    seq_lens: Tensor, host_scalars: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float,
     backend: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Causal attention of packed queries: q [tokens, heads, head_dim] -> [tokens, heads, v_head_dim].
 
     k and v [tokens, kv_heads, dim] belong to the same tokens and are already in the cache; v must be contiguous only in
@@ -76,23 +65,10 @@ def prefill_attention(
 
 @custom_op("decode_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
 def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    split_counters: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    splits: int,
-    backend: str,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    split_counters: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float, splits: int, backend: str,
+    cos: Tensor | None = None, sin: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Write each sequence's newest K and V into the caches, then attend with one query per sequence.
 
     q [sequences, heads, head_dim] -> [sequences, heads, v_head_dim]. k and v [sequences, kv_heads, dim] are written to
@@ -106,32 +82,16 @@ def decode_attention(
     assert (cos is None) == (sin is None)
     decode = backends.IMPLEMENTATIONS[backend].decode
     assert decode is not None
-    rotary = None if cos is None or sin is None else backends.RotaryCosSin(cos, sin)
     batch = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, split_counters)
-    return decode(q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks), splits, rotary, None)
+    return decode(q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks), splits, cos, sin, None)
 
 
 @custom_op("mixed_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
 def mixed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    host_scalars: Tensor,
-    row_block_table: Tensor,
-    row_seq_lens: Tensor,
-    split_counters: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    prefill_backend: str,
-    decode_backend: str,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor,
+    seq_lens: Tensor, host_scalars: Tensor, row_block_table: Tensor, row_seq_lens: Tensor, split_counters: Tensor,
+    sinks: Tensor | None, scale: float, window: int, softcap: float, prefill_backend: str, decode_backend: str,
+) -> Tensor:  # fmt: skip
     """Attention of decode rows and of packed prompts: q [tokens, heads, head_dim] -> [tokens, heads, v_head_dim].
 
     Token i below `rows` (host_scalars) belongs to decode row i if row_seq_lens[i] is not 0, and is computed as in
@@ -143,9 +103,8 @@ def mixed_attention(
     rows = min(int(host_scalars[HOST_SCALARS.index("rows")]), q.shape[0])
     params = backends.AttentionParams(scale, window, softcap, sinks)
     batch = backends.PagedBatch(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_scalars)
-    decode_batch = backends.PagedDecodeBatch(
-        k_cache, v_cache, row_block_table[:rows], row_seq_lens[:rows], split_counters
-    )
+    row_tensors = row_block_table[:rows], row_seq_lens[:rows], split_counters
+    decode_batch = backends.PagedDecodeBatch(k_cache, v_cache, *row_tensors)
     splits = choose_decode_splits(rows, split_counters)
     backend = backends.IMPLEMENTATIONS[prefill_backend]
     if backend.mixed is not None and prefill_backend == decode_backend:
@@ -156,7 +115,7 @@ def mixed_attention(
     if rows:
         decode = backends.IMPLEMENTATIONS[decode_backend].decode
         assert decode is not None
-        decode(q[:rows], k[:rows], v[:rows], decode_batch, params, splits, None, out[:rows])
+        decode(q[:rows], k[:rows], v[:rows], decode_batch, params, splits, None, None, out[:rows])
     return out
 
 

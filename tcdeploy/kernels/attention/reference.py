@@ -32,10 +32,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: 
     masked = (distance < 0) | (distance >= window) if window else distance < 0
     scores = scores.masked_fill(masked, float("-inf"))
     if sinks is not None:
-        sink_scores = sinks.float()[:, None, None].expand(-1, queries, 1)
-        weights = torch.cat([scores, sink_scores], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = scores.softmax(dim=-1)
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, queries, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :keys]
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 
@@ -47,17 +45,9 @@ def gather_sequence(cache: Tensor, block_table_row: Tensor, length: int) -> Tens
 
 
 def paged_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor,
+    scale: float, window: int, softcap: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Attention of packed queries of several sequences over the paged cache, which already holds their own keys.
 
     Shapes: q [tokens, heads, head_dim], k_cache [blocks, block_size, kv_heads, head_dim], v_cache likewise with
@@ -84,19 +74,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def paged_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    out: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    scale: float, window: int, softcap: float, sinks: Tensor | None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Write each sequence's newest token to its slot, then attend with one query per sequence, that token included.
 
     Shapes: q [sequences, heads, head_dim], k [sequences, kv_heads, head_dim], v likewise with v_head_dim; the others as

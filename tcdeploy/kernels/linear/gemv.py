@@ -30,14 +30,9 @@ KERNEL = Kernel("tcdeploy.kernels.linear.gemv_kernel", "_gemv_kernel")
 
 
 def matmul(
-    x: Tensor,
-    w: Tensor,
-    tile: GemvTile,
-    addend: Tensor | None = None,
-    gated: bool = False,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
+    x: Tensor, w: Tensor, tile: GemvTile, addend: Tensor | None = None, gated: bool = False,
+    norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     """x [1, k] @ w [n, k].T + addend ([n] or [1, n]), summed in float32: [1, n] in x's dtype.
 
     bfloat16 or float16; w is contiguous; n is a multiple of 16 (32 if gated) and k of 64. `gated` returns
