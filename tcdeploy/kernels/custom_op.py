@@ -31,21 +31,19 @@ class CustomOp:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.overload(*args, **kwargs)
 
-    def register_kernel(self, device: str) -> Callable[[FunctionT], FunctionT]:
-        """Decorates the implementation for "cpu" or "cuda"."""
-        return self._register(device.upper())
+    def register_kernel(self, device: str | None) -> Callable[[FunctionT], FunctionT]:
+        """Decorates the implementation for "cpu" or "cuda"; None: for all devices."""
+
+        def register(function: FunctionT) -> FunctionT:
+            _library.impl(self._name, function, device.upper() if device else "CompositeExplicitAutograd")
+            return function
+
+        return register
 
     def register_fake(self, function: FunctionT) -> FunctionT:
         """Decorates the function that returns an empty result of the right shape and dtype, for tracing."""
         torch.library.register_fake(f"{NAMESPACE}::{self._name}", function, lib=_library)
         return function
-
-    def _register(self, dispatch_key: str) -> Callable[[FunctionT], FunctionT]:
-        def register(function: FunctionT) -> FunctionT:
-            _library.impl(self._name, function, dispatch_key)
-            return function
-
-        return register
 
 
 def custom_op(
@@ -58,7 +56,7 @@ def custom_op(
 
     def define(function: Callable[..., Any]) -> CustomOp:
         op = CustomOp(name, torch.library.infer_schema(function, mutates_args=mutates_args))
-        op._register(device.upper() if device else "CompositeExplicitAutograd")(function)
+        op.register_kernel(device)(function)
         return op
 
     return define

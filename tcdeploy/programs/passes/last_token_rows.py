@@ -34,8 +34,8 @@ REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default}
 
 def hoist_row_selection(graph: Graph) -> None:
     """Move each `x[..., rows]` at the end of the graph up, if x has no other reader."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten.index.Tensor and _feeds_output(node):
+    for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        if all(user.op == "output" for user in node.users):
             source, (*leading, rows) = node.args
             tokens = source.meta["val"].shape[len(leading)]
             is_single_index = not any(leading) and isinstance(rows, Node)
@@ -45,10 +45,6 @@ def hoist_row_selection(graph: Graph) -> None:
 
 def _is_row_index(rows: Node) -> bool:
     return rows.meta["val"].ndim == 1 and rows.meta["val"].dtype == torch.int64
-
-
-def _feeds_output(node: Node) -> bool:
-    return all(user.op == "output" for user in node.users)
 
 
 def _hoist(graph: Graph, selection: Node, source: Node, rows: Node, tokens: int | SymInt) -> None:

@@ -14,8 +14,9 @@ from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 PRIVATE_MODULES = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx.experimental")
 UNSUPPORTED = "Unsupported"  # Dynamo's: a graph break under fullgraph=True
-RECOMPILE_LIMIT = "FailOnRecompileLimitHit"  # Dynamo's: derives from Exception, not from TorchDynamoException
-CONSTRAINT_VIOLATION = "ConstraintViolationError"  # a program with a symbolic size is valid for some sizes only
+# Dynamo's: a function has as many programs as torch allows. Derives from Exception, not from TorchDynamoException.
+RECOMPILE_LIMIT = "FailOnRecompileLimitHit"
+CONSTRAINT_VIOLATION = "ConstraintViolationError"  # code depends on a size that was marked as dynamic
 CPP_COMPILE_ERROR = "CppCompileError"  # Inductor's: a call of the C++ compiler that failed
 SOURCE_SUFFIXES = (".cpp", ".h", ".hpp", ".o")
 
@@ -41,24 +42,11 @@ def supported() -> bool:
     return are_errors and recompile_limit is not None and has_parameters(cpp_compile_error, "cmd", "output")
 
 
-def is_compile_error(error: BaseException) -> bool:
-    """Whether Dynamo, AOTAutograd, Inductor or the code for symbolic sizes raised it."""
-    return any(cls.__module__.startswith(PRIVATE_MODULES) for cls in type(error).__mro__)
-
-
-def is_graph_break(error: BaseException) -> bool:
-    """Whether it reports code that Dynamo cannot trace."""
-    return is_compile_error(error) and any(cls.__name__ == UNSUPPORTED for cls in type(error).__mro__)
-
-
-def is_recompile_limit(error: BaseException) -> bool:
-    """Whether it reports that a function has as many programs as torch allows."""
-    return is_compile_error(error) and any(cls.__name__ == RECOMPILE_LIMIT for cls in type(error).__mro__)
-
-
-def is_constraint_violation(error: BaseException) -> bool:
-    """Whether it reports code that depends on a size that was marked as dynamic."""
-    return is_compile_error(error) and any(cls.__name__ == CONSTRAINT_VIOLATION for cls in type(error).__mro__)
+def is_compile_error(error: BaseException, name: str = "") -> bool:
+    """Whether Dynamo, AOTAutograd, Inductor or the code for symbolic sizes raised it, by a class `name` if given."""
+    classes = type(error).__mro__
+    is_private = any(cls.__module__.startswith(PRIVATE_MODULES) for cls in classes)
+    return is_private and (not name or any(cls.__name__ == name for cls in classes))
 
 
 def find_compiler_failure(error: BaseException) -> CompilerFailure | None:
