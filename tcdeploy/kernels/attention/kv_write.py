@@ -1,4 +1,4 @@
-"""Writes the keys and values of prefill tokens into the paged KV cache, with the Triton kernel in kv_write_kernel.py.
+"""Writes the keys and values of prefill tokens into the paged KV cache, with the Triton kernel in prefill_kernel.py.
 
 One launch writes both K and V. Decode does not use it: the decode kernel stores its own token (decode.py).
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 from tcdeploy.kernels.attention.kernel_arguments import padded_head_dim
 from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
-KERNEL = Kernel("tcdeploy.kernels.attention.kv_write_kernel", "_write_kernel")
+KERNEL = Kernel("tcdeploy.kernels.attention.prefill_kernel", "_write_kernel")
 WRITE_ELEMENTS, WRITE_WARPS = 4096, 4  # elements of one token per program, and warps per program
 
 
