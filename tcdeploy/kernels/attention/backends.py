@@ -1,10 +1,10 @@
 """The functions behind the `tcdeploy::` ops: one `Implementation` for each row of planning/backends.py.
 
-All FlashAttention versions implement one signature, `VarlenAttention`: packed Q, K and V in, output and log-sum-exp
-out. The first chunk of a prompt uses the K and V that it was called with. A later chunk gathers its KV blocks into a
-packed copy first. The copy costs one read of the prefix and avoids the packages' incompatible paged layouts: FA2
-requires a multiple of 256 slots per block, and FlashAttention in torch 2.11 has no paged KV. Attention sinks need no
-kernel support: a sink only adds to the softmax denominator, so the output is scaled by sigmoid(log_sum_exp - sink).
+All FlashAttention versions implement one signature, `VarlenAttention`. The first chunk of a prompt uses the K and V
+that it was called with. A later chunk gathers its KV blocks into a packed copy first, which costs one read of the
+prefix and avoids the packages' incompatible paged layouts: FA2 requires a multiple of 256 slots per block, and
+FlashAttention in torch 2.11 has no paged KV. A sink only adds to the softmax denominator, so the output is scaled by
+sigmoid(log_sum_exp - sink), without support by the kernel.
 
 Packages are imported at the first call: importing FlashAttention-4 takes 5 to 10 s.
 """

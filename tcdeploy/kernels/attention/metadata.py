@@ -1,12 +1,9 @@
 """What attention reads in one forward pass, and the object through which the layers find it.
 
 A `Step` is built for each forward pass that is not a replay of a CUDA graph; its tensors are the static buffers of the
-bucket. It keeps two things apart: `AttentionMetadata` holds device tensors, which are inputs of the compiled programs,
-and `AttentionConfig` holds the choices that a program is specialised on (backends, number of splits).
-
-The layers find the step in a `StepHolder`, which every attention module holds. Keyword arguments of the model's forward
-would be the plainer way, but some layers drop them. The runner assigns `StepHolder.step` before each forward pass and
-sets it to None afterwards. Steps are never modified.
+bucket. `AttentionMetadata` holds device tensors, which are inputs of the compiled programs, and `AttentionConfig` the
+choices that a program is specialised on. The layers find the step in a `StepHolder`, which every attention module
+holds. Keyword arguments of the model's forward would be the plainer way, but some layers drop them.
 
 torch.compile reads the holder's attribute like any other, so the tensors of a step become inputs of the program, and
 all layers share one program. `Step` is not a frozen dataclass on purpose: Dynamo guards on every field of a frozen

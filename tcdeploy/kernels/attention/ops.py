@@ -5,11 +5,10 @@
     decode_attention   one new token per sequence: writes its K and V, and attends over the sequence's KV blocks
     mixed_attention    decode_attention for the first tokens, and prefill_attention for the others
 
-An opaque op hides its Triton kernels from Inductor (decode.py says why its kernel is not a `triton_op`). The kernels
-are cached all the same, in Triton's part of the cache folder. Each op takes the name of its backend as an argument, so
-the choice is part of the graph and of the cache key. `reference.py` defines what the ops compute. Lengths reach the
-graph only as tensors. The few integers that FlashAttention needs on the host are passed in `host_scalars`, a CPU
-tensor, which costs neither a guard nor a synchronisation.
+Each op takes the name of its backend as an argument, so the choice is part of the graph and of the cache key.
+`reference.py` defines what the ops compute. Lengths reach the graph only as tensors. The few integers that
+FlashAttention needs on the host are passed in `host_scalars`, a CPU tensor, which costs neither a guard nor a
+synchronisation.
 
 torch does not include the Python body of an op in its compile cache key; `PostGradPass.uuid`
 (programs/passes/post_grad.py) adds it.

@@ -1,19 +1,14 @@
-"""Triton prefill attention: packed queries of several sequences over the paged KV cache.
-
-This module prepares the launch, and imports no Triton. The kernel is in prefill_kernel.py.
+"""Triton prefill attention: packed queries of several sequences over the paged KV cache (prefill_kernel.py).
 
 A program holds a tile of queries of one head and walks the keys in tiles (online_softmax.py). Tiles that every row sees
-in full run without masks; only those that cross the diagonal or the window's edge run with them. The result is that of
-`reference.paged_prefill`, against which the kernel is tested.
+in full run without masks; only those that cross the diagonal or the window's edge run with them. Imports no Triton.
 
 Launch shapes are static and the host reads no lengths, so calls can be captured in a CUDA graph and replayed with any
 lengths. The number of programs per head is the maximum number of query tiles over all possible lengths, usually several
-times what a step needs.
-
-With a `SplitWorkspace`, idle programs and EXTRA_PREFILL_BLOCKS additional ones share the keys of long sequences
-(splits.py). Each tile that has keys is assigned the same number of programs (`_prefill_splits`), and uses as many of
-them as can get MIN_KEYS_PER_PREFILL_SPLIT keys each. As in decode.py, the split of a tile that finishes last merges
-them all, in index order.
+times what a step needs. With a `SplitWorkspace`, idle programs and EXTRA_PREFILL_BLOCKS additional ones share the keys
+of long sequences (splits.py). Each tile that has keys is assigned the same number of programs (`_prefill_splits`), and
+uses as many of them as can get MIN_KEYS_PER_PREFILL_SPLIT keys each. As in decode.py, the split of a tile that finishes
+last merges them all, in index order.
 
 Rejected: autotuning at start-up, because the head size alone decides the tile and timing costs seconds of cold start;
 a grid of (tiles x sequences), most of whose programs would only exit (`_sequence_of_tile` needs tiles + sequences);

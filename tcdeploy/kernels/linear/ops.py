@@ -4,16 +4,13 @@
     linear_silu_mul  the same kernels with SwiGLU as their epilogue
     rms_norm_linear  GEMV that normalises its input row
     linear_add_      cuBLAS, accumulating into the residual
-    grouped_mm       a GEMM per expert; replaces an op of transformers, in exported programs
-      (programs/passes/grouped_mm.py)
+    grouped_mm       a GEMM per expert; replaces an op of transformers (programs/passes/grouped_mm.py)
 
 `config` indexes the tables of tile_configs.py. As an argument it is part of the graph and of its cache key; the Python
 bodies are not, so programs/passes/post_grad.py hashes their sources.
 
-These are custom ops and not `triton_op`s, because torch 2.11 to 2.13 do not pass `launch_pdl` through wrap_triton, and
-Inductor could fuse nothing into the kernels. The cost is host time per call, which CUDA graph replay does not pay. On a
-CPU the ops compute the same formulas in plain PyTorch, so that programs that contain them run, and can be tested,
-without a GPU.
+These are not `triton_op`s, because torch 2.11 to 2.13 do not pass `launch_pdl` through wrap_triton. The cost is host
+time per call, which CUDA graph replay does not pay. On a CPU the ops compute the same formulas in plain PyTorch.
 """
 
 from __future__ import annotations

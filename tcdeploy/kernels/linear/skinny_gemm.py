@@ -1,18 +1,16 @@
 """Triton GEMM for decode batches of 2 to 64 rows: y = x @ w.T, bound by streaming w from memory.
 
-The epilogue may add a bias or a residual, or apply SwiGLU. Each weight is read once and used for all rows, so the floor
-is the bytes of w over the memory bandwidth, and the kernel's task is to keep enough loads in flight. It computes
-y.T = w @ x.T: a program owns whole rows of w and reads them from end to end with asynchronous copies, `num_stages`
-deep, and consecutive programs sweep w in order. K is not split between programs, so there is no workspace and no
-counter, results are deterministic, and CUDA graph capture allocates the output only. There are two inner products:
+The epilogue may add a bias or a residual, or apply SwiGLU. Each weight is read once and used for all rows, so the
+kernel's task is to keep enough loads in flight. It computes y.T = w @ x.T: a program owns whole rows of w and reads
+them from end to end with asynchronous copies, `num_stages` deep, and consecutive programs sweep w in order. K is not
+split between programs, so there is no workspace and no counter, and results are deterministic. Two inner products:
 
 - `k_slices` = 1: one dot of [block_n, block_k], at least 64 columns, the native size of Hopper's tensor cores.
 - `k_slices` > 1: one dot per warp, each on its own slice of block_k, summed once at the end. 16 columns per program
   suffice then: n = 2048 still makes 128 programs for 132 SMs, and a step reads long pieces of a row.
 
 With programmatic dependent launch (torch_compat/inductor/pdl.py) the kernel starts while its predecessor drains, and
-waits (`gdc_wait`) before it accesses memory. It lets its successor launch only after that wait, as Inductor's kernels
-do (`triton.enable_pdl`), so a kernel that starts early knows that everything before its predecessor is complete.
+waits (`gdc_wait`) before it accesses memory.
 
 On an H100 the four GEMMs of a Llama 3.1 8B layer take 153 us at 4 rows, where cuBLAS takes 163 and the bytes 139.
 Rejected, with timings in docs/performance-log.md: stream-K, split-K, CUDA cores, register loads without a pipeline, TMA

@@ -1,19 +1,16 @@
 """The post-grad FX pass of every compiled program, which runs the passes of this package.
 
-    sizes.py, cse.py                 always
-    last_token_rows.py               always
-    gemv.py                          always
-    rotary.py                        with fused_epilogues
-    skinny_gemm.py, residual_add.py  with skinny_gemm, if Triton is installed
-    silu_mul.py, rms_norm.py         with skinny_gemm and fused_epilogues
-    residual_add.py (in place)       with inplace_residual
+    sizes.py, cse.py, last_token_rows.py, gemv.py    always
+    rotary.py                                        with fused_epilogues
+    skinny_gemm.py, residual_add.py                  with skinny_gemm, if Triton is installed
+    silu_mul.py, rms_norm.py                         with skinny_gemm and fused_epilogues
+    residual_add.py (in place)                       with inplace_residual
 
 The `uuid` makes programs that went through the pass cacheable, and is part of their key. It adds factors that torch's
-own key lacks: the sources of the passes and of the ops, and the environment. For example, torch's key lacks the
-instruction set, and C++ code that was generated for AVX-512 writes past the end of its buffers if it is compiled for
-AVX2.
-torch's `cache_key_tag` is not used for them: it is also part of the key of autotuning results, and Inductor's compile
-workers do not see it, so every start would tune again.
+own key lacks: the sources of the passes and of the ops, and the environment, such as the instruction set: C++ code that
+was generated for AVX-512 writes past the end of its buffers if it is compiled for AVX2. torch's `cache_key_tag` is not
+used for them: it is also part of the key of autotuning results, and Inductor's compile workers do not see it, so every
+start would tune again.
 """
 
 from __future__ import annotations

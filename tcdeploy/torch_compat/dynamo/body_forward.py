@@ -3,8 +3,6 @@
 Scoring a prompt applies the LM head in chunks. transformers has no public way to run the head, with what a family does
 around it (scaling, soft-capping), on hidden states that exist already. So the body's `forward` is replaced on the
 instance while the chunks are computed. This relies on a causal LM calling `base_model` as a module.
-
-Without it, the body runs once per chunk: slower, same result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Read the counters of Dynamo and Inductor: programs, cache hits and misses, graph breaks.
 
-torch has no public API that says whether a compilation came from the cache. Without the counters, the outcome of a
-bucket is "unknown", never "hit" or "reused", and `warm --require-hit` fails.
+torch has no public API that says whether a compilation came from the cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Recognise exceptions that torch.compile raises.
 
-Their classes are defined in private modules. Only the names of those modules and of one class are used, and nothing is
-imported, so a class that torch moves is at worst not recognised: its traceback is then shown instead of an error with a
-hint.
+Their classes are defined in private modules, of which only names are used; nothing is imported. A class that torch
+moves is at worst not recognised.
 """
 
 from __future__ import annotations

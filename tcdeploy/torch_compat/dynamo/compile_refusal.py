@@ -2,10 +2,8 @@
 
 torch has no public setting for it. Rejected: the stance fail_on_recompile, which refuses every program that Dynamo has
 not traced, because a warm start must trace a program to find it in the cache. Instead, the function that Inductor calls
-after a miss is patched. Compilations by the C++ compiler and Triton are refused where they are counted:
-cache/files/usage.py sees each command, and torch_compat/triton/cache.py each kernel that is missing.
-
-If torch lacks the patched function, `--no-compile` is refused.
+after a miss is patched. cache/files/usage.py refuses commands of the C++ compiler, and torch_compat/triton/cache.py
+kernels that are missing.
 """
 
 from __future__ import annotations

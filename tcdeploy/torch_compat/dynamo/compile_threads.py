@@ -1,11 +1,8 @@
 """Load cached programs in this process, without Inductor's compile workers.
 
 A kernel that arrives from a worker was pickled. Pickling a triton.Config drops the mark that coordinate descent found
-it, so Inductor would search again at every start (Triton 3.6 and 3.7). `compile_threads=1` keeps the work in this
-process; torch has no public setting for it that can change after import.
-
-Without it, a warm start on a GPU may search again. tests/torch_compat/test_triton_cache.py fails when Triton pickles
-the mark.
+it, so Inductor would search again at every start (Triton 3.6 and 3.7). torch has no public setting that can change
+after import. tests/torch_compat/test_triton_cache.py fails when Triton pickles the mark.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Reads graph breaks and recompilations from torch's structured trace, and writes the trace to a file for `tlparse`.
 
-torch logs one record per event to the logger of TORCH_TRACE, with metadata and a text. torch has no public API that
-lists the graph breaks of a call with their stacks, or the guards that failed: `torch._dynamo.explain` misses breaks
-before the first operation, and covers a single call. Without the logger, `tcdeploy explain` cannot look for breaks and
-recompilations; all other commands are unaffected.
+torch logs one record per event to the logger of TORCH_TRACE, with metadata and a text. No public API lists the graph
+breaks of a call with their stacks, or the guards that failed: `torch._dynamo.explain` misses breaks before the first
+operation, and covers a single call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Observe or replace each operation that torch runs, with its inputs and its result.
 
-`TorchDispatchMode` is the documented way to do so, but is defined in a private module. Without it, the probe cannot
-check where a model's token positions come from (models/positions.py), and the reference of the parity check cannot be
-computed in a higher precision (engine/check/precise_math.py).
+`TorchDispatchMode` is the documented way to do so, but is defined in a private module. models/positions.py and
+engine/check/precise_math.py use it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Change the inputs of an opaque op in an FX graph, with the layouts that Inductor gives them.
 
 Inductor lays out an opaque op's inputs as they were traced. It takes those layouts from node.meta["eager_input_vals"],
-not from the input nodes, so a pass that replaces inputs must replace the recorded values as well.
-
-Without the key, a replaced input could get a stale layout, so the pass that needs it does not run
-(programs/passes/rotary.py).
+not from the input nodes, so a pass that replaces inputs (programs/passes/rotary.py) must replace these values as well.
 """
 
 from __future__ import annotations

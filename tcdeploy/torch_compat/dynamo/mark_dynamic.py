@@ -1,9 +1,8 @@
 """Mark a tensor dimension as a symbol, so that programs do not depend on its size.
 
 `torch._dynamo.mark_dynamic` is documented, but is defined in a private module and has no public equivalent up to torch
-2.13. Without it, programs hold the sizes of the KV cache and of block tables: they are correct for this plan, and
-another context or amount of GPU memory compiles again. A dynamic prefill range becomes one static bucket
-(planning/plan.py).
+2.13. Without it, another context or amount of GPU memory compiles again, and a dynamic prefill range becomes one static
+bucket (planning/plan.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Compile an exported program to an AOTInductor package, and load a package without torch's compiler.
 
-The public loader, `torch._inductor.aoti_load_package`, imports Inductor. Its class is in torch's C++ module and
-needs no further import. Without that class, programs are made by torch.compile.
+The public loader, `torch._inductor.aoti_load_package`, imports Inductor. Its class is in torch's C++ module.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 torch times the variants of a kernel and stores the name of the fastest beside the kernel's source. A kernel that is
 loaded together with its program (Inductor's static launcher) carries the absolute path of that source from the
-process that compiled it. After the folder is moved, copied or unpacked from a bundle, torch looks under the old path:
-every start times all variants again, may choose another, and creates folders named as on the first machine.
-
-Sources are stored two levels below the cache folder, by the hash of their text, so the last two parts of a path
-identify the file. Without the patch, kernels are timed again at every start, because each start has its own staging
-folder. tests/torch_compat/test_autotune_cache.py fails when torch no longer needs the patch.
+process that compiled it. Each start has its own staging folder, so torch would look under an old path, time all
+variants again, and might choose another. Sources are stored two levels below the cache folder, by the hash of their
+text, so the last two parts of a path identify the file. tests/torch_compat/test_autotune_cache.py fails when torch no
+longer needs the patch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Count the kernel variants that this process times.
 
 torch's own counter cannot be used: a cache hit adds to it what was timed when the program was compiled. So the two
-timing methods of Inductor's benchmarker are wrapped. Without the wrapper, `kernels_timed` stays 0 in manifests.
-tests/programs/test_compile_stats.py fails when torch times kernels by another object.
+timing methods of Inductor's benchmarker are wrapped. tests/programs/test_compile_stats.py fails when torch uses others.
 """
 
 from __future__ import annotations

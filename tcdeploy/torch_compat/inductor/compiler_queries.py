@@ -1,8 +1,8 @@
 """The C++ compiler queries that Inductor runs at a warm start.
 
 Their output is part of the names of compiled CPU programs. record/toolchain.py stores it, and a stub of g++ replays it
-on a machine without a compiler. The stub fails for a query that is not listed here, so a warm start without a compiler
-fails when torch adds a query. tests/cache/test_toolchain.py compares the list with what a warm start runs.
+on a machine without a compiler, and fails for other queries. tests/cache/test_toolchain.py compares this list with what
+a warm start runs.
 """
 
 from __future__ import annotations

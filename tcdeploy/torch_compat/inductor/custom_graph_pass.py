@@ -1,8 +1,7 @@
 """Run our FX passes inside Inductor, with the graph cache still on.
 
 Inductor takes a pass as an option, post_grad_custom_pre_pass, and caches programs that went through it if the pass is a
-CustomGraphPass with a uuid. Without them no pass runs: the identical GEMMs of packed projections are not merged, and
-the fused kernels of kernels/linear/ and kernels/attention/ are not used. Results do not change.
+CustomGraphPass with a uuid.
 """
 
 from __future__ import annotations

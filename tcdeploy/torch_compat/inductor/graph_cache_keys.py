@@ -1,12 +1,10 @@
 """Keys of Inductor's graph cache that do not depend on which other modules a process has imported.
 
 Inductor pickles the inputs of a compilation and hashes the bytes. torch pickles a memory format by the name of the
-first module in `sys.modules` that has an attribute `torch`: usually torch._utils, sometimes another. A different name
-changes the key of every tensor, so every program is a miss. With Cython installed, `tcdeploy serve` missed all that
-`tcdeploy warm` had compiled, because Cython's stand-ins for C modules have every attribute.
-
-Without the patch: such misses return; results do not change. tests/torch_compat/test_graph_cache_keys.py fails when
-torch no longer needs the patch.
+first module in `sys.modules` that has an attribute `torch`: usually torch._utils, sometimes another, and then every
+program is a miss. With Cython installed, `tcdeploy serve` missed all that `tcdeploy warm` had compiled, because
+Cython's stand-ins for C modules have every attribute. tests/torch_compat/test_graph_cache_keys.py fails when torch no
+longer needs the patch.
 """
 
 from __future__ import annotations

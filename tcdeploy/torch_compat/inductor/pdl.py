@@ -8,8 +8,6 @@ exited. Its `gdc_wait` returns when all writes of the predecessor are visible. T
   does not cross the end of a step, because a step's last kernels are launched without PDL.
 - They let their successor launch only after their own wait, as Inductor's kernels do (`triton.enable_pdl`). When a
   kernel starts, everything before its predecessor is complete.
-
-Without the launch option or the device functions, kernels are launched in the ordinary way.
 """
 
 from __future__ import annotations

@@ -2,12 +2,9 @@
 
 Inductor prepares the headers in a folder below TMPDIR, 156 MB for each set of compiler options, at every start that
 loads a C++ program, hit or miss: 0.4 s, or 12 s on a machine without headers. They halve the time of a cold start, and
-have no effect on a warm one. The public setting cannot be used, because it is part of the cache key and of program
-names, so a cold start would have no headers either. One patch replaces the function that names the header with one that
-returns None; the other sets the folder.
-
-Without the first patch, a warm start prepares headers. Without the second, headers are written below TMPDIR, where
-`cache du` and `cache gc` do not find them. tests/cache/test_toolchain.py fails when torch calls another function.
+have no effect on a warm one. The public setting is part of the cache key and of program names, so a cold start would
+have no headers either. In TMPDIR, `cache du` and `cache gc` would not find them. tests/cache/test_toolchain.py fails
+when torch calls another function.
 """
 
 from __future__ import annotations

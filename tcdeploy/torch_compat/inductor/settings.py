@@ -3,8 +3,6 @@
 Most are in torch._inductor.config, which environment variables set too. If a variable is set when the cache is filled
 but not when it serves, every start is a miss, and torch reports no reason. Manifests record the settings, so `cache
 why` reports it. Settings that torch leaves out of its key (`_cache_config_ignore_prefix`) are left out here.
-
-Without that list, `cache why` may name settings that do not matter.
 """
 
 from __future__ import annotations

@@ -6,15 +6,12 @@ pass reads every file again. During the import here, the cache is unbounded, and
 last line that begins with it. Both passes take 0.13 instead of 0.51 s (docs/performance-log.md).
 
 Up to 5.17, transformers also calls `importlib.metadata.packages_distributions()`, which reads the file list of every
-installed distribution. Here it gets a lazy mapping, which calls that function only for a package without a distribution
-of its name. Later versions of transformers do the same.
+installed distribution. Here it gets a lazy mapping, as in later versions of transformers.
 
-An import hook installs both, because transformers calls these functions while it is imported. Nothing remains replaced
-after the import. Rejected: deriving the second list from the first; as fast, but it depends on the list's format.
-Rejected: storing the lists in a file, which is valid only while none of the 1669 files changes.
-
-If the functions are missing, only the lazy mapping is used. tests/torch_compat/test_transformers_import.py fails when
-transformers calls other functions. Does not import torch.
+An import hook installs both, and nothing remains replaced after the import. Rejected: deriving the second list from the
+first, which is as fast, but depends on the list's format; storing the lists in a file, which is valid only while none
+of the 1669 files changes. tests/torch_compat/test_transformers_import.py fails when transformers calls other functions.
+Does not import torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A model's class lists them as patterns: `_keep_in_fp32_modules_strict` for float16 and bfloat16 (such as the correction
 biases of expert routers), `_keep_in_fp32_modules` for float16 only (such as the norms of gpt-oss). `from_pretrained`
-applies the patterns to the names in the state dict. `from_config`, which creates random weights and the probe's model,
-does not. transformers has no public function that evaluates them.
+applies them; `from_config`, which creates random weights and the probe's model, does not.
 """
 
 from __future__ import annotations

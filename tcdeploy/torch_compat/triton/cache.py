@@ -4,10 +4,8 @@ Triton stores a kernel's files in a folder named by the kernel's key, and lists 
 folder that was moved, copied or unpacked from a bundle it finds none of them and compiles again, without a message and
 beside a hit that Inductor reports. This manager stores file names and resolves them next to the list.
 
-Triton imports the class that TRITON_CACHE_MANAGER names, in Inductor's compile workers too. Without it, kernels
-compile again at every start, because each start has its own staging folder. Kernels that compile are then not counted,
-so a bucket's outcome on a GPU is "unknown". tests/torch_compat/test_triton_cache.py fails when Triton no longer needs
-the manager.
+Triton imports the class that TRITON_CACHE_MANAGER names, in Inductor's compile workers too.
+tests/torch_compat/test_triton_cache.py fails when Triton no longer needs the manager.
 """
 
 from __future__ import annotations

@@ -2,12 +2,9 @@
 
 Triton compiles a kernel once for each combination of the types of its arguments, of properties such as "divisible by
 16", and of its constants. A *binary* is one of these. `KernelRecorder` writes the binaries of a process to a file, and
-`StoredKernels` finds the binary for a launch by the same rules and launches it through the CUDA driver
-(cuda_driver.py). Kernels that need scratch memory, clusters or a cooperative launch are not recorded, and no kernel of
-ours does.
-
-The rules are those of Triton 3.6 and 3.7. Reads `JITFunction.params`, and `src.signature`, `metadata` and `asm` of a
-compiled kernel; a kernel whose attributes are missing is not recorded. Does not import Triton.
+`StoredKernels` finds the binary for a launch by the same rules, those of Triton 3.6 and 3.7, and launches it through
+the CUDA driver (cuda_driver.py). Kernels that need scratch memory, clusters or a cooperative launch are not recorded,
+and no kernel of ours does. Does not import Triton.
 """
 
 from __future__ import annotations
