@@ -97,9 +97,7 @@ class AotForward(PackagedForward):
         exported_step = self._export(key, inputs)
         programs = list(exported_step.exported.items())
         if self._is_copy:
-            if (
-                key.selects_in_last_layer
-            ):  # also those of the step that selects rows at the head, which `_load` loads next
+            if key.selects_in_last_layer:  # `_load` also loads the step that selects rows at the head
                 at_head = self._with_exported_rows(inputs._replace(selects_in_last_layer=False))
                 step_with_rows_at_head = self._export(key._replace(selects_in_last_layer=False), at_head)
                 programs = list({**exported_step.exported, **step_with_rows_at_head.exported}.items())

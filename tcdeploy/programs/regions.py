@@ -46,20 +46,15 @@ class DecoderLayer:
 def layer_kinds(layers: list[DecoderLayer]) -> list[Hashable]:
     """Equal for layers with equal programs: they attend alike, and have modules, tensors and constants alike."""
     numbers = _layer_numbers(layers)
-    return [_layer_kind(layer, numbers) for layer in layers]
 
+    def kind_of(layer: DecoderLayer) -> Hashable:
+        modules = tuple((path, type(child)) for path, child in layer.module.named_modules())
+        named = (*layer.module.named_parameters(), *layer.module.named_buffers())
+        tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
+        constants = frozenset(item for item in _constants(layer.module).items() if item[0] not in numbers)
+        return layer.attention_kind, modules, tensors, constants
 
-def _layer_kind(layer: DecoderLayer, numbers: set[tuple[str, str]]) -> Hashable:
-    module = layer.module
-    modules = tuple((path, type(child)) for path, child in module.named_modules())
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    constants = frozenset(item for item in _constants(module).items() if item[0] not in numbers)
-    return (
-        layer.attention_kind,
-        modules,
-        tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors),
-        constants,
-    )
+    return [kind_of(layer) for layer in layers]
 
 
 def _constants(layer: nn.Module) -> dict[tuple[str, str], object]:
@@ -97,12 +92,9 @@ def _find_layer(model: nn.Module, spec: AttentionSpec, attention_kind: int) -> D
     path = f"{stack}.{index}"
     layer = model.get_submodule(path)
     block_name = spec.path.removeprefix(path + ".").split(".")[0]
-    mlp = tuple(child for name, child in layer.named_children() if name != block_name and _holds_matrix(child))
+    others = [child for name, child in layer.named_children() if name != block_name]
+    mlp = tuple(child for child in others if any(parameter.ndim >= 2 for parameter in child.parameters()))
     return DecoderLayer(path, layer, layer.get_submodule(block_name), mlp, attention_kind)
-
-
-def _holds_matrix(module: nn.Module) -> bool:
-    return any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
 def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Region]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from typing import NamedTuple
 
 from tcdeploy.torch_compat.internal import Internal
 
@@ -26,15 +25,10 @@ INTERNALS: tuple[Internal, ...] = tuple(
 )
 
 
-class MissingInternal(NamedTuple):
-    name: str  # of the Internal
-    consequence: str  # what is lost, and the version that moved the name
-
-
-def missing_internals() -> tuple[MissingInternal, ...]:
-    """Those that are not supported. Names of packages that are not installed are not missing."""
+def missing_internals() -> tuple[tuple[str, str], ...]:
+    """The name of each that is not supported, and what is lost, with the version that moved it."""
     return tuple(
-        MissingInternal(internal.name, f"{internal.consequence}: {_version(internal.package)} moved {internal.symbol}")
+        (internal.name, f"{internal.consequence}: {_version(internal.package)} moved {internal.symbol}")
         for internal in INTERNALS
         if not internal()
     )

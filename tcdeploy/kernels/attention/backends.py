@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.attention import decode, kv_write, mixed, prefill, reference
+from tcdeploy.kernels.attention import decode, mixed, prefill, reference
 from tcdeploy.torch_compat.torch_flash import flash_attention_forward
 
 # FlashAttention-2 reads out of bounds for a padding sequence if max_seqlen_q is 1: it then packs the heads of a group
@@ -216,7 +216,7 @@ class Implementation(NamedTuple):
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(partial(_paged_prefill, reference.paged_prefill), _reference_decode, _reference_write),
     "triton": Implementation(
-        partial(_paged_prefill, prefill.paged_prefill), _triton_decode, kv_write.write_kv, _triton_mixed
+        partial(_paged_prefill, prefill.paged_prefill), _triton_decode, prefill.write_kv, _triton_mixed
     ),
     "torch-flash": Implementation(partial(_flash_prefill, _torch_flash)),
     "flash-attn-2": Implementation(partial(_flash_prefill, _flash_attn_2)),

@@ -70,7 +70,7 @@ def paged_attention(
     if v.stride(-1) != 1:  # usually a slice of the packed projection, which the rotary embedding has not copied
         v = v.contiguous()
     # The tokens of decode rows map to the padding slot: the decode kernel writes their K and V.
-    ops.kv_write(k, v, *caches, prefill.slot_mapping, config.kv_write_backend)
+    ops.kv_write(k, v, *caches, prefill.slot_mapping, config.decode_backend)
     prompts = (prefill.block_table, prefill.cu_seqlens_q, prefill.seq_lens, prefill.host_scalars)
     if decode is None:
         out = ops.prefill_attention(q, k, v, *caches, *prompts, *params, config.prefill_backend)

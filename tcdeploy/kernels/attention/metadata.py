@@ -59,8 +59,7 @@ class AttentionConfig(NamedTuple):
     """The choices that the attention ops of a step take as constants."""
 
     prefill_backend: str
-    decode_backend: str
-    kv_write_backend: str
+    decode_backend: str  # it also writes the K and V of prefill
     decode_splits: int  # programs that share each sequence's keys
 
 

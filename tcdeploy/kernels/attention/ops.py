@@ -125,12 +125,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: 
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
-UNBOUNDED_CONTEXT_TOKENS = 1 << 20  # decode splits must not depend on the context, which is not part of a program
-
-
 def choose_decode_splits(batch_size: int, split_counters: Tensor) -> int:
     """The number of splits for `batch_size` rows on this GPU; 1 on a CPU."""
     if not split_counters.is_cuda:
         return 1
     num_sms = torch.cuda.get_device_properties(split_counters.device).multi_processor_count
-    return decode_splits(batch_size, split_counters.shape[1], UNBOUNDED_CONTEXT_TOKENS, num_sms)
+    return decode_splits(batch_size, split_counters.shape[1], num_sms)

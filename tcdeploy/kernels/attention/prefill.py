@@ -30,9 +30,11 @@ from tcdeploy.kernels.attention.splits import (
     MIN_KEYS_PER_PREFILL_SPLIT,
     PREFILL_BLOCKS_PER_SM,
 )
-from tcdeploy.torch_compat.triton.kernel import Kernel
+from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 KERNEL = Kernel("tcdeploy.kernels.attention.prefill_kernel", "_prefill_kernel")
+WRITE_KERNEL = Kernel("tcdeploy.kernels.attention.prefill_kernel", "_write_kernel")
+WRITE_ELEMENTS, WRITE_WARPS = 4096, 4  # of `write_kv`: elements of one token per program, and warps per program
 
 
 class TileConfig(NamedTuple):
@@ -113,6 +115,27 @@ def paged_prefill(
         max(MIN_KEYS_PER_PREFILL_SPLIT // tile.keys, 1), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store each token's key and value in its slot, in one launch.
+
+    Shapes: k [tokens, kv_heads, head_dim], v [tokens, kv_heads, v_head_dim], the caches [blocks, block_size, kv_heads,
+    dim], slot_mapping [tokens] int64 (slot = block * block_size + offset). k and v may have any strides except in the
+    last dimension. Padding tokens may share a slot; its contents are then undefined.
+    """
+    tokens, kv_heads, head_dim = k.shape
+    v_head_dim = v.shape[-1]
+    assert k.stride(-1) == 1 and v.stride(-1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    dim = padded_head_dim(max(head_dim, v_head_dim))
+    heads_tile = min(next_power_of_2(kv_heads), max(WRITE_ELEMENTS // dim, 1))
+    WRITE_KERNEL.launch(
+        (tokens, -(-kv_heads // heads_tile)),
+        k, v, k_cache, v_cache, slot_mapping,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        kv_heads, head_dim, v_head_dim, heads_tile, dim,
+        num_warps=WRITE_WARPS,
+    )  # fmt: skip
 
 
 def _tile_config(q: Tensor, v_cache: Tensor) -> TileConfig:

@@ -1,4 +1,4 @@
-"""The Triton kernels of prefill: attention (prefill.py), and the write of K and V to the cache (kv_write.py)."""
+"""The Triton kernels of prefill: attention, and the write of K and V to the cache. prefill.py launches them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ another rule then: docs/performance-log.md, "Attention kernels".
 from __future__ import annotations
 
 BLOCKS_PER_SM = 1  # in a small batch
-MIN_KEYS_PER_SPLIT = 64
 LARGE_BATCH_PAIRS = 128  # (sequence, KV head) pairs of the smallest large batch
 LARGE_BATCH_TURN = 8  # tiles
 LARGE_BATCH_BLOCKS = 2048  # thread blocks to launch at most, unless the minimum number of splits needs more
@@ -38,18 +37,17 @@ EXTRA_PREFILL_BLOCKS = 4
 MIN_KEYS_PER_PREFILL_SPLIT = 1024
 
 
-def decode_splits(batch: int, kv_heads: int, max_context: int, num_sms: int) -> int:
+def decode_splits(batch: int, kv_heads: int, num_sms: int) -> int:
     """The default number of splits, a power of two.
 
-    It depends on static values only, so it is constant for a bucket. `max_context` bounds a sequence's length in
-    tokens; the engine passes UNBOUNDED_CONTEXT_TOKENS, because programs must not depend on the context. On 132 SMs with
-    8 KV heads, it is 16 for a batch of 1, 4 for 4, 8 for 16 and 32, and 4 from 64 on.
+    It depends on static values only, so it is constant for a bucket, and not on the context, which is not part of a
+    program. On 132 SMs with 8 KV heads, it is 16 for a batch of 1, 4 for 4, 8 for 16 and 32, and 4 from 64 on.
     """
     pairs = max(batch * kv_heads, 1)
     splits = BLOCKS_PER_SM * num_sms // pairs
     if pairs >= LARGE_BATCH_PAIRS:
         splits = min(max(LARGE_BATCH_BLOCKS // pairs, MIN_LARGE_BATCH_SPLITS), MAX_LARGE_BATCH_SPLITS)
-    return 1 << (max(min(splits, max_context // MIN_KEYS_PER_SPLIT), 1).bit_length() - 1)
+    return 1 << (max(splits, 1).bit_length() - 1)
 
 
 def tiles_per_turn(batch: int, kv_heads: int) -> int:
