@@ -65,14 +65,9 @@ class AotForward(PackagedForward):
     """
 
     def __init__(
-        self,
-        transformers_forward: TransformersForward,
-        layers: Sequence[TracedLayer],
-        plan: Plan,
-        folder: Path,
-        is_copy: bool = False,
-        exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
-    ) -> None:
+        self, transformers_forward: TransformersForward, layers: Sequence[TracedLayer], plan: Plan, folder: Path,
+        is_copy: bool = False, exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
+    ) -> None:  # fmt: skip
         """`folder`: where the packages of this plan are, or will be (`package_folder`).
 
         `is_copy`: the model is a copy with fewer layers than the model of the plan (start/workers/parallel.py). It has

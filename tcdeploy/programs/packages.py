@@ -55,8 +55,7 @@ class PackagedForward:
     ) -> None:
         """`constants`: weights, buffers and KV caches by their names in a step program.
 
-        `supports_logits_to_keep`: whether the model's forward can select rows at the head. `folder`: where the packages
-        of this plan are (`aot.package_folder`).
+        `supports_logits_to_keep`: whether the model's forward can select rows at the head.
         """
         self.constants, self.supports_logits_to_keep = constants, supports_logits_to_keep
         self.folder, self._plan = folder, plan
@@ -90,11 +89,7 @@ class PackagedForward:
         return inputs._replace(rows=inputs.rows.repeat(2)) if inputs.rows.numel() == 1 else inputs
 
     def _load(self, key: StepProgramKey, inputs: StepInputs) -> None:
-        """Load a step's packages.
-
-        If the last layer selects the rows, the step that selects them at the head is loaded too: `prompt_logprobs`
-        uses it.
-        """
+        """Load a step's packages; with rows selected in the last layer, also the step for `prompt_logprobs`."""
         if current_stance() == "fail":
             raise RecompileError(
                 f"{key.bucket.name} with variant {key.variant.name} was not loaded or compiled during start-up",

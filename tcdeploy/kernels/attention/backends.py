@@ -126,21 +126,18 @@ def _flash_prefill(
     """
     tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix, decoding, _ = batch.host_scalars.tolist()
     if decoding:  # a mixed step: the first sequence holds the tokens of the decode rows and has no keys
+        host_scalars = torch.tensor([tokens - decoding, keys, max_seqlen_q, max_seqlen_k, has_prefix, 0, 0])
         prompts = batch._replace(
-            block_table=batch.block_table[1:],
-            cu_seqlens_q=batch.cu_seqlens_q[1:] - decoding,
-            seq_lens=batch.seq_lens[1:],
-            host_scalars=torch.tensor([tokens - decoding, keys, max_seqlen_q, max_seqlen_k, has_prefix, 0, 0]),
-        )
+            block_table=batch.block_table[1:], cu_seqlens_q=batch.cu_seqlens_q[1:] - decoding,
+            seq_lens=batch.seq_lens[1:], host_scalars=host_scalars,
+        )  # fmt: skip
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         out[:decoding] = 0
         out[decoding:] = _flash_prefill(varlen, q[decoding:], k[decoding:], v[decoding:], prompts, params)
         return out
     if has_prefix:
         cu_seqlens_k = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        k, v = (
-            gather_paged_kv(cache, batch.block_table, cu_seqlens_k, keys) for cache in (batch.k_cache, batch.v_cache)
-        )
+        k, v = (gather_paged_kv(cache, batch.block_table, cu_seqlens_k, keys) for cache in batch[:2])
     else:
         cu_seqlens_k, k, v = batch.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
     seqlens = VarlenSeqlens(batch.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MAX_SEQLEN_Q_FLOOR), max_seqlen_k)

@@ -46,9 +46,8 @@ class DecodeMetadata(NamedTuple):
 class AttentionMetadata(NamedTuple):
     """What a step attends over; both are set in a mixed step.
 
-    In a mixed step the first tokens are those of the decode rows, in order, and the tokens of the prompts follow.
-    `prefill` then begins with a sequence of length 0 that holds the tokens of the rows. `decode` has all decode rows;
-    the step uses the first `rows` of them (ops.HOST_SCALARS).
+    Its first tokens are then those of the decode rows, in order, which are a sequence of length 0 in `prefill`, and the
+    tokens of the prompts follow. `decode` has all decode rows; the step uses the first `rows` (ops.HOST_SCALARS).
     """
 
     prefill: PrefillMetadata | None = None

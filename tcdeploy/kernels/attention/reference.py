@@ -1,11 +1,8 @@
 """Attention over a paged KV cache in plain PyTorch: the definition of the `tcdeploy::` ops, and their CPU backend.
 
 Computes one sequence at a time, in float32, with the textbook formula. Every other backend is tested against these
-functions. They read lengths with `.tolist()`, which is free on the CPU and synchronises a GPU; on a GPU they are the
-tests' expected result, and a fallback that the Plan reports.
-
-Rejected: one padded batch for all sequences. On two CPU cores it is no faster for the batches that a CPU serves, and it
-reads `batch * longest` keys instead of the sum of the lengths.
+functions. Their `.tolist()` synchronises a GPU, where the Plan reports them as a fallback. Rejected: one padded batch
+for all sequences, which is no faster on two CPU cores, and reads `batch * longest` keys.
 """
 
 from __future__ import annotations
@@ -48,12 +45,9 @@ def paged_prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor,
     scale: float, window: int, softcap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of packed queries of several sequences over the paged cache, which already holds their own keys.
+    """As `ops.prefill_attention`: k_cache [blocks, block_size, kv_heads, head_dim], v_cache likewise with v_head_dim.
 
-    Shapes: q [tokens, heads, head_dim], k_cache [blocks, block_size, kv_heads, head_dim], v_cache likewise with
-    v_head_dim, block_table [sequences, width] int32, cu_seqlens_q [sequences + 1] int32, seq_lens [sequences] int32
-    (prefix plus queries). Returns [tokens, heads, v_head_dim]. Rows past `cu_seqlens_q[-1]` and those of a sequence of
-    length 0 are padding and zero.
+    seq_lens counts prefix and queries. Rows past `cu_seqlens_q[-1]` and those of a sequence of length 0 are padding.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
     starts = cu_seqlens_q.tolist()
@@ -77,12 +71,7 @@ def paged_decode(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     scale: float, window: int, softcap: float, sinks: Tensor | None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write each sequence's newest token to its slot, then attend with one query per sequence, that token included.
-
-    Shapes: q [sequences, heads, head_dim], k [sequences, kv_heads, head_dim], v likewise with v_head_dim; the others as
-    in `paged_prefill`. Returns [sequences, heads, v_head_dim]. A sequence of length 0 is padding: it writes nothing and
-    its output is zero. If `out` is given, it is written and returned, and rows of padding keep their contents.
-    """
+    """As `ops.decode_attention`. If `out` is given, it is returned, and rows of padding keep their contents."""
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1]) if out is None else out
     block_size = k_cache.shape[1]
     for row, length in enumerate(seq_lens.tolist()):

@@ -43,15 +43,11 @@ def matmul(x: Tensor, w: Tensor, tile: SkinnyGemmTile, addend: Tensor | None = N
     assert not gated or (addend is None and n % (2 * N_MULTIPLE) == 0)
     out = x.new_empty(rows, n // 2 if gated else n)
     use_pdl = supports_pdl(x.device)
+    padded_rows = max(8, next_power_of_2(rows))  # for the tensor cores; batches with equal padding share a kernel
     KERNEL.launch(
         (-(-n // tile.block_n),),
         out, x, w, addend, rows, n, k, x.stride(0), addend.stride(0) if addend is not None and addend.ndim == 2 else 0,
-        _padded_rows(rows), tile.block_n, fit_block_k(tile.block_k, k), tile.k_slices, gated, use_pdl,
+        padded_rows, tile.block_n, fit_block_k(tile.block_k, k), tile.k_slices, gated, use_pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
-
-
-def _padded_rows(rows: int) -> int:
-    """Rows padded for the tensor cores: a power of two, at least 8. Batches with equal padding share a kernel."""
-    return max(8, next_power_of_2(rows))

@@ -47,12 +47,9 @@ class PostGradPass(CustomGraphPass):
     """
 
     def __init__(
-        self,
-        skinny_gemm: bool = False,
-        inplace_residual: bool = False,
-        fused_epilogues: bool = False,
+        self, skinny_gemm: bool = False, inplace_residual: bool = False, fused_epilogues: bool = False,
         environment_key: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.skinny_gemm, self.inplace_residual, self.fused_epilogues = skinny_gemm, inplace_residual, fused_epilogues
         self.environment_key = environment_key
 
@@ -80,10 +77,7 @@ class PostGradPass(CustomGraphPass):
 
 @functools.cache
 def op_source_digests() -> dict[str, str]:
-    """The digest of each source file that decides what a program with our ops in it computes, by path in the package.
-
-    torch_compat/inductor/graph_cache_keys.py is among them because it changes torch's keys.
-    """
+    """The digest of each source file that decides what a program with our ops computes, by path in the package."""
     package = Path(__file__).parents[2]
     files = [path for folder in HASHED_FOLDERS for path in (package / folder).glob("*.py")]
     return source_digests(package, [*files, *(package / path for path in HASHED_FILES)])
