@@ -169,7 +169,10 @@ def _triton_mixed(
     q: Tensor, k: Tensor, v: Tensor, prompts: PagedBatch, rows: PagedDecodeBatch, prefill_counters: Tensor,
     params: AttentionParams, splits: int,
 ) -> Tensor:  # fmt: skip
-    return mixed.paged_mixed(q, k, v, *prompts[:5], *rows[2:], prefill_counters, *params, splits)
+    return mixed.paged_mixed(
+        q, k, v, *prompts[:5], rows.block_table, rows.seq_lens, rows.split_counters, prefill_counters,
+        params.scale, params.window, params.softcap, params.sinks, splits,
+    )  # fmt: skip
 
 
 def _reference_decode(

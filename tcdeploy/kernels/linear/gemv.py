@@ -26,7 +26,7 @@ from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, N_MULTIPLE, GemvTil
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel
 
-KERNEL = Kernel("tcdeploy.kernels.linear.kernels", "_gemv_kernel")
+KERNEL = Kernel("tcdeploy.kernels.linear.matmul_kernel", "_gemv_kernel")
 
 
 def matmul(

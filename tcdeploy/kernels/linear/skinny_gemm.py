@@ -26,7 +26,7 @@ from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, MAX_ROWS, MIN_ROWS,
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
-KERNEL = Kernel("tcdeploy.kernels.linear.kernels", "_skinny_gemm_kernel")
+KERNEL = Kernel("tcdeploy.kernels.linear.matmul_kernel", "_skinny_gemm_kernel")
 
 
 def matmul(x: Tensor, w: Tensor, tile: SkinnyGemmTile, addend: Tensor | None = None, gated: bool = False) -> Tensor:

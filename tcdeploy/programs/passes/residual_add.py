@@ -104,5 +104,5 @@ def _same_dtype_and_shape(*values: Tensor) -> bool:
 
 def _is_unbiased_skinny_gemm(consumer: Node, arg: Any) -> bool:
     """Whether `arg` is a `tcdeploy::linear` without bias whose only reader is `consumer`."""
-    source = strip_reshapes(arg) if _has_single_consumer(consumer, arg) else None
+    source: Any = strip_reshapes(arg) if _has_single_consumer(consumer, arg) else None
     return target_of(source) is tcdeploy_ops.linear.default and source.args[2] is None
