@@ -26,7 +26,7 @@ from tcdeploy.models.sources import model_sources
 from tcdeploy.planning.keys import source_digests
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
-from tcdeploy.programs import aot_counts
+from tcdeploy.programs import compile_stats
 from tcdeploy.programs.cxx_runtime import check_cxx_runtime
 from tcdeploy.programs.export import ExportedStep, TracedLayer, export_step
 from tcdeploy.programs.jit import inductor_options
@@ -126,13 +126,13 @@ class AotForward(PackagedForward):
         if not path.is_file():
             self._exchange.fetch()
         if path.is_file():
-            aot_counts.packages_loaded += name not in self._programs
+            compile_stats.packages_loaded += name not in self._programs
             return
         check_cxx_runtime()
         partial = path.with_suffix(".partial.pt2")  # a failed compilation may leave a part of the file
         compile_package(exported, str(partial), inductor_options(variant, self._plan))
         os.replace(partial, path)
-        aot_counts.packages_compiled += 1
+        compile_stats.packages_compiled += 1
         self._exchange.offer(path)
 
     def _read(self, key: StepProgramKey) -> StepProgram | None:

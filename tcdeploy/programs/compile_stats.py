@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 import torch
 
 from tcdeploy.cache.files import usage
-from tcdeploy.programs import aot_counts
 from tcdeploy.torch_compat.dynamo import compile_counters
 from tcdeploy.torch_compat.inductor import benchmarker
 from tcdeploy.torch_compat.internal import is_imported
+
+# Of this process: packages loaded from the cache folder, and packages compiled. programs/packages.py and aot.py count.
+packages_loaded = packages_compiled = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class CompileCounts:
 def read_counts() -> CompileCounts:
     """Totals of this process; timings count from the first call on."""
     benchmarker.count_kernel_timings()
-    loaded, compiled = aot_counts.packages_loaded, aot_counts.packages_compiled
+    loaded, compiled = packages_loaded, packages_compiled
     packages = CompileCounts(compiles=compiled, programs=loaded + compiled, cache_hits=loaded, cache_misses=compiled)
     kernels_compiled, can_count_kernels = _count_compiled_kernels()
     return packages + CompileCounts(

@@ -17,6 +17,7 @@ from tcdeploy.torch_compat.dynamo.compile_errors import (
     RECOMPILE_LIMIT,
     UNSUPPORTED,
     CompilerFailure,
+    causes,
     find_compiler_failure,
     is_compile_error,
 )
@@ -105,13 +106,12 @@ def _first_sentence(text: str) -> str:
     return " ".join(lines[: last + 1])
 
 
-def _is_disk_full(error: BaseException | None, cache_dir: str) -> bool:
+def _is_disk_full(error: BaseException, cache_dir: str) -> bool:
     """Whether an error in the chain reports a full disk, or the disk is full now.
 
     A compiler process that fails may not pass its reason on.
     """
-    while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+    for cause in causes(error):
+        if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(cause):
             return True
-        error = error.__cause__ or error.__context__
     return shutil.disk_usage(cache_dir).free < NEARLY_FULL_BYTES

@@ -20,7 +20,7 @@ from torch import Tensor
 from tcdeploy.errors import CompileError, RecompileError
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
-from tcdeploy.programs import aot_counts
+from tcdeploy.programs import compile_stats
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.stances import current_stance
 from tcdeploy.programs.step_program import LoadedStep, RunProgram, StepProgram, parse_step_program
@@ -99,7 +99,7 @@ class PackagedForward:
         if step_program is None:
             step_program = self._make(key, inputs)
         else:
-            aot_counts.packages_loaded += len(set(step_program.programs) - self._programs.keys())
+            compile_stats.packages_loaded += len(set(step_program.programs) - self._programs.keys())
         for name in step_program.programs:
             if name not in self._programs:
                 self._programs[name] = self._load_package(name)

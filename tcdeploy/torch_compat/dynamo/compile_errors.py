@@ -50,7 +50,7 @@ def is_compile_error(error: BaseException, name: str = "") -> bool:
 
 def find_compiler_failure(error: BaseException) -> CompilerFailure | None:
     """The failed call of the C++ compiler that caused an error of torch.compile."""
-    for cause in _causes(error):
+    for cause in causes(error):
         command, output = getattr(cause, "cmd", None), getattr(cause, "output", None)
         if type(cause).__name__ == CPP_COMPILE_ERROR and isinstance(command, list) and isinstance(output, str):
             sources = [word for word in command[1:] if word.endswith(SOURCE_SUFFIXES)]
@@ -59,7 +59,7 @@ def find_compiler_failure(error: BaseException) -> CompilerFailure | None:
     return None
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error and the chain of its causes. torch stores a backend's error in the attribute `inner_exception`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

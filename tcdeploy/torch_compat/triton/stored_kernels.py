@@ -198,16 +198,13 @@ def _make_binary(compiled: Any) -> KernelBinary | None:
     types, metadata = tuple(compiled.src.signature.values()), compiled.metadata
     if any(getattr(metadata, name, value) not in (value, None) for name, value in UNSUPPORTED.items()):
         return None
-    if any(kind != "constexpr" and not _is_supported(kind) for kind in types):
+    if not all(kind == "constexpr" or _slot(kind) for kind in types):
         return None
     cubin = base64.b64encode(compiled.asm["cubin"]).decode()
     uses_pdl = bool(getattr(metadata, "launch_pdl", False))
     return KernelBinary(metadata.name, types, metadata.num_warps, metadata.shared, uses_pdl, cubin)
 
 
-def _is_supported(kind: Any) -> bool:
-    return isinstance(kind, str) and (kind.startswith("*") or kind in SLOTS)
-
-
-def _slot(kind: str) -> str:
-    return POINTER_SLOT if kind.startswith("*") else SLOTS[kind]
+def _slot(kind: Any) -> str:
+    """The format of an argument's slot; "" for a type that is not supported."""
+    return POINTER_SLOT if str(kind).startswith("*") else SLOTS.get(str(kind), "")
