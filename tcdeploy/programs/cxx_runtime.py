@@ -4,8 +4,8 @@ A compiler may be configured to link libstdc++ statically. Then each package has
 and the two copies conflict: with torch 2.11 on an H100 machine, std::regex crashed the process; with torch 2.13 on a
 CPU, loading failed without an error message. Programs of torch.compile are not affected.
 
-The check links a library that needs a C++ runtime (libstdc++, or LLVM's libc++) and looks for its name in it. That
-takes less than 0.1 s, once per process, before the first package is compiled.
+The check links a library that needs a C++ runtime (libstdc++, or LLVM's libc++) and looks for its name in it, which
+takes less than 0.1 s.
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@ The probe has found the modules that call attention. A decoder layer is the near
 item of a ModuleList. Its attention block is the child that holds the module; every other child with a matrix belongs to
 the MLP (norms hold vectors).
 
-A region has a kind. Regions of one kind are called alike, and normally share one program; `explain` reports what keeps
-regions of a kind from it. `layer_kinds` predicts which layers do, from their modules and constants, so that compile
-workers can keep few layers; export.py finds out, from the graphs. The kind of a layer is `layer/N`, that of an
-attention block is its name in the layer and N (`self_attn/0`), where N numbers the different attentions of the model,
-such as with and without a sliding window. The kind of an MLP block is its name in the layer (`mlp`), and that of a head
-module its path (`model.norm`).
+Regions of one kind are called alike, and normally share one program; `explain` reports what keeps them from it.
+`layer_kinds` predicts which layers do, from their modules and constants, so that compile workers can keep few layers;
+export.py finds out, from the graphs. The kind of a layer is `layer/N`, that of an attention block is its name in the
+layer and N (`self_attn/0`), where N numbers the different attentions of the model, such as with and without a sliding
+window. The kind of an MLP block is its name in the layer (`mlp`), and that of a head module its path (`model.norm`).
 """
 
 from __future__ import annotations

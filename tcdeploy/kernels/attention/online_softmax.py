@@ -1,9 +1,8 @@
 """Triton building blocks shared by the prefill and decode kernels: paged loads and one step of the online softmax.
 
-Both kernels run the same loop. A program holds rows of queries and walks tiles of keys; the block table maps a tile to
-its cache blocks. The softmax is accumulated in base 2 (`exp2` is one instruction) as three values per row: the largest
-score, the sum of the weights, and the weighted sum of V. `attend_tile` is that step. The kernels differ in what the
-rows are: the queries of one head in prefill, the query heads of one kv head in decode.
+A program holds rows of queries (of one head in prefill, the query heads of one kv head in decode) and walks tiles of
+keys; the block table maps a tile to its cache blocks. The softmax is accumulated in base 2 (`exp2` is one instruction)
+as three values per row: the largest score, the sum of the weights, and the weighted sum of V.
 
 Scale, window and softcap are run-time arguments, so neither a bucket nor a layer of a model compiles its own kernel.
 Not supported: quantised caches, attention biases, non-causal attention, TMA.

@@ -73,10 +73,8 @@ def decode_attention(
     q [sequences, heads, head_dim] -> [sequences, heads, v_head_dim]. k and v [sequences, kv_heads, dim] are written to
     the last slot of the sequence; `seq_lens` [sequences] int32 already counts it. A sequence of length 0 is padding: it
     writes nothing, and its row of the result is zero. split_counters [max batch + 1 or more, kv_heads] int32 is zero
-    before and after; a step uses the first rows. `splits` is the number of parts that a sequence is divided into, fixed
-    per bucket; it affects speed and rounding. The reference backend ignores `splits` and `split_counters`.
-
-    If cos and sin [sequences, head_dim] are given, RoPE is applied to q and k first (rotate-half layout).
+    before and after; a step uses the first rows. `splits` parts of a sequence, fixed per bucket, affect speed and
+    rounding. If cos and sin [sequences, head_dim] are given, RoPE is applied to q and k first (rotate-half layout).
     """
     assert (cos is None) == (sin is None)
     decode = backends.IMPLEMENTATIONS[backend].decode

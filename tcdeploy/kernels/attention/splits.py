@@ -1,8 +1,7 @@
 """How attention divides the keys of a sequence among thread blocks. Does not import torch.
 
-Decode: without splits, one thread block reads all keys of a sequence that belong to one KV head. With `splits`, several
-share them: they take turns, and read a number of consecutive tiles of keys in each turn. Both numbers are constants of
-a captured CUDA graph, so they depend on static values, and not on the lengths of sequences.
+Decode: with `splits`, several thread blocks share the keys of a sequence that belong to one KV head. They take turns,
+and read a number of consecutive tiles of keys in each turn. Both numbers are constants of a captured CUDA graph.
 
 - A small batch is split so that there is about one thread block per SM. A turn is one tile.
 - A large batch has enough thread blocks without splits, but the longest sequence would then determine the time. With
@@ -14,8 +13,7 @@ a captured CUDA graph, so they depend on static values, and not on the lengths o
 Prefill: a thread block, which is a Triton program, computes a tile of queries of one head. If a step has few tiles,
 they use only part of the GPU, and the longest prefix determines the time. Its keys are then split (prefill.py). With 40
 tokens after a prefix of 30,000, beside 16 decode rows, attention and its two GEMMs take 255 us, and 580 us without
-splits and without the second stream of mixed.py (one layer of an 8B shape, H100). The number of splits was chosen by
-another rule then: docs/performance-log.md, "Attention kernels".
+splits and without the second stream of mixed.py (docs/performance-log.md, "Attention kernels").
 """
 
 from __future__ import annotations

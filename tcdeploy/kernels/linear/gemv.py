@@ -10,8 +10,7 @@ at batch 1 is five kernels:
 - A bias or residual is added, or SwiGLU is applied to the two halves of the product.
 
 With programmatic dependent launch (torch_compat/inductor/pdl.py) a program loads its first piece of w before it waits
-for the previous kernel, because no kernel of the step writes w. This hides launch latency and matters for short
-kernels: o of Llama 3.2 1B takes 3.7 instead of 4.3 us.
+for the previous kernel, because no kernel of the step writes w: o of Llama 3.2 1B takes 3.7 instead of 4.3 us.
 
 On an H100 the four GEMVs of a Llama 3.1 8B layer, with their fused operations, take 143.9 us; reading their bytes takes
 139.4. Per-shape timings beside cuBLAS and Inductor: docs/performance-log.md.

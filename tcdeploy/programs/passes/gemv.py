@@ -1,7 +1,6 @@
 """FX passes for one-row products that Inductor lowers as a multiply and a sum, as it does under coordinate descent.
 
-Inductor fuses such reductions with their neighbours like any other. Two effects of that are undone here. (Products that
-`skinny_gemm` variants replace by kernels/linear/gemv.py are not affected.)
+Inductor fuses such reductions with their neighbours like any other. Two effects of that are undone here.
 
 - Slices of the product read the float32 sum and convert it again; `sink_slices` makes them views of the stored result.
 - The producer of the input row is recomputed in every program. For the MLP's down projection that is silu(gate) * up,
