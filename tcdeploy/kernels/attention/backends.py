@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.kernels.attention import decode, mixed, prefill, reference
+from tcdeploy.kernels.attention.metadata import DecodeMetadata
 from tcdeploy.torch_compat.torch_flash import flash_attention_forward
 
 # FlashAttention-2 reads out of bounds for a padding sequence if max_seqlen_q is 1: it then packs the heads of a group
@@ -50,16 +51,6 @@ class PagedBatch(NamedTuple):
     cu_seqlens_q: Tensor
     seq_lens: Tensor
     host_scalars: Tensor
-
-
-class PagedDecodeBatch(NamedTuple):
-    """The paged cache, a decode batch and its split counters: see `ops.decode_attention`."""
-
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    split_counters: Tensor
 
 
 class VarlenSeqlens(NamedTuple):
@@ -159,14 +150,16 @@ def _paged_prefill(
 
 
 def _triton_decode(
-    q: Tensor, k: Tensor, v: Tensor, batch: PagedDecodeBatch, params: AttentionParams, splits: int,
-    cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: DecodeMetadata, params: AttentionParams,
+    splits: int, cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return decode.paged_decode(q, k, v, *batch, *params, splits, cos, sin, out)
+    return decode.paged_decode(
+        q, k, v, k_cache, v_cache, rows.block_table, rows.seq_lens, rows.split_counters, *params, splits, cos, sin, out
+    )
 
 
 def _triton_mixed(
-    q: Tensor, k: Tensor, v: Tensor, prompts: PagedBatch, rows: PagedDecodeBatch, prefill_counters: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, prompts: PagedBatch, rows: DecodeMetadata, prefill_counters: Tensor,
     params: AttentionParams, splits: int,
 ) -> Tensor:  # fmt: skip
     return mixed.paged_mixed(
@@ -176,12 +169,12 @@ def _triton_mixed(
 
 
 def _reference_decode(
-    q: Tensor, k: Tensor, v: Tensor, batch: PagedDecodeBatch, params: AttentionParams, splits: int,
-    cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: DecodeMetadata, params: AttentionParams,
+    splits: int, cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     if cos is not None and sin is not None:
         q, k = (reference.apply_rotary(states, cos, sin) for states in (q, k))
-    return reference.paged_decode(q, k, v, *batch[:4], *params, out)
+    return reference.paged_decode(q, k, v, k_cache, v_cache, rows.block_table, rows.seq_lens, *params, out)
 
 
 def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -193,10 +186,10 @@ PrefillFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams]
 # The last arguments are cos and sin (see `reference.apply_rotary`), and `out`: if given, it is written and returned,
 # and rows of length 0 keep their contents.
 DecodeFunction = Callable[
-    [Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, Tensor | None, Tensor | None, Tensor | None],
-    Tensor,
-]
-MixedFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, PagedDecodeBatch, Tensor, AttentionParams, int], Tensor]
+    [Tensor, Tensor, Tensor, Tensor, Tensor, DecodeMetadata, AttentionParams, int,
+     Tensor | None, Tensor | None, Tensor | None], Tensor,
+]  # fmt: skip
+MixedFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, DecodeMetadata, Tensor, AttentionParams, int], Tensor]
 WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.kernels.attention import backends
+from tcdeploy.kernels.attention.metadata import DecodeMetadata
 from tcdeploy.kernels.attention.splits import decode_splits
 from tcdeploy.kernels.custom_op import custom_op
 
@@ -79,8 +80,8 @@ def decode_attention(
     assert (cos is None) == (sin is None)
     decode = backends.IMPLEMENTATIONS[backend].decode
     assert decode is not None
-    batch = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, split_counters)
-    return decode(q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks), splits, cos, sin, None)
+    rows, params = DecodeMetadata(block_table, seq_lens, split_counters), (scale, window, softcap, sinks)
+    return decode(q, k, v, k_cache, v_cache, rows, backends.AttentionParams(*params), splits, cos, sin, None)
 
 
 @custom_op("mixed_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
@@ -100,8 +101,7 @@ def mixed_attention(
     rows = min(int(host_scalars[HOST_SCALARS.index("rows")]), q.shape[0])
     params = backends.AttentionParams(scale, window, softcap, sinks)
     batch = backends.PagedBatch(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_scalars)
-    row_tensors = row_block_table[:rows], row_seq_lens[:rows], split_counters
-    decode_batch = backends.PagedDecodeBatch(k_cache, v_cache, *row_tensors)
+    decode_batch = DecodeMetadata(row_block_table[:rows], row_seq_lens[:rows], split_counters)
     splits = choose_decode_splits(rows, split_counters)
     backend = backends.IMPLEMENTATIONS[prefill_backend]
     if backend.mixed is not None and prefill_backend == decode_backend:
@@ -112,7 +112,7 @@ def mixed_attention(
     if rows:
         decode = backends.IMPLEMENTATIONS[decode_backend].decode
         assert decode is not None
-        decode(q[:rows], k[:rows], v[:rows], decode_batch, params, splits, None, None, out[:rows])
+        decode(q[:rows], k[:rows], v[:rows], k_cache, v_cache, decode_batch, params, splits, None, None, out[:rows])
     return out
 
 
