@@ -18,16 +18,13 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # the ops exist as long
 
 
 class CustomOp:
-    """An op that torch.compile and torch.export treat as opaque. Call it like its function.
-
-    overload: the op as torch knows it, a torch._ops.OpOverload.
-    """
+    """An op that torch.compile and torch.export treat as opaque. Call it like its function."""
 
     def __init__(self, name: str, schema: str, function: Callable[..., Any]) -> None:
         _library.define(name + schema, tags=[torch.Tag.pt2_compliant_tag])
         _library.impl(name, function, "CompositeExplicitAutograd")
         self._name = name
-        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default  # a torch._ops.OpOverload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.overload(*args, **kwargs)

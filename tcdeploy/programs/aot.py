@@ -48,21 +48,14 @@ HASHED_FILES = (
 
 
 class PackageExchange(NamedTuple):
-    """Callbacks through which processes that compile the same step share packages.
+    """Callbacks through which processes that compile the same step share packages."""
 
-    fetch: called before a package is compiled; copies finished packages of other processes into this folder.
-    offer: called with the path of each package that this process has compiled.
-    """
-
-    fetch: Callable[[], None] = lambda: None
-    offer: Callable[[Path], None] = lambda path: None
+    fetch: Callable[[], None] = lambda: None  # before a compilation: copies packages of other processes to this folder
+    offer: Callable[[Path], None] = lambda path: None  # with the path of each package that this process has compiled
 
 
 class AotForward(PackagedForward):
-    """Runs a step from its packages, after compiling those that are missing.
-
-    Under `force_eager` it calls the model's own forward instead.
-    """
+    """Runs a step from its packages, after compiling those that are missing; under `force_eager`, the model's code."""
 
     def __init__(
         self, transformers_forward: TransformersForward, layers: Sequence[TracedLayer], plan: Plan, folder: Path,
@@ -71,9 +64,8 @@ class AotForward(PackagedForward):
         """`folder`: where the packages of this plan are, or will be (`package_folder`).
 
         `is_copy`: the model is a copy with fewer layers than the model of the plan (start/workers/parallel.py). It has
-        the same packages, but other step programs, which are neither read nor written then. A copy compiles the
-        packages of a step from the last to the first, so it shares the work on a step with the process that has the
-        model.
+        the same packages, but other step programs, which are neither read nor written then. It compiles the packages of
+        a step from the last to the first, so it shares the work with the process that has the model.
         """
         constants = _constants(transformers_forward.model, layers)
         super().__init__(constants, transformers_forward.supports_logits_to_keep, plan, folder)

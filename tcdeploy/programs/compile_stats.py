@@ -81,9 +81,8 @@ def read_counts() -> CompileCounts:
 def _count_compiled_kernels() -> tuple[int, bool]:
     """Kernels and libraries that Triton or a C++ compiler built in this process, and whether all were counted.
 
-    Excludes kernels that Inductor's workers compiled. Inductor may find a program in its cache while a kernel of that
-    program is missing: it then compiles the kernel, although it counts a hit. Cached programs are loaded without
-    workers (torch_compat/dynamo/compile_threads.py).
+    Inductor may find a program in its cache while a kernel of that program is missing: it then compiles the kernel,
+    although it counts a hit. Excludes kernels that Inductor's workers compiled (dynamo/compile_threads.py).
     """
     if not is_imported("triton"):  # then Triton has compiled nothing
         return usage.libraries_compiled, True

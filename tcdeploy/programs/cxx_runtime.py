@@ -26,10 +26,7 @@ PROBE_SECONDS = 60
 
 
 def check_cxx_runtime() -> None:
-    """Raise CompileError if Inductor's C++ compiler links libstdc++ statically.
-
-    A compiler that cannot link the probe passes: it will fail on the first package, and torch reports the reason.
-    """
+    """Raise CompileError if Inductor's C++ compiler links libstdc++ statically. One that fails is left to torch."""
     compiler = cpp_compiler()
     if compiler and probe_compiler(compiler).links_runtime_statically:
         raise CompileError(

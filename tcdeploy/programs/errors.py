@@ -107,10 +107,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _is_disk_full(error: BaseException, cache_dir: str) -> bool:
-    """Whether an error in the chain reports a full disk, or the disk is full now.
-
-    A compiler process that fails may not pass its reason on.
-    """
+    """Whether an error in the chain reports a full disk, or, as a compiler may not say so, the disk is full now."""
     for cause in causes(error):
         if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(cause):
             return True

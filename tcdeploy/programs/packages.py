@@ -66,8 +66,7 @@ class PackagedForward:
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Logits [outputs, vocab].
 
-        Raises RecompileError if the step was not loaded during start-up, MissingPackageError if it has no package, and
-        CompileError if torch cannot load one.
+        Raises RecompileError (not loaded during start-up), MissingPackageError, CompileError (torch cannot load it).
         """
         rows, inputs = inputs.rows, self._with_exported_rows(inputs)
         key = StepProgramKey(inputs.step.bucket, inputs.step.variant, inputs.selects_in_last_layer)
@@ -79,10 +78,9 @@ class PackagedForward:
         return logits[rows] if inputs.rows is None else logits[: rows.numel()]
 
     def _with_exported_rows(self, inputs: StepInputs) -> StepInputs:
-        """`inputs` with the `rows` that programs are exported for.
+        """`inputs` with the `rows` that programs are exported for; None if the model's forward cannot select rows.
 
-        None if the model's forward cannot select rows. A single row is repeated, because the dynamic dimension of
-        `rows` has at least two elements (export.MIN_DYNAMIC_SIZE).
+        A single row is repeated, because dynamic dimensions have at least two elements (export.MIN_DYNAMIC_SIZE).
         """
         if inputs.rows is None or not (inputs.selects_in_last_layer or self.supports_logits_to_keep):
             return inputs._replace(rows=None)

@@ -75,11 +75,7 @@ def compile_in_place(regions: list[Region], table: ProgramTable, step_holder: St
 
 
 def _is_compiled(region: Region, step: Step) -> bool:
-    """Whether the region is compiled in this step.
-
-    A head module is compiled in decode only, and only if the variant compiles head modules. In prefill, head modules
-    take microseconds of a step of milliseconds.
-    """
+    """Whether the region is compiled in this step. Head modules, which take microseconds, are in decode only."""
     is_chosen = not region.is_head or (not step.bucket.is_prefill and step.variant.compile_head)
     return step.is_compiled and is_chosen
 

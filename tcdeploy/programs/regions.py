@@ -99,9 +99,8 @@ def _find_layer(model: nn.Module, spec: AttentionSpec, attention_kind: int) -> D
 def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Region]:
     """The modules that run before and after the layers and are worth compiling: final norm, rotary embedding, LM head.
 
-    These are the modules beside the stack of layers, at every level above it. Embeddings are left out, since an
-    embedding is a single kernel. Rotary embeddings are compiled: models/convert/static_rope.py has removed their
-    data-dependent branch.
+    These are the modules beside the stack of layers, at every level above it, except embeddings, which are one kernel.
+    models/convert/static_rope.py has removed the data-dependent branch of rotary embeddings.
     """
     path = layers[0].path.rpartition(".")[0].split(".")
     regions: list[Region] = []

@@ -62,15 +62,12 @@ class ProgramCall:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """The calls of a step, in order. `logits`: the name of the result. `inputs`: input specifications by program.
-
-    `foreign_ops`: the ops of other libraries that its programs call, which must be imported to run them.
-    """
+    """The calls of a step, in order."""
 
     calls: tuple[ProgramCall, ...]
-    logits: str
-    inputs: dict[str, tuple[InputSpec, ...]]
-    foreign_ops: tuple[str, ...] = ()
+    logits: str  # the name of the result
+    inputs: dict[str, tuple[InputSpec, ...]]  # by program
+    foreign_ops: tuple[str, ...] = ()  # of other libraries, which must be imported to run the programs
 
     @property
     def programs(self) -> tuple[str, ...]:

@@ -19,16 +19,11 @@ from tcdeploy.planning.extras import is_installed
 
 @dataclass(frozen=True)
 class Internal:
-    """A private name that this package depends on. Call it to find out whether the installed version has the name.
+    """A private name that this package depends on. Call it to find out whether the installed version has the name."""
 
-    name: what it is for; names the Plan's decision.
-    symbol: its location, as users can search for it.
-    consequence: what is lost without it: a clause that reads on with ": torch 2.16 moved ...".
-    """
-
-    name: str
-    symbol: str
-    consequence: str
+    name: str  # what it is for; names the Plan's decision
+    symbol: str  # its location, as users can search for it
+    consequence: str  # what is lost without it: a clause that reads on with ": torch 2.16 moved ..."
     check: Callable[[], bool]
 
     @property

@@ -194,11 +194,7 @@ WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Implementation(NamedTuple):
-    """The functions of one backend; None for an op that it does not implement.
-
-    mixed: attention of a mixed step whose prefill and decode backends are both this one. If None, `prefill` and then
-        `decode` run.
-    """
+    """The functions of one backend; None for an op that it does not implement. For `mixed`, the other two then run."""
 
     prefill: PrefillFunction | None = None
     decode: DecodeFunction | None = None

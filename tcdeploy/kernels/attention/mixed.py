@@ -28,8 +28,7 @@ def paged_mixed(
 ) -> Tensor:  # fmt: skip
     """As `ops.mixed_attention`, with the decode rows of row_seq_lens [rows]. With 0 rows, it computes only the prompts.
 
-    decode_counters, splits: as split_counters and splits of `decode.paged_decode`.
-    prefill_counters: as the counters of `prefill.make_split_workspace`.
+    The counters and splits are those of `decode.paged_decode` and `prefill.make_split_workspace`.
     """
     rows = len(row_seq_lens)
     # The workspace and the result are allocated on the current stream. It waits for the second stream below, so their

@@ -68,9 +68,7 @@ class SplitWorkspace(NamedTuple):
 
 
 def make_split_workspace(q: Tensor, v_cache: Tensor, sequences: int, counters: Tensor) -> SplitWorkspace | None:
-    """The workspace for a call of `paged_prefill` with `sequences` sequences.
-
-    None if splits are not supported or not faster.
+    """For a call of `paged_prefill` with `sequences` sequences; None if splits are not supported or not faster.
 
     counters: contiguous zeros, int32, of any shape; `splits.num_prefill_counters` gives a sufficient number.
     """
@@ -118,11 +116,9 @@ def paged_prefill(
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store each token's key and value in its slot, in one launch.
+    """As `ops.kv_write`, in one launch: slot = block * block_size + offset.
 
-    Shapes: k [tokens, kv_heads, head_dim], v [tokens, kv_heads, v_head_dim], the caches [blocks, block_size, kv_heads,
-    dim], slot_mapping [tokens] int64 (slot = block * block_size + offset). k and v may have any strides except in the
-    last dimension. Padding tokens may share a slot; its contents are then undefined.
+    k and v may have any strides except in the last dimension. The decode kernel stores its own token.
     """
     tokens, kv_heads, head_dim = k.shape
     v_head_dim = v.shape[-1]
@@ -144,10 +140,7 @@ def _tile_config(q: Tensor, v_cache: Tensor) -> TileConfig:
 
 
 def _programs_per_head(tokens: int, sequences: int, tile: TileConfig, splits_keys: bool) -> int:
-    """The maximum number of tiles, plus EXTRA_PREFILL_BLOCKS if keys are split.
-
-    The last tile of each sequence may be partial, and so may the last tile of the padding.
-    """
+    """The maximum number of tiles (the last of each sequence and of the padding may be partial), and extra ones."""
     return tokens // tile.queries + sequences + 1 + EXTRA_PREFILL_BLOCKS * splits_keys
 
 

@@ -22,16 +22,13 @@ SMALL_K = 2048
 
 
 class GemvTile(NamedTuple):
-    """The shape of one GEMV program: rows of w (columns of y), and elements of each row per loop step.
-
-    With more than one stage, the loop loads by asynchronous copies that many steps ahead.
-    """
+    """The shape of one GEMV program: rows of w (columns of y), and elements of each row per loop step."""
 
     name: str
     block_n: int
     block_k: int
     num_warps: int
-    num_stages: int = 1
+    num_stages: int = 1  # more than one: the loop loads by asynchronous copies that many steps ahead
 
 
 class SkinnyGemmTile(NamedTuple):

@@ -48,8 +48,7 @@ def _decomposed_gemv_input(sum_node: Any) -> Node | None:
 def sink_slices(graph: Graph) -> None:
     """Make slices of a decomposed product views of one tensor in the output dtype.
 
-    Otherwise Inductor stores the float32 sum and converts each slice where it is read, which is an additional kernel
-    before attention. An `as_strided` view makes Inductor store the converted product.
+    An `as_strided` view makes Inductor store the converted product, which saves a kernel before attention.
     """
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         product = strip_reshapes(node.args[0])
@@ -66,10 +65,7 @@ def sink_slices(graph: Graph) -> None:
 
 
 def materialize_mlp_input(graph: Graph) -> None:
-    """Store the input row of a decomposed product if it is longer than the output row and computed in this graph.
-
-    An `as_strided` view makes Inductor store it.
-    """
+    """Store the input row of a decomposed product if it is longer than the output row and computed in this graph."""
     for node in list(graph.nodes):
         row = _decomposed_gemv_input(node)
         if row is None or row.meta["val"].shape[1] <= node.meta["val"].shape[1]:
@@ -79,6 +75,7 @@ def materialize_mlp_input(graph: Graph) -> None:
         source: Any = row.args[0]  # the row before its conversion to float32
         value = source.meta["val"]
         with graph.inserting_before(row):
+            # An `as_strided` view makes Inductor store it.
             stored = insert_call(graph, aten.as_strided.default, source, list(value.shape), list(value.stride()), 0)
         row.replace_input_with(source, stored)
 

@@ -83,10 +83,7 @@ def _commuting_nodes(graph: Graph, selection: Node, source: Node, tokens: int | 
 
 
 def _row_args(node: Node, tokens: int | SymInt) -> tuple[int, ...] | None:
-    """Indices of the arguments whose rows must be selected so that `node` yields its selected rows.
-
-    None if `node` does not commute with the selection.
-    """
+    """The arguments whose rows must be selected so that `node` yields its selected rows; None: it does not commute."""
     dim = _row_dim(node, tokens) if node.op == "call_function" and not node.kwargs else None
     if dim is None:
         return None

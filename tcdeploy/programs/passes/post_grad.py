@@ -41,10 +41,7 @@ HASHED_FILES = (
 
 
 class PostGradPass(CustomGraphPass):
-    """Run the enabled passes; the three flags are those of a program's Variant (planning/variants.py).
-
-    environment_key: that of the plan, so that programs of another environment are not used.
-    """
+    """Run the passes that the flags of a program's Variant enable. `environment_key`: of the plan, part of the uuid."""
 
     def __init__(
         self, skinny_gemm: bool = False, inplace_residual: bool = False, fused_epilogues: bool = False,

@@ -50,10 +50,7 @@ def fuse_residual_add(graph: Graph) -> None:
 
 
 def fuse_inplace_residual_add(graph: Graph) -> None:
-    """Accumulate a product into the sum that it is added to, if nothing reads that sum later.
-
-    The sum is a new tensor of this graph, never an input or a view of one.
-    """
+    """Accumulate a product into the sum (a new tensor, no input) that it is added to, if nothing reads it later."""
     positions = {node: position for position, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:

@@ -29,16 +29,11 @@ def supported() -> bool:
 
 @dataclass
 class CompileTrace:
-    """torch's messages, in the order in which they were logged.
+    """torch's messages, in the order in which they were logged."""
 
-    graph_breaks: the reason of each break, followed by the stack of the user's code.
-    recompilations: for each recompilation, the guard that failed in the latest program.
-    guard_counts: the number of guards of each program.
-    """
-
-    graph_breaks: list[str] = field(default_factory=list)
-    recompilations: list[str] = field(default_factory=list)
-    guard_counts: list[int] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)  # the reason, followed by the stack of the user's code
+    recompilations: list[str] = field(default_factory=list)  # the guard that failed in the latest program
+    guard_counts: list[int] = field(default_factory=list)  # of each program
 
 
 class _Collector(logging.Handler):

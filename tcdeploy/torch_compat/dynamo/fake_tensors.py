@@ -50,10 +50,7 @@ class _AllEqual(TorchFunctionMode):
 
 @contextlib.contextmanager
 def fake_loading() -> Iterator[None]:
-    """Like `fake_tensors`, for transformers' `from_pretrained` with a state dict.
-
-    Tensors are loaded in one thread, because fake tensors cannot be used in several.
-    """
+    """Like `fake_tensors`, for transformers' `from_pretrained` with a state dict, which then loads in one thread."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers at each load
     earlier = os.environ.get(name)
     os.environ[name] = "1"

@@ -49,10 +49,8 @@ def load_package(path: str, device_index: int, unpack_folder: str) -> Callable[[
     """A function from the program's inputs to its outputs, which empties the list of inputs.
 
     The function checks neither shapes nor dtypes: a wrong input can be read out of bounds. `device_index`: -1 for a
-    CPU.
-
-    torch unpacks the package into a folder below TMPDIR, and leaves it there unless the loader is destroyed before the
-    process exits. So TMPDIR is `unpack_folder` during the call.
+    CPU. torch unpacks the package into a folder below TMPDIR, and leaves it there unless the loader is destroyed before
+    the process exits. So TMPDIR is `unpack_folder` during the call.
     """
     is_single_threaded, num_runners = True, 1
     previous = os.environ.get("TMPDIR")

@@ -31,8 +31,7 @@ def supported() -> bool:
 def use_precompiled_headers(enabled: bool, folder: str | None = None) -> None:
     """Set whether Inductor may prepare headers, and in which folder (None: leave it unchanged).
 
-    Headers that this process has prepared before stay in use. Without headers, compiling a C++ kernel takes twice as
-    long.
+    Headers that this process has prepared before stay in use.
     """
     global _original_get_prefix_header
     if not supported():

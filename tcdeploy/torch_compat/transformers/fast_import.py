@@ -90,10 +90,7 @@ class _ImportUtilsLoader(Loader):
 
 
 def faster_functions(import_utils: Any) -> dict[str, Callable[..., Any]]:
-    """Faster equivalents by name.
-
-    Cached lists can be shared: transformers shares them too, and no caller changes them.
-    """
+    """Faster equivalents by name. transformers shares cached lists too, and no caller changes them."""
     list_names, find_all = getattr(import_utils, LISTING_FUNCTION), getattr(import_utils, EXPORTS_FUNCTION)
     return {
         LISTING_FUNCTION: functools.cache(list_names.__wrapped__),

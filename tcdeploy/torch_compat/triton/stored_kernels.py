@@ -51,21 +51,14 @@ def supported() -> bool:
 
 @dataclass(frozen=True)
 class KernelBinary:
-    """One compiled binary: what the CUDA driver needs to launch it.
+    """One compiled binary: what the CUDA driver needs to launch it."""
 
-    symbol: the kernel's name in the cubin.
-    types: of each parameter, as in Triton's signature; "constexpr" for those that are compiled in.
-    shared_bytes: dynamic shared memory of one thread block.
-    uses_pdl: whether it is launched with PDL (pdl.py).
-    cubin: in base64.
-    """
-
-    symbol: str
-    types: tuple[str, ...]
+    symbol: str  # the kernel's name in the cubin
+    types: tuple[str, ...]  # of the parameters, as in Triton's signature; "constexpr" for those that are compiled in
     num_warps: int
-    shared_bytes: int
-    uses_pdl: bool
-    cubin: str
+    shared_bytes: int  # dynamic shared memory of one thread block
+    uses_pdl: bool  # whether it is launched with PDL (pdl.py)
+    cubin: str  # in base64
 
 
 class KernelRecorder:
