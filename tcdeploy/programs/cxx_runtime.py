@@ -28,7 +28,7 @@ PROBE_SECONDS = 60
 def check_cxx_runtime() -> None:
     """Raise CompileError if Inductor's C++ compiler links libstdc++ statically. One that fails is left to torch."""
     compiler = cpp_compiler()
-    if compiler and probe_compiler(compiler).links_runtime_statically:
+    if compiler and _probe_once(compiler).links_runtime_statically:
         raise CompileError(
             f"the C++ compiler {compiler} links libstdc++ statically, so the packages that it builds cannot be loaded",
             "set CXX to a compiler that links it dynamically, for example CXX=/usr/bin/g++, or use --programs jit",
@@ -42,7 +42,6 @@ class CompilerProbe(NamedTuple):
     links_runtime_statically: bool = False
 
 
-@functools.cache
 def probe_compiler(compiler: str) -> CompilerProbe:
     """Link the probe with `compiler`. Raises OSError if there is no writable temporary folder, or no such program."""
     with tempfile.TemporaryDirectory() as folder:
@@ -57,3 +56,6 @@ def probe_compiler(compiler: str) -> CompilerProbe:
             lines = linked.stderr.strip().splitlines() or [f"it exited with status {linked.returncode}"]
             return CompilerProbe(next((line for line in lines if "error" in line), lines[0]))
         return CompilerProbe("", not any(name in library.read_bytes() for name in RUNTIME_NAMES))
+
+
+_probe_once = functools.cache(probe_compiler)  # for each package

@@ -45,7 +45,6 @@ def test_a_compiler_that_links_its_runtime_statically_is_refused(
 def test_a_compiler_that_fails_is_left_to_torchs_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for script in ("exit 1", "echo broken >&2; kill -9 $$"):
         assert not cxx_runtime.probe_compiler(make_compiler(tmp_path, script)).links_runtime_statically
-        cxx_runtime.probe_compiler.cache_clear()
     monkeypatch.setattr(cxx_runtime, "cpp_compiler", lambda: "")
     cxx_runtime.check_cxx_runtime()
 
