@@ -111,7 +111,7 @@ class _StepExport:
         self._values: dict[Node, _Input] = {}  # inputs and outputs of programs, by node of the traced graph
         self._programs_of_layers: dict[str, str] = {}  # by what distinguishes calls of equal layers
         self._layer_programs: list[str] = []  # by layer
-        self._num_values = 0
+        self._value_numbers = itertools.count()
 
     def run(self) -> ExportedStep:
         traced, layer_calls = self._trace_around_layers()
@@ -207,8 +207,7 @@ class _StepExport:
 
     def _add_call(self, program: str, inputs: list[_Input], outputs: list[Node]) -> None:
         for node in outputs:
-            self._values[node] = _example_value(node, f"value/{self._num_values}")
-            self._num_values += 1
+            self._values[node] = _example_value(node, f"value/{next(self._value_numbers)}")
         output_names = tuple(self._values[node].name for node in outputs)
         self._calls.append(ProgramCall(program, tuple(item.name for item in inputs), output_names))
 
