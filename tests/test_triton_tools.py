@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from tcdeploy.kernels.attention import kv_write
+from tcdeploy.kernels.attention import prefill
 from tests.triton_tools import triton_interpreter
 
 
@@ -22,6 +22,6 @@ def test_the_interpreter_restores_triton() -> None:
     k, cache = torch.randn(3, 2, 32), torch.zeros(2, 16, 2, 32)
     with pytest.MonkeyPatch.context() as patch, triton_interpreter(patch):
         assert attributes() != before
-        kv_write.write_kv(k, k, cache, cache.clone(), torch.arange(3))
+        prefill.write_kv(k, k, cache, cache.clone(), torch.arange(3))
     assert attributes() == before
     assert_close(cache[0, :3], k, atol=0, rtol=0)

@@ -237,11 +237,9 @@ def _describe_transformers(timer: Any) -> str:
 
 def _describe_internals(timer: Any) -> list[tuple[str, str]]:
     """(name, consequence) of the private names that installed packages lack."""
-    from tcdeploy.planning.extras import is_installed
-    from tcdeploy.torch_compat.registry import INTERNALS, missing_internals
+    from tcdeploy.torch_compat.registry import missing_internals
 
-    installed = {internal.name for internal in INTERNALS if is_installed(internal.package)}
-    return [(item.name, item.consequence) for item in missing_internals() if item.name in installed]
+    return list(missing_internals())
 
 
 def _describe_environment(timer: Any) -> dict[str, Any]:

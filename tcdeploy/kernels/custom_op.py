@@ -18,47 +18,26 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # the ops exist as long
 
 
 class CustomOp:
-    """An op that torch.compile and torch.export treat as opaque. Call it like its function.
+    """An op that torch.compile and torch.export treat as opaque. Call it like its function."""
 
-    overload: the op as torch knows it, a torch._ops.OpOverload.
-    """
-
-    def __init__(self, name: str, schema: str) -> None:
+    def __init__(self, name: str, schema: str, function: Callable[..., Any]) -> None:
         _library.define(name + schema, tags=[torch.Tag.pt2_compliant_tag])
+        _library.impl(name, function, "CompositeExplicitAutograd")
         self._name = name
-        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default  # a torch._ops.OpOverload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.overload(*args, **kwargs)
-
-    def register_kernel(self, device: str) -> Callable[[FunctionT], FunctionT]:
-        """Decorates the implementation for "cpu" or "cuda"."""
-        return self._register(device.upper())
 
     def register_fake(self, function: FunctionT) -> FunctionT:
         """Decorates the function that returns an empty result of the right shape and dtype, for tracing."""
         torch.library.register_fake(f"{NAMESPACE}::{self._name}", function, lib=_library)
         return function
 
-    def _register(self, dispatch_key: str) -> Callable[[FunctionT], FunctionT]:
-        def register(function: FunctionT) -> FunctionT:
-            _library.impl(self._name, function, dispatch_key)
-            return function
 
-        return register
-
-
-def custom_op(
-    name: str, mutates_args: tuple[str, ...] = (), device: str | None = None
-) -> Callable[[Callable[..., Any]], CustomOp]:
-    """Decorates the implementation of a new op `tcdeploy::NAME` for one device, or for all devices.
+def custom_op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], CustomOp]:
+    """Decorates the implementation of a new op `tcdeploy::NAME` for all devices.
 
     The function's type hints give the schema. `mutates_args`: the arguments that it writes to.
     """
-
-    def define(function: Callable[..., Any]) -> CustomOp:
-        op = CustomOp(name, torch.library.infer_schema(function, mutates_args=mutates_args))
-        op._register(device.upper() if device else "CompositeExplicitAutograd")(function)
-        return op
-
-    return define
+    return lambda function: CustomOp(name, torch.library.infer_schema(function, mutates_args=mutates_args), function)

@@ -32,7 +32,7 @@ def decide_prefill_attention(inputs: PlanInputs, decisions: list[Decision]) -> A
 def decide_decode_attention(inputs: PlanInputs, decisions: list[Decision]) -> Attention:
     """The requested backend if it serves decode, else the first supported one.
 
-    The K and V of prefill are written by the decode backend's kernel too (`AttentionConfig.kv_write_backend`).
+    The K and V of prefill are written by the decode backend's kernel too.
     """
     requested = inputs.recipe.attention
     if requested is not None and BACKENDS[requested].serves_decode:

@@ -26,7 +26,7 @@ from tcdeploy.models.sources import model_sources
 from tcdeploy.planning.keys import source_digests
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
-from tcdeploy.programs import aot_counts
+from tcdeploy.programs import compile_stats
 from tcdeploy.programs.cxx_runtime import check_cxx_runtime
 from tcdeploy.programs.export import ExportedStep, TracedLayer, export_step
 from tcdeploy.programs.jit import inductor_options
@@ -48,37 +48,24 @@ HASHED_FILES = (
 
 
 class PackageExchange(NamedTuple):
-    """Callbacks through which processes that compile the same step share packages.
+    """Callbacks through which processes that compile the same step share packages."""
 
-    fetch: called before a package is compiled; copies finished packages of other processes into this folder.
-    offer: called with the path of each package that this process has compiled.
-    """
-
-    fetch: Callable[[], None] = lambda: None
-    offer: Callable[[Path], None] = lambda path: None
+    fetch: Callable[[], None] = lambda: None  # before a compilation: copies packages of other processes to this folder
+    offer: Callable[[Path], None] = lambda path: None  # with the path of each package that this process has compiled
 
 
 class AotForward(PackagedForward):
-    """Runs a step from its packages, after compiling those that are missing.
-
-    Under `force_eager` it calls the model's own forward instead.
-    """
+    """Runs a step from its packages, after compiling those that are missing; under `force_eager`, the model's code."""
 
     def __init__(
-        self,
-        transformers_forward: TransformersForward,
-        layers: Sequence[TracedLayer],
-        plan: Plan,
-        folder: Path,
-        is_copy: bool = False,
-        exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
-    ) -> None:
+        self, transformers_forward: TransformersForward, layers: Sequence[TracedLayer], plan: Plan, folder: Path,
+        is_copy: bool = False, exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
+    ) -> None:  # fmt: skip
         """`folder`: where the packages of this plan are, or will be (`package_folder`).
 
         `is_copy`: the model is a copy with fewer layers than the model of the plan (start/workers/parallel.py). It has
-        the same packages, but other step programs, which are neither read nor written then. A copy compiles the
-        packages of a step from the last to the first, so it shares the work on a step with the process that has the
-        model.
+        the same packages, but other step programs, which are neither read nor written then. It compiles the packages of
+        a step from the last to the first, so it shares the work with the process that has the model.
         """
         constants = _constants(transformers_forward.model, layers)
         super().__init__(constants, transformers_forward.supports_logits_to_keep, plan, folder)
@@ -97,9 +84,7 @@ class AotForward(PackagedForward):
         exported_step = self._export(key, inputs)
         programs = list(exported_step.exported.items())
         if self._is_copy:
-            if (
-                key.selects_in_last_layer
-            ):  # also those of the step that selects rows at the head, which `_load` loads next
+            if key.selects_in_last_layer:  # `_load` also loads the step that selects rows at the head
                 at_head = self._with_exported_rows(inputs._replace(selects_in_last_layer=False))
                 step_with_rows_at_head = self._export(key._replace(selects_in_last_layer=False), at_head)
                 programs = list({**exported_step.exported, **step_with_rows_at_head.exported}.items())
@@ -133,13 +118,13 @@ class AotForward(PackagedForward):
         if not path.is_file():
             self._exchange.fetch()
         if path.is_file():
-            aot_counts.packages_loaded += name not in self._programs
+            compile_stats.packages_loaded += name not in self._programs
             return
         check_cxx_runtime()
         partial = path.with_suffix(".partial.pt2")  # a failed compilation may leave a part of the file
         compile_package(exported, str(partial), inductor_options(variant, self._plan))
         os.replace(partial, path)
-        aot_counts.packages_compiled += 1
+        compile_stats.packages_compiled += 1
         self._exchange.offer(path)
 
     def _read(self, key: StepProgramKey) -> StepProgram | None:

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 import torch
 
 from tcdeploy.cache.files import usage
-from tcdeploy.programs import aot_counts
 from tcdeploy.torch_compat.dynamo import compile_counters
 from tcdeploy.torch_compat.inductor import benchmarker
 from tcdeploy.torch_compat.internal import is_imported
+
+# Of this process: packages loaded from the cache folder, and packages compiled. programs/packages.py and aot.py count.
+packages_loaded = packages_compiled = 0
 
 
 @dataclass(frozen=True)
@@ -65,43 +67,29 @@ class CompileCounts:
 def read_counts() -> CompileCounts:
     """Totals of this process; timings count from the first call on."""
     benchmarker.count_kernel_timings()
-    counters = compile_counters.read_counters()
-    loaded, compiled = aot_counts.packages_loaded, aot_counts.packages_compiled
-    return CompileCounts(
-        compiles=counters.programs + compiled,
-        programs=counters.programs + loaded + compiled,
-        cache_hits=counters.cache_hits + loaded,
-        cache_misses=counters.cache_misses + compiled,
+    loaded, compiled = packages_loaded, packages_compiled
+    packages = CompileCounts(compiles=compiled, programs=loaded + compiled, cache_hits=loaded, cache_misses=compiled)
+    kernels_compiled, can_count_kernels = _count_compiled_kernels()
+    return packages + CompileCounts(
+        **compile_counters.read_counters(),
         kernels_timed=benchmarker.kernels_timed,
-        kernels_compiled=_count_compiled_kernels(),
-        is_complete=_can_count(),
-        cache_bypasses=counters.cache_bypasses,
-        cache_write_errors=counters.cache_write_errors,
-        graph_breaks=counters.graph_breaks,
-        cudagraph_skips=counters.cudagraph_skips,
+        kernels_compiled=kernels_compiled,
+        is_complete=compile_counters.can_count() and can_count_kernels,
     )
 
 
-def _count_compiled_kernels() -> int:
-    """Kernels and libraries that Triton or a C++ compiler built in this process.
+def _count_compiled_kernels() -> tuple[int, bool]:
+    """Kernels and libraries that Triton or a C++ compiler built in this process, and whether all were counted.
 
-    Excludes kernels that Inductor's workers compiled. Inductor may find a program in its cache while a kernel of that
-    program is missing: it then compiles the kernel, although it counts a hit. Cached programs are loaded without
-    workers (torch_compat/dynamo/compile_threads.py).
+    Inductor may find a program in its cache while a kernel of that program is missing: it then compiles the kernel,
+    although it counts a hit. Excludes kernels that Inductor's workers compiled (dynamo/compile_threads.py).
     """
-    if not is_imported("triton"):
-        return usage.libraries_compiled
+    if not is_imported("triton"):  # then Triton has compiled nothing
+        return usage.libraries_compiled, True
     from tcdeploy.torch_compat.triton import cache as triton_cache  # imports Triton
 
-    return usage.libraries_compiled + triton_cache.kernels_compiled
-
-
-def _can_count() -> bool:
-    if torch.cuda.is_available() and is_imported("triton"):  # Triton has compiled nothing if it is not imported
-        from tcdeploy.torch_compat.triton import cache as triton_cache  # imports Triton
-
-        return compile_counters.can_count() and triton_cache.supported()
-    return compile_counters.can_count()
+    can_count = not torch.cuda.is_available() or triton_cache.supported()
+    return usage.libraries_compiled + triton_cache.kernels_compiled, can_count
 
 
 @dataclass

@@ -4,8 +4,8 @@ A compiler may be configured to link libstdc++ statically. Then each package has
 and the two copies conflict: with torch 2.11 on an H100 machine, std::regex crashed the process; with torch 2.13 on a
 CPU, loading failed without an error message. Programs of torch.compile are not affected.
 
-The check links a library that needs a C++ runtime (libstdc++, or LLVM's libc++) and looks for its name in it. That
-takes less than 0.1 s, once per process, before the first package is compiled.
+The check links a library that needs a C++ runtime (libstdc++, or LLVM's libc++) and looks for its name in it, which
+takes less than 0.1 s.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PROBE_SECONDS = 60
 
 
 def check_cxx_runtime() -> None:
-    """Raise CompileError if Inductor's C++ compiler links libstdc++ statically."""
+    """Raise CompileError if Inductor's C++ compiler links libstdc++ statically. One that fails is left to torch."""
     compiler = cpp_compiler()
-    if compiler and links_runtime_statically(compiler):
+    if compiler and _probe_once(compiler).links_runtime_statically:
         raise CompileError(
             f"the C++ compiler {compiler} links libstdc++ statically, so the packages that it builds cannot be loaded",
             "set CXX to a compiler that links it dynamically, for example CXX=/usr/bin/g++, or use --programs jit",
@@ -58,7 +58,4 @@ def probe_compiler(compiler: str) -> CompilerProbe:
         return CompilerProbe("", not any(name in library.read_bytes() for name in RUNTIME_NAMES))
 
 
-@functools.cache
-def links_runtime_statically(compiler: str) -> bool:
-    """False also if it cannot link the probe: then it will fail on the first package, and torch reports the reason."""
-    return probe_compiler(compiler).links_runtime_statically
+_probe_once = functools.cache(probe_compiler)  # for each package

@@ -13,12 +13,13 @@ from tcdeploy.cache.record.toolchain import NO_COMPILER_MESSAGE
 from tcdeploy.errors import CompileError, SpaceError
 from tcdeploy.planning.plan import Plan
 from tcdeploy.torch_compat.dynamo.compile_errors import (
+    CONSTRAINT_VIOLATION,
+    RECOMPILE_LIMIT,
+    UNSUPPORTED,
     CompilerFailure,
+    causes,
     find_compiler_failure,
     is_compile_error,
-    is_constraint_violation,
-    is_graph_break,
-    is_recompile_limit,
 )
 
 NEARLY_FULL_BYTES = 1 << 20
@@ -52,19 +53,19 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
             "cached programs are intact: free some space, or pass another --cache-dir, and run again",
         )
     text = str(error).strip()
-    if is_graph_break(error):
+    if is_compile_error(error, UNSUPPORTED):
         hint = "tcdeploy explain MODEL shows the line and its cure"
         if plan.region == "layer":
             hint += "; --region blocks compiles attention and MLP apart, --graphs none leaves norm and head uncompiled"
         return CompileError(f"{plan.model} has a graph break with --region {plan.region}: {text.splitlines()[0]}", hint)
-    if is_constraint_violation(error):
+    if is_compile_error(error, CONSTRAINT_VIOLATION):
         condition = text.rpartition("the generated guard ")[2].splitlines()[0].rstrip(".")
         return CompileError(
             f"the code of {plan.model} depends on the number of tokens, so no program is valid for all lengths: "
             f"{condition}",
             "tcdeploy explain MODEL shows the line; --buckets LIST compiles programs for fixed lengths",
         )
-    if is_recompile_limit(error):
+    if is_compile_error(error, RECOMPILE_LIMIT):
         return CompileError(
             f"{plan.model} exceeds torch.compile's recompile limit: {_first_sentence(text)}",
             "try --region blocks, or fewer --buckets and --batch-sizes",
@@ -105,13 +106,9 @@ def _first_sentence(text: str) -> str:
     return " ".join(lines[: last + 1])
 
 
-def _is_disk_full(error: BaseException | None, cache_dir: str) -> bool:
-    """Whether an error in the chain reports a full disk, or the disk is full now.
-
-    A compiler process that fails may not pass its reason on.
-    """
-    while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+def _is_disk_full(error: BaseException, cache_dir: str) -> bool:
+    """Whether an error in the chain reports a full disk, or, as a compiler may not say so, the disk is full now."""
+    for cause in causes(error):
+        if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(cause):
             return True
-        error = error.__cause__ or error.__context__
     return shutil.disk_usage(cache_dir).free < NEARLY_FULL_BYTES

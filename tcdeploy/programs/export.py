@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -47,13 +46,10 @@ class TracedLayer(NamedTuple):
     binding: LayerBinding
 
 
-@dataclass(frozen=True)
-class ExportedStep:
-    """`equal_layers`: for each layer, the first layer that has the same program."""
-
+class ExportedStep(NamedTuple):
     step_program: StepProgram
     exported: dict[str, ExportedProgram]  # by program name
-    equal_layers: tuple[int, ...]
+    equal_layers: tuple[int, ...]  # for each layer, the first layer that has the same program
 
 
 class _LayerCall(NamedTuple):
@@ -64,8 +60,7 @@ class _LayerCall(NamedTuple):
 
     def with_tensors(self, tensors: Iterable[object]) -> _LayerCall:
         """A copy of the call with its tensors replaced by `tensors`, in order."""
-        remaining = iter(tensors)
-        return _LayerCall(*_replace_tensors((self.args, self.kwargs), remaining))
+        return _LayerCall(*_replace_tensors((self.args, self.kwargs), iter(tensors)))
 
 
 class _Input(NamedTuple):
@@ -90,12 +85,9 @@ class _Input(NamedTuple):
 
 @torch.no_grad()
 def export_step(
-    model: nn.Module,
-    layers: Sequence[TracedLayer],
-    inputs: StepInputs,
-    compile_options: str,
+    model: nn.Module, layers: Sequence[TracedLayer], inputs: StepInputs, compile_options: str,
     equal_layers: Sequence[int] | None = None,
-) -> ExportedStep:
+) -> ExportedStep:  # fmt: skip
     """Trace a step. `compile_options` describes how the programs will be compiled; it enters the hash in their names.
 
     `equal_layers`: those of an earlier exported step, so that each program of layers is exported once. None: every
@@ -108,13 +100,9 @@ def export_step(
 
 class _StepExport:
     def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[TracedLayer],
-        inputs: StepInputs,
-        compile_options: str,
+        self, model: nn.Module, layers: Sequence[TracedLayer], inputs: StepInputs, compile_options: str,
         equal_layers: Sequence[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._model, self._layers, self._inputs = model, layers, inputs
         self._compile_options, self._equal_layers = compile_options, equal_layers
         self._calls: list[ProgramCall] = []
@@ -123,7 +111,7 @@ class _StepExport:
         self._values: dict[Node, _Input] = {}  # inputs and outputs of programs, by node of the traced graph
         self._programs_of_layers: dict[str, str] = {}  # by what distinguishes calls of equal layers
         self._layer_programs: list[str] = []  # by layer
-        self._num_values = 0
+        self._value_numbers = itertools.count()
 
     def run(self) -> ExportedStep:
         traced, layer_calls = self._trace_around_layers()
@@ -191,11 +179,13 @@ class _StepExport:
             def forward(values: list[Tensor]) -> Tensor:
                 remaining = iter(values)
                 weights, arguments, kv, metadata = ([next(remaining) for _ in range(count)] for count in counts)
-                step = dataclasses.replace(
-                    self._inputs.step, attention_metadata=_make_metadata(dict(zip(names, metadata, strict=True)))
-                )
+                attention = _make_metadata(dict(zip(names, metadata, strict=True)))
+                step = dataclasses.replace(self._inputs.step, attention_metadata=attention)
+                named_weights = dict(zip(tensors, weights, strict=True))
                 with _bound(layer.binding, kv, step):
-                    output = _call_layer(layer, dict(zip(tensors, weights, strict=True)), call, arguments)
+                    output = torch.func.functional_call(layer.module, named_weights, *call.with_tensors(arguments))
+                if not isinstance(output, Tensor):
+                    raise NotImplementedError(f"{layer.path} returns a {type(output).__name__}, not a tensor")
                 return (output[:, values[-1]] if selected else output).contiguous()
 
             name = self._programs_of_layers[signature] = self._add_program(forward, inputs)
@@ -217,8 +207,7 @@ class _StepExport:
 
     def _add_call(self, program: str, inputs: list[_Input], outputs: list[Node]) -> None:
         for node in outputs:
-            self._values[node] = _example_value(node, f"value/{self._num_values}")
-            self._num_values += 1
+            self._values[node] = _example_value(node, f"value/{next(self._value_numbers)}")
         output_names = tuple(self._values[node].name for node in outputs)
         self._calls.append(ProgramCall(program, tuple(item.name for item in inputs), output_names))
 
@@ -263,11 +252,9 @@ def _required_maxima(exported: ExportedProgram, inputs: list[_Input]) -> dict[st
 
 
 def _erase_metadata_checks(exported: ExportedProgram) -> None:
-    """Erase the checks of dtype and device that torch.export adds at each cast.
+    """Erase the checks of dtype and device that torch.export adds at each cast, because they prevent fusions.
 
-    They are users of the tensors that they check, so they prevent fusions: RMSNorm into GEMVs
-    (programs/passes/rms_norm.py). The inputs of a program are checked by `LoadedStep`, and the dtypes of the other
-    tensors follow from theirs.
+    `LoadedStep` checks the inputs of a program, and the dtypes of the other tensors follow from theirs.
     """
     for module in graph_modules(exported):
         for node in [node for node in module.graph.nodes if op_name(node) == METADATA_CHECK]:
@@ -327,13 +314,6 @@ def _bound(binding: LayerBinding, kv: list[Tensor], step: Step) -> Iterator[None
         yield
     finally:
         binding.k_cache, binding.v_cache, holder.step = previous
-
-
-def _call_layer(layer: TracedLayer, weights: dict[str, Tensor], call: _LayerCall, arguments: list[Tensor]) -> Tensor:
-    output = torch.func.functional_call(layer.module, weights, *call.with_tensors(arguments))
-    if not isinstance(output, Tensor):
-        raise NotImplementedError(f"{layer.path} returns a {type(output).__name__}, not a tensor")
-    return output
 
 
 def _replace_tensors(value: Any, replacements: Iterator[object]) -> Any:

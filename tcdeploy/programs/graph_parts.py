@@ -60,10 +60,7 @@ class GraphPart:
 
 
 def cut_at_layers(graph: Graph, num_layers: int) -> list[GraphPart]:
-    """The num_layers + 1 parts of a graph.
-
-    Raises NotImplementedError if a layer reads the output of a later layer or is called twice.
-    """
+    """The num_layers + 1 parts. NotImplementedError: a layer reads the output of a later layer or is called twice."""
     parts = [GraphPart() for _ in range(num_layers + 1)]
     part_of: dict[Node, int] = {}
     for node in graph.nodes:

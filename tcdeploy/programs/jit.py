@@ -46,8 +46,7 @@ def inductor_options(variant: Variant, plan: Plan) -> dict[str, Any]:
 def _raise_recompile_limits(num_variants: int, num_regions: int) -> None:
     """All programs belong to one function, so torch's limits must allow for every bucket, variant and region.
 
-    Regions of one kind share a program unless a Python constant, such as a scale that depends on the layer index,
-    differs between them. The table of buckets shows the number of programs.
+    Regions of one kind share a program unless a Python constant, such as a scale of the layer, differs between them.
     """
     # num_regions + 1: the last region also has a last-token-rows program
     limit = max(MAX_KINDS_PER_VARIANT, num_regions + 1) * (num_variants + 1)

@@ -35,10 +35,7 @@ class ModelForward(Protocol):
 
 
 class TransformersForward:
-    """Calls the model's own forward, whose regions may be compiled in place.
-
-    The embedding scale, final soft-capping and logit scaling of a family are therefore not reimplemented here.
-    """
+    """Calls the model's own forward, with a family's scaling and soft-capping. Its regions may be compiled in place."""
 
     def __init__(self, model: nn.Module, step_holder: StepHolder) -> None:
         self.model, self._step_holder = model, step_holder

@@ -20,7 +20,7 @@ from torch import Tensor
 from tcdeploy.errors import CompileError, RecompileError
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
-from tcdeploy.programs import aot_counts
+from tcdeploy.programs import compile_stats
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.stances import current_stance
 from tcdeploy.programs.step_program import LoadedStep, RunProgram, StepProgram, parse_step_program
@@ -55,8 +55,7 @@ class PackagedForward:
     ) -> None:
         """`constants`: weights, buffers and KV caches by their names in a step program.
 
-        `supports_logits_to_keep`: whether the model's forward can select rows at the head. `folder`: where the packages
-        of this plan are (`aot.package_folder`).
+        `supports_logits_to_keep`: whether the model's forward can select rows at the head.
         """
         self.constants, self.supports_logits_to_keep = constants, supports_logits_to_keep
         self.folder, self._plan = folder, plan
@@ -67,8 +66,7 @@ class PackagedForward:
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Logits [outputs, vocab].
 
-        Raises RecompileError if the step was not loaded during start-up, MissingPackageError if it has no package, and
-        CompileError if torch cannot load one.
+        Raises RecompileError (not loaded during start-up), MissingPackageError, CompileError (torch cannot load it).
         """
         rows, inputs = inputs.rows, self._with_exported_rows(inputs)
         key = StepProgramKey(inputs.step.bucket, inputs.step.variant, inputs.selects_in_last_layer)
@@ -80,21 +78,16 @@ class PackagedForward:
         return logits[rows] if inputs.rows is None else logits[: rows.numel()]
 
     def _with_exported_rows(self, inputs: StepInputs) -> StepInputs:
-        """`inputs` with the `rows` that programs are exported for.
+        """`inputs` with the `rows` that programs are exported for; None if the model's forward cannot select rows.
 
-        None if the model's forward cannot select rows. A single row is repeated, because the dynamic dimension of
-        `rows` has at least two elements (export.MIN_DYNAMIC_SIZE).
+        A single row is repeated, because dynamic dimensions have at least two elements (export.MIN_DYNAMIC_SIZE).
         """
         if inputs.rows is None or not (inputs.selects_in_last_layer or self.supports_logits_to_keep):
             return inputs._replace(rows=None)
         return inputs._replace(rows=inputs.rows.repeat(2)) if inputs.rows.numel() == 1 else inputs
 
     def _load(self, key: StepProgramKey, inputs: StepInputs) -> None:
-        """Load a step's packages.
-
-        If the last layer selects the rows, the step that selects them at the head is loaded too: `prompt_logprobs`
-        uses it.
-        """
+        """Load a step's packages; with rows selected in the last layer, also the step for `prompt_logprobs`."""
         if current_stance() == "fail":
             raise RecompileError(
                 f"{key.bucket.name} with variant {key.variant.name} was not loaded or compiled during start-up",
@@ -104,7 +97,7 @@ class PackagedForward:
         if step_program is None:
             step_program = self._make(key, inputs)
         else:
-            aot_counts.packages_loaded += len(set(step_program.programs) - self._programs.keys())
+            compile_stats.packages_loaded += len(set(step_program.programs) - self._programs.keys())
         for name in step_program.programs:
             if name not in self._programs:
                 self._programs[name] = self._load_package(name)

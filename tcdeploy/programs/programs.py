@@ -2,10 +2,8 @@
 
 Each region is compiled in place: its module calls the table's program for (region kind, bucket, variant). A `Loader`
 makes the programs (`JitLoader` in programs/jit.py). With `--programs aot`, programs/aot.py runs whole steps from
-packages instead, and modules are not compiled in place.
-
-CUDA graphs of whole steps are captured by engine/step/graphs.py, so Inductor's own are off unless `--graphs region` is
-set.
+packages instead. engine/step/graphs.py captures whole steps as CUDA graphs, so Inductor's own are off unless `--graphs
+region` is set.
 """
 
 from __future__ import annotations
@@ -36,72 +34,50 @@ class ProgramKey(NamedTuple):
 
 
 class Loader(Protocol):
-    """Makes programs."""
-
     def load(self, key: ProgramKey) -> Program: ...
 
 
-class ProgramTable:
+class ProgramTable(dict[ProgramKey, Program]):
     """Programs by key. Each is loaded when it is first called, during warm-up."""
 
     def __init__(self, loader: Loader) -> None:
+        super().__init__()
         self._loader = loader
-        self._programs: dict[ProgramKey, Program] = {}
 
-    def __getitem__(self, key: ProgramKey) -> Program:
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = self._loader.load(key)
+    def __missing__(self, key: ProgramKey) -> Program:
+        program = self[key] = self._loader.load(key)
         return program
-
-    def __len__(self) -> int:
-        return len(self._programs)
 
 
 def compile_in_place(regions: list[Region], table: ProgramTable, step_holder: StepHolder) -> None:
     """Make each region's module call its program of the running step. Without a step the modules run uncompiled."""
+
+    def call_of(region: Region) -> Callable[..., Any]:
+        module = region.module
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            step = step_holder.step
+            if step is None or not _is_compiled(region, step):
+                return run_uncompiled(module, *args, **kwargs)
+            rows = step.last_token_rows if region.is_last else None
+            kind = region.kind if rows is None else region.kind + LAST_ROWS
+            # Uncompiled code makes the tensors before the region, so its call is the first place that sees them.
+            # PrefillBuffers marks the number of selected rows.
+            if bucket_min := step.bucket.min_size:
+                for tensor, dim in token_dims(step, args, kwargs):
+                    mark_dynamic(tensor, dim, min=bucket_min, max=step.bucket.size)
+            return table[ProgramKey(kind, step.bucket, step.variant)](module, rows, *args, **kwargs)
+
+        return call
+
     for region in regions:
-        _compile_in_place(region, table, step_holder)
-
-
-def _compile_in_place(region: Region, table: ProgramTable, step_holder: StepHolder) -> None:
-    """Set the attribute that `module.compile()` sets.
-
-    That method takes one set of options, and each bucket needs its own.
-    """
-    module = region.module
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        step = step_holder.step
-        if step is None or not _is_compiled(region, step):
-            return run_uncompiled(module, *args, **kwargs)
-        rows = step.last_token_rows if region.is_last else None
-        kind = region.kind if rows is None else region.kind + LAST_ROWS
-        if step.bucket.min_size:
-            _mark_dynamic_dims(step, args, kwargs)
-        return table[ProgramKey(kind, step.bucket, step.variant)](module, rows, *args, **kwargs)
-
-    set_compiled_call(module, call)
+        set_compiled_call(region.module, call_of(region))
 
 
 def _is_compiled(region: Region, step: Step) -> bool:
-    """Whether the region is compiled in this step.
-
-    A head module is compiled in decode only, and only if the variant compiles head modules. In prefill, head modules
-    take microseconds of a step of milliseconds.
-    """
+    """Whether the region is compiled in this step. Head modules, which take microseconds, are in decode only."""
     is_chosen = not region.is_head or (not step.bucket.is_prefill and step.variant.compile_head)
     return step.is_compiled and is_chosen
-
-
-def _mark_dynamic_dims(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark the dimensions that hold tokens as dynamic, with the bucket's minimum and maximum size.
-
-    The tensors are made by uncompiled code before the region, so the region's call is the first place that sees them.
-    PrefillBuffers marks the number of selected rows.
-    """
-    for tensor, dim in token_dims(step, args, kwargs):
-        mark_dynamic(tensor, dim, min=step.bucket.min_size, max=step.bucket.size)
 
 
 def token_dims(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:

@@ -4,12 +4,11 @@ The probe has found the modules that call attention. A decoder layer is the near
 item of a ModuleList. Its attention block is the child that holds the module; every other child with a matrix belongs to
 the MLP (norms hold vectors).
 
-A region has a kind. Regions of one kind are called alike, and normally share one program; `explain` reports what keeps
-regions of a kind from it. `layer_kinds` predicts which layers do, from their modules and constants, so that compile
-workers can keep few layers; export.py finds out, from the graphs. The kind of a layer is `layer/N`, that of an
-attention block is its name in the layer and N (`self_attn/0`), where N numbers the different attentions of the model,
-such as with and without a sliding window. The kind of an MLP block is its name in the layer (`mlp`), and that of a head
-module its path (`model.norm`).
+Regions of one kind are called alike, and normally share one program; `explain` reports what keeps them from it.
+`layer_kinds` predicts which layers do, from their modules and constants, so that compile workers can keep few layers;
+export.py finds out, from the graphs. The kind of a layer is `layer/N`, that of an attention block is its name in the
+layer and N (`self_attn/0`), where N numbers the different attentions of the model, such as with and without a sliding
+window. The kind of an MLP block is its name in the layer (`mlp`), and that of a head module its path (`model.norm`).
 """
 
 from __future__ import annotations
@@ -46,20 +45,15 @@ class DecoderLayer:
 def layer_kinds(layers: list[DecoderLayer]) -> list[Hashable]:
     """Equal for layers with equal programs: they attend alike, and have modules, tensors and constants alike."""
     numbers = _layer_numbers(layers)
-    return [_layer_kind(layer, numbers) for layer in layers]
 
+    def kind_of(layer: DecoderLayer) -> Hashable:
+        modules = tuple((path, type(child)) for path, child in layer.module.named_modules())
+        named = (*layer.module.named_parameters(), *layer.module.named_buffers())
+        tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
+        constants = frozenset(item for item in _constants(layer.module).items() if item[0] not in numbers)
+        return layer.attention_kind, modules, tensors, constants
 
-def _layer_kind(layer: DecoderLayer, numbers: set[tuple[str, str]]) -> Hashable:
-    module = layer.module
-    modules = tuple((path, type(child)) for path, child in module.named_modules())
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    constants = frozenset(item for item in _constants(module).items() if item[0] not in numbers)
-    return (
-        layer.attention_kind,
-        modules,
-        tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors),
-        constants,
-    )
+    return [kind_of(layer) for layer in layers]
 
 
 def _constants(layer: nn.Module) -> dict[tuple[str, str], object]:
@@ -97,20 +91,16 @@ def _find_layer(model: nn.Module, spec: AttentionSpec, attention_kind: int) -> D
     path = f"{stack}.{index}"
     layer = model.get_submodule(path)
     block_name = spec.path.removeprefix(path + ".").split(".")[0]
-    mlp = tuple(child for name, child in layer.named_children() if name != block_name and _holds_matrix(child))
+    others = [child for name, child in layer.named_children() if name != block_name]
+    mlp = tuple(child for child in others if any(parameter.ndim >= 2 for parameter in child.parameters()))
     return DecoderLayer(path, layer, layer.get_submodule(block_name), mlp, attention_kind)
-
-
-def _holds_matrix(module: nn.Module) -> bool:
-    return any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
 def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Region]:
     """The modules that run before and after the layers and are worth compiling: final norm, rotary embedding, LM head.
 
-    These are the modules beside the stack of layers, at every level above it. Embeddings are left out, since an
-    embedding is a single kernel. Rotary embeddings are compiled: models/convert/static_rope.py has removed their
-    data-dependent branch.
+    These are the modules beside the stack of layers, at every level above it, except embeddings, which are one kernel.
+    models/convert/static_rope.py has removed the data-dependent branch of rotary embeddings.
     """
     path = layers[0].path.rpartition(".")[0].split(".")
     regions: list[Region] = []

@@ -29,7 +29,7 @@ def current_stance() -> Stance:
 @contextlib.contextmanager
 def force_eager() -> Iterator[None]:
     """Run compiled modules uncompiled."""
-    with _torch_stance("force_eager"), _set_stance("eager"):
+    with _set_stance("eager", "force_eager"):
         yield
 
 
@@ -37,7 +37,7 @@ def force_eager() -> Iterator[None]:
 def fail_on_recompile() -> Iterator[None]:
     """Make every compilation an error. Raises RecompileError with torch's reason."""
     try:
-        with _torch_stance("fail_on_recompile"), _set_stance("fail"):
+        with _set_stance("fail", "fail_on_recompile"):
             yield
     except RuntimeError as error:
         if "fail_on_recompile" in str(error):
@@ -52,7 +52,7 @@ def fail_on_recompile() -> Iterator[None]:
 def refuse_compilation(plan: Plan) -> Iterator[None]:
     """Raise ThresholdError for each compilation in the block, by Inductor, the C++ compiler or Triton."""
     if is_compiler_imported() and not compile_refusal.supported():
-        symbol = compile_refusal.INTERNAL.symbol
+        symbol = compile_refusal.supported.symbol
         raise UsageError(
             f"--no-compile cannot be used, because this version of torch moved {symbol}", "omit --no-compile"
         )
@@ -72,19 +72,14 @@ def naming_refusal(plan: Plan, user: str) -> Iterator[None]:
         ) from None
 
 
-def _torch_stance(stance: str) -> contextlib.AbstractContextManager[object]:
-    """torch's own stance. To set it would import Dynamo, so it is not set before something else has imported that."""
-    stance_context: contextlib.AbstractContextManager[object] = (
-        torch.compiler.set_stance(stance) if is_compiler_imported() else contextlib.nullcontext()
-    )
-    return stance_context
-
-
 @contextlib.contextmanager
-def _set_stance(stance: Stance) -> Iterator[None]:
+def _set_stance(stance: Stance, torch_stance: str = "") -> Iterator[None]:
+    """To set torch's own stance would import Dynamo, so it is not set before something else has imported that."""
     global _stance
+    sets_torch = torch_stance and is_compiler_imported()
     previous, _stance = _stance, stance
     try:
-        yield
+        with torch.compiler.set_stance(torch_stance) if sets_torch else contextlib.nullcontext():
+            yield
     finally:
         _stance = previous

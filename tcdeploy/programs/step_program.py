@@ -15,18 +15,20 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from tcdeploy.errors import MismatchError
+from tcdeploy.host.typed_json import from_json
 
 HINT = "pass another --cache-dir, so that all programs are compiled again for this model"
 RunProgram: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 
-class InputSpec(NamedTuple):
+@dataclass(frozen=True)
+class InputSpec:
     """What a program requires of an input. None in `shape`: a dynamic size. `strides`: None if it is contiguous."""
 
     dtype: str  # "float32", as torch names it
@@ -49,7 +51,8 @@ class InputSpec(NamedTuple):
         )
 
 
-class ProgramCall(NamedTuple):
+@dataclass(frozen=True)
+class ProgramCall:
     """One call of a program: the names of its inputs and outputs, in the program's order."""
 
     program: str
@@ -59,15 +62,12 @@ class ProgramCall(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProgram:
-    """The calls of a step, in order. `logits`: the name of the result. `inputs`: input specifications by program.
-
-    `foreign_ops`: the ops of other libraries that its programs call, which must be imported to run them.
-    """
+    """The calls of a step, in order."""
 
     calls: tuple[ProgramCall, ...]
-    logits: str
-    inputs: dict[str, tuple[InputSpec, ...]]
-    foreign_ops: tuple[str, ...] = ()
+    logits: str  # the name of the result
+    inputs: dict[str, tuple[InputSpec, ...]]  # by program
+    foreign_ops: tuple[str, ...] = ()  # of other libraries, which must be imported to run the programs
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -89,14 +89,8 @@ class StepProgram:
 
 
 def parse_step_program(text: str) -> StepProgram:
-    """The inverse of `to_json`. Raises ValueError, KeyError or TypeError if `text` is not a step program."""
-    document: dict[str, Any] = json.loads(text)
-    calls = (ProgramCall(program, tuple(inputs), tuple(outputs)) for program, inputs, outputs in document["calls"])
-    inputs = {
-        program: tuple(InputSpec(dtype, tuple(shape), strides and tuple(strides)) for dtype, shape, strides in specs)
-        for program, specs in document["inputs"].items()
-    }
-    return StepProgram(tuple(calls), document["logits"], inputs, tuple(document["foreign_ops"]))
+    """The inverse of `to_json`. Raises ValueError if `text` is not a step program."""
+    return from_json(StepProgram, json.loads(text), "the step program")
 
 
 class LoadedStep:

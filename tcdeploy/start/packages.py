@@ -273,7 +273,7 @@ def _use_kernels(record: StartRecord, staging: StagingFolder) -> None:
         use_stored_kernels(kernels, prepare_triton=lambda: _restore_triton_files(staging))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DoesNotFit(f"{record.kernels} cannot be read: {error}") from error
-    pdl.use_recorded_support(pdl.INTERNAL.name not in dict(record.missing_internals))
+    pdl.use_recorded_support(pdl.supported.name not in dict(record.missing_internals))
 
 
 def _restore_triton_files(staging: StagingFolder) -> None:

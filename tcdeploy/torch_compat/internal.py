@@ -14,16 +14,31 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from tcdeploy.planning.extras import is_installed
+
 
 @dataclass(frozen=True)
 class Internal:
-    """A private name that this package depends on."""
+    """A private name that this package depends on. Call it to find out whether the installed version has the name."""
 
     name: str  # what it is for; names the Plan's decision
-    package: str  # distribution that owns it, a key of TESTED_VERSIONS
-    symbol: str  # its location, as users can search for it in that package
+    symbol: str  # its location, as users can search for it
     consequence: str  # what is lost without it: a clause that reads on with ": torch 2.16 moved ..."
-    supported: Callable[[], bool]
+    check: Callable[[], bool]
+
+    @property
+    def package(self) -> str:
+        """The distribution that owns it, a key of TESTED_VERSIONS."""
+        return self.symbol.partition(".")[0]
+
+    def __call__(self) -> bool:
+        """True also if the package is not installed, because nothing is lost then."""
+        return not is_installed(self.package) or self.check()
+
+
+def internal(name: str, symbol: str, consequence: str) -> Callable[[Callable[[], bool]], Internal]:
+    """Decorates the check, which becomes an `Internal`."""
+    return lambda check: Internal(name, symbol, consequence, check)
 
 
 def find(path: str) -> Any:

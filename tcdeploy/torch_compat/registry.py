@@ -1,74 +1,36 @@
 """All private names that this package depends on, and which of them the installed versions lack.
 
-Adding one: write its file, add the module to the tuple, and add the removal of the name to
+Adding one: write its file, add the module to MODULES, and add the removal of the name to
 tests/torch_compat/test_missing_internals.py, which starts a model without it.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
-from typing import NamedTuple
 
-from tcdeploy.torch_compat import torch_flash
-from tcdeploy.torch_compat.dynamo import (
-    body_forward,
-    compile_counters,
-    compile_errors,
-    compile_refusal,
-    compile_threads,
-    compile_trace,
-    compiled_call,
-    dispatch_mode,
-    eager_input_vals,
-    fake_tensors,
-    mark_dynamic,
-)
-from tcdeploy.torch_compat.inductor import (
-    aot_package,
-    aot_pdl,
-    autotune_cache,
-    benchmarker,
-    compiler_queries,
-    custom_graph_pass,
-    graph_cache_keys,
-    installation_hashes,
-    kernel_environment,
-    pdl,
-    precompiled_headers,
-)
-from tcdeploy.torch_compat.inductor import settings as inductor_settings
 from tcdeploy.torch_compat.internal import Internal
-from tcdeploy.torch_compat.transformers import fast_import as transformers_import
-from tcdeploy.torch_compat.transformers import float32_tensors
-from tcdeploy.torch_compat.triton import cache as triton_cache
-from tcdeploy.torch_compat.triton import platform_key as triton_platform_key
-from tcdeploy.torch_compat.triton import source as triton_source
-from tcdeploy.torch_compat.triton import stored_kernels
-from tcdeploy.torch_compat.uvicorn import protocol as uvicorn_protocol
 
-INTERNALS: tuple[Internal, ...] = tuple(
-    module.INTERNAL
-    for module in (
-        aot_package, aot_pdl, autotune_cache, benchmarker, body_forward, compile_counters, compile_errors,
-        compile_refusal, compile_threads, compile_trace, compiled_call, compiler_queries, custom_graph_pass,
-        dispatch_mode, eager_input_vals, fake_tensors, float32_tensors, graph_cache_keys, inductor_settings,
-        installation_hashes, kernel_environment, mark_dynamic, pdl, precompiled_headers, stored_kernels, torch_flash,
-        transformers_import, triton_cache, triton_platform_key, triton_source, uvicorn_protocol,
-    )
+MODULES = (
+    "torch_flash", "dynamo.body_forward", "dynamo.compile_counters", "dynamo.compile_errors", "dynamo.compile_refusal",
+    "dynamo.compile_threads", "dynamo.compile_trace", "dynamo.compiled_call", "dynamo.dispatch_mode",
+    "dynamo.eager_input_vals", "dynamo.fake_tensors", "dynamo.mark_dynamic", "inductor.aot_package", "inductor.aot_pdl",
+    "inductor.autotune_cache", "inductor.benchmarker", "inductor.compiler_queries", "inductor.custom_graph_pass",
+    "inductor.graph_cache_keys", "inductor.installation_hashes", "inductor.kernel_environment", "inductor.pdl",
+    "inductor.precompiled_headers", "inductor.settings", "transformers.fast_import", "transformers.float32_tensors",
+    "triton.cache", "triton.platform_key", "triton.stored_kernels", "uvicorn.protocol",
 )  # fmt: skip
+INTERNALS: tuple[Internal, ...] = tuple(
+    importlib.import_module(f"tcdeploy.torch_compat.{module}").supported for module in MODULES
+)
 
 
-class MissingInternal(NamedTuple):
-    name: str  # of the Internal
-    consequence: str  # what is lost, and the version that moved the name
-
-
-def missing_internals() -> tuple[MissingInternal, ...]:
-    """Those that are not supported. Names of packages that are not installed are not missing."""
+def missing_internals() -> tuple[tuple[str, str], ...]:
+    """The name of each that is not supported, and what is lost, with the version that moved it."""
     return tuple(
-        MissingInternal(internal.name, f"{internal.consequence}: {_version(internal.package)} moved {internal.symbol}")
+        (internal.name, f"{internal.consequence}: {_version(internal.package)} moved {internal.symbol}")
         for internal in INTERNALS
-        if not internal.supported()
+        if not internal()
     )
 
 

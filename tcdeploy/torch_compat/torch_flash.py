@@ -1,7 +1,7 @@
 """FlashAttention-2 as torch ships it: the private op aten::_flash_attention_forward.
 
 The public torch.nn.attention.varlen API starts with torch 2.13 and differs between versions; the op has the same
-arguments in torch 2.11 to 2.13. Without it, the backend torch-flash cannot be chosen (planning/capability.py).
+arguments in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tcdeploy.planning.backends import TORCH_FLASH
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import find, internal
 
 OP = "torch:ops.aten._flash_attention_forward"
 ARGUMENTS = [
@@ -18,19 +18,11 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
+@internal(TORCH_FLASH, "torch.ops.aten._flash_attention_forward", "the attention backend torch-flash cannot be used")
 def supported() -> bool:
     """Whether the op's first arguments are those that are passed here."""
     schema = getattr(find(f"{OP}.default"), "_schema", None)
     return schema is not None and [argument.name for argument in schema.arguments][: len(ARGUMENTS)] == ARGUMENTS
-
-
-INTERNAL = Internal(
-    TORCH_FLASH,
-    "torch",
-    "aten::_flash_attention_forward",
-    "the attention backend torch-flash cannot be used",
-    supported,
-)
 
 
 def flash_attention_forward(*args: Any, **kwargs: Any) -> Any:

@@ -36,10 +36,8 @@ def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: str) -> Non
     ("module", "kind"),
     [
         ("kernels.attention.prefill_kernel", "attention"),
-        ("kernels.attention.kv_write_kernel", "attention"),
         ("kernels.attention.decode_kernel", "attention"),
-        ("kernels.linear.skinny_gemm_kernel", "gemm"),
-        ("kernels.linear.gemv_kernel", "gemm"),
+        ("kernels.linear.matmul_kernel", "gemm"),
         ("kernels.sampling.advance_kernels", "sampling"),
     ],
 )

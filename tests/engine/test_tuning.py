@@ -252,7 +252,7 @@ def test_a_fused_step_gives_the_same_tokens(prepare_auto: Any, monkeypatch: pyte
     reference = backends.IMPLEMENTATIONS["reference"]
 
     def noted_decode(*args: Any) -> Any:
-        rope_in_attention.append(args[6] is not None)
+        rope_in_attention.append(args[8] is not None)
         return reference.decode(*args)
 
     deployment = prepare_auto(tune_seconds=0.0)

@@ -29,7 +29,7 @@ def static_compiler(tmp_path: Path) -> str:
 
 def test_the_systems_compiler_is_accepted() -> None:
     assert shutil.which("g++"), "the other tests need it too"
-    assert not cxx_runtime.links_runtime_statically("g++")
+    assert not cxx_runtime.probe_compiler("g++").links_runtime_statically
     cxx_runtime.check_cxx_runtime()
 
 
@@ -44,8 +44,7 @@ def test_a_compiler_that_links_its_runtime_statically_is_refused(
 
 def test_a_compiler_that_fails_is_left_to_torchs_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for script in ("exit 1", "echo broken >&2; kill -9 $$"):
-        assert not cxx_runtime.links_runtime_statically(make_compiler(tmp_path, script))
-        cxx_runtime.links_runtime_statically.cache_clear()
+        assert not cxx_runtime.probe_compiler(make_compiler(tmp_path, script)).links_runtime_statically
     monkeypatch.setattr(cxx_runtime, "cpp_compiler", lambda: "")
     cxx_runtime.check_cxx_runtime()
 

@@ -50,7 +50,7 @@ def test_a_head_module_is_one_program_in_decode_if_the_variant_compiles_it(tmp_p
     x, programs = torch.randn(4, 64), []
     expected = [nn.functional.linear(x, head.weight, head.bias) for head in heads]
     for bucket, variant in ((prefill, PDL_ONLY), (decode, DEFAULT), (decode, PDL_ONLY)):
-        attention = AttentionConfig("reference", "reference", "reference", 1)
+        attention = AttentionConfig("reference", "reference", 1)
         step_holder.step = Step(bucket, variant, AttentionMetadata(), attention)
         with torch.no_grad(), measure_compiles() as compiles:
             outputs = [head(x) for head in heads]

@@ -42,12 +42,12 @@ class Driver:
 
 driver.set_active(Driver())
 
-from tcdeploy.kernels.attention import kv_write
+from tcdeploy.kernels.attention import prefill
 from tcdeploy.torch_compat.inductor.parallel_kernels import compiling_kernels
 
 def write(dim, heads=2):
     k = torch.zeros(16, heads, dim)
-    kv_write.write_kv(k, k, torch.zeros(4, 16, heads, dim), torch.zeros(4, 16, heads, dim), torch.arange(16))
+    prefill.write_kv(k, k, torch.zeros(4, 16, heads, dim), torch.zeros(4, 16, heads, dim), torch.arange(16))
 """
 
 

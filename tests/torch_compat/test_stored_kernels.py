@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.attention import decode, kv_write, prefill
+from tcdeploy.kernels.attention import decode, prefill
 from tcdeploy.kernels.linear import gemv, skinny_gemm
 from tcdeploy.kernels.linear.tile_configs import GEMV_TILES, SKINNY_GEMM_TILES
 from tcdeploy.kernels.sampling import advance_triton
@@ -48,7 +48,7 @@ def write(device: str, tokens: int = 3, dim: int = DIM, offset: int = 0) -> list
     """`offset`: of the first element of k, in elements."""
     k = random(tokens * KV_HEADS * dim + offset, device=device)[offset:].view(tokens, KV_HEADS, dim)
     caches = [torch.zeros(BLOCKS, BLOCK_SIZE, KV_HEADS, dim, dtype=k.dtype, device=device) for _ in range(2)]
-    kv_write.write_kv(k, k, *caches, torch.arange(tokens, device=device))
+    prefill.write_kv(k, k, *caches, torch.arange(tokens, device=device))
     return caches
 
 
@@ -189,7 +189,7 @@ def test_a_stored_kernel_gets_the_arguments_that_are_not_compiled_in(
     scratch = [0, 0]
     assert [call.values for call in kernel.calls] == [expected + scratch] * 2
     assert [call.grid for call in kernel.calls] == [(3, 1, 1), (4, 1, 1)]
-    assert {(call.num_warps, call.uses_pdl) for call in kernel.calls} == {(kv_write.WRITE_WARPS, False)}
+    assert {(call.num_warps, call.uses_pdl) for call in kernel.calls} == {(prefill.WRITE_WARPS, False)}
 
 
 def test_numbers_are_passed_in_the_types_of_the_kernel(
@@ -318,7 +318,7 @@ def test_stored_kernels_give_the_results_of_triton() -> None:
 
 def kernels_of_this_package() -> list[Kernel]:
     return [
-        decode.KERNEL, prefill.KERNEL, kv_write.KERNEL, gemv.KERNEL, skinny_gemm.KERNEL,
+        decode.KERNEL, prefill.KERNEL, prefill.WRITE_KERNEL, gemv.KERNEL, skinny_gemm.KERNEL,
         advance_triton.ARGMAX, advance_triton.ADVANCE,
     ]  # fmt: skip
 

@@ -317,7 +317,6 @@ class ModelRunner:
         attention = AttentionConfig(
             prefill_backend=variant.attention or self.plan.prefill_attention,
             decode_backend=self.plan.decode_attention,
-            kv_write_backend=self.plan.decode_attention,
             decode_splits=1 if bucket.is_prefill else choose_decode_splits(bucket.size, self.split_counters),
         )
         return Step(

@@ -1,24 +1,25 @@
 """The functions behind the `tcdeploy::` ops: one `Implementation` for each row of planning/backends.py.
 
-All FlashAttention versions implement one signature, `VarlenAttention`: packed Q, K and V in, output and log-sum-exp
-out. The first chunk of a prompt uses the K and V that it was called with. A later chunk gathers its KV blocks into a
-packed copy first. The copy costs one read of the prefix and avoids the packages' incompatible paged layouts: FA2
-requires a multiple of 256 slots per block, and FlashAttention in torch 2.11 has no paged KV. Attention sinks need no
-kernel support: a sink only adds to the softmax denominator, so the output is scaled by sigmoid(log_sum_exp - sink).
+All FlashAttention versions implement one signature, `VarlenAttention`. The first chunk of a prompt uses the K and V
+that it was called with. A later chunk gathers its KV blocks into a packed copy first, which costs one read of the
+prefix and avoids the packages' incompatible paged layouts: FA2 requires a multiple of 256 slots per block, and
+FlashAttention in torch 2.11 has no paged KV. A sink only adds to the softmax denominator, so the output is scaled by
+sigmoid(log_sum_exp - sink), without support by the kernel.
 
 Packages are imported at the first call: importing FlashAttention-4 takes 5 to 10 s.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.attention import decode, kv_write, mixed, prefill, reference
+from tcdeploy.kernels.attention import decode, mixed, prefill, reference
+from tcdeploy.kernels.attention.metadata import DecodeMetadata
 from tcdeploy.torch_compat.torch_flash import flash_attention_forward
 
 # FlashAttention-2 reads out of bounds for a padding sequence if max_seqlen_q is 1: it then packs the heads of a group
@@ -50,23 +51,6 @@ class PagedBatch(NamedTuple):
     cu_seqlens_q: Tensor
     seq_lens: Tensor
     host_scalars: Tensor
-
-
-class PagedDecodeBatch(NamedTuple):
-    """The paged cache, a decode batch and its split counters: see `ops.decode_attention`."""
-
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    split_counters: Tensor
-
-
-class RotaryCosSin(NamedTuple):
-    """Rotary factors [sequences, head_dim] that decode applies to Q and K first: see `reference.apply_rotary`."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 class VarlenSeqlens(NamedTuple):
@@ -133,21 +117,18 @@ def _flash_prefill(
     """
     tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix, decoding, _ = batch.host_scalars.tolist()
     if decoding:  # a mixed step: the first sequence holds the tokens of the decode rows and has no keys
+        host_scalars = torch.tensor([tokens - decoding, keys, max_seqlen_q, max_seqlen_k, has_prefix, 0, 0])
         prompts = batch._replace(
-            block_table=batch.block_table[1:],
-            cu_seqlens_q=batch.cu_seqlens_q[1:] - decoding,
-            seq_lens=batch.seq_lens[1:],
-            host_scalars=torch.tensor([tokens - decoding, keys, max_seqlen_q, max_seqlen_k, has_prefix, 0, 0]),
-        )
+            block_table=batch.block_table[1:], cu_seqlens_q=batch.cu_seqlens_q[1:] - decoding,
+            seq_lens=batch.seq_lens[1:], host_scalars=host_scalars,
+        )  # fmt: skip
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         out[:decoding] = 0
         out[decoding:] = _flash_prefill(varlen, q[decoding:], k[decoding:], v[decoding:], prompts, params)
         return out
     if has_prefix:
         cu_seqlens_k = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        k, v = (
-            gather_paged_kv(cache, batch.block_table, cu_seqlens_k, keys) for cache in (batch.k_cache, batch.v_cache)
-        )
+        k, v = (gather_paged_kv(cache, batch.block_table, cu_seqlens_k, keys) for cache in batch[:2])
     else:
         cu_seqlens_k, k, v = batch.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
     seqlens = VarlenSeqlens(batch.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MAX_SEQLEN_Q_FLOOR), max_seqlen_k)
@@ -162,38 +143,25 @@ def _flash_prefill(
     return out
 
 
-def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
-    return prefill.paged_prefill(q, *batch[:5], *params)
-
-
-def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
-    return reference.paged_prefill(q, *batch[:5], *params)
+def _paged_prefill(
+    paged_prefill: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams
+) -> Tensor:
+    return paged_prefill(q, *batch[:5], *params)
 
 
 def _triton_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PagedDecodeBatch,
-    params: AttentionParams,
-    splits: int,
-    rotary: RotaryCosSin | None,
-    out: Tensor | None = None,
-) -> Tensor:
-    cos, sin = rotary or (None, None)
-    return decode.paged_decode(q, k, v, *batch, *params, splits, cos, sin, out)
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: DecodeMetadata, params: AttentionParams,
+    splits: int, cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return decode.paged_decode(
+        q, k, v, k_cache, v_cache, rows.block_table, rows.seq_lens, rows.split_counters, *params, splits, cos, sin, out
+    )
 
 
 def _triton_mixed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    prompts: PagedBatch,
-    rows: PagedDecodeBatch,
-    prefill_counters: Tensor,
-    params: AttentionParams,
-    splits: int,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, prompts: PagedBatch, rows: DecodeMetadata, prefill_counters: Tensor,
+    params: AttentionParams, splits: int,
+) -> Tensor:  # fmt: skip
     return mixed.paged_mixed(
         q, k, v, *prompts[:5], rows.block_table, rows.seq_lens, rows.split_counters, prefill_counters,
         params.scale, params.window, params.softcap, params.sinks, splits,
@@ -201,18 +169,12 @@ def _triton_mixed(
 
 
 def _reference_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PagedDecodeBatch,
-    params: AttentionParams,
-    splits: int,
-    rotary: RotaryCosSin | None,
-    out: Tensor | None = None,
-) -> Tensor:
-    if rotary:
-        q, k = reference.apply_rotary(q, *rotary), reference.apply_rotary(k, *rotary)
-    return reference.paged_decode(q, k, v, *batch[:4], *params, out)
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: DecodeMetadata, params: AttentionParams,
+    splits: int, cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if cos is not None and sin is not None:
+        q, k = (reference.apply_rotary(states, cos, sin) for states in (q, k))
+    return reference.paged_decode(q, k, v, k_cache, v_cache, rows.block_table, rows.seq_lens, *params, out)
 
 
 def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -221,20 +183,18 @@ def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slo
 
 
 PrefillFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]
-# If the last argument is given, it is returned: rows of length 0 keep their contents.
+# The last arguments are cos and sin (see `reference.apply_rotary`), and `out`: if given, it is written and returned,
+# and rows of length 0 keep their contents.
 DecodeFunction = Callable[
-    [Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None, Tensor | None], Tensor
-]
-MixedFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, PagedDecodeBatch, Tensor, AttentionParams, int], Tensor]
+    [Tensor, Tensor, Tensor, Tensor, Tensor, DecodeMetadata, AttentionParams, int,
+     Tensor | None, Tensor | None, Tensor | None], Tensor,
+]  # fmt: skip
+MixedFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, DecodeMetadata, Tensor, AttentionParams, int], Tensor]
 WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Implementation(NamedTuple):
-    """The functions of one backend; None for an op that it does not implement.
-
-    mixed: attention of a mixed step whose prefill and decode backends are both this one. If None, `prefill` and then
-        `decode` run.
-    """
+    """The functions of one backend; None for an op that it does not implement. For `mixed`, the other two then run."""
 
     prefill: PrefillFunction | None = None
     decode: DecodeFunction | None = None
@@ -243,9 +203,11 @@ class Implementation(NamedTuple):
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "reference": Implementation(_reference_prefill, _reference_decode, _reference_write),
-    "triton": Implementation(_triton_prefill, _triton_decode, kv_write.write_kv, _triton_mixed),
-    "torch-flash": Implementation(functools.partial(_flash_prefill, _torch_flash)),
-    "flash-attn-2": Implementation(functools.partial(_flash_prefill, _flash_attn_2)),
-    "flash-attn-4": Implementation(functools.partial(_flash_prefill, _flash_attn_4)),
+    "reference": Implementation(partial(_paged_prefill, reference.paged_prefill), _reference_decode, _reference_write),
+    "triton": Implementation(
+        partial(_paged_prefill, prefill.paged_prefill), _triton_decode, prefill.write_kv, _triton_mixed
+    ),
+    "torch-flash": Implementation(partial(_flash_prefill, _torch_flash)),
+    "flash-attn-2": Implementation(partial(_flash_prefill, _flash_attn_2)),
+    "flash-attn-4": Implementation(partial(_flash_prefill, _flash_attn_4)),
 }

@@ -1,6 +1,4 @@
-"""Triton decode attention over the paged KV cache, in one kernel launch.
-
-This module prepares the launch, and imports no Triton. The kernel is in decode_kernel.py.
+"""Triton decode attention over the paged KV cache, in one kernel launch (decode_kernel.py). Imports no Triton.
 
 The kernel writes the new token's key and value, computes attention and merges the splits. With `cos` and `sin` it also
 applies RoPE to q and k first (programs/passes/rotary.py).
@@ -14,20 +12,17 @@ dependent loads short ("program" means a Triton program instance here, one threa
 - The new token does not pass through memory. Split 0 takes its key and value from registers after its last tile and
   stores them in the cache. The loops end before the new token, so no program reads what another program writes.
 - The last split to finish merges all splits in index order, so the result does not depend on which one finished last.
-  It is detected by an atomic counter in `split_counters`, which it resets to zero for the next launch. The counter's
-  acquire-release order makes the other splits' stores visible; the barrier before it orders those of the program's own
-  threads.
+  An atomic counter in `split_counters` detects it, which it resets to zero for the next launch. The counter's
+  acquire-release order makes the other splits' stores visible; the barrier before it orders the program's own threads.
 
 The host reads no lengths, and `splits` is an argument, so a captured CUDA graph replays with any lengths. Splits
-without tiles exit at once, and a sequence that fits one turn needs no merge, so many splits cost little for a short
-sequence.
+without tiles exit at once, and a sequence that fits one turn needs no merge.
 
 The op is opaque (ops.py) and not a `triton_op`, because Inductor does not pass `launch_pdl` through, and programmatic
 dependent launch (torch_compat/inductor/pdl.py) takes a decode step of Llama 3.1 8B from 5.73 to 5.67 ms at batch 4.
 
 On an H100, batch 256 at 512 tokens runs at 97% of the bandwidth of a copy. Batch 1 takes 7.4 us where reading the cache
-takes 2.2: the counter and the merge cost nearly as much as a second launch. All timings and the rejected alternatives:
-docs/performance-log.md.
+takes 2.2. All timings and the rejected alternatives: docs/performance-log.md.
 """
 
 from __future__ import annotations

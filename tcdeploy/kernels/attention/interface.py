@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.kernels.attention import ops
-from tcdeploy.kernels.attention.backends import AttentionParams
 from tcdeploy.kernels.attention.kv_cache import LayerKV
-from tcdeploy.kernels.attention.metadata import AttentionConfig, DecodeMetadata, PrefillMetadata, StepHolder
+from tcdeploy.kernels.attention.metadata import StepHolder
 from tcdeploy.planning.architecture import Architecture
 
 ATTN_IMPLEMENTATION = "tcdeploy"
@@ -44,17 +43,10 @@ def bind_attention(model: nn.Module, architecture: Architecture, cache: list[Lay
 
 
 def paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls: query [1, heads, tokens, head_dim] -> [1, tokens, heads, v_head_dim].
 
     key and value are [1, kv_heads, tokens, dim]. The probe refuses models that pass other arguments with an effect.
@@ -63,61 +55,28 @@ def paged_attention(
     step = binding.step_holder.step
     assert step is not None, "the runner assigns the step before each forward pass"
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [tokens, heads, head_dim]
+    caches, config = (binding.k_cache, binding.v_cache), step.attention_config
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    params = AttentionParams(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    params = (s_aux, scale, sliding_window or 0, softcap or 0.0)
     prefill, decode = step.attention_metadata
-    if prefill is not None and decode is not None:
-        out = _mixed(q, k, v, binding, prefill, decode, step.attention_config, params)
-    elif prefill is not None:
-        out = _prefill(q, k, v, binding, prefill, step.attention_config, params)
-    else:
+    if prefill is None:
         assert decode is not None
-        out = _decode(q, k, v, binding, decode, step.attention_config, params)
-    return out.unsqueeze(0), None
-
-
-def _mixed(
-    q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, prefill: PrefillMetadata, decode: DecodeMetadata,
-    config: AttentionConfig, params: AttentionParams,
-) -> Tensor:  # fmt: skip
-    q, k, v = _write_kv(q, k, v, binding, prefill, config)
-    return ops.mixed_attention(
-        q, k, v, binding.k_cache, binding.v_cache, prefill.block_table, prefill.cu_seqlens_q, prefill.seq_lens,
-        prefill.host_scalars, decode.block_table, decode.seq_lens, decode.split_counters,
-        params.sinks, params.scale, params.window, params.softcap, config.prefill_backend, config.decode_backend,
-    )  # fmt: skip
-
-
-def _prefill(
-    q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: PrefillMetadata, config: AttentionConfig,
-    params: AttentionParams,
-) -> Tensor:  # fmt: skip
-    q, k, v = _write_kv(q, k, v, binding, batch, config)
-    return ops.prefill_attention(
-        q, k, v, binding.k_cache, binding.v_cache, batch.block_table, batch.cu_seqlens_q, batch.seq_lens,
-        batch.host_scalars, params.sinks, params.scale, params.window, params.softcap, config.prefill_backend,
-    )  # fmt: skip
-
-
-def _write_kv(
-    q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: PrefillMetadata, config: AttentionConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as the prefill backends need them. k and v are written to the cache.
-
-    The tokens of decode rows map to the padding slot: the decode kernel writes their K and V.
-    """
+        out = ops.decode_attention(
+            q, k, v, *caches, decode.block_table, decode.seq_lens, decode.split_counters,
+            *params, config.decode_splits, config.decode_backend,
+        )  # fmt: skip
+        return out.unsqueeze(0), None
     q, k = q.contiguous(), k.contiguous()
     if v.stride(-1) != 1:  # usually a slice of the packed projection, which the rotary embedding has not copied
         v = v.contiguous()
-    ops.kv_write(k, v, binding.k_cache, binding.v_cache, batch.slot_mapping, config.kv_write_backend)
-    return q, k, v
-
-
-def _decode(
-    q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: DecodeMetadata, config: AttentionConfig,
-    params: AttentionParams,
-) -> Tensor:  # fmt: skip
-    return ops.decode_attention(
-        q, k, v, binding.k_cache, binding.v_cache, batch.block_table, batch.seq_lens, batch.split_counters,
-        params.sinks, params.scale, params.window, params.softcap, config.decode_splits, config.decode_backend,
-    )  # fmt: skip
+    # The tokens of decode rows map to the padding slot: the decode kernel writes their K and V.
+    ops.kv_write(k, v, *caches, prefill.slot_mapping, config.decode_backend)
+    prompts = (prefill.block_table, prefill.cu_seqlens_q, prefill.seq_lens, prefill.host_scalars)
+    if decode is None:
+        out = ops.prefill_attention(q, k, v, *caches, *prompts, *params, config.prefill_backend)
+    else:
+        out = ops.mixed_attention(
+            q, k, v, *caches, *prompts, decode.block_table, decode.seq_lens, decode.split_counters,
+            *params, config.prefill_backend, config.decode_backend,
+        )  # fmt: skip
+    return out.unsqueeze(0), None

@@ -1,12 +1,9 @@
 """What attention reads in one forward pass, and the object through which the layers find it.
 
 A `Step` is built for each forward pass that is not a replay of a CUDA graph; its tensors are the static buffers of the
-bucket. It keeps two things apart: `AttentionMetadata` holds device tensors, which are inputs of the compiled programs,
-and `AttentionConfig` holds the choices that a program is specialised on (backends, number of splits).
-
-The layers find the step in a `StepHolder`, which every attention module holds. Keyword arguments of the model's forward
-would be the plainer way, but some layers drop them. The runner assigns `StepHolder.step` before each forward pass and
-sets it to None afterwards. Steps are never modified.
+bucket. `AttentionMetadata` holds device tensors, which are inputs of the compiled programs, and `AttentionConfig` the
+choices that a program is specialised on. The layers find the step in a `StepHolder`, which every attention module
+holds. Keyword arguments of the model's forward would be the plainer way, but some layers drop them.
 
 torch.compile reads the holder's attribute like any other, so the tensors of a step become inputs of the program, and
 all layers share one program. `Step` is not a frozen dataclass on purpose: Dynamo guards on every field of a frozen
@@ -49,9 +46,8 @@ class DecodeMetadata(NamedTuple):
 class AttentionMetadata(NamedTuple):
     """What a step attends over; both are set in a mixed step.
 
-    In a mixed step the first tokens are those of the decode rows, in order, and the tokens of the prompts follow.
-    `prefill` then begins with a sequence of length 0 that holds the tokens of the rows. `decode` has all decode rows;
-    the step uses the first `rows` of them (ops.HOST_SCALARS).
+    Its first tokens are then those of the decode rows, in order, which are a sequence of length 0 in `prefill`, and the
+    tokens of the prompts follow. `decode` has all decode rows; the step uses the first `rows` (ops.HOST_SCALARS).
     """
 
     prefill: PrefillMetadata | None = None
@@ -62,8 +58,7 @@ class AttentionConfig(NamedTuple):
     """The choices that the attention ops of a step take as constants."""
 
     prefill_backend: str
-    decode_backend: str
-    kv_write_backend: str
+    decode_backend: str  # it also writes the K and V of prefill
     decode_splits: int  # programs that share each sequence's keys
 
 

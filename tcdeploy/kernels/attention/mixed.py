@@ -2,11 +2,8 @@
 
 A few prompt tokens use only part of the GPU, and decode attention is bound by memory, so the two kernels overlap. With
 20 decode rows and 160 prompt tokens, 32 layers of attention and its two GEMMs take 2.90 ms, against 3.09 ms on one
-stream (8B shape, H100). After a prefix of 30,000 tokens the second stream costs up to 4%. In a CUDA graph the streams
-become two branches.
-
-The kernels write different rows of the result and different KV blocks. KV blocks that both kernels read were written
-before either starts.
+stream (8B shape, H100). After a prefix of 30,000 tokens the second stream costs up to 4%. The kernels write different
+rows and KV blocks, and KV blocks that both read were written before either starts.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ def paged_mixed(
 ) -> Tensor:  # fmt: skip
     """As `ops.mixed_attention`, with the decode rows of row_seq_lens [rows]. With 0 rows, it computes only the prompts.
 
-    decode_counters, splits: as split_counters and splits of `decode.paged_decode`.
-    prefill_counters: as the counters of `prefill.make_split_workspace`.
+    The counters and splits are those of `decode.paged_decode` and `prefill.make_split_workspace`.
     """
     rows = len(row_seq_lens)
     # The workspace and the result are allocated on the current stream. It waits for the second stream below, so their

@@ -5,11 +5,10 @@
     decode_attention   one new token per sequence: writes its K and V, and attends over the sequence's KV blocks
     mixed_attention    decode_attention for the first tokens, and prefill_attention for the others
 
-An opaque op hides its Triton kernels from Inductor (decode.py says why its kernel is not a `triton_op`). The kernels
-are cached all the same, in Triton's part of the cache folder. Each op takes the name of its backend as an argument, so
-the choice is part of the graph and of the cache key. `reference.py` defines what the ops compute. Lengths reach the
-graph only as tensors. The few integers that FlashAttention needs on the host are passed in `host_scalars`, a CPU
-tensor, which costs neither a guard nor a synchronisation.
+Each op takes the name of its backend as an argument, so the choice is part of the graph and of the cache key.
+`reference.py` defines what the ops compute. Lengths reach the graph only as tensors. The few integers that
+FlashAttention needs on the host are passed in `host_scalars`, a CPU tensor, which costs neither a guard nor a
+synchronisation.
 
 torch does not include the Python body of an op in its compile cache key; `PostGradPass.uuid`
 (programs/passes/post_grad.py) adds it.
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.kernels.attention import backends
+from tcdeploy.kernels.attention.metadata import DecodeMetadata
 from tcdeploy.kernels.attention.splits import decode_splits
 from tcdeploy.kernels.custom_op import custom_op
 
@@ -47,21 +47,10 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tens
 
 @custom_op("prefill_attention")
 def prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    host_scalars: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor,
+    seq_lens: Tensor, host_scalars: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float,
     backend: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Causal attention of packed queries: q [tokens, heads, head_dim] -> [tokens, heads, v_head_dim].
 
     k and v [tokens, kv_heads, dim] belong to the same tokens and are already in the cache; v must be contiguous only in
@@ -76,62 +65,31 @@ def prefill_attention(
 
 @custom_op("decode_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
 def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    split_counters: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    splits: int,
-    backend: str,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    split_counters: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float, splits: int, backend: str,
+    cos: Tensor | None = None, sin: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Write each sequence's newest K and V into the caches, then attend with one query per sequence.
 
     q [sequences, heads, head_dim] -> [sequences, heads, v_head_dim]. k and v [sequences, kv_heads, dim] are written to
     the last slot of the sequence; `seq_lens` [sequences] int32 already counts it. A sequence of length 0 is padding: it
     writes nothing, and its row of the result is zero. split_counters [max batch + 1 or more, kv_heads] int32 is zero
-    before and after; a step uses the first rows. `splits` is the number of parts that a sequence is divided into, fixed
-    per bucket; it affects speed and rounding. The reference backend ignores `splits` and `split_counters`.
-
-    If cos and sin [sequences, head_dim] are given, RoPE is applied to q and k first (rotate-half layout).
+    before and after; a step uses the first rows. `splits` parts of a sequence, fixed per bucket, affect speed and
+    rounding. If cos and sin [sequences, head_dim] are given, RoPE is applied to q and k first (rotate-half layout).
     """
     assert (cos is None) == (sin is None)
     decode = backends.IMPLEMENTATIONS[backend].decode
     assert decode is not None
-    rotary = None if cos is None or sin is None else backends.RotaryCosSin(cos, sin)
-    batch = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, split_counters)
-    return decode(q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks), splits, rotary, None)
+    rows, params = DecodeMetadata(block_table, seq_lens, split_counters), (scale, window, softcap, sinks)
+    return decode(q, k, v, k_cache, v_cache, rows, backends.AttentionParams(*params), splits, cos, sin, None)
 
 
 @custom_op("mixed_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
 def mixed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    host_scalars: Tensor,
-    row_block_table: Tensor,
-    row_seq_lens: Tensor,
-    split_counters: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    prefill_backend: str,
-    decode_backend: str,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor,
+    seq_lens: Tensor, host_scalars: Tensor, row_block_table: Tensor, row_seq_lens: Tensor, split_counters: Tensor,
+    sinks: Tensor | None, scale: float, window: int, softcap: float, prefill_backend: str, decode_backend: str,
+) -> Tensor:  # fmt: skip
     """Attention of decode rows and of packed prompts: q [tokens, heads, head_dim] -> [tokens, heads, v_head_dim].
 
     Token i below `rows` (host_scalars) belongs to decode row i if row_seq_lens[i] is not 0, and is computed as in
@@ -143,9 +101,7 @@ def mixed_attention(
     rows = min(int(host_scalars[HOST_SCALARS.index("rows")]), q.shape[0])
     params = backends.AttentionParams(scale, window, softcap, sinks)
     batch = backends.PagedBatch(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_scalars)
-    decode_batch = backends.PagedDecodeBatch(
-        k_cache, v_cache, row_block_table[:rows], row_seq_lens[:rows], split_counters
-    )
+    decode_batch = DecodeMetadata(row_block_table[:rows], row_seq_lens[:rows], split_counters)
     splits = choose_decode_splits(rows, split_counters)
     backend = backends.IMPLEMENTATIONS[prefill_backend]
     if backend.mixed is not None and prefill_backend == decode_backend:
@@ -156,7 +112,7 @@ def mixed_attention(
     if rows:
         decode = backends.IMPLEMENTATIONS[decode_backend].decode
         assert decode is not None
-        decode(q[:rows], k[:rows], v[:rows], decode_batch, params, splits, None, out[:rows])
+        decode(q[:rows], k[:rows], v[:rows], k_cache, v_cache, decode_batch, params, splits, None, None, out[:rows])
     return out
 
 
@@ -167,12 +123,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: 
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
-UNBOUNDED_CONTEXT_TOKENS = 1 << 20  # decode splits must not depend on the context, which is not part of a program
-
-
 def choose_decode_splits(batch_size: int, split_counters: Tensor) -> int:
     """The number of splits for `batch_size` rows on this GPU; 1 on a CPU."""
     if not split_counters.is_cuda:
         return 1
     num_sms = torch.cuda.get_device_properties(split_counters.device).multi_processor_count
-    return decode_splits(batch_size, split_counters.shape[1], UNBOUNDED_CONTEXT_TOKENS, num_sms)
+    return decode_splits(batch_size, split_counters.shape[1], num_sms)

@@ -1,19 +1,14 @@
-"""Triton prefill attention: packed queries of several sequences over the paged KV cache.
-
-This module prepares the launch, and imports no Triton. The kernel is in prefill_kernel.py.
+"""Triton prefill attention: packed queries of several sequences over the paged KV cache (prefill_kernel.py).
 
 A program holds a tile of queries of one head and walks the keys in tiles (online_softmax.py). Tiles that every row sees
-in full run without masks; only those that cross the diagonal or the window's edge run with them. The result is that of
-`reference.paged_prefill`, against which the kernel is tested.
+in full run without masks; only those that cross the diagonal or the window's edge run with them. Imports no Triton.
 
 Launch shapes are static and the host reads no lengths, so calls can be captured in a CUDA graph and replayed with any
 lengths. The number of programs per head is the maximum number of query tiles over all possible lengths, usually several
-times what a step needs.
-
-With a `SplitWorkspace`, idle programs and EXTRA_PREFILL_BLOCKS additional ones share the keys of long sequences
-(splits.py). Each tile that has keys is assigned the same number of programs (`_prefill_splits`), and uses as many of
-them as can get MIN_KEYS_PER_PREFILL_SPLIT keys each. As in decode.py, the split of a tile that finishes last merges
-them all, in index order.
+times what a step needs. With a `SplitWorkspace`, idle programs and EXTRA_PREFILL_BLOCKS additional ones share the keys
+of long sequences (splits.py). Each tile that has keys is assigned the same number of programs (`_prefill_splits`), and
+uses as many of them as can get MIN_KEYS_PER_PREFILL_SPLIT keys each. As in decode.py, the split of a tile that finishes
+last merges them all, in index order.
 
 Rejected: autotuning at start-up, because the head size alone decides the tile and timing costs seconds of cold start;
 a grid of (tiles x sequences), most of whose programs would only exit (`_sequence_of_tile` needs tiles + sequences);
@@ -35,9 +30,11 @@ from tcdeploy.kernels.attention.splits import (
     MIN_KEYS_PER_PREFILL_SPLIT,
     PREFILL_BLOCKS_PER_SM,
 )
-from tcdeploy.torch_compat.triton.kernel import Kernel
+from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 KERNEL = Kernel("tcdeploy.kernels.attention.prefill_kernel", "_prefill_kernel")
+WRITE_KERNEL = Kernel("tcdeploy.kernels.attention.prefill_kernel", "_write_kernel")
+WRITE_ELEMENTS, WRITE_WARPS = 4096, 4  # of `write_kv`: elements of one token per program, and warps per program
 
 
 class TileConfig(NamedTuple):
@@ -71,9 +68,7 @@ class SplitWorkspace(NamedTuple):
 
 
 def make_split_workspace(q: Tensor, v_cache: Tensor, sequences: int, counters: Tensor) -> SplitWorkspace | None:
-    """The workspace for a call of `paged_prefill` with `sequences` sequences.
-
-    None if splits are not supported or not faster.
+    """For a call of `paged_prefill` with `sequences` sequences; None if splits are not supported or not faster.
 
     counters: contiguous zeros, int32, of any shape; `splits.num_prefill_counters` gives a sufficient number.
     """
@@ -120,16 +115,32 @@ def paged_prefill(
     return out
 
 
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """As `ops.kv_write`, in one launch: slot = block * block_size + offset.
+
+    k and v may have any strides except in the last dimension. The decode kernel stores its own token.
+    """
+    tokens, kv_heads, head_dim = k.shape
+    v_head_dim = v.shape[-1]
+    assert k.stride(-1) == 1 and v.stride(-1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    dim = padded_head_dim(max(head_dim, v_head_dim))
+    heads_tile = min(next_power_of_2(kv_heads), max(WRITE_ELEMENTS // dim, 1))
+    WRITE_KERNEL.launch(
+        (tokens, -(-kv_heads // heads_tile)),
+        k, v, k_cache, v_cache, slot_mapping,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        kv_heads, head_dim, v_head_dim, heads_tile, dim,
+        num_warps=WRITE_WARPS,
+    )  # fmt: skip
+
+
 def _tile_config(q: Tensor, v_cache: Tensor) -> TileConfig:
     dim = max(padded_head_dim(q.shape[-1]), padded_head_dim(v_cache.shape[-1]), 64)
     return PREFILL_TILES_FLOAT32 if q.dtype == torch.float32 else PREFILL_TILES[dim]
 
 
 def _programs_per_head(tokens: int, sequences: int, tile: TileConfig, splits_keys: bool) -> int:
-    """The maximum number of tiles, plus EXTRA_PREFILL_BLOCKS if keys are split.
-
-    The last tile of each sequence may be partial, and so may the last tile of the padding.
-    """
+    """The maximum number of tiles (the last of each sequence and of the padding may be partial), and extra ones."""
     return tokens // tile.queries + sequences + 1 + EXTRA_PREFILL_BLOCKS * splits_keys
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of prefill attention, which prefill.py launches and describes."""
+"""The Triton kernels of prefill: attention, and the write of K and V to the cache. prefill.py launches them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from tcdeploy.kernels.attention.online_softmax import (
     output_scale,
     store_rows,
 )
-from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
-@ignore_comments
 @triton.jit
 def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
     """The sequence that a tile belongs to. Tiles from cu_seqlens_q[s] // QUERIES + s on belong to sequence s.
@@ -32,7 +30,6 @@ def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
     return sequence
 
 
-@ignore_comments
 @triton.jit
 def _prefill_splits(tiles, max_splits, concurrent_programs):
     """The number of splits per tile, at most 16, with the least estimated time; `tiles` counts all heads.
@@ -46,7 +43,6 @@ def _prefill_splits(tiles, max_splits, concurrent_programs):
     return tl.min(tl.where(time == tl.min(time, 0), splits, 16), 0)
 
 
-@ignore_comments
 @triton.jit
 def _split_of_program(
     cu_seqlens_q, seq_lens, tokens, sequences, concurrent_programs, program, programs,
@@ -81,7 +77,6 @@ def _split_of_program(
     return sequence, q_start, tile, split_idx, splits
 
 
-@ignore_comments
 @triton.jit
 def _attend_causal_tile(
     acc, row_max, row_sum, q, positions, start, oldest, end, window,  # the row at position p sees keys (p - window, p]
@@ -100,7 +95,6 @@ def _attend_causal_tile(
     )  # fmt: skip
 
 
-@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _prefill_kernel(
     out, partial_out, partial_lse, split_counters,
@@ -212,7 +206,6 @@ def _prefill_kernel(
     store_rows(out, rows.to(tl.int64) * HEADS + head, acc, row_mask, V_HEAD_DIM, V_DIM)
 
 
-@ignore_comments
 @triton.jit
 def _merge_splits(
     partial_out, partial_lse, first_slot, active_splits, row_mask,
@@ -232,3 +225,22 @@ def _merge_splits(
         acc = acc * rescale[:, None] + values * weights[:, None]
         row_max, row_sum = new_row_max, row_sum * rescale + weights
     return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _write_kernel(
+    k, v, k_cache, v_cache, slot_mapping,
+    k_stride_token, k_stride_head, v_stride_token, v_stride_head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, HEADS_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """One program writes HEADS_TILE kv heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = (tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE))[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    first = tl.load(slot_mapping + token) * KV_HEADS  # the slot's first head; int64, a cache can exceed 2**31 elements
+    k_mask, v_mask = (heads < KV_HEADS) & (dims < HEAD_DIM), (heads < KV_HEADS) & (dims < V_HEAD_DIM)
+    k_token = tl.load(k + token * k_stride_token + heads * k_stride_head + dims, mask=k_mask)
+    v_token = tl.load(v + token * v_stride_token + heads * v_stride_head + dims, mask=v_mask)
+    tl.store(k_cache + (first + heads) * HEAD_DIM + dims, k_token, mask=k_mask)
+    tl.store(v_cache + (first + heads) * V_HEAD_DIM + dims, v_token, mask=v_mask)

@@ -1,11 +1,8 @@
 """Attention over a paged KV cache in plain PyTorch: the definition of the `tcdeploy::` ops, and their CPU backend.
 
 Computes one sequence at a time, in float32, with the textbook formula. Every other backend is tested against these
-functions. They read lengths with `.tolist()`, which is free on the CPU and synchronises a GPU; on a GPU they are the
-tests' expected result, and a fallback that the Plan reports.
-
-Rejected: one padded batch for all sequences. On two CPU cores it is no faster for the batches that a CPU serves, and it
-reads `batch * longest` keys instead of the sum of the lengths.
+functions. Their `.tolist()` synchronises a GPU, where the Plan reports them as a fallback. Rejected: one padded batch
+for all sequences, which is no faster on two CPU cores, and reads `batch * longest` keys.
 """
 
 from __future__ import annotations
@@ -32,10 +29,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: 
     masked = (distance < 0) | (distance >= window) if window else distance < 0
     scores = scores.masked_fill(masked, float("-inf"))
     if sinks is not None:
-        sink_scores = sinks.float()[:, None, None].expand(-1, queries, 1)
-        weights = torch.cat([scores, sink_scores], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = scores.softmax(dim=-1)
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, queries, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :keys]
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 
@@ -47,23 +42,12 @@ def gather_sequence(cache: Tensor, block_table_row: Tensor, length: int) -> Tens
 
 
 def paged_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of packed queries of several sequences over the paged cache, which already holds their own keys.
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor,
+    scale: float, window: int, softcap: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """As `ops.prefill_attention`: k_cache [blocks, block_size, kv_heads, head_dim], v_cache likewise with v_head_dim.
 
-    Shapes: q [tokens, heads, head_dim], k_cache [blocks, block_size, kv_heads, head_dim], v_cache likewise with
-    v_head_dim, block_table [sequences, width] int32, cu_seqlens_q [sequences + 1] int32, seq_lens [sequences] int32
-    (prefix plus queries). Returns [tokens, heads, v_head_dim]. Rows past `cu_seqlens_q[-1]` and those of a sequence of
-    length 0 are padding and zero.
+    seq_lens counts prefix and queries. Rows past `cu_seqlens_q[-1]` and those of a sequence of length 0 are padding.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
     starts = cu_seqlens_q.tolist()
@@ -84,25 +68,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def paged_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Write each sequence's newest token to its slot, then attend with one query per sequence, that token included.
-
-    Shapes: q [sequences, heads, head_dim], k [sequences, kv_heads, head_dim], v likewise with v_head_dim; the others as
-    in `paged_prefill`. Returns [sequences, heads, v_head_dim]. A sequence of length 0 is padding: it writes nothing and
-    its output is zero. If `out` is given, it is written and returned, and rows of padding keep their contents.
-    """
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    scale: float, window: int, softcap: float, sinks: Tensor | None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As `ops.decode_attention`. If `out` is given, it is returned, and rows of padding keep their contents."""
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1]) if out is None else out
     block_size = k_cache.shape[1]
     for row, length in enumerate(seq_lens.tolist()):

@@ -1,8 +1,7 @@
 """How attention divides the keys of a sequence among thread blocks. Does not import torch.
 
-Decode: without splits, one thread block reads all keys of a sequence that belong to one KV head. With `splits`, several
-share them: they take turns, and read a number of consecutive tiles of keys in each turn. Both numbers are constants of
-a captured CUDA graph, so they depend on static values, and not on the lengths of sequences.
+Decode: with `splits`, several thread blocks share the keys of a sequence that belong to one KV head. They take turns,
+and read a number of consecutive tiles of keys in each turn. Both numbers are constants of a captured CUDA graph.
 
 - A small batch is split so that there is about one thread block per SM. A turn is one tile.
 - A large batch has enough thread blocks without splits, but the longest sequence would then determine the time. With
@@ -14,14 +13,12 @@ a captured CUDA graph, so they depend on static values, and not on the lengths o
 Prefill: a thread block, which is a Triton program, computes a tile of queries of one head. If a step has few tiles,
 they use only part of the GPU, and the longest prefix determines the time. Its keys are then split (prefill.py). With 40
 tokens after a prefix of 30,000, beside 16 decode rows, attention and its two GEMMs take 255 us, and 580 us without
-splits and without the second stream of mixed.py (one layer of an 8B shape, H100). The number of splits was chosen by
-another rule then: docs/performance-log.md, "Attention kernels".
+splits and without the second stream of mixed.py (docs/performance-log.md, "Attention kernels").
 """
 
 from __future__ import annotations
 
 BLOCKS_PER_SM = 1  # in a small batch
-MIN_KEYS_PER_SPLIT = 64
 LARGE_BATCH_PAIRS = 128  # (sequence, KV head) pairs of the smallest large batch
 LARGE_BATCH_TURN = 8  # tiles
 LARGE_BATCH_BLOCKS = 2048  # thread blocks to launch at most, unless the minimum number of splits needs more
@@ -38,18 +35,17 @@ EXTRA_PREFILL_BLOCKS = 4
 MIN_KEYS_PER_PREFILL_SPLIT = 1024
 
 
-def decode_splits(batch: int, kv_heads: int, max_context: int, num_sms: int) -> int:
+def decode_splits(batch: int, kv_heads: int, num_sms: int) -> int:
     """The default number of splits, a power of two.
 
-    It depends on static values only, so it is constant for a bucket. `max_context` bounds a sequence's length in
-    tokens; the engine passes UNBOUNDED_CONTEXT_TOKENS, because programs must not depend on the context. On 132 SMs with
-    8 KV heads, it is 16 for a batch of 1, 4 for 4, 8 for 16 and 32, and 4 from 64 on.
+    It depends on static values only, so it is constant for a bucket, and not on the context, which is not part of a
+    program. On 132 SMs with 8 KV heads, it is 16 for a batch of 1, 4 for 4, 8 for 16 and 32, and 4 from 64 on.
     """
     pairs = max(batch * kv_heads, 1)
     splits = BLOCKS_PER_SM * num_sms // pairs
     if pairs >= LARGE_BATCH_PAIRS:
         splits = min(max(LARGE_BATCH_BLOCKS // pairs, MIN_LARGE_BATCH_SPLITS), MAX_LARGE_BATCH_SPLITS)
-    return 1 << (max(min(splits, max_context // MIN_KEYS_PER_SPLIT), 1).bit_length() - 1)
+    return 1 << (max(splits, 1).bit_length() - 1)
 
 
 def tiles_per_turn(batch: int, kv_heads: int) -> int:

@@ -10,8 +10,7 @@ at batch 1 is five kernels:
 - A bias or residual is added, or SwiGLU is applied to the two halves of the product.
 
 With programmatic dependent launch (torch_compat/inductor/pdl.py) a program loads its first piece of w before it waits
-for the previous kernel, because no kernel of the step writes w. This hides launch latency and matters for short
-kernels: o of Llama 3.2 1B takes 3.7 instead of 4.3 us.
+for the previous kernel, because no kernel of the step writes w: o of Llama 3.2 1B takes 3.7 instead of 4.3 us.
 
 On an H100 the four GEMVs of a Llama 3.1 8B layer, with their fused operations, take 143.9 us; reading their bytes takes
 139.4. Per-shape timings beside cuBLAS and Inductor: docs/performance-log.md.
@@ -26,18 +25,13 @@ from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, N_MULTIPLE, GemvTil
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel
 
-KERNEL = Kernel("tcdeploy.kernels.linear.gemv_kernel", "_gemv_kernel")
+KERNEL = Kernel("tcdeploy.kernels.linear.matmul_kernel", "_gemv_kernel")
 
 
 def matmul(
-    x: Tensor,
-    w: Tensor,
-    tile: GemvTile,
-    addend: Tensor | None = None,
-    gated: bool = False,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
+    x: Tensor, w: Tensor, tile: GemvTile, addend: Tensor | None = None, gated: bool = False,
+    norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     """x [1, k] @ w [n, k].T + addend ([n] or [1, n]), summed in float32: [1, n] in x's dtype.
 
     bfloat16 or float16; w is contiguous; n is a multiple of 16 (32 if gated) and k of 64. `gated` returns

@@ -22,16 +22,13 @@ SMALL_K = 2048
 
 
 class GemvTile(NamedTuple):
-    """The shape of one GEMV program: rows of w (columns of y), and elements of each row per loop step.
-
-    With more than one stage, the loop loads by asynchronous copies that many steps ahead.
-    """
+    """The shape of one GEMV program: rows of w (columns of y), and elements of each row per loop step."""
 
     name: str
     block_n: int
     block_k: int
     num_warps: int
-    num_stages: int = 1
+    num_stages: int = 1  # more than one: the loop loads by asynchronous copies that many steps ahead
 
 
 class SkinnyGemmTile(NamedTuple):
@@ -70,10 +67,9 @@ N16_K128, N16_K1024, N16_K512, N64_K64, N64_K128_S4, N64_K128_S7, N128_K128 = ra
 
 
 def gemv_configs(n: int, k: int) -> tuple[int, ...]:
-    """Indices into GEMV_TILES for x [1, k] @ w [n, k].T, the best guess first.
+    """Indices into GEMV_TILES for x [1, k] @ w [n, k].T, the best guess first; at most 3% slower than the best tile.
 
-    Empty if the kernel does not take the shape, or the shape is smaller than any that was measured. With its epilogue
-    the guess was at most 3% slower than the best tile on the measured shapes.
+    Empty if the kernel does not take the shape, or the shape is smaller than any that was measured.
     """
     if not _is_supported(n, k):
         return ()
@@ -83,9 +79,8 @@ def gemv_configs(n: int, k: int) -> tuple[int, ...]:
 def skinny_gemm_configs(rows: int, n: int, k: int) -> tuple[int, ...]:
     """Indices into SKINNY_GEMM_TILES worth timing for x [rows, k] @ w [n, k].T, the best guess first.
 
-    Empty if the kernel does not take the shape or cuBLAS is as fast. On the measured shapes the guess was never slower
-    than cuBLAS, and at most 3% slower than the best tile. For Hopper: other GPUs were not measured and may lack the
-    shared memory.
+    Empty if the kernel does not take the shape or cuBLAS is as fast. On the measured shapes the guess was at most 3%
+    slower than the best tile. For Hopper: other GPUs were not measured and may lack the shared memory.
     """
     if not MIN_ROWS <= rows <= MAX_ROWS or not _is_supported(n, k):
         return ()

@@ -2,10 +2,8 @@
 
 Each program instance of the first reads part of one row and stores its best token as one integer: the logit in sortable
 form in the upper half, and MAX_TOKEN_ID - id in the lower, so that the larger integer is the larger logit and then the
-lower id. The second runs one instance per row, which takes the maximum and writes the decode rows. No scratch memory
-outlives a call, so graphs and streams share nothing.
-
-NaN counts as larger than every number, as in `torch.argmax`, so ids stay in range for any logits.
+lower id. The second runs one instance per row, which takes the maximum and writes the decode rows. NaN counts as larger
+than every number, as in `torch.argmax`, so ids stay in range for any logits.
 
 Rejected: one launch whose last program finishes the row. It saved 0.3 us of 3.4 us (H100, one row), and needs a counter
 that every program must leave at zero. Timings: docs/performance-log.md.

@@ -1,7 +1,6 @@
 """FX passes for one-row products that Inductor lowers as a multiply and a sum, as it does under coordinate descent.
 
-Inductor fuses such reductions with their neighbours like any other. Two effects of that are undone here. (Products that
-`skinny_gemm` variants replace by kernels/linear/gemv.py are not affected.)
+Inductor fuses such reductions with their neighbours like any other. Two effects of that are undone here.
 
 - Slices of the product read the float32 sum and convert it again; `sink_slices` makes them views of the stored result.
 - The producer of the input row is recomputed in every program. For the MLP's down projection that is silu(gate) * up,
@@ -49,47 +48,34 @@ def _decomposed_gemv_input(sum_node: Any) -> Node | None:
 def sink_slices(graph: Graph) -> None:
     """Make slices of a decomposed product views of one tensor in the output dtype.
 
-    Otherwise Inductor stores the float32 sum and converts each slice where it is read, which is an additional kernel
-    before attention. An `as_strided` view makes Inductor store the converted product.
+    An `as_strided` view makes Inductor store the converted product, which saves a kernel before attention.
     """
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not aten.slice.Tensor:
-            continue
+    for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         product = strip_reshapes(node.args[0])
         if target_of(product) is not CONVERT_ELEMENT_TYPE or target_of(product.args[0]) is not SUM:
             continue
-        slice_value = node.meta["val"]
-        if count_symbolic([*slice_value.shape, *slice_value.stride(), slice_value.storage_offset()]):
+        value = node.meta["val"]
+        shape, strides, offset = list(value.shape), list(value.stride()), value.storage_offset()
+        if count_symbolic([*shape, *strides, offset]):
             continue  # not a product of one row
         with graph.inserting_before(node):
-            view = insert_call(
-                graph,
-                aten.as_strided.default,
-                product,
-                list(slice_value.shape),
-                list(slice_value.stride()),
-                slice_value.storage_offset(),
-            )
+            view = insert_call(graph, aten.as_strided.default, product, shape, strides, offset)
         node.replace_all_uses_with(view)
         graph.erase_node(node)
 
 
 def materialize_mlp_input(graph: Graph) -> None:
-    """Store the input row of a decomposed product if it is longer than the output row and computed in this graph.
-
-    An `as_strided` view makes Inductor store it.
-    """
+    """Store the input row of a decomposed product if it is longer than the output row and computed in this graph."""
     for node in list(graph.nodes):
         row = _decomposed_gemv_input(node)
-        if (
-            row is None
-            or row.meta["val"].shape[1] <= node.meta["val"].shape[1]
-            or not _is_computed_in_graph(row.args[0])
-        ):
+        if row is None or row.meta["val"].shape[1] <= node.meta["val"].shape[1]:
+            continue
+        if not _is_computed_in_graph(row.args[0]):
             continue
         source: Any = row.args[0]  # the row before its conversion to float32
         value = source.meta["val"]
         with graph.inserting_before(row):
+            # An `as_strided` view makes Inductor store it.
             stored = insert_call(graph, aten.as_strided.default, source, list(value.shape), list(value.stride()), 0)
         row.replace_input_with(source, stored)
 

@@ -3,7 +3,6 @@
 In transformers 5.17 to 5.23 the experts of a mixture call torch's grouped GEMM, an ATen op that packages may call.
 While torch.export traces, they call `transformers::grouped_mm_fallback` instead if the dtype is not bfloat16, or if the
 GPU's compute capability is below 8.0. That op exists only in a process that has imported transformers.
-`tcdeploy::grouped_mm` (kernels/linear/ops.py) computes the same.
 
 The pass runs on the exported graph and not after Inductor's passes, because the names of programs hash that graph, and
 because `foreign_ops` then finds every op that a package cannot call.

@@ -2,12 +2,9 @@
 
 A prefill step needs the last layer's output only for the last token of each prompt. After that layer's attention no op
 mixes tokens, so its output projection, norm, MLP and residuals can run on those rows. This saves 2.6% of the FLOPs of
-an 8B model; less or nothing if the MLP is not plain matrix products (Phi-3, mixtures of experts). Modelling code does
-not change: the last layer's program ends in `out[:, rows]`, and the pass swaps that selection with every op that
-commutes with it, up to those that do not (attention) and the layer's input.
-
-The number of tokens, the number of selected rows, or both may be symbolic. The tokens' dimension of a tensor is then
-the one whose size is the same expression.
+an 8B model; less or nothing if the MLP is not plain matrix products (Phi-3, mixtures of experts). The last layer's
+program ends in `out[:, rows]`, and the pass swaps that selection with every op that commutes with it, up to those that
+do not (attention) and the layer's input. The numbers of tokens and of selected rows may be symbolic.
 """
 
 from __future__ import annotations
@@ -34,21 +31,14 @@ REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default}
 
 def hoist_row_selection(graph: Graph) -> None:
     """Move each `x[..., rows]` at the end of the graph up, if x has no other reader."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten.index.Tensor and _feeds_output(node):
+    for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        if all(user.op == "output" for user in node.users):
             source, (*leading, rows) = node.args
             tokens = source.meta["val"].shape[len(leading)]
-            is_single_index = not any(leading) and isinstance(rows, Node)
-            if is_single_index and _is_row_index(rows) and _row_dim(source, tokens) == len(leading):
+            if any(leading) or not isinstance(rows, Node) or _row_dim(source, tokens) != len(leading):
+                continue
+            if rows.meta["val"].ndim == 1 and rows.meta["val"].dtype == torch.int64:
                 _hoist(graph, node, source, rows, tokens)
-
-
-def _is_row_index(rows: Node) -> bool:
-    return rows.meta["val"].ndim == 1 and rows.meta["val"].dtype == torch.int64
-
-
-def _feeds_output(node: Node) -> bool:
-    return all(user.op == "output" for user in node.users)
 
 
 def _hoist(graph: Graph, selection: Node, source: Node, rows: Node, tokens: int | SymInt) -> None:
@@ -93,10 +83,7 @@ def _commuting_nodes(graph: Graph, selection: Node, source: Node, tokens: int | 
 
 
 def _row_args(node: Node, tokens: int | SymInt) -> tuple[int, ...] | None:
-    """Indices of the arguments whose rows must be selected so that `node` yields its selected rows.
-
-    None if `node` does not commute with the selection.
-    """
+    """The arguments whose rows must be selected so that `node` yields its selected rows; None: it does not commute."""
     dim = _row_dim(node, tokens) if node.op == "call_function" and not node.kwargs else None
     if dim is None:
         return None

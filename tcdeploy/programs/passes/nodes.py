@@ -42,8 +42,7 @@ def insert_reshape(graph: Graph, node: Node, shape: Sequence[Any]) -> Node:
 
 def without_symbols(shape: Sequence[Any]) -> list[int]:
     """`shape` as the argument of a reshape, with -1 in place of its symbolic size, of which there is at most one."""
-    num_symbolic = count_symbolic(shape)
-    assert num_symbolic <= 1, shape
+    assert count_symbolic(shape) <= 1, shape
     return [size if isinstance(size, int) else -1 for size in shape]
 
 
@@ -74,7 +73,7 @@ def target_of(node: Any) -> Any:
 
 def strip_reshapes(node: Any) -> Any:
     """The node under any reshapes of it."""
-    while node.op == "call_function" and node.target in RESHAPES:
+    while target_of(node) in RESHAPES:
         node = node.args[0]
     return node
 

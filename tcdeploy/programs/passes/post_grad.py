@@ -1,19 +1,16 @@
 """The post-grad FX pass of every compiled program, which runs the passes of this package.
 
-    sizes.py, cse.py                 always
-    last_token_rows.py               always
-    gemv.py                          always
-    rotary.py                        with fused_epilogues
-    skinny_gemm.py, residual_add.py  with skinny_gemm, if Triton is installed
-    silu_mul.py, rms_norm.py         with skinny_gemm and fused_epilogues
-    residual_add.py (in place)       with inplace_residual
+    sizes.py, cse.py, last_token_rows.py, gemv.py    always
+    rotary.py                                        with fused_epilogues
+    skinny_gemm.py, residual_add.py                  with skinny_gemm, if Triton is installed
+    silu_mul.py, rms_norm.py                         with skinny_gemm and fused_epilogues
+    residual_add.py (in place)                       with inplace_residual
 
 The `uuid` makes programs that went through the pass cacheable, and is part of their key. It adds factors that torch's
-own key lacks: the sources of the passes and of the ops, and the environment. For example, torch's key lacks the
-instruction set, and C++ code that was generated for AVX-512 writes past the end of its buffers if it is compiled for
-AVX2.
-torch's `cache_key_tag` is not used for them: it is also part of the key of autotuning results, and Inductor's compile
-workers do not see it, so every start would tune again.
+own key lacks: the sources of the passes and of the ops, and the environment, such as the instruction set: C++ code that
+was generated for AVX-512 writes past the end of its buffers if it is compiled for AVX2. torch's `cache_key_tag` is not
+used for them: it is also part of the key of autotuning results, and Inductor's compile workers do not see it, so every
+start would tune again.
 """
 
 from __future__ import annotations
@@ -44,18 +41,12 @@ HASHED_FILES = (
 
 
 class PostGradPass(CustomGraphPass):
-    """Run the enabled passes; the three flags are those of a program's Variant (planning/variants.py).
-
-    environment_key: that of the plan, so that programs of another environment are not used.
-    """
+    """Run the passes that the flags of a program's Variant enable. `environment_key`: of the plan, part of the uuid."""
 
     def __init__(
-        self,
-        skinny_gemm: bool = False,
-        inplace_residual: bool = False,
-        fused_epilogues: bool = False,
+        self, skinny_gemm: bool = False, inplace_residual: bool = False, fused_epilogues: bool = False,
         environment_key: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.skinny_gemm, self.inplace_residual, self.fused_epilogues = skinny_gemm, inplace_residual, fused_epilogues
         self.environment_key = environment_key
 
@@ -83,10 +74,7 @@ class PostGradPass(CustomGraphPass):
 
 @functools.cache
 def op_source_digests() -> dict[str, str]:
-    """The digest of each source file that decides what a program with our ops in it computes, by path in the package.
-
-    torch_compat/inductor/graph_cache_keys.py is among them because it changes torch's keys.
-    """
+    """The digest of each source file that decides what a program with our ops computes, by path in the package."""
     package = Path(__file__).parents[2]
     files = [path for folder in HASHED_FOLDERS for path in (package / folder).glob("*.py")]
     return source_digests(package, [*files, *(package / path for path in HASHED_FILES)])

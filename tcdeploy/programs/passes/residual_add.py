@@ -22,6 +22,7 @@ from tcdeploy.programs.passes.nodes import (
     insert_reshape,
     match_linear,
     strip_reshapes,
+    target_of,
 )
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
@@ -29,19 +30,14 @@ aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 
 def fuse_residual_add(graph: Graph) -> None:
     """Pass the other operand of an addition to a `tcdeploy::linear` without bias that only the addition reads."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
-            continue
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         products = [arg for arg in node.args if _is_unbiased_skinny_gemm(node, arg)]
         others = [arg for arg in node.args if arg not in products]
-        if len(products) != 1 or not isinstance(others[0], Node):
+        if node.kwargs or len(products) != 1 or not isinstance(others[0], Node):
             continue
         linear_node, shape = strip_reshapes(products[0]), node.meta["val"].shape
-        residual = others[0].meta["val"]
-        if (
-            not _same_dtype_and_shape(node.meta["val"], products[0].meta["val"], residual)
-            or not residual.is_contiguous()
-        ):
+        values = [operand.meta["val"] for operand in (node, products[0], others[0])]
+        if not _same_dtype_and_shape(*values) or not values[2].is_contiguous():
             continue
         x, weight, _, config = linear_node.args
         with graph.inserting_before(node):
@@ -54,10 +50,7 @@ def fuse_residual_add(graph: Graph) -> None:
 
 
 def fuse_inplace_residual_add(graph: Graph) -> None:
-    """Accumulate a product into the sum that it is added to, if nothing reads that sum later.
-
-    The sum is a new tensor of this graph, never an input or a view of one.
-    """
+    """Accumulate a product into the sum (a new tensor, no input) that it is added to, if nothing reads it later."""
     positions = {node: position for position, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
@@ -82,7 +75,7 @@ def fuse_inplace_residual_add(graph: Graph) -> None:
 def _has_single_consumer(consumer: Node, arg: Any) -> bool:
     """Whether `consumer` is the only reader of `arg` and of the nodes that it reshapes."""
     while isinstance(arg, Node) and list(arg.users) == [consumer]:
-        if arg.op != "call_function" or arg.target not in RESHAPES:
+        if target_of(arg) not in RESHAPES:
             return True
         consumer, arg = arg, arg.args[0]
     return False
@@ -90,17 +83,13 @@ def _has_single_consumer(consumer: Node, arg: Any) -> bool:
 
 def _is_last_consumer(consumer: Node, accumulator: Any, positions: dict[Node, int]) -> bool:
     """Whether `accumulator` is a sum that nothing reads after `consumer`, not even through a view."""
-    if (
-        not isinstance(accumulator, Node)
-        or accumulator.op != "call_function"
-        or accumulator.target is not aten.add.Tensor
-    ):
+    if target_of(accumulator) is not aten.add.Tensor:
         return False
     readers = [user for user in accumulator.users if user is not consumer]
     for user in readers:
         if user not in positions or positions[user] > positions[consumer]:
             return False
-        if user.op == "call_function" and user.target in ALIASES:
+        if target_of(user) in ALIASES:
             readers += user.users
     return True
 
@@ -112,10 +101,5 @@ def _same_dtype_and_shape(*values: Tensor) -> bool:
 
 def _is_unbiased_skinny_gemm(consumer: Node, arg: Any) -> bool:
     """Whether `arg` is a `tcdeploy::linear` without bias whose only reader is `consumer`."""
-    while isinstance(arg, Node) and arg.op == "call_function" and list(arg.users) == [consumer]:
-        if arg.target is tcdeploy_ops.linear.default:
-            return arg.args[2] is None
-        if arg.target not in RESHAPES:
-            return False
-        consumer, arg = arg, arg.args[0]
-    return False
+    source: Any = strip_reshapes(arg) if _has_single_consumer(consumer, arg) else None
+    return target_of(source) is tcdeploy_ops.linear.default and source.args[2] is None

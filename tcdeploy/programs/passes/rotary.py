@@ -34,8 +34,8 @@ def fuse_rope_into_attention(graph: Graph) -> None:
     """Pass cos, sin and the unrotated q and k to each `tcdeploy::decode_attention` whose q and k share cos and sin."""
     if not eager_input_vals.supported():
         return
-    for node in list(graph.nodes):
-        if target_of(node) is not AUTO_FUNCTIONALIZED or node.args[0] is not tcdeploy_ops.decode_attention.default:
+    for node in graph.find_nodes(op="call_function", target=AUTO_FUNCTIONALIZED):
+        if node.args[0] is not tcdeploy_ops.decode_attention.default:
             continue
         q, k = (_match_rotary(node.kwargs[name]) for name in ("q", "k"))
         if q is None or k is None or (q.cos, q.sin) != (k.cos, k.sin):

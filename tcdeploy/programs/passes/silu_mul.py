@@ -41,10 +41,8 @@ def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
     if len(halves) != 2:
         return None
     linear_node = strip_reshapes(halves[0].args[0])
-    if (
-        target_of(linear_node) is not tcdeploy_ops.linear.default
-        or strip_reshapes(halves[1].args[0]) is not linear_node
-    ):
+    is_linear = target_of(linear_node) is tcdeploy_ops.linear.default
+    if not is_linear or strip_reshapes(halves[1].args[0]) is not linear_node:
         return None
     value = linear_node.meta["val"]
     half = value.shape[1] // 2

@@ -6,7 +6,6 @@ The heuristics of kernels/linear/tile_configs.py decide for which shapes the Tri
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.fx import Graph
 
 import tcdeploy.kernels.linear.ops  # noqa: F401 - registers tcdeploy::linear
@@ -29,14 +28,10 @@ def replace_with_skinny_gemm(graph: Graph) -> None:
 
 def _skinny_gemm_configs(product: LinearMatch) -> tuple[int, ...]:
     x, weight = product.x.meta["val"], product.weight.meta["val"]
-    if not _supports_skinny_gemm(x, weight):
+    is_half_precision = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
+    if not (is_half_precision and isinstance(x.shape[0], int) and weight.is_contiguous() and x.stride(1) == 1):
         return ()
     if x.shape[0] != 1:
         return skinny_gemm_configs(x.shape[0], *weight.shape)
     # The GEMV reads `weight` before the previous kernel ends, so `weight` must be a parameter, which no kernel writes.
     return gemv_configs(*weight.shape) if is_weight(product.weight, 2) else ()
-
-
-def _supports_skinny_gemm(x: Tensor, weight: Tensor) -> bool:
-    is_half_precision = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
-    return is_half_precision and isinstance(x.shape[0], int) and weight.is_contiguous() and x.stride(1) == 1

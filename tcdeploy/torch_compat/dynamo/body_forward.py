@@ -3,8 +3,6 @@
 Scoring a prompt applies the LM head in chunks. transformers has no public way to run the head, with what a family does
 around it (scaling, soft-capping), on hidden states that exist already. So the body's `forward` is replaced on the
 instance while the chunks are computed. This relies on a causal LM calling `base_model` as a module.
-
-Without it, the body runs once per chunk: slower, same result.
 """
 
 from __future__ import annotations
@@ -15,23 +13,16 @@ from typing import Any
 
 from torch import nn
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 
+@internal("prompt log-probabilities", "transformers.PreTrainedModel.base_model",
+          "scoring a long prompt runs the model once per chunk of logits")  # fmt: skip
 def supported() -> bool:
     """Whether modules look up `forward` on the instance, and causal LMs name their body."""
     return mentions(getattr(nn.Module, "_call_impl", None), "forward") and isinstance(
         find("transformers:PreTrainedModel.base_model"), property
     )
-
-
-INTERNAL = Internal(
-    "prompt log-probabilities",
-    "transformers",
-    "PreTrainedModel.base_model",
-    "scoring a long prompt runs the model once per chunk of logits",
-    supported,
-)
 
 
 @contextlib.contextmanager

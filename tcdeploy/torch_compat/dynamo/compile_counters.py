@@ -1,15 +1,13 @@
 """Read the counters of Dynamo and Inductor: programs, cache hits and misses, graph breaks.
 
-torch has no public API that says whether a compilation came from the cache. Without the counters, the outcome of a
-bucket is "unknown", never "hit" or "reused", and `warm --require-hit` fails.
+torch has no public API that says whether a compilation came from the cache.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
-from tcdeploy.torch_compat.internal import Internal, find, is_imported, mentions
+from tcdeploy.torch_compat.internal import find, internal, is_imported, mentions
 
 DYNAMO = "torch._dynamo"
 COUNTERS = "torch._dynamo.utils:counters"
@@ -17,18 +15,8 @@ HIT, MISS, BYPASS = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_by
 WRITE_ERROR, CUDAGRAPH_SKIPS = "fxgraph_cache_write_error", "cudagraph_skips"
 
 
-class TorchCounters(NamedTuple):
-    """Totals of this process. `cache_*` count Inductor's graph cache; `programs` are graphs that Dynamo captured."""
-
-    programs: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
-    cache_bypasses: int = 0
-    cache_write_errors: int = 0
-    cudagraph_skips: int = 0
-    graph_breaks: int = 0
-
-
+@internal("compile counters", "torch._dynamo.utils.counters",
+          "cache hits cannot be counted, so every bucket's outcome is unknown and --require-hit fails")  # fmt: skip
 @functools.cache
 def supported() -> bool:
     """Whether torch still counts under the names that are read here."""
@@ -37,15 +25,6 @@ def supported() -> bool:
         and mentions(find("torch._inductor.codecache:FxGraphCache"), HIT, MISS, BYPASS)
         and mentions(find("torch._dynamo.output_graph:OutputGraph"), "unique_graphs")
     )
-
-
-INTERNAL = Internal(
-    "compile counters",
-    "torch",
-    "torch._dynamo.utils.counters",
-    "cache hits cannot be counted, so every bucket's outcome is unknown and --require-hit fails",
-    supported,
-)
 
 
 def is_compiler_imported() -> bool:
@@ -58,18 +37,22 @@ def can_count() -> bool:
     return not is_compiler_imported() or supported()
 
 
-def read_counters() -> TorchCounters:
-    """Zeros if the counters are missing, or if torch's compiler is not imported."""
+def read_counters() -> dict[str, int]:
+    """Totals of this process, by field of `CompileCounts` (programs/compile_stats.py).
+
+    Empty if the counters are missing, or if torch's compiler is not imported.
+    """
     if not is_compiler_imported() or not supported():
-        return TorchCounters()
+        return {}
     counters = find(COUNTERS)
-    inductor = counters["inductor"]
-    return TorchCounters(
-        programs=counters["stats"]["unique_graphs"],
-        cache_hits=inductor[HIT],
-        cache_misses=inductor[MISS],
-        cache_bypasses=inductor[BYPASS],
-        cache_write_errors=inductor[WRITE_ERROR],
-        cudagraph_skips=inductor[CUDAGRAPH_SKIPS],
-        graph_breaks=sum(counters["graph_break"].values()),
-    )
+    graphs, inductor = counters["stats"]["unique_graphs"], counters["inductor"]
+    return {
+        "compiles": graphs,
+        "programs": graphs,
+        "cache_hits": inductor[HIT],
+        "cache_misses": inductor[MISS],
+        "cache_bypasses": inductor[BYPASS],
+        "cache_write_errors": inductor[WRITE_ERROR],
+        "cudagraph_skips": inductor[CUDAGRAPH_SKIPS],
+        "graph_breaks": sum(counters["graph_break"].values()),
+    }

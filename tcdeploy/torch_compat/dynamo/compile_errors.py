@@ -1,8 +1,7 @@
 """Recognise exceptions that torch.compile raises.
 
-Their classes are defined in private modules. Only the names of those modules and of one class are used, and nothing is
-imported, so a class that torch moves is at worst not recognised: its traceback is then shown instead of an error with a
-hint.
+Their classes are defined in private modules, of which only names are used; nothing is imported. A class that torch
+moves is at worst not recognised.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 PRIVATE_MODULES = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx.experimental")
 UNSUPPORTED = "Unsupported"  # Dynamo's: a graph break under fullgraph=True
-RECOMPILE_LIMIT = "FailOnRecompileLimitHit"  # Dynamo's: derives from Exception, not from TorchDynamoException
-CONSTRAINT_VIOLATION = "ConstraintViolationError"  # a program with a symbolic size is valid for some sizes only
+# Dynamo's: a function has as many programs as torch allows. Derives from Exception, not from TorchDynamoException.
+RECOMPILE_LIMIT = "FailOnRecompileLimitHit"
+CONSTRAINT_VIOLATION = "ConstraintViolationError"  # code depends on a size that was marked as dynamic
 CPP_COMPILE_ERROR = "CppCompileError"  # Inductor's: a call of the C++ compiler that failed
 SOURCE_SUFFIXES = (".cpp", ".h", ".hpp", ".o")
 
@@ -28,6 +28,10 @@ class CompilerFailure(NamedTuple):
     status: int | None = None  # exit status, negative for a signal; None if torch does not pass it on
 
 
+@internal(
+    "compile errors", "torch._dynamo.exc.TorchDynamoException",
+    "errors of torch.compile may be shown as tracebacks without a hint, and errors of g++ without its message",
+)  # fmt: skip
 def supported() -> bool:
     base, unsupported = find("torch._dynamo.exc:TorchDynamoException"), find(f"torch._dynamo.exc:{UNSUPPORTED}")
     cpp_compile_error = find(f"torch._inductor.exc:{CPP_COMPILE_ERROR}")
@@ -37,38 +41,16 @@ def supported() -> bool:
     return are_errors and recompile_limit is not None and has_parameters(cpp_compile_error, "cmd", "output")
 
 
-INTERNAL = Internal(
-    "compile errors",
-    "torch",
-    "torch._dynamo.exc.TorchDynamoException",
-    "errors of torch.compile may be shown as tracebacks without a hint, and errors of g++ without its message",
-    supported,
-)
-
-
-def is_compile_error(error: BaseException) -> bool:
-    """Whether Dynamo, AOTAutograd, Inductor or the code for symbolic sizes raised it."""
-    return any(cls.__module__.startswith(PRIVATE_MODULES) for cls in type(error).__mro__)
-
-
-def is_graph_break(error: BaseException) -> bool:
-    """Whether it reports code that Dynamo cannot trace."""
-    return is_compile_error(error) and any(cls.__name__ == UNSUPPORTED for cls in type(error).__mro__)
-
-
-def is_recompile_limit(error: BaseException) -> bool:
-    """Whether it reports that a function has as many programs as torch allows."""
-    return is_compile_error(error) and any(cls.__name__ == RECOMPILE_LIMIT for cls in type(error).__mro__)
-
-
-def is_constraint_violation(error: BaseException) -> bool:
-    """Whether it reports code that depends on a size that was marked as dynamic."""
-    return is_compile_error(error) and any(cls.__name__ == CONSTRAINT_VIOLATION for cls in type(error).__mro__)
+def is_compile_error(error: BaseException, name: str = "") -> bool:
+    """Whether Dynamo, AOTAutograd, Inductor or the code for symbolic sizes raised it, by a class `name` if given."""
+    classes = type(error).__mro__
+    is_private = any(cls.__module__.startswith(PRIVATE_MODULES) for cls in classes)
+    return is_private and (not name or any(cls.__name__ == name for cls in classes))
 
 
 def find_compiler_failure(error: BaseException) -> CompilerFailure | None:
     """The failed call of the C++ compiler that caused an error of torch.compile."""
-    for cause in _causes(error):
+    for cause in causes(error):
         command, output = getattr(cause, "cmd", None), getattr(cause, "output", None)
         if type(cause).__name__ == CPP_COMPILE_ERROR and isinstance(command, list) and isinstance(output, str):
             sources = [word for word in command[1:] if word.endswith(SOURCE_SUFFIXES)]
@@ -77,7 +59,7 @@ def find_compiler_failure(error: BaseException) -> CompilerFailure | None:
     return None
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error and the chain of its causes. torch stores a backend's error in the attribute `inner_exception`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

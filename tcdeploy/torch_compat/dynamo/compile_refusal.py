@@ -2,10 +2,8 @@
 
 torch has no public setting for it. Rejected: the stance fail_on_recompile, which refuses every program that Dynamo has
 not traced, because a warm start must trace a program to find it in the cache. Instead, the function that Inductor calls
-after a miss is patched. Compilations by the C++ compiler and Triton are refused where they are counted:
-cache/files/usage.py sees each command, and torch_compat/triton/cache.py each kernel that is missing.
-
-If torch lacks the patched function, `--no-compile` is refused.
+after a miss is patched. cache/files/usage.py refuses commands of the C++ compiler, and torch_compat/triton/cache.py
+kernels that are missing.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find, is_imported, mentions
+from tcdeploy.torch_compat.internal import find, internal, is_imported, mentions
 
 COMPILE_FX = "torch._inductor.compile_fx"
 FUNCTION = "fx_codegen_and_compile"
@@ -31,17 +29,9 @@ class CompilationRefused(BaseException):  # noqa: N818 - not an Exception: torch
         self.what = what
 
 
+@internal("compile refusal", f"{COMPILE_FX}.{FUNCTION}", "--no-compile cannot be used")
 def supported() -> bool:
     return callable(find(f"{COMPILE_FX}:{FUNCTION}")) and mentions(find(f"{COMPILE_FX}:_compile_fx_inner"), FUNCTION)
-
-
-INTERNAL = Internal(
-    "compile refusal",
-    "torch",
-    f"{COMPILE_FX}.{FUNCTION}",
-    "--no-compile cannot be used",
-    supported,
-)
 
 
 def check(what: str) -> None:

@@ -1,9 +1,8 @@
 """Reads graph breaks and recompilations from torch's structured trace, and writes the trace to a file for `tlparse`.
 
-torch logs one record per event to the logger of TORCH_TRACE, with metadata and a text. torch has no public API that
-lists the graph breaks of a call with their stacks, or the guards that failed: `torch._dynamo.explain` misses breaks
-before the first operation, and covers a single call. Without the logger, `tcdeploy explain` cannot look for breaks and
-recompilations; all other commands are unaffected.
+torch logs one record per event to the logger of TORCH_TRACE, with metadata and a text. No public API lists the graph
+breaks of a call with their stacks, or the guards that failed: `torch._dynamo.explain` misses breaks before the first
+operation, and covers a single call.
 """
 
 from __future__ import annotations
@@ -16,37 +15,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 LOGGER = "torch._logging._internal:trace_log"
 FORMATTER = "torch._logging._internal:TorchLogsFormatter"
 
 
+@internal("compile trace", "torch._logging.trace_structured",
+          "`explain` cannot look for graph breaks and recompilations")  # fmt: skip
 def supported() -> bool:
     return isinstance(find(LOGGER), logging.Logger) and has_parameters(find(FORMATTER), "trace")
 
 
-INTERNAL = Internal(
-    "compile trace",
-    "torch",
-    "torch._logging.trace_structured",
-    "`explain` cannot look for graph breaks and recompilations",
-    supported,
-)
-
-
 @dataclass
 class CompileTrace:
-    """torch's messages, in the order in which they were logged.
+    """torch's messages, in the order in which they were logged."""
 
-    graph_breaks: the reason of each break, followed by the stack of the user's code.
-    recompilations: for each recompilation, the guard that failed in the latest program.
-    guard_counts: the number of guards of each program.
-    """
-
-    graph_breaks: list[str] = field(default_factory=list)
-    recompilations: list[str] = field(default_factory=list)
-    guard_counts: list[int] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)  # the reason, followed by the stack of the user's code
+    recompilations: list[str] = field(default_factory=list)  # the guard that failed in the latest program
+    guard_counts: list[int] = field(default_factory=list)  # of each program
 
 
 class _Collector(logging.Handler):

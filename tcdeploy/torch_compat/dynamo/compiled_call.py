@@ -2,10 +2,8 @@
 
 `nn.Module.compile()` takes one set of options, and buckets differ in theirs; torch has no public hook that runs outside
 a module's compiled program. nn.Module.__call__ uses `_compiled_call_impl` when it is set, and `_call_impl` otherwise.
-
-Without the slot, the module's `forward` is replaced instead. The program is then compiled from the class's forward, so
-module hooks run eagerly around it. tests/engine/test_tuning.py and tests/programs/test_programs.py fail when the slot
-moves.
+Without the slot, programs are compiled from the class's forward. tests/engine/test_tuning.py and
+tests/programs/test_programs.py fail when the slot moves.
 """
 
 from __future__ import annotations
@@ -15,9 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from tcdeploy.torch_compat.internal import Internal, mentions
+from tcdeploy.torch_compat.internal import internal, mentions
 
 
+@internal("compiled call", "torch.nn.Module._compiled_call_impl",
+          "forward is replaced instead, so module hooks run outside the compiled program")  # fmt: skip
 def supported() -> bool:
     return (
         "_compiled_call_impl" in vars(nn.Module)
@@ -26,13 +26,6 @@ def supported() -> bool:
     )
 
 
-INTERNAL = Internal(
-    "compiled call",
-    "torch",
-    "nn.Module._compiled_call_impl",
-    "forward is replaced instead, so module hooks run outside the compiled program",
-    supported,
-)
 _HAS_SLOT = supported()
 
 

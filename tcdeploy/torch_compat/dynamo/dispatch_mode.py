@@ -1,8 +1,7 @@
 """Observe or replace each operation that torch runs, with its inputs and its result.
 
-`TorchDispatchMode` is the documented way to do so, but is defined in a private module. Without it, the probe cannot
-check where a model's token positions come from (models/positions.py), and the reference of the parity check cannot be
-computed in a higher precision (engine/check/precise_math.py).
+`TorchDispatchMode` is the documented way to do so, but is defined in a private module. models/positions.py and
+engine/check/precise_math.py use it.
 """
 
 from __future__ import annotations
@@ -11,24 +10,19 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import find, internal
 
 DISPATCH_MODE = "torch.utils._python_dispatch:TorchDispatchMode"
 # Called with an operation (torch.ops.aten.mm.default), its positional and its keyword arguments; returns the result.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
+@internal(
+    "operation dispatch", "torch.utils._python_dispatch.TorchDispatchMode",
+    "models that compute token positions of their own are not refused, and the parity check has fixed tolerances",
+)  # fmt: skip
 def supported() -> bool:
     return find(f"{DISPATCH_MODE}.__torch_dispatch__") is not None
-
-
-INTERNAL = Internal(
-    "operation dispatch",
-    "torch",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "models that compute token positions of their own are not refused, and the parity check has fixed tolerances",
-    supported,
-)
 
 
 def handle_operations(handler: Handler) -> contextlib.AbstractContextManager[Any]:

@@ -1,35 +1,24 @@
 """Change the inputs of an opaque op in an FX graph, with the layouts that Inductor gives them.
 
 Inductor lays out an opaque op's inputs as they were traced. It takes those layouts from node.meta["eager_input_vals"],
-not from the input nodes, so a pass that replaces inputs must replace the recorded values as well.
-
-Without the key, a replaced input could get a stale layout, so the pass that needs it does not run
-(programs/passes/rotary.py).
+not from the input nodes, so a pass that replaces inputs (programs/passes/rotary.py) must replace these values as well.
 """
 
 from __future__ import annotations
 
 from torch.fx import Node
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 KEY = "eager_input_vals"
 
 
+@internal("rotary fusion", 'torch.fx.Node.meta["eager_input_vals"]', "RoPE is not fused into decode attention")
 def supported() -> bool:
     """Whether tracing records the values, and Inductor's lowering reads them."""
     return mentions(find("torch.fx.experimental.proxy_tensor:PythonKeyTracer"), KEY) and mentions(
         find("torch._inductor.graph:GraphLowering"), KEY
     )
-
-
-INTERNAL = Internal(
-    "rotary fusion",
-    "torch",
-    'node.meta["eager_input_vals"]',
-    "RoPE is not fused into decode attention",
-    supported,
-)
 
 
 def replace_inputs(node: Node, inputs: dict[str, Node]) -> None:

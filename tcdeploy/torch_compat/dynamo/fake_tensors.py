@@ -15,23 +15,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 FAKE_TENSOR_MODE = "torch._subclasses.fake_tensor:FakeTensorMode"
 LOGGER = "torch._subclasses.fake_tensor"
 
 
+@internal("fake tensors", "torch._subclasses.fake_tensor.FakeTensorMode",
+          "models are probed on the meta device, and some types may be refused")  # fmt: skip
 def supported() -> bool:
     return has_parameters(find(FAKE_TENSOR_MODE), "allow_non_fake_inputs")
-
-
-INTERNAL = Internal(
-    "fake tensors",
-    "torch",
-    "torch._subclasses.fake_tensor.FakeTensorMode",
-    "models are probed on the meta device, and some types may be refused",
-    supported,
-)
 
 
 @contextlib.contextmanager
@@ -57,10 +50,7 @@ class _AllEqual(TorchFunctionMode):
 
 @contextlib.contextmanager
 def fake_loading() -> Iterator[None]:
-    """Like `fake_tensors`, for transformers' `from_pretrained` with a state dict.
-
-    Tensors are loaded in one thread, because fake tensors cannot be used in several.
-    """
+    """Like `fake_tensors`, for transformers' `from_pretrained` with a state dict, which then loads in one thread."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers at each load
     earlier = os.environ.get(name)
     os.environ[name] = "1"

@@ -1,9 +1,8 @@
 """Mark a tensor dimension as a symbol, so that programs do not depend on its size.
 
 `torch._dynamo.mark_dynamic` is documented, but is defined in a private module and has no public equivalent up to torch
-2.13. Without it, programs hold the sizes of the KV cache and of block tables: they are correct for this plan, and
-another context or amount of GPU memory compiles again. A dynamic prefill range becomes one static bucket
-(planning/plan.py).
+2.13. Without it, another context or amount of GPU memory compiles again, and a dynamic prefill range becomes one static
+bucket (planning/plan.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from tcdeploy.planning.environment import DYNAMIC_SIZES
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters, is_imported
+from tcdeploy.torch_compat.internal import find, has_parameters, internal, is_imported
 
 DYNAMO = "torch._dynamo"
 MARK_DYNAMIC = "torch._dynamo:mark_dynamic"
@@ -22,18 +21,10 @@ MAYBE_MARK_DYNAMIC = "torch._dynamo:maybe_mark_dynamic"
 DIMS_ATTRIBUTE = "tcdeploy_dynamic_dims"  # of a marked tensor; torch's own marks are private
 
 
+@internal(DYNAMIC_SIZES, "torch._dynamo.mark_dynamic", "programs depend on the context and on the number of KV blocks")
 @functools.cache  # `mark_dynamic` is called for each layer of each step that runs without a graph
 def supported() -> bool:
     return has_parameters(find(MARK_DYNAMIC), "min", "max")
-
-
-INTERNAL = Internal(
-    DYNAMIC_SIZES,
-    "torch",
-    "torch._dynamo.mark_dynamic",
-    "programs depend on the context and on the number of KV blocks",
-    supported,
-)
 
 
 def mark_dynamic(tensor: Tensor, dim: int, min: int | None = None, max: int | None = None) -> None:

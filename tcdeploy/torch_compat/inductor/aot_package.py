@@ -1,7 +1,6 @@
 """Compile an exported program to an AOTInductor package, and load a package without torch's compiler.
 
-The public loader, `torch._inductor.aoti_load_package`, imports Inductor. Its class is in torch's C++ module and
-needs no further import. Without that class, programs are made by torch.compile.
+The public loader, `torch._inductor.aoti_load_package`, imports Inductor. Its class is in torch's C++ module.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tcdeploy.planning.environment import AOT_PACKAGES
 from tcdeploy.torch_compat.inductor.aot_pdl import dependent_launches
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import find, internal
 
 LOADER = "torch:_C._aoti.AOTIModelPackageLoader"
 COMPILER = "torch._inductor:aoti_compile_and_package"
@@ -23,17 +22,9 @@ CONFIG = "torch._inductor.config:aot_inductor"
 MODEL_NAME = "model"  # of the only model in a package
 
 
+@internal(AOT_PACKAGES, "torch._C._aoti.AOTIModelPackageLoader", "--programs aot is replaced by jit")
 def supported() -> bool:
     return hasattr(find(LOADER), "boxed_run")
-
-
-INTERNAL = Internal(
-    AOT_PACKAGES,
-    "torch",
-    "torch._C._aoti.AOTIModelPackageLoader",
-    "--programs aot is replaced by jit",
-    supported,
-)
 
 
 def compile_package(exported: Any, path: str, inductor_config: dict[str, Any]) -> None:
@@ -58,10 +49,8 @@ def load_package(path: str, device_index: int, unpack_folder: str) -> Callable[[
     """A function from the program's inputs to its outputs, which empties the list of inputs.
 
     The function checks neither shapes nor dtypes: a wrong input can be read out of bounds. `device_index`: -1 for a
-    CPU.
-
-    torch unpacks the package into a folder below TMPDIR, and leaves it there unless the loader is destroyed before the
-    process exits. So TMPDIR is `unpack_folder` during the call.
+    CPU. torch unpacks the package into a folder below TMPDIR, and leaves it there unless the loader is destroyed before
+    the process exits. So TMPDIR is `unpack_folder` during the call.
     """
     is_single_threaded, num_runners = True, 1
     previous = os.environ.get("TMPDIR")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters, mentions
+from tcdeploy.torch_compat.internal import find, has_parameters, internal, mentions
 
 KERNEL_CALL = "torch._inductor.codegen.cpp_wrapper_gpu:DeferredTritonCallWrapper"
 CUDA_CODE = "torch._inductor.codegen.cuda.device_op_overrides:CUDADeviceOpOverrides"
@@ -54,6 +54,11 @@ DEPENDENT_LAUNCH = """
 """
 
 
+@internal(
+    "dependent launch in packages",
+    "torch._inductor.codegen.cpp_wrapper_gpu.DeferredTritonCallWrapper.generate_launch_kernel",
+    "decode steps of `--programs aot` may be about 1% slower",
+)  # fmt: skip
 def supported() -> bool:
     call, code = find(KERNEL_CALL), find(CUDA_CODE)
     return (
@@ -61,15 +66,6 @@ def supported() -> bool:
         and mentions(getattr(call, "generate", None), "kernel_name_to_body", "generate_launch_kernel")
         and any(LAUNCH_PARAMETERS in " ".join(text.split()) for text in _texts(getattr(code, "kernel_driver", None)))
     )
-
-
-INTERNAL = Internal(
-    "dependent launch in packages",
-    "torch",
-    "torch._inductor.codegen.cpp_wrapper_gpu.DeferredTritonCallWrapper.generate_launch_kernel",
-    "decode steps of `--programs aot` may be about 1% slower",
-    supported,
-)
 
 
 @contextmanager

@@ -2,12 +2,10 @@
 
 torch times the variants of a kernel and stores the name of the fastest beside the kernel's source. A kernel that is
 loaded together with its program (Inductor's static launcher) carries the absolute path of that source from the
-process that compiled it. After the folder is moved, copied or unpacked from a bundle, torch looks under the old path:
-every start times all variants again, may choose another, and creates folders named as on the first machine.
-
-Sources are stored two levels below the cache folder, by the hash of their text, so the last two parts of a path
-identify the file. Without the patch, kernels are timed again at every start, because each start has its own staging
-folder. tests/torch_compat/test_autotune_cache.py fails when torch no longer needs the patch.
+process that compiled it. Each start has its own staging folder, so torch would look under an old path, time all
+variants again, and might choose another. Sources are stored two levels below the cache folder, by the hash of their
+text, so the last two parts of a path identify the file. tests/torch_compat/test_autotune_cache.py fails when torch no
+longer needs the patch.
 """
 
 from __future__ import annotations
@@ -17,12 +15,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters, mentions
+from tcdeploy.torch_compat.internal import find, has_parameters, internal, mentions
 
 AUTOTUNE_CACHE = "torch._inductor.runtime.autotune_cache:AutotuneCache"
 CACHE_DIR = "torch._inductor.runtime.cache_dir_utils:cache_dir"
 
 
+@internal("autotune cache", "torch._inductor.runtime.autotune_cache.AutotuneCache.create",
+          "kernels are timed again at every start")  # fmt: skip
 def supported() -> bool:
     """Whether entries are created and restored with a path, in the form that the patch rewrites."""
     create, restore = find(f"{AUTOTUNE_CACHE}.create"), vars(find(AUTOTUNE_CACHE) or object).get("__setstate__")
@@ -32,11 +32,6 @@ def supported() -> bool:
         and has_parameters(create, "inductor_meta", "filename", "configs_hash")
         and mentions(create, "local_cache")
     )
-
-
-INTERNAL = Internal(
-    "autotune cache", "torch", "AutotuneCache.create", "kernels are timed again at every start", supported
-)
 
 
 @functools.cache

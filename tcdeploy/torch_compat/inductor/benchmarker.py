@@ -1,8 +1,7 @@
 """Count the kernel variants that this process times.
 
 torch's own counter cannot be used: a cache hit adds to it what was timed when the program was compiled. So the two
-timing methods of Inductor's benchmarker are wrapped. Without the wrapper, `kernels_timed` stays 0 in manifests.
-tests/programs/test_compile_stats.py fails when torch times kernels by another object.
+timing methods of Inductor's benchmarker are wrapped. tests/programs/test_compile_stats.py fails when torch uses others.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find, is_imported
+from tcdeploy.torch_compat.internal import find, internal, is_imported
 
 INDUCTOR = "torch._inductor"
 BENCHMARKER = "torch._inductor.runtime.benchmarking:benchmarker"
@@ -20,18 +19,11 @@ TIMING_METHODS = ("benchmark_cpu", "benchmark_gpu")
 kernels_timed = 0  # by this process since `count_kernel_timings`
 
 
+@internal("kernel timings", "torch._inductor.runtime.benchmarking.benchmarker",
+          "timed kernels are not counted, and kernels_timed stays 0")  # fmt: skip
 def supported() -> bool:
     benchmarker = find(BENCHMARKER)
     return hasattr(benchmarker, "__dict__") and all(callable(getattr(benchmarker, name, 0)) for name in TIMING_METHODS)
-
-
-INTERNAL = Internal(
-    "kernel timings",
-    "torch",
-    "torch._inductor.runtime.benchmarking.benchmarker",
-    "timed kernels are not counted, and kernels_timed stays 0",
-    supported,
-)
 
 
 def count_kernel_timings() -> None:

@@ -1,18 +1,20 @@
 """The C++ compiler queries that Inductor runs at a warm start.
 
 Their output is part of the names of compiled CPU programs. record/toolchain.py stores it, and a stub of g++ replays it
-on a machine without a compiler. The stub fails for a query that is not listed here, so a warm start without a compiler
-fails when torch adds a query. tests/cache/test_toolchain.py compares the list with what a warm start runs.
+on a machine without a compiler, and fails for other queries. tests/cache/test_toolchain.py compares this list with what
+a warm start runs.
 """
 
 from __future__ import annotations
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 COMPILER_QUERIES = ("--version", "-v", "-dumpfullversion -dumpversion")
 BUILDER = "torch._inductor.cpp_builder"
 
 
+@internal("C++ compiler queries", "torch._inductor.cpp_builder.get_compiler_version_info",
+          "a warm start on a CPU machine without a C++ compiler may fail")  # fmt: skip
 def supported() -> bool:
     """Whether torch's functions that run the queries still exist and run these."""
     return (
@@ -29,12 +31,3 @@ def cpp_compiler() -> str:
         return str(get_cpp_compiler()) if callable(get_cpp_compiler) else ""
     except RuntimeError:  # torch's InvalidCxxCompiler; torch raises it again when it compiles
         return ""
-
-
-INTERNAL = Internal(
-    "C++ compiler queries",
-    "torch",
-    "torch._inductor.cpp_builder.get_compiler_version_info",
-    "a warm start on a CPU machine without a C++ compiler may fail",
-    supported,
-)

@@ -1,8 +1,7 @@
 """Run our FX passes inside Inductor, with the graph cache still on.
 
 Inductor takes a pass as an option, post_grad_custom_pre_pass, and caches programs that went through it if the pass is a
-CustomGraphPass with a uuid. Without them no pass runs: the identical GEMMs of packed projections are not merged, and
-the fused kernels of kernels/linear/ and kernels/attention/ are not used. Results do not change.
+CustomGraphPass with a uuid.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import find, internal
 
 MODULE = "torch._inductor.custom_graph_pass"
 OPTION = "post_grad_custom_pre_pass"
@@ -21,17 +20,12 @@ else:
     CustomGraphPass = find(f"{MODULE}:CustomGraphPass") or object
 
 
+@internal(
+    "graph passes", "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "no graph pass runs: projections are not merged and no fused kernel is used, so steps are slower",
+)  # fmt: skip
 def supported() -> bool:
     return isinstance(find(f"{MODULE}:CustomGraphPass"), type) and hasattr(find("torch._inductor.config"), OPTION)
-
-
-INTERNAL = Internal(
-    "graph passes",
-    "torch",
-    "torch._inductor.custom_graph_pass.CustomGraphPass",
-    "no graph pass runs: projections are not merged and no fused kernel is used, so steps are slower",
-    supported,
-)
 
 
 def import_compiler() -> None:

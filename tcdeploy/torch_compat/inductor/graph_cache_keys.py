@@ -1,12 +1,10 @@
 """Keys of Inductor's graph cache that do not depend on which other modules a process has imported.
 
 Inductor pickles the inputs of a compilation and hashes the bytes. torch pickles a memory format by the name of the
-first module in `sys.modules` that has an attribute `torch`: usually torch._utils, sometimes another. A different name
-changes the key of every tensor, so every program is a miss. With Cython installed, `tcdeploy serve` missed all that
-`tcdeploy warm` had compiled, because Cython's stand-ins for C modules have every attribute.
-
-Without the patch: such misses return; results do not change. tests/torch_compat/test_graph_cache_keys.py fails when
-torch no longer needs the patch.
+first module in `sys.modules` that has an attribute `torch`: usually torch._utils, sometimes another, and then every
+program is a miss. With Cython installed, `tcdeploy serve` missed all that `tcdeploy warm` had compiled, because
+Cython's stand-ins for C modules have every attribute. tests/torch_compat/test_graph_cache_keys.py fails when torch no
+longer needs the patch.
 """
 
 from __future__ import annotations
@@ -16,23 +14,16 @@ from typing import Any
 
 import torch
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 PICKLER = "torch._inductor.codecache:FxGraphCachePickler"
 
 
+@internal("graph cache keys", "torch._inductor.codecache.FxGraphCachePickler.dispatch_table",
+          "a program may compile again in a process that has imported other modules")  # fmt: skip
 def supported() -> bool:
     """Whether the pickler still builds its own dispatch table when it is created."""
     return mentions(find(f"{PICKLER}.__init__"), "dispatch_table")
-
-
-INTERNAL = Internal(
-    "graph cache keys",
-    "torch",
-    "FxGraphCachePickler.dispatch_table",
-    "a program may compile again in a process that has imported other modules",
-    supported,
-)
 
 
 @functools.cache

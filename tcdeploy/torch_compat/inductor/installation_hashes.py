@@ -1,9 +1,8 @@
 """Hashes the installations of torch and Triton in a thread.
 
-Both hashes are part of every compile cache key, and are otherwise computed at the first look-up. Triton's covers its
-compiler library of some 400 MB: 0.6 s of a warm start on an H100 machine. Reading and hashing release the GIL, so the
-thread runs while the weights are loaded. torch and Triton cache their results. A look-up before the thread has finished
-computes the hash a second time.
+Both hashes are part of every compile cache key, and are otherwise computed at the first look-up: 0.6 s of a warm start
+on an H100 machine, mostly for Triton's compiler library of some 400 MB. Reading and hashing release the GIL, so the
+thread runs while the weights are loaded. torch and Triton cache their results.
 """
 
 from __future__ import annotations
@@ -12,24 +11,17 @@ import logging
 import threading
 
 from tcdeploy.planning.extras import is_installed
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import find, internal
 
 TORCH_KEY = "torch._inductor.codecache:torch_key"
 TRITON_KEY = "triton.runtime.cache:triton_key"
 log = logging.getLogger("tcdeploy.programs")
 
 
+@internal("installation hashes", "torch._inductor.codecache.torch_key",
+          "each start hashes the installations of torch and Triton in its main thread")  # fmt: skip
 def supported() -> bool:
     return callable(find(TORCH_KEY)) and (not is_installed("triton") or hasattr(find(TRITON_KEY), "cache_info"))
-
-
-INTERNAL = Internal(
-    "installation hashes",
-    "torch",
-    "torch._inductor.codecache.torch_key",
-    "each start hashes the installations of torch and Triton in its main thread",
-    supported,
-)
 
 
 def start_hashing() -> threading.Thread | None:

@@ -1,34 +1,26 @@
 """Set the environment variable that Inductor's C++ kernels read, before threads start compilers.
 
-Inductor runs C++ compilers in threads. While they run, the main thread loads the first kernel that is finished, and
-sets this variable before it does so. Adding a variable may move the list of the process's environment variables, and a
-compiler that is being started at that moment can see an incomplete list: without PATH, or with invalid pointers. Its
-error is then, for example, "cannot execute 'cc1plus'" or "Bad address: 'g++'", and the start fails. Setting the
-variable again later only replaces its value, which moves nothing.
+Inductor sets it when it loads the first kernel, while its threads start C++ compilers. Adding a variable may move the
+list of the process's environment variables, and a compiler that is being started at that moment can see an incomplete
+list. Its error is then, for example, "cannot execute 'cc1plus'" or "Bad address: 'g++'". Setting the variable again
+only replaces its value, which moves nothing.
 """
 
 from __future__ import annotations
 
 import os
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 VARIABLE = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 POINTER = "torch:_C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr"
 LOADER = "torch._inductor.codecache:CppPythonBindingsCodeCache"
 
 
+@internal("kernel environment", "torch._inductor.codecache.CppPythonBindingsCodeCache",
+          "a C++ compiler may fail to start, because a variable is set while it is started")  # fmt: skip
 def supported() -> bool:
     return isinstance(find(POINTER), int) and mentions(find(LOADER), VARIABLE)
-
-
-INTERNAL = Internal(
-    "kernel environment",
-    "torch",
-    "codecache.CppPythonBindingsCodeCache",
-    "a C++ compiler may fail to start, because a variable is set while it is started",
-    supported,
-)
 
 
 def set_kernel_variable() -> None:

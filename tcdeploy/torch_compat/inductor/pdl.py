@@ -8,8 +8,6 @@ exited. Its `gdc_wait` returns when all writes of the predecessor are visible. T
   does not cross the end of a step, because a step's last kernels are launched without PDL.
 - They let their successor launch only after their own wait, as Inductor's kernels do (`triton.enable_pdl`). When a
   kernel starts, everything before its predecessor is complete.
-
-Without the launch option or the device functions, kernels are launched in the ordinary way.
 """
 
 from __future__ import annotations
@@ -18,29 +16,18 @@ import functools
 
 import torch
 
-from tcdeploy.planning.extras import is_installed
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 GDC_FUNCTIONS = ("gdc_wait", "gdc_launch_dependents")
 
 
+@internal("dependent launch", "triton.backends.nvidia.compiler.CUDAOptions.launch_pdl",
+          "kernels do not overlap with the previous one on Hopper, so small decode steps are slower")  # fmt: skip
 def supported() -> bool:
-    """True also if Triton is not installed, because nothing is lost then."""
-    if not is_installed("triton"):
-        return True
     cuda = find("triton.language:extra.cuda")
     return all(hasattr(cuda, name) for name in GDC_FUNCTIONS) and has_parameters(
         find("triton.backends.nvidia.compiler:CUDAOptions"), "launch_pdl"
     )
-
-
-INTERNAL = Internal(
-    "dependent launch",
-    "triton",
-    "CUDAOptions.launch_pdl",
-    "kernels do not overlap with the previous one on Hopper, so small decode steps are slower",
-    supported,
-)
 
 
 _recorded: bool | None = None  # what `supported` returned where the kernels were compiled

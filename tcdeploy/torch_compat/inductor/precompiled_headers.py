@@ -2,12 +2,9 @@
 
 Inductor prepares the headers in a folder below TMPDIR, 156 MB for each set of compiler options, at every start that
 loads a C++ program, hit or miss: 0.4 s, or 12 s on a machine without headers. They halve the time of a cold start, and
-have no effect on a warm one. The public setting cannot be used, because it is part of the cache key and of program
-names, so a cold start would have no headers either. One patch replaces the function that names the header with one that
-returns None; the other sets the folder.
-
-Without the first patch, a warm start prepares headers. Without the second, headers are written below TMPDIR, where
-`cache du` and `cache gc` do not find them. tests/cache/test_toolchain.py fails when torch calls another function.
+have no effect on a warm one. The public setting is part of the cache key and of program names, so a cold start would
+have no headers either. In TMPDIR, `cache du` and `cache gc` would not find them. tests/cache/test_toolchain.py fails
+when torch calls another function.
 """
 
 from __future__ import annotations
@@ -15,12 +12,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 CODECACHE = "torch._inductor.codecache"
 _original_get_prefix_header: Callable[[str], str | None] | None = None  # Inductor's own
 
 
+@internal("precompiled headers", "torch._inductor.codecache._get_cpp_prefix_header",
+          "a warm start on a CPU prepares C++ headers that it does not use, and writes them below TMPDIR")  # fmt: skip
 def supported() -> bool:
     return (
         callable(find(f"{CODECACHE}:_get_cpp_prefix_header"))
@@ -29,20 +28,10 @@ def supported() -> bool:
     )
 
 
-INTERNAL = Internal(
-    "precompiled headers",
-    "torch",
-    "codecache._get_cpp_prefix_header",
-    "a warm start on a CPU prepares C++ headers that it does not use, and writes them below TMPDIR",
-    supported,
-)
-
-
 def use_precompiled_headers(enabled: bool, folder: str | None = None) -> None:
     """Set whether Inductor may prepare headers, and in which folder (None: leave it unchanged).
 
-    Headers that this process has prepared before stay in use. Without headers, compiling a C++ kernel takes twice as
-    long.
+    Headers that this process has prepared before stay in use.
     """
     global _original_get_prefix_header
     if not supported():

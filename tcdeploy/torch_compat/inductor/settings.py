@@ -3,8 +3,6 @@
 Most are in torch._inductor.config, which environment variables set too. If a variable is set when the cache is filled
 but not when it serves, every start is a miss, and torch reports no reason. Manifests record the settings, so `cache
 why` reports it. Settings that torch leaves out of its key (`_cache_config_ignore_prefix`) are left out here.
-
-Without that list, `cache why` may name settings that do not matter.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import find, internal
 
 CONFIG = "torch._inductor.config"
 MATMUL_SETTINGS = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -39,19 +37,12 @@ DYNAMO_DISABLE = "TORCHDYNAMO_DISABLE"  # read by each call of torch.compile, wh
 CPP_VARIABLES = ("TORCHINDUCTOR_DEBUG_COMPILE", "TORCHINDUCTOR_DEBUG_SYMBOL")
 
 
+@internal("cache settings", "torch._inductor.config._cache_config_ignore_prefix",
+          "`cache why` may name settings that do not affect the cache, or miss one that does")  # fmt: skip
 def supported() -> bool:
     return isinstance(find(f"{CONFIG}:_cache_config_ignore_prefix"), list | tuple) and callable(
         find(f"{CONFIG}:save_config_portable")
     )
-
-
-INTERNAL = Internal(
-    "cache settings",
-    "torch",
-    "torch._inductor.config._cache_config_ignore_prefix",
-    "`cache why` may name settings that do not affect the cache, or miss one that does",
-    supported,
-)
 
 
 def torch_settings() -> dict[str, str]:

@@ -6,15 +6,12 @@ pass reads every file again. During the import here, the cache is unbounded, and
 last line that begins with it. Both passes take 0.13 instead of 0.51 s (docs/performance-log.md).
 
 Up to 5.17, transformers also calls `importlib.metadata.packages_distributions()`, which reads the file list of every
-installed distribution. Here it gets a lazy mapping, which calls that function only for a package without a distribution
-of its name. Later versions of transformers do the same.
+installed distribution. Here it gets a lazy mapping, as in later versions of transformers.
 
-An import hook installs both, because transformers calls these functions while it is imported. Nothing remains replaced
-after the import. Rejected: deriving the second list from the first; as fast, but it depends on the list's format.
-Rejected: storing the lists in a file, which is valid only while none of the 1669 files changes.
-
-If the functions are missing, only the lazy mapping is used. tests/torch_compat/test_transformers_import.py fails when
-transformers calls other functions. Does not import torch.
+An import hook installs both, and nothing remains replaced after the import. Rejected: deriving the second list from the
+first, which is as fast, but depends on the list's format; storing the lists in a file, which is valid only while none
+of the 1669 files changes. tests/torch_compat/test_transformers_import.py fails when transformers calls other functions.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 IMPORT_UTILS = "transformers.utils.import_utils"
 LISTING_FUNCTION = "create_import_structure_from_path"
@@ -38,6 +35,8 @@ EXPORTS_FUNCTION = "fetch__all__"
 DISTRIBUTIONS = {"flash_attn": ("flash-attn", "flash-attn-4")}
 
 
+@internal("transformers imports", f"{IMPORT_UTILS}.{LISTING_FUNCTION}",
+          "importing transformers lists the names of its models twice")  # fmt: skip
 def supported() -> bool:
     return _has_functions(find(IMPORT_UTILS))
 
@@ -51,15 +50,6 @@ def _has_functions(import_utils: object) -> bool:
         and mentions(getattr(import_utils, "define_import_structure", None), LISTING_FUNCTION)
         and callable(getattr(import_utils, EXPORTS_FUNCTION, None))
     )
-
-
-INTERNAL = Internal(
-    "transformers imports",
-    "transformers",
-    f"utils.import_utils.{LISTING_FUNCTION}",
-    "importing transformers lists the names of its models twice",
-    supported,
-)
 
 
 def import_with_fewer_reads() -> None:
@@ -100,10 +90,7 @@ class _ImportUtilsLoader(Loader):
 
 
 def faster_functions(import_utils: Any) -> dict[str, Callable[..., Any]]:
-    """Faster equivalents by name.
-
-    Cached lists can be shared: transformers shares them too, and no caller changes them.
-    """
+    """Faster equivalents by name. transformers shares cached lists too, and no caller changes them."""
     list_names, find_all = getattr(import_utils, LISTING_FUNCTION), getattr(import_utils, EXPORTS_FUNCTION)
     return {
         LISTING_FUNCTION: functools.cache(list_names.__wrapped__),

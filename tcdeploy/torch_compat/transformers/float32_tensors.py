@@ -2,8 +2,7 @@
 
 A model's class lists them as patterns: `_keep_in_fp32_modules_strict` for float16 and bfloat16 (such as the correction
 biases of expert routers), `_keep_in_fp32_modules` for float16 only (such as the norms of gpt-oss). `from_pretrained`
-applies the patterns to the names in the state dict. `from_config`, which creates random weights and the probe's model,
-does not. transformers has no public function that evaluates them.
+applies them; `from_config`, which creates random weights and the probe's model, does not.
 """
 
 from __future__ import annotations
@@ -13,22 +12,17 @@ from typing import Any
 
 import torch
 
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
 DTYPE_PLAN = "transformers:PreTrainedModel._get_dtype_plan"
 
 
+@internal(
+    "float32 weights", "transformers.PreTrainedModel._get_dtype_plan",
+    "weights that a half-precision model keeps in float32 are planned, and drawn at random, in half precision",
+)  # fmt: skip
 def supported() -> bool:
     return has_parameters(find(DTYPE_PLAN), "dtype")
-
-
-INTERNAL = Internal(
-    "float32 weights",
-    "transformers",
-    "PreTrainedModel._get_dtype_plan",
-    "weights that a half-precision model keeps in float32 are planned, and drawn at random, in half precision",
-    supported,
-)
 
 
 def float32_tensors(model: Any, dtype: torch.dtype) -> set[str]:

@@ -4,10 +4,8 @@ Triton stores a kernel's files in a folder named by the kernel's key, and lists 
 folder that was moved, copied or unpacked from a bundle it finds none of them and compiles again, without a message and
 beside a hit that Inductor reports. This manager stores file names and resolves them next to the list.
 
-Triton imports the class that TRITON_CACHE_MANAGER names, in Inductor's compile workers too. Without it, kernels
-compile again at every start, because each start has its own staging folder. Kernels that compile are then not counted,
-so a bucket's outcome on a GPU is "unknown". tests/torch_compat/test_triton_cache.py fails when Triton no longer needs
-the manager.
+Triton imports the class that TRITON_CACHE_MANAGER names, in Inductor's compile workers too.
+tests/torch_compat/test_triton_cache.py fails when Triton no longer needs the manager.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.torch_compat.dynamo import compile_refusal
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 CACHE_MANAGER = "triton.runtime.cache:FileCacheManager"
 ENVIRONMENT_VARIABLE = "TRITON_CACHE_MANAGER"
@@ -31,10 +29,9 @@ else:
     FileCacheManager = find(CACHE_MANAGER) or object
 
 
+@internal("Triton's cache", "triton.runtime.cache.FileCacheManager",
+          "Triton kernels compile again at every start, and are not counted")  # fmt: skip
 def supported() -> bool:
-    """True also if Triton is not installed, because nothing is lost then."""
-    if not is_installed("triton"):
-        return True
     manager = find(CACHE_MANAGER)
     return (
         all(callable(getattr(manager, name, None)) for name in ("put", "put_group", "get_file", "get_group"))
@@ -42,14 +39,6 @@ def supported() -> bool:
         and mentions(find("triton.runtime.cache:get_cache_manager"), "manager_class")
     )
 
-
-INTERNAL = Internal(
-    "Triton's cache",
-    "triton",
-    "triton.runtime.cache.FileCacheManager",
-    "Triton kernels compile again at every start, and are not counted",
-    supported,
-)
 
 kernels_compiled = 0  # by this process, and C libraries that it built
 

@@ -55,12 +55,9 @@ class LoadedKernel:
         self._name, self._shared_bytes, self._device = name, shared_bytes, device
 
     def launch(self, grid: tuple[int, int, int], num_warps: int, uses_pdl: bool, stream: int, arguments: Any) -> None:
-        """Launch the kernel on a stream.
+        """Launch the kernel on a stream, with PDL if `uses_pdl` (torch_compat/inductor/pdl.py). Raises DriverError.
 
-        uses_pdl: launch it with PDL (torch_compat/inductor/pdl.py).
         arguments: a ctypes array of the addresses of the kernel's arguments, which the driver copies.
-
-        Raises DriverError.
         """
         config = _LaunchConfig((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(num_warps * WARP_SIZE, 1, 1))
         config.shared_bytes, config.stream = self._shared_bytes, stream
@@ -76,10 +73,7 @@ _PDL_ATTRIBUTES = (_LaunchAttribute * 1)(_LaunchAttribute(LAUNCH_ATTRIBUTE_PROGR
 
 
 def use_primary_context(device: int) -> None:
-    """Make the context that torch uses current in this thread, unless one is.
-
-    A thread that has made no CUDA call through torch may have none. Raises DriverError.
-    """
+    """Make torch's context current in this thread, which may have none, unless one is. Raises DriverError."""
     driver, context, handle = _driver(), ctypes.c_void_p(), ctypes.c_int()
     _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "find the context")
     if not context:

@@ -1,10 +1,8 @@
 """Launches our Triton kernels, without importing Triton if their compiled code is stored.
 
-The code that prepares a launch is separate from the kernel, whose module is imported at the first launch that needs
-Triton. A start from packages loads *stored kernels* (stored_kernels.py) instead: it saves the import of Triton, the
-hash of Triton's installation (0.5 s) and its work per launch. A launch that no stored kernel fits goes through Triton.
-
-Inside `compiling_only`, a launch compiles its kernel and does not run it (parallel_kernels.py).
+A kernel's module is imported at the first launch that needs Triton. A start from packages loads *stored kernels*
+(stored_kernels.py) instead: it saves the import of Triton, the hash of Triton's installation (0.5 s) and its work per
+launch. A launch that no stored kernel fits goes through Triton.
 """
 
 from __future__ import annotations

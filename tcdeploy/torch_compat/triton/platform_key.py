@@ -1,12 +1,9 @@
 """Keys of Triton's C libraries that do not depend on the `file` command.
 
 Triton builds small libraries with a C compiler: one that talks to the driver and, in 3.6, one per launch signature.
-Their key contains the output of the `file` command for Python's executable. An image without `file` computes another
-key, finds no library and has no compiler to build one. The patch uses architecture and operating system instead.
-/sbin/ldconfig must still exist: Triton runs it to find the driver.
-
-Without the patch, an image without `file` or with another Python build needs a C compiler. tests/torch_compat/
-test_triton_cache.py fails when Triton no longer needs the patch.
+Their key contains the output of the `file` command for Python's executable, which an image may lack. The patch uses
+architecture and operating system instead. /sbin/ldconfig must still exist: Triton runs it to find the driver.
+tests/torch_compat/test_triton_cache.py fails when Triton no longer needs the patch.
 """
 
 from __future__ import annotations
@@ -14,26 +11,16 @@ from __future__ import annotations
 import platform
 
 from tcdeploy.planning.extras import is_installed
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 
 BUILD = "triton.runtime.build"
 
 
+@internal("Triton library keys", "triton.runtime.build.platform_key",
+          "an image without the `file` command needs a C compiler")  # fmt: skip
 def supported() -> bool:
-    """True also if Triton is not installed, because nothing is lost then."""
-    if not is_installed("triton"):
-        return True
     builder = find(f"{BUILD}:compile_module_from_src")
     return callable(find(f"{BUILD}:platform_key")) and mentions(builder, "platform_key")
-
-
-INTERNAL = Internal(
-    "Triton library keys",
-    "triton",
-    "triton.runtime.build.platform_key",
-    "an image without the `file` command needs a C compiler",
-    supported,
-)
 
 
 def patch_platform_key() -> None:

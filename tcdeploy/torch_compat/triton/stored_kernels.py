@@ -2,12 +2,9 @@
 
 Triton compiles a kernel once for each combination of the types of its arguments, of properties such as "divisible by
 16", and of its constants. A *binary* is one of these. `KernelRecorder` writes the binaries of a process to a file, and
-`StoredKernels` finds the binary for a launch by the same rules and launches it through the CUDA driver
-(cuda_driver.py). Kernels that need scratch memory, clusters or a cooperative launch are not recorded, and no kernel of
-ours does.
-
-The rules are those of Triton 3.6 and 3.7. Reads `JITFunction.params`, and `src.signature`, `metadata` and `asm` of a
-compiled kernel; a kernel whose attributes are missing is not recorded. Does not import Triton.
+`StoredKernels` finds the binary for a launch by the same rules, those of Triton 3.6 and 3.7, and launches it through
+the CUDA driver (cuda_driver.py). Kernels that need scratch memory, clusters or a cooperative launch are not recorded,
+and no kernel of ours does. Does not import Triton.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcdeploy.planning.extras import is_installed
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 from tcdeploy.torch_compat.triton.cuda_driver import LoadedKernel
 
 SCHEMA = 2
@@ -41,10 +37,11 @@ SCRATCH_ARGUMENTS = 2  # pointers that Triton's launcher passes after all others
 UNSUPPORTED = {"num_ctas": 1, "launch_cooperative_grid": False, "global_scratch_size": 0, "profile_scratch_size": 0}
 
 
+@internal(
+    "stored kernels", "triton.compiler.CompiledKernel",
+    "on a GPU, starts from packages launch our kernels through Triton, whose import and set-up take a second",
+)  # fmt: skip
 def supported() -> bool:
-    """True also if Triton is not installed, because nothing is lost then."""
-    if not is_installed("triton"):
-        return True
     properties = ("is_constexpr", "do_not_specialize", "do_not_specialize_on_alignment")
     parameter = find(PARAMETER)
     return all(hasattr(parameter, name) or mentions(parameter, name) for name in properties) and mentions(
@@ -52,32 +49,16 @@ def supported() -> bool:
     )
 
 
-INTERNAL = Internal(
-    "stored kernels",
-    "triton",
-    "triton.compiler.CompiledKernel",
-    "on a GPU, starts from packages launch our kernels through Triton, whose import and set-up take a second",
-    supported,
-)
-
-
 @dataclass(frozen=True)
 class KernelBinary:
-    """One compiled binary: what the CUDA driver needs to launch it.
+    """One compiled binary: what the CUDA driver needs to launch it."""
 
-    symbol: the kernel's name in the cubin.
-    types: of each parameter, as in Triton's signature; "constexpr" for those that are compiled in.
-    shared_bytes: dynamic shared memory of one thread block.
-    uses_pdl: whether it is launched with PDL (pdl.py).
-    cubin: in base64.
-    """
-
-    symbol: str
-    types: tuple[str, ...]
+    symbol: str  # the kernel's name in the cubin
+    types: tuple[str, ...]  # of the parameters, as in Triton's signature; "constexpr" for those that are compiled in
     num_warps: int
-    shared_bytes: int
-    uses_pdl: bool
-    cubin: str
+    shared_bytes: int  # dynamic shared memory of one thread block
+    uses_pdl: bool  # whether it is launched with PDL (pdl.py)
+    cubin: str  # in base64
 
 
 class KernelRecorder:
@@ -210,16 +191,13 @@ def _make_binary(compiled: Any) -> KernelBinary | None:
     types, metadata = tuple(compiled.src.signature.values()), compiled.metadata
     if any(getattr(metadata, name, value) not in (value, None) for name, value in UNSUPPORTED.items()):
         return None
-    if any(kind != "constexpr" and not _is_supported(kind) for kind in types):
+    if not all(kind == "constexpr" or _slot(kind) for kind in types):
         return None
     cubin = base64.b64encode(compiled.asm["cubin"]).decode()
     uses_pdl = bool(getattr(metadata, "launch_pdl", False))
     return KernelBinary(metadata.name, types, metadata.num_warps, metadata.shared, uses_pdl, cubin)
 
 
-def _is_supported(kind: Any) -> bool:
-    return isinstance(kind, str) and (kind.startswith("*") or kind in SLOTS)
-
-
-def _slot(kind: str) -> str:
-    return POINTER_SLOT if kind.startswith("*") else SLOTS[kind]
+def _slot(kind: Any) -> str:
+    """The format of an argument's slot; "" for a type that is not supported."""
+    return POINTER_SLOT if str(kind).startswith("*") else SLOTS.get(str(kind), "")

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import find, internal, mentions
 from tcdeploy.torch_compat.uvicorn.closing import Connection, ConnectionObserver, Rejection
 
 PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
@@ -44,6 +44,8 @@ REQUEST_TIMEOUT_S = 30.0  # from the connection or the first byte of the next re
 ABORT, IS_WRITE_PAUSED, IS_BODY_RECEIVED = "tcdeploy.abort", "tcdeploy.is_write_paused", "tcdeploy.is_body_received"
 
 
+@internal("HTTP limits", "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol",
+          "request heads have no size limit and requests no time limit")  # fmt: skip
 def supported() -> bool:
     """True also if uvicorn is not imported, because such a process does not serve."""
     if "uvicorn" not in sys.modules:
@@ -60,15 +62,6 @@ def supported() -> bool:
         and hasattr(find("uvicorn.protocols.http.flow_control:FlowControl"), "pause_writing")
         and mentions(find(CYCLE), *of_cycle)
     )
-
-
-INTERNAL = Internal(
-    "HTTP limits",
-    "uvicorn",
-    "HttpToolsProtocol",
-    "request heads have no size limit and requests no time limit",
-    supported,
-)
 
 
 def bounded_protocol(

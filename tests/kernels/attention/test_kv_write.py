@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tcdeploy.kernels.attention import kv_write
+from tcdeploy.kernels.attention import prefill
 from tests.kernels.attention.paged import Case, some_models
 from tests.triton_tools import (
     HOPPER_SHARED_BYTES,
@@ -31,15 +31,15 @@ def test_each_token_is_written_to_its_slot_and_no_other(kv_heads, head_dim, v_he
     expected_caches = [cache.clone() for cache in caches]
     for cache, new in zip(expected_caches, (k, v), strict=True):
         cache.flatten(0, 1)[slots] = new
-    kv_write.write_kv(k, v, *caches, slots)
+    prefill.write_kv(k, v, *caches, slots)
     assert_close(caches, expected_caches, equal_nan=True, atol=0, rtol=0)
 
 
 def test_one_launch_writes_keys_and_values(device, monkeypatch):
     launches = record_launches(monkeypatch)
     k, cache = torch.randn(3, 2, 32, device=device), torch.zeros(2, 16, 2, 32, device=device)
-    kv_write.write_kv(k, k, cache, cache.clone(), torch.arange(3, device=device))
-    assert [recorded.kernel for recorded in launches] == [kv_write.KERNEL.function]
+    prefill.write_kv(k, k, cache, cache.clone(), torch.arange(3, device=device))
+    assert [recorded.kernel for recorded in launches] == [prefill.WRITE_KERNEL.function]
 
 
 # No kernel runs below.
@@ -51,7 +51,7 @@ def launch(case: Case, batch: int) -> None:
     dims = case.head_dim, case.v_head_dim or case.head_dim
     caches = [torch.zeros(1, case.block_size, case.kv_heads, dim, dtype=case.dtype) for dim in dims]
     k, v = (cache[0, :1].expand(batch, -1, -1) for cache in caches)
-    kv_write.write_kv(k, v, *caches, slots)
+    prefill.write_kv(k, v, *caches, slots)
 
 
 @some_models
@@ -59,7 +59,7 @@ def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, monkeyp
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
     launch(case, batch=1)
-    assert [recorded.kernel for recorded in launches] == [kv_write.KERNEL.function]
+    assert [recorded.kernel for recorded in launches] == [prefill.WRITE_KERNEL.function]
     assert shared_memory_on_hopper(launches[0]) <= HOPPER_SHARED_BYTES
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcdeploy.kernels.attention import decode, kv_write, prefill, reference
+from tcdeploy.kernels.attention import decode, prefill, reference
 from tcdeploy.kernels.attention.splits import num_prefill_counters
 from tests.kernels.attention.paged import (
     TOLERANCE,
@@ -217,7 +217,7 @@ def test_slots_beyond_two_billion_elements_are_reached(device):
     case = Case(kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     caches = [torch.empty(blocks, 16, 8, 128, dtype=case.dtype, device=device) for _ in range(2)]
     k, v, q = (torch.randn(16, 8, 128, dtype=case.dtype, device=device) for _ in range(3))
-    kv_write.write_kv(k, v, *caches, (blocks - 1) * 16 + torch.arange(16, device=device))
+    prefill.write_kv(k, v, *caches, (blocks - 1) * 16 + torch.arange(16, device=device))
     table = torch.full((1, 1), blocks - 1, dtype=torch.int32, device=device)
     lengths = torch.tensor([16], dtype=torch.int32, device=device)
     options = case.options(device)
