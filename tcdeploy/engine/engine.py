@@ -17,12 +17,10 @@ import time
 from collections.abc import Iterable, Iterator
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
-from tcdeploy.engine.schedule.request_check import check_request
 from tcdeploy.engine.schedule.scheduler import Scheduler, SchedulerConfig
-from tcdeploy.engine.schedule.sequence import Chunk, NewToken, SamplingParams, Sequence
-from tcdeploy.engine.schedule.step_clock import StepClock
-from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
-from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.schedule.sequence import Chunk, NewToken, SamplingParams, Sequence, check_request
+from tcdeploy.engine.schedule.step_costs import StepClock, StepCosts, StepPredictor
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.in_flight import (
     ForwardPass,
     InFlightStep,
@@ -31,8 +29,7 @@ from tcdeploy.engine.step.in_flight import (
     to_host,
     token_logprobs_of,
 )
-from tcdeploy.engine.step.launch_lock import LaunchLock
-from tcdeploy.engine.step.launch_timer import LaunchTimer
+from tcdeploy.engine.step.launch_timer import LaunchLock, LaunchTimer
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.step.sampling import Logprobs, logprobs
 from tcdeploy.engine.warm.timing import time_next_size

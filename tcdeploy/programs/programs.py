@@ -4,8 +4,8 @@ Each region is compiled in place: its module calls the table's program for (regi
 makes the programs (`JitLoader` in programs/jit.py). With `--programs aot`, programs/aot.py runs whole steps from
 packages instead, and modules are not compiled in place.
 
-CUDA graphs of whole steps are captured by engine/step/graphs.py, so Inductor's own are off unless `--graphs region` is
-set.
+CUDA graphs of whole steps are captured by engine/step/step_graphs.py, so Inductor's own are off unless `--graphs
+region` is set.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine.step.graphs import GraphKey
+from tcdeploy.engine.step.batch import GraphKey
 from tcdeploy.engine.warm import kernel_precompile
 from tcdeploy.engine.warm.kernel_precompile import precompile_kernels
 from tcdeploy.planning.plan import Bucket

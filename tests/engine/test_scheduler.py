@@ -18,14 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
-from tcdeploy.engine.schedule.output import SchedulerOutput
 from tcdeploy.engine.schedule.scheduler import (
     LOOKAHEAD_BLOCKS,
     Scheduler,
     SchedulerConfig,
     SchedulerStats,
 )
-from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence
+from tcdeploy.engine.schedule.sequence import SamplingParams, SchedulerOutput, Sequence
 from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
 from tcdeploy.engine.schedule.step_size import SMALLEST_STEP_FACTOR, target_factor
 from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS

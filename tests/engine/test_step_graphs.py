@@ -18,8 +18,7 @@ from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.engine.step import step_graphs
-from tcdeploy.engine.step.batch import PrefillBuffers, StepBuffers
-from tcdeploy.engine.step.graphs import GraphKey, StepOutput
+from tcdeploy.engine.step.batch import GraphKey, PrefillBuffers, StepBuffers, StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.step.step_graphs import EARLY_SIZES, StepGraphs
 from tcdeploy.engine.warm import timing, warmup

@@ -14,8 +14,9 @@ import torch
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.step.graphs import StepOutput, capture_graph
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.engine.step.step_graphs import capture_graph
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import (
     COORDINATE_DESCENT_PDL_COMBO,

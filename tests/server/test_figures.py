@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
-from tcdeploy.engine.schedule.step_clock import StepTotals
+from tcdeploy.engine.schedule.step_costs import StepTotals
 from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.recent_stats import RecentStats

@@ -27,7 +27,7 @@ import torch
 
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.stances import fail_on_recompile
 

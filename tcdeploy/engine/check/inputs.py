@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tcdeploy.engine.check.check_prompts import CheckPrompts, PromptPrefix
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.stances import force_eager

@@ -1,4 +1,4 @@
-"""Predicts the milliseconds of a step from steps that were timed at start-up. Does not import torch.
+"""Predicts the milliseconds of a step from steps that were timed at start-up, and measures it. Does not import torch.
 
 A step is padded to a size in tokens. Its GEMMs take as long as that size requires, however many of its tokens are
 padding. Its attention also depends on the tokens in the KV cache. The predicted time of a step is
@@ -173,6 +173,48 @@ class StepPredictor:
         """Update the correction with the measured time of a step."""
         ratio = min(max(measured_ms / estimate.table_ms, MIN_CORRECTION), MAX_CORRECTION)
         self.corrections[estimate.kind] += CORRECTION_WEIGHT * (ratio - self.corrections[estimate.kind])
+
+
+class StepTotals(NamedTuple):
+    """Sums over the measured steps of one kind."""
+
+    steps: int = 0
+    predicted_seconds: float = 0.0  # as predicted when each step was launched
+    measured_seconds: float = 0.0
+
+
+class StepClock:
+    """Measures the time of steps without an additional synchronisation, and compares it with the predicted time.
+
+    On a GPU, a step is measured if the host had launched all of it before the previous step completed, and was waiting
+    when each of the two completed: the device then ran it from one completion to the other without a gap. The time
+    includes sampling and the copy of the tokens. The first step after the engine was idle, late ones, those launched in
+    two parts because masks need the previous token, and those with prompt log-probabilities are not measured.
+
+    On a CPU a step runs while it is launched, so the time of its launch is measured, scheduling included. Another
+    thread may read `totals` while it is updated.
+    """
+
+    def __init__(self, predictor: StepPredictor) -> None:
+        self.predictor = predictor
+        self.totals: dict[str, StepTotals] = dict.fromkeys(STEP_KINDS, StepTotals())
+        self.started: float | None = None  # time at which the device started the step in flight; None: not observed
+
+    def step_completed(
+        self, estimate: StepEstimate | None, now: float, has_waited: bool, is_next_launched: bool
+    ) -> None:
+        """The host has seen a step of the device complete at `now` (time.perf_counter), after waiting for it or late.
+
+        `is_next_launched`: the device runs the next step from `now` on, if the host has waited.
+        """
+        if estimate is not None and has_waited and self.started is not None:
+            self.add(estimate, now - self.started)
+        self.started = now if has_waited and is_next_launched else None
+
+    def add(self, estimate: StepEstimate, seconds: float) -> None:
+        steps, predicted, measured = self.totals[estimate.kind]
+        self.totals[estimate.kind] = StepTotals(steps + 1, predicted + estimate.predicted_ms / 1e3, measured + seconds)
+        self.predictor.observe(estimate, seconds * 1e3)
 
 
 def _never_decreasing(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

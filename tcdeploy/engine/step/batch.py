@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence
-from tcdeploy.engine.step.graphs import GraphKey
 from tcdeploy.engine.step.sampling import SamplingRows, make_sampling_rows
 from tcdeploy.kernels.attention.kv_cache import PADDING_SLOT
 from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
@@ -66,6 +65,20 @@ def make_decode_rows(plan: Plan, vocab_size: int) -> DecodeRows:
         block_table=zeros(num_rows, _block_table_width(plan), dtype=torch.int32),
         sampling=make_sampling_rows(num_rows, vocab_size, torch.device(plan.device)),
     )
+
+
+class GraphKey(NamedTuple):
+    """What identifies a graph. `tokens`: rows in decode. `row_slots`: decode rows of a mixed step, else 0."""
+
+    bucket: Bucket
+    tokens: int
+    row_slots: int
+
+
+class StepOutput(NamedTuple):
+    logits: Tensor  # [outputs, vocab]
+    tokens: Tensor  # [outputs] int64: greedy tokens, unless sampled
+    rows: Tensor  # [outputs] int64: the decode row of each output
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ simultaneous requests were served 2% slower (8B model, one run on one H100; docs
 
 from __future__ import annotations
 
+import threading
+import time
+
 MIN_MARGIN_MS, MAX_MARGIN_MS = 0.7, 8.0
 MARGIN_SHARE = 0.05  # of the predicted time
 # The share for the first step after the device was idle. The GPU's clocks are then higher than while steps were timed,
@@ -97,3 +100,25 @@ class LaunchTimer:
         else:
             self.margin_ms = max(MIN_MARGIN_MS, self.margin_ms * SHRINKAGE)
             self._next_pause = max(MIN_PAUSE, self._next_pause * PAUSE_DECAY)
+
+
+class LaunchLock:
+    """Held (`with lock:`) by the engine thread during each launch. Other threads can wait for the end of the launch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started = 0.0  # when the latest launch began, in seconds of time.perf_counter
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, max_seconds: float) -> None:
+        """Return when no step is being launched, at the latest `max_seconds` after the launch began."""
+        if self._lock.locked():
+            seconds = self._started + max_seconds - time.perf_counter()
+            if seconds > 0 and self._lock.acquire(timeout=seconds):
+                self._lock.release()

@@ -20,8 +20,14 @@ from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence
 from tcdeploy.engine.step import sampling
 from tcdeploy.engine.step.advance import advance
-from tcdeploy.engine.step.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
-from tcdeploy.engine.step.graphs import GraphKey, StepOutput
+from tcdeploy.engine.step.batch import (
+    GraphKey,
+    PrefillBuffers,
+    StepBuffers,
+    StepOutput,
+    decode_buffers,
+    make_decode_rows,
+)
 from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.engine.step.step_graphs import StepGraphs
 from tcdeploy.kernels.attention.metadata import AttentionConfig, Step, StepHolder

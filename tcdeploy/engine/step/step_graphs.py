@@ -20,23 +20,61 @@ step has a new size for a while, and the 99th percentile of the gaps between tok
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tcdeploy.engine.step.batch import StepBuffers
-from tcdeploy.engine.step.graphs import GraphKey, StepGraph, StepOutput, capture_graph
+from tcdeploy.engine.step.batch import GraphKey, StepBuffers, StepOutput
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.sizes import DYNAMIC_STEP_TOKENS
 
 # In tokens. These sizes and the largest are captured before the first request, with all numbers of row slots.
 EARLY_SIZES = (64, 128, 256, 512, 1024)
 log = logging.getLogger("tcdeploy.engine")
+
+
+class StepGraph(NamedTuple):
+    """A captured step: `replay` reads the bucket's static buffers and overwrites `output`."""
+
+    graph: Any  # torch.cuda.CUDAGraph
+    output: StepOutput
+
+    def replay(self) -> StepOutput:
+        self.graph.replay()
+        return self.output
+
+
+def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
+    """Capture `step` with its tensors in `pool`, a torch.cuda.MemPool that outlives the graphs of all variants.
+
+    Raises the exceptions of `step`, and RuntimeError if the capture fails.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream()
+    torch.cuda.synchronize()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool.id, capture_error_mode="relaxed")
+        try:
+            output = step()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is invalid; the step's own error is raised below
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return StepGraph(graph, output)
+
+
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One stream for all captures, because a pool's free blocks are reused only on the stream that used them."""
+    return torch.cuda.Stream()
 
 
 class StepGraphs:
@@ -241,7 +279,7 @@ class StepGraphs:
         if not self._pools:
             self._pools.append(torch.cuda.MemPool())
         try:
-            self._graphs[key] = capture_graph(partial(self._forward, buffers), self._pools[-1])
+            self._graphs[key] = capture_graph(functools.partial(self._forward, buffers), self._pools[-1])
         except torch.OutOfMemoryError:
             raise
         except Exception:  # torch 2.11 may still allocate from the pool of an invalid capture

@@ -13,7 +13,7 @@ from tcdeploy.engine.check.inputs import make_timing_batch, timed_context
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk
 from tcdeploy.engine.schedule.step_costs import StepCosts
-from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.programs.stances import force_eager
