@@ -1,8 +1,7 @@
 """Generates tokens with the warmed programs: continuous batching, one step ahead of the device.
 
 `step` launches the next step, and then reads the tokens of the previous one, so the device does not wait for the host.
-A server calls it at `launch_due`, shortly before the device completes the previous step (launch_timer.py).
-The scheduler (scheduler.py, no torch) decides from lengths, blocks and limits, all of which the host knows. The host
+A server calls it at `launch_due`, shortly before the device completes the previous step (launch_timer.py). The host
 learns the sampled tokens one step late: a sequence that hit a stop token runs one step more, and that token is dropped.
 
 A constraint needs the previous token before it can compute the next mask. If a constrained row decodes, the forward
@@ -26,8 +25,8 @@ from tcdeploy.engine.step.in_flight import (
     InFlightStep,
     PromptLogprobs,
     record_event,
+    row_logprobs,
     to_host,
-    token_logprobs_of,
 )
 from tcdeploy.engine.step.launch_timer import LaunchLock, LaunchTimer
 from tcdeploy.engine.step.runner import ModelRunner
@@ -40,10 +39,9 @@ from tcdeploy.programs.stances import fail_on_recompile
 class Engine:
     """Owns the open requests and the KV blocks. Not thread-safe.
 
-    `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured.
-
-    If steps are CUDA graphs, `launch_lock` is held while one is launched. Other threads may wait for it, so that they
-    do not compete for the GIL (server/http/hot_path.py).
+    `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured. If steps are CUDA
+    graphs, `launch_lock` is held while one is launched. Other threads may wait for it, so that they do not compete for
+    the GIL (server/http/hot_path.py).
     """
 
     def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:
@@ -148,8 +146,7 @@ class Engine:
     def capture_next_graph(self) -> bool:
         """Capture one more CUDA graph, or time a captured size, while no request is open. False if nothing is left.
 
-        See engine/step/step_graphs.py. If the capture fails or would compile, a warning is logged. Exceptions of a
-        timed step are raised.
+        If the capture fails or would compile, a warning is logged. Exceptions of a timed step are raised.
         """
         assert not self.has_work and self.runner.row_assignment.is_empty, "the step may run before its capture"
         with fail_on_recompile():
@@ -161,11 +158,10 @@ class Engine:
             return False
         with self.runner.uncounted_steps():
             costs = time_next_size(self.runner, self.clock.predictor.costs, self.allocator, self._timed_sizes)
-        if costs is None:
-            return False
-        self.clock.predictor.costs = costs
-        self.runner.graphs.skip_sizes(costs.slow_sizes)
-        return True
+        if costs is not None:
+            self.clock.predictor.costs = costs
+            self.runner.graphs.skip_sizes(costs.slow_sizes)
+        return costs is not None
 
     @property
     def wants_graph(self) -> bool:
@@ -187,18 +183,23 @@ class Engine:
         Raises UsageError for a prompt that cannot be served, and RecompileError if a step would compile. Other requests
         of this engine continue meanwhile. Closing the iterator aborts its open requests.
         """
-        ids = self._submit_all(prompts, params)
-        numbers = {request_id: number for number, request_id in enumerate(ids)}
-        self._stream_tokens.update((request_id, []) for request_id in ids)
+        ids: list[int] = []
         try:
+            for prompt in prompts:
+                ids.append(self.submit(prompt, params))
+            self._stream_tokens.update((request_id, []) for request_id in ids)
             while any(request_id in self._requests or self._stream_tokens.get(request_id) for request_id in ids):
-                for request_id in ids:
-                    for token in self._pop_stream_tokens(request_id):
-                        yield token._replace(request_id=numbers[request_id])
+                for number, request_id in enumerate(ids):
+                    if tokens := self._stream_tokens.get(request_id):  # None: another caller has aborted the request
+                        self._stream_tokens[request_id] = []
+                        yield from (token._replace(request_id=number) for token in tokens)
                 if any(request_id in self._requests for request_id in ids):
                     self._launch_and_collect()
         finally:
-            self._abort_all(ids)
+            for request_id in ids:
+                self._stream_tokens.pop(request_id, None)
+                if request_id in self._requests:
+                    self.abort(request_id)
 
     def generate(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> list[list[int]]:
         """The new token ids of each prompt, including the stop token."""
@@ -223,9 +224,8 @@ class Engine:
                 self._in_flight = self._launch_sampling(forward_pass, start) if forward_pass else None
                 if previous and previous.copy_done and self._in_flight:
                     seconds, was_late = time.perf_counter() - start, previous.copy_done.query()
-                    self.launch_timer.launched(
-                        seconds, was_late, has_prompts=bool(forward_pass and forward_pass.chunks)
-                    )
+                    has_prompts = bool(forward_pass and forward_pass.chunks)
+                    self.launch_timer.launched(seconds, was_late, has_prompts)
             except BaseException:
                 self._discard_step(previous)
                 raise
@@ -240,21 +240,18 @@ class Engine:
         start: time of its launch, if the device was idle and started it at once. None: the device started it when it
             completed the previous step.
         """
-        step, rows, has_prompts = self._in_flight, len(self.scheduler.running), self.scheduler.has_prompts
+        step, scheduler = self._in_flight, self.scheduler
         if step is None or step.copy_done is None or step.estimate is None or self.clock is None:
             self.launch_timer.step_started(None, None)
-        elif start is None:
-            self.launch_timer.step_started(
-                self.clock.started, step.estimate.predicted_ms, rows, has_prompts=has_prompts
-            )
-        else:
-            self.launch_timer.step_started(start, step.estimate.predicted_ms, rows, True, has_prompts)
+            return
+        is_first = start is not None
+        self.launch_timer.step_started(
+            start if is_first else self.clock.started,
+            step.estimate.predicted_ms, len(scheduler.running), is_first, scheduler.has_prompts,
+        )  # fmt: skip
 
     def _discard_step(self, previous: InFlightStep | None) -> None:
-        """Recover from a scheduled step that did not run.
-
-        The scheduler has counted keys and values as computed that were never written.
-        """
+        """Recover from a scheduled step that did not run: keys and values count as computed that were never written."""
         self.failed_steps += 1
         self.launch_timer.step_started(None, None)
         try:
@@ -285,11 +282,9 @@ class Engine:
         with self._launch_guard:
             launched = self._sample_and_copy(forward_pass.output, forward_pass.sequences)
         logprob_chunks = self._prompt_logprobs(forward_pass.chunks)  # overwrites the step's buffers, so after sampling
-        return (
-            launched._replace(logprob_chunks=logprob_chunks, copy_done=record_event(forward_pass.output.tokens))
-            if logprob_chunks
-            else launched._replace(estimate=forward_pass.estimate, launch_seconds=time.perf_counter() - start)
-        )
+        if logprob_chunks:
+            return launched._replace(logprob_chunks=logprob_chunks, copy_done=record_event(forward_pass.output.tokens))
+        return launched._replace(estimate=forward_pass.estimate, launch_seconds=time.perf_counter() - start)
 
     def _prompt_logprobs(self, chunks: tuple[Chunk, ...]) -> tuple[PromptLogprobs, ...]:
         """Log-probabilities of prompt tokens, for requests that ask for them."""
@@ -319,7 +314,7 @@ class Engine:
         for prompt_sequence, start, prompt_logprobs in launched.logprob_chunks:
             count, k = len(prompt_logprobs.chosen), prompt_sequence.params.prompt_logprobs
             prompt_sequence.prompt_logprobs[start : start + count] = [
-                token_logprobs_of(prompt_logprobs, row, k) for row in range(count)
+                row_logprobs(prompt_logprobs, row, k) for row in range(count)
             ]
         tokens = []
         for row, (sequence, token_id) in enumerate(zip(launched.sequences, launched.tokens.tolist(), strict=False)):
@@ -329,13 +324,13 @@ class Engine:
             if sequence.finish_reason:
                 self.scheduler.finish(sequence)
                 del self._requests[sequence.request_id]
-            token_logprobs = token_logprobs_of(launched.logprobs, row, sequence.params.logprobs)
+            token_logprobs = row_logprobs(launched.logprobs, row, sequence.params.logprobs)
             token = NewToken(sequence.request_id, token_id, sequence.finish_reason, token_logprobs)
             tokens.append(_with_prompt_info(token, sequence) if sequence.num_output_tokens == 1 else token)
         return tokens
 
     def _wait_for(self, launched: InFlightStep) -> None:
-        """Wait for a launched step, and measure its time (step_clock.py)."""
+        """Wait for a launched step, and measure its time."""
         if launched.copy_done is None:  # on a CPU it has run
             if self.clock and launched.estimate:
                 self.clock.add(launched.estimate, launched.launch_seconds)
@@ -351,34 +346,9 @@ class Engine:
     def vocab_size(self) -> int:
         return self.runner.vocab_size
 
-    def _submit_all(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> list[int]:
-        """Submit all prompts, or none if one is refused."""
-        ids: list[int] = []
-        try:
-            for prompt in prompts:
-                ids.append(self.submit(prompt, params))
-        except Exception:
-            self._abort_all(ids)
-            raise
-        return ids
-
-    def _abort_all(self, ids: list[int]) -> None:
-        """Abort those of the requests that are still open, and drop their tokens."""
-        for request_id in ids:
-            self._stream_tokens.pop(request_id, None)
-            if request_id in self._requests:
-                self.abort(request_id)
-
     def _deliver(self, tokens: list[NewToken]) -> None:
         for token in tokens:
             self._stream_tokens.get(token.request_id, self._buffered_tokens).append(token)
-
-    def _pop_stream_tokens(self, request_id: int) -> list[NewToken]:
-        tokens = self._stream_tokens.get(request_id)
-        if not tokens:  # no new token, or another caller has aborted the request
-            return []
-        self._stream_tokens[request_id] = []
-        return tokens
 
 
 def _with_prompt_info(token: NewToken, sequence: Sequence) -> NewToken:

@@ -311,9 +311,9 @@ def test_mixed_steps_change_no_token_on_the_gpu(shapes: str, cache_dir: str, mon
         check_random_traffic(engine, num_requests=20, seed=21)
     while engine.capture_next_graph():
         pass
-    uncaptured = engine.runner.uncaptured_runs
+    uncaptured = engine.runner.graphs.uncaptured_runs
     check_random_traffic(engine, num_requests=60, seed=22)
-    assert engine.runner.uncaptured_runs == uncaptured
+    assert engine.runner.graphs.uncaptured_runs == uncaptured
 
 
 @pytest.mark.parametrize("shapes", ["bucket", "dynamic"])

@@ -1,17 +1,16 @@
 """The static tensors that programs and CUDA graphs read: the decode rows, and the inputs of each prefill bucket.
 
-A CUDA graph replays on fixed addresses. `DecodeRows` is the device's state of the running sequences: the next input
-token of each, its position, length, block table and sampling parameters. Decode bucket b reads the first b rows. The
-step itself advances them (engine/step/advance.py), so the host uploads nothing while the batch stays the same. A
-prefill bucket has inputs of its own, which are uploaded in one copy.
+A CUDA graph replays on fixed addresses. Decode bucket b reads the first b of the `DecodeRows`. The step itself advances
+them (engine/step/advance.py), so the host uploads nothing while the batch stays the same. A prefill bucket has inputs
+of its own, which are uploaded in one copy.
 
 A mixed step is a prefill bucket that also feeds the running sequences: its first tokens are those of the decode rows,
 and its outputs are those of the prompts and then those of the rows. The ids of the rows' tokens are read on the device,
 since the host may not have read them yet; positions and lengths are known to the host. `row_slots` is the number of
 rows that a step has outputs for. It is fixed by a CUDA graph, so it is the size of a decode bucket, or 0.
 
-Unused rows and tokens of a bucket are padding. The last decode row is the padding row: sampled tokens of padding are
-written to it (`ModelRunner.sample`). Its length is 0, and a sequence of length 0 neither writes nor reads a key.
+Unused rows and tokens of a bucket are padding. The last decode row is the padding row, to which sampled tokens of
+padding are written. Its length is 0, and a sequence of length 0 neither writes nor reads a key.
 """
 
 from __future__ import annotations
@@ -85,9 +84,8 @@ class StepOutput(NamedTuple):
 class StepBuffers:
     """The static inputs of one bucket.
 
-    Output i belongs to decode row `rows[i]`, whose sequence has `lengths[i]` tokens after this step. Where the length
-    is 0 (padding, or a chunk that does not end its prompt) the step writes nothing to the decode rows; sampling writes
-    to the padding row.
+    Output i belongs to decode row `rows[i]`, whose sequence has `lengths[i]` tokens after this step. A length of 0
+    (padding, or a chunk that does not end its prompt) changes no decode row; sampling writes to the padding row.
     """
 
     bucket: Bucket
@@ -158,11 +156,8 @@ class PrefillBuffers:
 
     def buffers(self, row_slots: int = 0) -> StepBuffers:
         """The inputs of a step with outputs for all prompts and for `row_slots` decode rows."""
-        if row_slots not in self._buffers:
-            self._buffers[row_slots] = self._make_buffers(row_slots)
-        return self._buffers[row_slots]
-
-    def _make_buffers(self, row_slots: int) -> StepBuffers:
+        if row_slots in self._buffers:
+            return self._buffers[row_slots]
         outputs = self.plan.max_prefill_sequences + row_slots
         int64_views = self._int64_views
         logits_indices = int64_views["logits_indices"][:outputs]
@@ -170,7 +165,7 @@ class PrefillBuffers:
             # Programs must not depend on the number of rows. The storage offset of the view becomes a symbol too; torch
             # would specialise an offset of 0 or 1.
             mark_dynamic(logits_indices, 0)
-        return StepBuffers(
+        self._buffers[row_slots] = StepBuffers(
             bucket=self._bucket,
             input_ids=int64_views["ids"][None],
             position_ids=int64_views["positions"][None],
@@ -181,6 +176,7 @@ class PrefillBuffers:
             row_slots=row_slots,
             token_sources=int64_views["sources"] if row_slots else None,
         )
+        return self._buffers[row_slots]
 
     def fill(self, chunks: ListLike[Chunk], rows: ListLike[int | None], decoding: ListLike[Sequence] = ()) -> None:
         """Pack one token of each sequence in `decoding`, whose index is its decode row, and then the chunks in order.

@@ -4,8 +4,8 @@ A draw is a pure function. Row r at position p takes one uniform number `hash(se
 distribution with it. The same logits, seed and position therefore give the same token in any batch, after a preemption,
 on a CPU or a GPU, and there is no generator whose state could be lost.
 
-Nothing here reads a value on the host and all shapes are static, so sampling never makes the host wait. The host passes
-`Features`, and unused features cost nothing.
+Nothing here reads a value on the host and all shapes are static, so sampling never makes the host wait. Unused
+`Features` cost nothing.
 
 Weights are exponentials in float64, truncated to integer units of which the largest weight has 2^45 (vocabulary of
 128,256; see `accumulate`). Integer sums do not depend on the order of addition, so the cumulative distribution is built
@@ -38,6 +38,7 @@ docs/performance-log.md.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,13 +122,17 @@ def row_seed(seed: int | None) -> int:
     return bits - 2**64 if bits >= 2**63 else bits
 
 
+def to_device(values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy through pinned memory, which torch keeps alive until the copy is done. The host does not wait."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
 def set_penalty_history(sampling: SamplingRows, row: int, prompt_ids: list[int], output_ids: list[int]) -> None:
     """Replace the tokens that a row's penalties count. The host does not wait for the upload."""
-    device, is_cuda = sampling.in_prompt.device, sampling.in_prompt.is_cuda
-    prompt, output = (
-        torch.tensor(ids, dtype=torch.int64, pin_memory=is_cuda).to(device, non_blocking=True)
-        for ids in (prompt_ids, output_ids)
-    )
+    device = sampling.in_prompt.device
+    prompt, output = (to_device(ids, torch.int64, device) for ids in (prompt_ids, output_ids))
     sampling.in_prompt[row].zero_().index_fill_(0, prompt, True)
     counts = torch.zeros(sampling.in_prompt.shape[1], dtype=torch.int32, device=device)
     counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
@@ -136,12 +141,11 @@ def set_penalty_history(sampling: SamplingRows, row: int, prompt_ids: list[int],
 
 def set_biases(sampling: SamplingRows, row: int, biases: list[tuple[int, float, int]]) -> None:
     """Replace a row's biases: at most MAX_LOGIT_BIASES of (token id, value, first position without it)."""
-    is_cuda = sampling.bias_ids.is_cuda
     padded = biases + [(0, 0.0, 0)] * (MAX_LOGIT_BIASES - len(biases))
-    for target, values in zip(
-        (sampling.bias_ids, sampling.bias_values, sampling.bias_ends), zip(*padded, strict=True), strict=True
-    ):
-        target[row].copy_(torch.tensor(values, dtype=target.dtype, pin_memory=is_cuda), non_blocking=True)
+    targets = (sampling.bias_ids, sampling.bias_values, sampling.bias_ends)
+    for target, values in zip(targets, zip(*padded, strict=True), strict=True):
+        values_on_host = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
+        target[row].copy_(values_on_host, non_blocking=True)
 
 
 def count_tokens(sampling: SamplingRows, rows: Tensor, tokens: Tensor) -> None:
@@ -154,8 +158,8 @@ def count_tokens(sampling: SamplingRows, rows: Tensor, tokens: Tensor) -> None:
 
 
 def sample(
-    logits: Tensor, sampling: SamplingRows, positions: Tensor, features: Features,
-    rows: Tensor | None = None, masks: Tensor | None = None,
+    logits: Tensor, sampling: SamplingRows, positions: Tensor, features: Features, rows: Tensor | None = None,
+    masks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The next token of each row of logits [n, vocab], as [n] int64. No host synchronisation.
 

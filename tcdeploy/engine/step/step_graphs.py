@@ -1,15 +1,17 @@
-"""The CUDA graphs of all steps: when each is captured, and which sizes steps are padded to.
+"""Captures each step as one CUDA graph: when each graph is captured, and which sizes steps are padded to.
 
-A static bucket has one graph. A program with a symbolic number of tokens is captured at many sizes, and prefill steps
-with decode rows also for several numbers of row slots. Capturing all of them takes several seconds, so start-up
-captures only the early sizes (`capture`). After warm-up, a step is padded to the smallest captured size that holds it.
-If a smaller size is planned but not captured, its graph is counted as wanted. The remaining graphs are captured while
-the engine is idle (`capture_next`), and occasionally while requests run (`capture_wanted`): a capture executes no
-kernels, but delays the next step by about 0.05 s.
+Graphs cannot be saved: each start captures them again, in 0.02 to 0.1 s per graph on an H100. A static bucket has one
+graph. A program with a symbolic number of tokens is captured at many sizes, and prefill steps with decode rows also for
+several numbers of row slots. Capturing all of them takes several seconds, so start-up captures only the early sizes
+(`capture`). After warm-up, a step is padded to the smallest captured size that holds it. If a smaller size is planned
+but not captured, its graph is counted as wanted. The remaining graphs are captured while the engine is idle
+(`capture_next`), and occasionally while requests run (`capture_wanted`), which delays the next step by about 0.05 s.
 
-A capture may load kernels, and compiles nothing. If it fails, the step runs once without a graph before the next
-attempt, which is possible only during start-up and while the engine is idle. During warm-up, steps are padded to any
-planned size. Most of these sizes have no graph yet, so their steps run without one, and may run uncompiled.
+A capture executes no kernels and compiles nothing, but may load kernels, so a step can be captured at a size at which
+it has not run. Its program must have run at one size: autotuning times kernels, which is not possible in a capture. If
+a capture fails, the step runs once without a graph before the next attempt, which is possible only during start-up and
+while the engine is idle. During warm-up, steps are padded to any planned size; most of these have no graph yet, so
+their steps run without one, and may run uncompiled.
 
 Some sizes take longer than larger ones, because cuBLAS selects another kernel: 448 tokens took 16.1 ms, and 480 took
 12.2 ms (8B shape, H100). The engine times each size after its capture, and pads no step to a slow one (`skip_sizes`).
@@ -53,7 +55,9 @@ class StepGraph(NamedTuple):
 def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
     """Capture `step` with its tensors in `pool`, a torch.cuda.MemPool that outlives the graphs of all variants.
 
-    Raises the exceptions of `step`, and RuntimeError if the capture fails.
+    Raises the exceptions of `step`, and RuntimeError if the capture fails. `torch.cuda.graph` is not used, because it
+    calls `torch.cuda.empty_cache` first, and in some versions `gc.collect`: requests would wait for these and for the
+    next steps' allocations.
     """
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream()
     torch.cuda.synchronize()
@@ -78,10 +82,9 @@ def _capture_stream() -> torch.cuda.Stream:
 
 
 class StepGraphs:
-    """The graphs by bucket, size and row slots.
+    """`forward` runs a step without a graph. `make_buffers(key, True)` returns its buffers filled with padding.
 
-    `forward` runs a step without a graph. `make_buffers` returns the buffers of a step, filled with padding only if its
-    second argument is true.
+    All graphs share one memory pool, and are captured from the largest to the smallest, which reuse its memory.
     """
 
     def __init__(
@@ -134,8 +137,7 @@ class StepGraphs:
 
     def captured_sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
         """The bucket's captured sizes, ascending, those that are skipped included."""
-        captured = (key.tokens for key in self._graphs if key.bucket == bucket and key.row_slots == row_slots)
-        return tuple(sorted(captured))
+        return tuple(sorted(key.tokens for key in self._graphs if (key.bucket, key.row_slots) == (bucket, row_slots)))
 
     def _is_used(self, bucket: Bucket, size: int) -> bool:
         return size == bucket.size or size not in self._skipped_sizes
@@ -143,7 +145,7 @@ class StepGraphs:
     def step_sizes(self, row_slots: int) -> tuple[int, ...]:
         """The current sizes of all prefill buckets together, ascending.
 
-        Steps of a dynamic bucket without graphs are not padded. Its sizes are the multiples of DYNAMIC_STEP_TOKENS.
+        A dynamic bucket without graphs, whose steps are not padded, has the multiples of DYNAMIC_STEP_TOKENS.
         """
         if row_slots not in self._step_sizes:
             sizes: set[int] = set()
@@ -164,7 +166,7 @@ class StepGraphs:
 
     @property
     def can_capture_wanted(self) -> bool:
-        """Whether a graph is wanted and can be captured while requests run."""
+        """While requests run."""
         return bool(self.wanted) and not self._needs_first_run
 
     def run(self, buffers: StepBuffers) -> StepOutput:
@@ -215,17 +217,13 @@ class StepGraphs:
     def drop(self, bucket: Bucket) -> None:
         """Drop the graphs of a bucket, whose variant has changed."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if key.bucket != bucket}
-        self.wanted = Counter({key: count for key, count in self.wanted.items() if key.bucket != bucket})
-        self._forget_sizes()
+        self._keep_wanted(lambda key: key.bucket != bucket)
 
     def skip_sizes(self, sizes: frozenset[int]) -> None:
         """Do not pad steps of dynamic buckets to these sizes, except the largest size of a bucket."""
         if sizes != self._skipped_sizes:
             self._skipped_sizes = sizes
-            self.wanted = Counter(
-                {key: count for key, count in self.wanted.items() if self._is_used(key.bucket, key.tokens)}
-            )
-            self._forget_sizes()
+            self._keep_wanted(lambda key: self._is_used(key.bucket, key.tokens))
 
     def warmed(self) -> None:
         """Warm-up has ended: pad steps to captured sizes, and count late captures."""
@@ -239,21 +237,20 @@ class StepGraphs:
         """
         if self.wanted:
             return self.wanted.most_common(1)[0][0]
-        captured_buckets = filter(self.is_captured, self._plan.prefill_buckets)
         # Largest size first, so that smaller graphs reuse the memory that a larger one allocated in the pool. The graph
         # without decode rows is first, because the size is timed with it.
         keys = (
             GraphKey(bucket, tokens, row_slots)
-            for bucket in captured_buckets
+            for bucket in filter(self.is_captured, self._plan.prefill_buckets)
             for tokens, row_slots in sorted(self._plan.graph_shapes(bucket), key=lambda shape: (-shape[0], shape[1]))
             if row_slots == 0 or self._is_used(bucket, tokens)
         )
         return next((key for key in keys if key not in self._graphs), None)
 
     def _capture_late(self, key: GraphKey, runs_first: bool = False) -> bool:
-        """Capture a graph after warm-up; False if that failed.
+        """Capture a graph after warm-up. A failure is logged, and returns False.
 
-        A failure is logged. After it, steps run once before they are captured, or no further graph is captured.
+        After it, steps run once before they are captured, or no further graph is captured.
         """
         start = time.perf_counter()
         try:
@@ -292,6 +289,10 @@ class StepGraphs:
         self._captures_late = False
         self.wanted.clear()
         log.warning("%s; no further CUDA graph is captured, and steps are padded to the captured sizes", reason)
+
+    def _keep_wanted(self, is_kept: Callable[[GraphKey], bool]) -> None:
+        self.wanted = Counter({key: count for key, count in self.wanted.items() if is_kept(key)})
+        self._forget_sizes()
 
     def _forget_sizes(self) -> None:
         self._sizes.clear()

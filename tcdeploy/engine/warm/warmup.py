@@ -82,10 +82,10 @@ def prepare_buckets(
         for bucket in warmup_order(runner.plan):
             # One short run is enough to load the programs, and captures load the kernels of other sizes.
             batch = make_timing_batch(runner, bucket, min(SHORT_RUN_TOKENS, bucket.size) if bucket.min_size else None)
-            runs.append((batch, run_variant(batch, runner.variant(bucket), runs=1)))
+            runs.append((batch, run_variant(batch, runner.variants[bucket], runs=1)))
         before_captures()
         for batch, compilation in runs:
-            prepared[batch.bucket] = capture_variant(batch, runner.variant(batch.bucket), compilation)
+            prepared[batch.bucket] = capture_variant(batch, runner.variants[batch.bucket], compilation)
     runner.row_assignment.clear()
     return prepared
 
@@ -188,7 +188,7 @@ def _warm_bucket(
     has_more_time = plan.tune_seconds > previous.tune_seconds
     tuning = tune(batch, previous.trials.get(bucket.name, ()), has_more_time, tune_seconds)
     if compiled is not None:
-        selected = check_variant(batch, runner.variant(bucket), compiled, tuning.trials, checker)
+        selected = check_variant(batch, runner.variants[bucket], compiled, tuning.trials, checker)
     else:
         selected = select_variant(batch, tuning, checker, bucket.name in previous.buckets)
     is_captured = runner.graphs.is_captured(bucket)
