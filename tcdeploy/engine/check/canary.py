@@ -2,16 +2,13 @@
 
 This is a known-answer test. The same program on the same inputs gives the same logits, so a later difference means that
 weights, programs, KV blocks or the device have changed: a flipped bit in GPU memory, a block table that points to
-another block, a damaged graph. It cannot detect results that were already wrong when recorded; the parity check does
-(parity_check.py).
+another block, a damaged graph. Results that were already wrong when recorded are left to parity_check.py.
 
 Each case is a batch of fixed prompts in a fixed bucket, run by `ModelRunner` directly. The scheduler would choose
 buckets by load, and would reuse keys and values of the prefix cache instead of computing them. KV blocks come from the
-engine's allocator, and differ between runs. Blocks of canaries are never registered in the prefix cache. If no block is
-free, the least recently used prefixes are evicted, as for a request.
-
-Prompts are short even in large buckets. A graph computes its whole size anyway, and short prompts need few blocks. Of a
-dynamic bucket, three of the graphs without decode rows are checked; those of mixed steps are not.
+engine's allocator, differ between runs, and are never registered in the prefix cache. Prompts are short even in large
+buckets: a graph computes its whole size anyway. Of a dynamic bucket, three of the graphs without decode rows are
+checked; those of mixed steps are not.
 """
 
 from __future__ import annotations
@@ -130,27 +127,26 @@ class Canary:
         Closing the generator between two steps releases blocks and rows, so the engine can run a request at once.
         Raises RecompileError if a step would compile.
         """
-        return (yield from self._compare(self.cases[number], self._recorded[number]))
+        with contextlib.closing(self._compare(self.cases[number], self._recorded[number])) as comparison:
+            for difference in comparison:
+                if difference is not None:
+                    return difference
+                yield
+        return None
 
     def _record(self, case: CanaryCase) -> None:
         recorded = [step.result() for step in self._run(case)]
-        comparison = self._compare(case, recorded)
-        while True:
-            try:
-                next(comparison)
-            except StopIteration as end:
-                difference: CanaryDifference | None = end.value
-                break
-        if difference is not None:
-            self.unrepeatable.append(difference)
-            return
-        self.cases.append(case)
-        self._recorded.append(recorded)
+        with contextlib.closing(self._compare(case, recorded)) as comparison:
+            differences = [difference for difference in comparison if difference is not None]
+        self.unrepeatable += differences
+        if not differences:
+            self.cases.append(case)
+            self._recorded.append(recorded)
 
-    def _compare(self, case: CanaryCase, recorded: list[StepResult]) -> Generator[None, None, CanaryDifference | None]:
-        """Run a case and compare each step. After a near tie that went the other way, a row has another context.
+    def _compare(self, case: CanaryCase, recorded: list[StepResult]) -> Generator[CanaryDifference | None]:
+        """Run a case and compare each step, up to the first difference.
 
-        The rest of such a row is not compared.
+        After a near tie that went the other way, a row has another context, and is not compared any more.
         """
         diverged: set[int] = set()
         with contextlib.closing(self._run(case)) as steps:
@@ -159,12 +155,12 @@ class Canary:
                 differing = self._differing_rows(expected, result, step) - diverged
                 if differing:
                     row = min(differing)
-                    return CanaryDifference(case, step.phase, number, row, expected.of_row(row), result.of_row(row))
+                    yield CanaryDifference(case, step.phase, number, row, expected.of_row(row), result.of_row(row))
+                    return
                 if step.feeds_next:
                     pairs = zip(expected.tokens, result.tokens, strict=True)
                     diverged |= {row for row, (token, actual) in enumerate(pairs) if token != actual}
-                yield
-        return None
+                yield None
 
     def _differing_rows(self, expected: StepResult, result: StepResult, step: CanaryStep) -> set[int]:
         """Rows whose token's log-probability differs, or that have another token and no near tie.
@@ -200,10 +196,7 @@ class Canary:
             self._runner.row_assignment.assign([])
 
     def _prefill(self, case: CanaryCase, sequence: Sequence) -> Iterator[CanaryStep]:
-        """Prefill the whole prompt in a prefill case, and all but the last token in a decode case.
-
-        The last token is the input of the first decode step.
-        """
+        """Prefill the whole prompt; without its last token, which the first decode step feeds, in a decode case."""
         is_prefill, runner = case.bucket.is_prefill, self._runner
         end = len(sequence.token_ids) if is_prefill else len(sequence.token_ids) - 1
         for start in range(0, end, case.chunk_size):

@@ -1,9 +1,9 @@
 """The token sequences that a bucket is compiled, checked and timed on.
 
-Check batches have unequal lengths and leave padding in the bucket, so that the parity check covers packing and padding
-rows; check_prompts.py has their tokens. Timing batches are random tokens that fill the bucket. Neither goes through the
-scheduler. Without a given allocator, each batch takes its KV blocks from a new one, so batches overwrite each other's
-cache. While a server has requests, these are the blocks that `Engine.paused` reserves.
+Check batches (check_prompts.py) have unequal lengths and leave padding in the bucket, so that the parity check covers
+packing and padding rows. Timing batches are random tokens that fill the bucket. Neither goes through the scheduler.
+Without a given allocator, each batch takes its KV blocks from a new one, so batches overwrite each other's cache. While
+a server has requests, these are the blocks that `Engine.paused` reserves.
 """
 
 from __future__ import annotations
@@ -76,14 +76,10 @@ class WarmupBatch(NamedTuple):
         return None if self.runner.has_model else 0
 
 
-def make_check_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:
-    """The bucket's batch of check prompts (check_prompts.py)."""
-    return _make_check_batch(runner, bucket, prompts, prompts.batch(bucket))
-
-
-def make_continued_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:
-    """The prompt that is checked in two chunks, and the decode rows beside it in a mixed step; or an empty batch."""
-    return _make_check_batch(runner, bucket, prompts, [*prompts.continued(bucket), *prompts.mixed_rows(bucket)])
+def make_check_batch(
+    runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, prefixes: list[PromptPrefix]
+) -> WarmupBatch:
+    return _make_batch(runner, bucket, [prompts.token_ids(prefix) for prefix in prefixes])
 
 
 def make_small_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
@@ -97,12 +93,6 @@ def make_small_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
     return _make_batch(runner, bucket, [[0] * length for length in (prompt, *[2] * has_row)])
 
 
-def _make_check_batch(
-    runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, prefixes: list[PromptPrefix]
-) -> WarmupBatch:
-    return _make_batch(runner, bucket, [prompts.token_ids(prefix) for prefix in prefixes])
-
-
 def make_timing_batch(
     runner: ModelRunner, bucket: Bucket, length: int | None = None, allocator: BlockAllocator | None = None
 ) -> WarmupBatch:
@@ -111,9 +101,6 @@ def make_timing_batch(
     length: in prefill, tokens of the one prompt (default: the bucket's size); in decode, tokens of each row (default:
         `timed_context`).
     allocator: source of the KV blocks, which the caller releases; default: a new one.
-
-    Variants are compared on the default batch only. Many short prompts in one bucket, and chunks that follow a cached
-    prefix, are not timed.
     """
     if bucket.is_prefill:
         lengths = [length or bucket.size]

@@ -38,12 +38,7 @@ OUTLIER_QUANTILE = 0.95  # of the eager rows; a row more than MAX_RATIO times fa
 
 
 def compare_logits(
-    logits: Tensor,
-    eager: Tensor,
-    precise: Tensor,
-    compute_dtype: str,
-    reference_dtype: str,
-    sampled_distances: Tensor,
+    logits: Tensor, eager: Tensor, precise: Tensor, compute_dtype: str, reference_dtype: str, sampled_distances: Tensor
 ) -> Parity:
     """Compare a bucket's `logits` with those of the reference; each [rows, vocab].
 
@@ -90,7 +85,7 @@ def outlier_rows(
 ) -> frozenset[int]:
     """Rows much farther from the precise logits than most eager rows and than the same eager row.
 
-    The arguments are those of `compare_logits`. Empty if `precise` could not be computed in a higher precision.
+    Empty if `precise` could not be computed in a higher precision.
     """
     if reference_dtype == compute_dtype:
         return frozenset()
