@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from statistics import median_high
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,17 +39,8 @@ MAX_TIMED_PREFIX = 16_384  # tokens before a timed chunk
 SMALL_CHUNK = 16  # tokens
 
 
-class StepTimes(NamedTuple):
-    """Medians over ROUNDS rounds. A spread is half of the range of the rounds' medians."""
-
-    eager_ms: float
-    compiled_ms: float
-    eager_spread_ms: float
-    compiled_spread_ms: float
-
-
-def measure_step_times(runner: ModelRunner, bucket: Bucket) -> StepTimes:
-    """Median ms of the bucket's step: uncompiled with the same attention, and compiled.
+def measure_step_times(runner: ModelRunner, bucket: Bucket) -> dict[str, Any]:
+    """The step's times for a BucketRecord, by its fields: uncompiled with the same attention, and compiled.
 
     The compiled step is the one that serves: it replays the CUDA graph if the bucket is captured. The two are timed
     alternately, so that a slowly changing load affects both.
@@ -58,24 +50,18 @@ def measure_step_times(runner: ModelRunner, bucket: Bucket) -> StepTimes:
         with force_eager():
             eager.append(measure_step_ms(runner, bucket, captured=False, limits=ROUND))
         compiled.append(measure_step_ms(runner, bucket, limits=ROUND))
-    return StepTimes(_median(eager), _median(compiled), _spread(eager), _spread(compiled))
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _spread(values: list[float]) -> float:
-    return (max(values) - min(values)) / 2
+    return {
+        "eager_ms": median_high(eager),
+        "compiled_ms": median_high(compiled),
+        "eager_spread_ms": (max(eager) - min(eager)) / 2,
+        "compiled_spread_ms": (max(compiled) - min(compiled)) / 2,
+    }
 
 
 def measure_step_ms(
-    runner: ModelRunner,
-    bucket: Bucket,
-    captured: bool = True,
-    limits: TimingLimits = THOROUGH,
+    runner: ModelRunner, bucket: Bucket, captured: bool = True, limits: TimingLimits = THOROUGH,
     length: int | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Median milliseconds of the bucket's step on its timing batch.
 
     captured: replay the CUDA graph; False: run the programs without it, for prefill only with the default length.
@@ -92,9 +78,7 @@ def measure_step_ms(
     rerun = runner.rerun if captured else runner.rerun_uncaptured
     if bucket.is_prefill:
         return _median_ms(lambda: rerun(bucket), limits)
-    return _median_ms(
-        lambda: rerun(bucket), limits, reset=lambda: runner.row_assignment.assign_prefilled(batch.sequences)
-    )
+    return _median_ms(lambda: rerun(bucket), limits, lambda: runner.row_assignment.assign_prefilled(batch.sequences))
 
 
 def time_next_size(
@@ -116,10 +100,7 @@ def time_next_size(
 
 
 def _measure_prefill_ms(runner: ModelRunner, bucket: Bucket, size: int, allocator: BlockAllocator) -> float:
-    """Milliseconds of a prefill step of `size` tokens: the smaller of two times, after a run that is not timed.
-
-    The prompt's KV blocks are from `allocator`, which evicts cached prefixes if too few blocks are free.
-    """
+    """Milliseconds of a prefill step of `size` tokens: the smaller of two times, after a run that is not timed."""
     batch = make_timing_batch(runner, bucket, size, allocator)
     try:
         batch.run()
@@ -142,9 +123,7 @@ def measure_step_costs(runner: ModelRunner) -> StepCosts:
             prefill_ms[size] = measure_step_ms(runner, bucket, limits=BRIEF, length=size)
     largest = plan.decode_buckets[-1]
     context = timed_context(plan, largest)
-    decode_ms = {
-        bucket.size: measure_step_ms(runner, bucket, limits=BRIEF, length=context) for bucket in plan.decode_buckets
-    }
+    decode_ms = {b.size: measure_step_ms(runner, b, limits=BRIEF, length=context) for b in plan.decode_buckets}
     prefix_pair_ms, prefix_token_ms = _measure_prefix(runner)
     costs = StepCosts(
         prefill_ms=tuple(sorted(prefill_ms.items())),
@@ -170,11 +149,10 @@ def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: fl
 
 
 def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
-    """Returns (prefix_pair_ms, prefix_token_ms) of StepCosts.
+    """Returns (prefix_pair_ms, prefix_token_ms) of StepCosts; zeros if no prompt with a prefix fits.
 
     A large and a small chunk are each timed after a prefix and after half of it. The prefix has up to MAX_TIMED_PREFIX
-    tokens; with reference attention, which is slow, only as many as the largest bucket. Zeros if no prompt with such a
-    prefix fits.
+    tokens; with reference attention, which is slow, only as many as the largest bucket.
     """
     plan, largest = runner.plan, runner.plan.prefill_buckets[-1].size
     max_prefix = largest if plan.prefill_attention == "reference" else MAX_TIMED_PREFIX
@@ -210,7 +188,7 @@ def _median_ms(step: Callable[[], StepOutput], limits: TimingLimits, reset: Call
     while len(seconds) < limits.max_runs and (len(seconds) < limits.min_runs or sum(seconds) <= limits.seconds):
         reset()
         seconds.append(_seconds(step))
-    return _median(seconds) * 1e3
+    return median_high(seconds) * 1e3
 
 
 def _seconds(step: Callable[[], StepOutput]) -> float:

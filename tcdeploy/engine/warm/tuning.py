@@ -1,9 +1,8 @@
 """Choose the variant of a bucket: the first that compiles and passes the parity check, or the fastest of several.
 
 Without `--tune-seconds` the first one is compiled and none is timed; the next ones are tried only if it fails.
-`--tune-seconds` bounds the time spent on variants beyond the first, which has to be compiled in any case. Trials come
-from the manifest of an earlier run, if any, and from this run. A variant is timed once: a warm start loads the selected
-variant only, and repeats no timing.
+`--tune-seconds` bounds the time spent on variants beyond the first, which has to be compiled in any case. A variant is
+timed once: a warm start takes the trials from the manifest of the earlier run, and loads the selected variant only.
 """
 
 from __future__ import annotations
@@ -62,52 +61,33 @@ class SelectedVariant(NamedTuple):
     peak_memory_bytes: int
 
 
-class _Attempt(NamedTuple):
-    """`compiled` of a variant that failed holds what had been compiled until then."""
-
-    trial: Trial
-    compiled: CompiledVariant
-    error: Exception | None
-
-
 def tune(batch: WarmupBatch, known_trials: Iterable[Trial], has_more_time: bool, seconds: float) -> TuningRun:
     """Time the bucket's variants for at most `seconds`, except those that the `known_trials` of an earlier run cover.
 
     Nothing is timed unless `has_more_time`: this is the first run, or the time allowed has grown since the earlier one.
+    A variant that cannot be compiled on this torch or GPU is recorded with its error. Time spent before the first
+    variant that can be timed does not count, and the last error is raised if none can.
     """
     variants = _variants_by_name(batch)
     if len(variants) == 1:
         return TuningRun()
-    trials = tuple(trial for trial in known_trials if trial.variant in variants)
+    trials = [trial for trial in known_trials if trial.variant in variants]
     if not has_more_time or seconds <= 0:
-        return TuningRun(trials)
-    tried = {trial.variant for trial in trials}
-    untried = [variant for name, variant in variants.items() if name not in tried]
-    tuning = time_variants(batch, untried, seconds, must_succeed=not any_timed(trials))
-    return tuning._replace(trials=trials + tuning.trials)
-
-
-def time_variants(batch: WarmupBatch, variants: list[Variant], seconds: float, must_succeed: bool) -> TuningRun:
-    """Compile and time one variant after another until `seconds` are spent.
-
-    A variant that cannot be compiled on this torch or GPU is recorded with its error and skipped. With `must_succeed`,
-    time spent before the first variant that can be timed does not count, and the last error is raised if none can.
-    """
-    trials: list[Trial] = []
+        return TuningRun(tuple(trials))
     compiled: dict[Variant, CompiledVariant] = {}
     spent = 0.0
-    error: Exception | None = None
-    for variant in variants:
-        is_required = must_succeed and not any_timed(trials)
+    latest_error: Exception | None = None
+    tried = {trial.variant for trial in trials}
+    for variant in (variant for name, variant in variants.items() if name not in tried):
+        is_required = not any_timed(trials)
         if not is_required and spent >= seconds:
             break
-        attempt = _try_variant(batch, variant, is_timed=True)
-        trials.append(attempt.trial)
-        compiled[variant] = attempt.compiled
-        error = attempt.error or error
-        spent += 0.0 if is_required else attempt.trial.seconds
-    if must_succeed and error is not None and not any_timed(trials):
-        raise error
+        trial, compiled[variant], error = _try_variant(batch, variant, is_timed=True)
+        trials.append(trial)
+        latest_error = error or latest_error
+        spent += 0.0 if is_required else trial.seconds
+    if latest_error is not None and not any_timed(trials):
+        raise latest_error
     return TuningRun(tuple(trials), compiled, spent)
 
 
@@ -163,7 +143,9 @@ def check_variant(
 
 def compile_variant(batch: WarmupBatch, variant: Variant) -> CompiledVariant:
     """Compile the bucket's step with `variant`, and capture it if the plan uses a CUDA graph for it."""
-    runs = RUNS_BEFORE_CAPTURE if _uses_any_graph(batch, variant) else 1
+    # Before the engine or Inductor captures a graph, an extra run completes lazy initialisation.
+    uses_graph = batch.plan.graphs == "region" or batch.plan.uses_cuda_graph(batch.bucket, variant)
+    runs = RUNS_BEFORE_CAPTURE if uses_graph else 1
     return capture_variant(batch, variant, run_variant(batch, variant, runs))
 
 
@@ -180,8 +162,7 @@ def run_variant(batch: WarmupBatch, variant: Variant, runs: int) -> CompileStats
 def capture_variant(batch: WarmupBatch, variant: Variant, compilation: CompileStats) -> CompiledVariant:
     """Capture the bucket's step, which has run with `variant`, if the plan uses a CUDA graph for it."""
     runner, bucket, plan = batch.runner, batch.bucket, batch.plan
-    free_before = _free_bytes()
-    start = time.perf_counter()
+    free_before, start = _free_bytes(), time.perf_counter()
     if plan.uses_cuda_graph(bucket, variant):
         runner.graphs.capture(bucket)
         synchronize()
@@ -212,7 +193,10 @@ def total_compilation(selected: Variant, compiled: Mapping[Variant, CompiledVari
     return next(sharing, CompileStats()) + compiled[selected].compilation
 
 
-def _try_variant(batch: WarmupBatch, variant: Variant, is_timed: bool) -> _Attempt:
+def _try_variant(
+    batch: WarmupBatch, variant: Variant, is_timed: bool
+) -> tuple[Trial, CompiledVariant, Exception | None]:
+    """If the variant fails, returns its error, and what had been compiled until then."""
     start = time.perf_counter()
     step_ms: float | None = None
     error: Exception | None = None
@@ -229,7 +213,7 @@ def _try_variant(batch: WarmupBatch, variant: Variant, is_timed: bool) -> _Attem
     if error is not None:
         compiled = CompiledVariant(attempted, 0.0, None)
     trial = Trial(variant.name, step_ms, time.perf_counter() - start, _first_line(error) if error else "")
-    return _Attempt(trial, compiled, error)
+    return trial, compiled, error
 
 
 def _first_line(error: Exception) -> str:
@@ -238,11 +222,6 @@ def _first_line(error: Exception) -> str:
 
 def _variants_by_name(batch: WarmupBatch) -> dict[str, Variant]:
     return {variant.name: variant for variant in batch.plan.variants(batch.bucket)}
-
-
-def _uses_any_graph(batch: WarmupBatch, variant: Variant) -> bool:
-    """Whether the engine or Inductor captures a graph, before which an extra run completes lazy initialisation."""
-    return batch.plan.graphs == "region" or batch.plan.uses_cuda_graph(batch.bucket, variant)
 
 
 def _peak_memory_bytes(plan: Plan) -> int:
