@@ -38,6 +38,7 @@ from tcdeploy.start.packages import start_from_packages
 from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.prepare import prepare
 from tcdeploy.torch_compat.triton import cache as triton_cache
+from tests.block_checks import assert_consistent
 from tests.conftest import ROOT, reset_programs
 from tests.engine.constraints import SumConstraint
 from tests.engine.test_continuous_batching import check_random_traffic
@@ -152,7 +153,7 @@ def test_batching_preemption_and_prefix_reuse_change_no_token_on_the_gpu(cache_d
     seeded = SamplingParams(max_new_tokens=40, temperature=0.9, top_k=50, top_p=0.95, seed=5)
     drawn = [scarce.generate([prompt], seeded)[0] for prompt in PROMPTS]
     assert scarce.generate(PROMPTS, seeded) == drawn
-    scarce.allocator.assert_consistent()
+    assert_consistent(scarce.allocator)
 
 
 def test_every_variant_gives_the_same_logits_within_rounding(cache_dir: str, tmp_path: Path) -> None:

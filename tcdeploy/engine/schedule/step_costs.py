@@ -16,10 +16,8 @@ where
 
 size_ms includes the attention of a chunk to itself. The second term of the attention to prefixes does not depend on the
 size of the chunk: each Triton program computes a tile of 64 queries even if few are used, and a few programs use only
-part of the GPU.
-
-GPU clocks, other processes and sliding-window attention change these times. `StepPredictor` multiplies the result by a
-factor for each kind of step, which follows the measured times of the steps that are served.
+part of the GPU. `StepPredictor` multiplies the result by a factor for each kind of step, which follows the measured
+times of the steps that are served, because GPU clocks, other processes and sliding-window attention change them.
 """
 
 from __future__ import annotations
@@ -44,22 +42,14 @@ StepSizes: TypeAlias = "Callable[[int], tuple[int, ...]]"
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Measured times of steps.
+    """Measured times of steps."""
 
-    prefill_ms: (tokens, ms) of prefill steps of one prompt without a prefix, ascending by tokens.
-    decode_ms_by_rows: (rows, ms) of decode steps, ascending by rows. A decode step is padded to one of these.
-    timed_context: tokens in the KV cache of each row while decode steps were timed.
-    decode_context_ms: ms of decode attention per token in the KV cache.
-    prefix_pair_ms: ms of prefill attention per pair of a chunk token and a prefix token.
-    prefix_token_ms: additional ms of prefill attention per prefix token, independent of the chunk's size.
-    """
-
-    prefill_ms: tuple[tuple[int, float], ...]
-    decode_ms_by_rows: tuple[tuple[int, float], ...]
-    timed_context: int = 0
-    decode_context_ms: float = 0.0
-    prefix_pair_ms: float = 0.0
-    prefix_token_ms: float = 0.0
+    prefill_ms: tuple[tuple[int, float], ...]  # (tokens, ms) of steps of one prompt without a prefix, ascending
+    decode_ms_by_rows: tuple[tuple[int, float], ...]  # (rows, ms), ascending; a decode step is padded to one of these
+    timed_context: int = 0  # tokens in the KV cache of each row while decode steps were timed
+    decode_context_ms: float = 0.0  # of decode attention per token in the KV cache
+    prefix_pair_ms: float = 0.0  # of prefill attention per pair of a chunk token and a prefix token
+    prefix_token_ms: float = 0.0  # additional ms of prefill attention per prefix token, whatever the chunk's size
 
     def __post_init__(self) -> None:
         """Raises ValueError: the values may come from a file."""
@@ -85,8 +75,7 @@ class StepCosts:
     def size_ms(self, size: int) -> float:
         """Milliseconds of a prefill step of `size` tokens that has one prompt without a prefix.
 
-        Interpolated linearly between two measured sizes. Between one token and the smallest measured size, it is
-        interpolated from the time of a decode step of one row, which also computes one token.
+        Interpolated linearly between measured sizes; one token takes as long as a decode step of one row.
         """
         return _interpolate(self._size_points, size)
 
@@ -114,7 +103,6 @@ class StepCosts:
 
     @cached_property
     def _decode_points(self) -> list[tuple[int, float]]:
-        """The points (rows, ms) of decode steps, ascending in rows."""
         return _never_decreasing(list(self.decode_ms_by_rows))
 
     @cached_property
@@ -144,8 +132,7 @@ class StepPredictor:
     step_sizes: returns the sizes, in tokens and ascending, that steps with prompts and the given number of decode rows
         are padded to. They may change between two steps: a size is added when its CUDA graph is captured.
 
-    The correction of a kind of step is the exponential moving average of measured / table, each ratio limited to
-    MIN_CORRECTION..MAX_CORRECTION, so that one interrupted step does not change it much.
+    The correction of a kind of step is the exponential moving average of measured / table, each ratio limited.
     """
 
     def __init__(self, costs: StepCosts, step_sizes: StepSizes) -> None:
@@ -170,7 +157,6 @@ class StepPredictor:
         return sizes[min(bisect_left(sizes, tokens), len(sizes) - 1)]
 
     def observe(self, estimate: StepEstimate, measured_ms: float) -> None:
-        """Update the correction with the measured time of a step."""
         ratio = min(max(measured_ms / estimate.table_ms, MIN_CORRECTION), MAX_CORRECTION)
         self.corrections[estimate.kind] += CORRECTION_WEIGHT * (ratio - self.corrections[estimate.kind])
 

@@ -218,9 +218,7 @@ class ModelRunner:
 
     def batch_allocator(self) -> BlockAllocator:
         """A new allocator for a batch of the warm-up, which does not go through the scheduler."""
-        if self.reserved_blocks is not None:
-            return BlockAllocator.of_blocks(self.reserved_blocks, self.plan.block_size)
-        return BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
+        return BlockAllocator(self.plan.kv_blocks, self.plan.block_size, self.reserved_blocks)
 
     def rerun(self, bucket: Bucket) -> StepOutput:
         """Run the bucket's step again on the current contents of its buffers."""
