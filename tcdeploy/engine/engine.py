@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.scheduler import Scheduler, SchedulerConfig
-from tcdeploy.engine.schedule.sequence import Chunk, NewToken, SamplingParams, Sequence, check_request
+from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams, Sequence, check_request
 from tcdeploy.engine.schedule.step_costs import StepClock, StepCosts, StepPredictor
 from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.in_flight import (
@@ -89,7 +89,7 @@ class Engine:
         of the prefix cache. Cached prefixes are evicted only if too few blocks are free.
         """
         previous, self._in_flight = self._in_flight, None
-        self._deliver(self._collect(previous) if previous else [])
+        self._deliver(previous)
         self.scheduler.requeue_admitted()
         self.runner.row_assignment.clear()
         blocks = self.allocator.allocate(num_blocks)
@@ -220,7 +220,7 @@ class Engine:
                 if forward_pass and previous and forward_pass.masks_need_unread_tokens:
                     unread, previous = previous, None
                     forward_pass = forward_pass._replace(estimate=None)
-                    self._deliver(self._collect(unread))
+                    self._deliver(unread)
                 self._in_flight = self._launch_sampling(forward_pass, start) if forward_pass else None
                 if previous and previous.copy_done and self._in_flight:
                     seconds, was_late = time.perf_counter() - start, previous.copy_done.query()
@@ -229,7 +229,7 @@ class Engine:
             except BaseException:
                 self._discard_step(previous)
                 raise
-            self._deliver(self._collect(previous) if previous else [])
+            self._deliver(previous)
             self._time_next_launch(start if previous is None else None)
             if self._in_flight is None and not self.scheduler.running:
                 self.runner.row_assignment.assign([])  # idle: empty the rows now, not before the next prompt
@@ -255,7 +255,7 @@ class Engine:
         self.failed_steps += 1
         self.launch_timer.step_started(None, None)
         try:
-            self._deliver(self._collect(previous) if previous else [])
+            self._deliver(previous)
         finally:
             self.scheduler.requeue_all()
             self.runner.row_assignment.clear()
@@ -281,19 +281,15 @@ class Engine:
         """`start`: when the launch of the step began (time.perf_counter)."""
         with self._launch_guard:
             launched = self._sample_and_copy(forward_pass.output, forward_pass.sequences)
-        logprob_chunks = self._prompt_logprobs(forward_pass.chunks)  # overwrites the step's buffers, so after sampling
+        logprob_chunks = tuple(  # they overwrite the step's buffers, so after sampling
+            PromptLogprobs(chunk.sequence, begin, Logprobs(*map(to_host, prompt_logprobs)))
+            for chunk in forward_pass.chunks
+            if (k := chunk.sequence.params.prompt_logprobs) is not None
+            for begin, prompt_logprobs in self.runner.compute_prompt_logprobs(chunk, k)
+        )
         if logprob_chunks:
             return launched._replace(logprob_chunks=logprob_chunks, copy_done=record_event(forward_pass.output.tokens))
         return launched._replace(estimate=forward_pass.estimate, launch_seconds=time.perf_counter() - start)
-
-    def _prompt_logprobs(self, chunks: tuple[Chunk, ...]) -> tuple[PromptLogprobs, ...]:
-        """Log-probabilities of prompt tokens, for requests that ask for them."""
-        return tuple(
-            PromptLogprobs(chunk.sequence, start, Logprobs(*map(to_host, prompt_logprobs)))
-            for chunk in chunks
-            if (k := chunk.sequence.params.prompt_logprobs) is not None
-            for start, prompt_logprobs in self.runner.compute_prompt_logprobs(chunk, k)
-        )
 
     def _sample_and_copy(self, output: StepOutput, sequences: tuple[Sequence | None, ...]) -> InFlightStep:
         """Sample if any row is not greedy, and start the copy of the tokens to the host."""
@@ -346,8 +342,8 @@ class Engine:
     def vocab_size(self) -> int:
         return self.runner.vocab_size
 
-    def _deliver(self, tokens: list[NewToken]) -> None:
-        for token in tokens:
+    def _deliver(self, launched: InFlightStep | None) -> None:
+        for token in self._collect(launched) if launched else ():
             self._stream_tokens.get(token.request_id, self._buffered_tokens).append(token)
 
 

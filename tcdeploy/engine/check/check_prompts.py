@@ -70,7 +70,7 @@ class CheckPrompts:
     def batch(self, bucket: Bucket) -> list[PromptPrefix]:
         """Prefill: several packed prompts if they fit, else one. Decode: one sequence for each row."""
         if not bucket.is_prefill:
-            return list(map(PromptPrefix, _decode_prompts(bucket), self._decode_lengths(bucket)))
+            return self._decode_batch(bucket)
         lengths = self._prefill_lengths(bucket)
         return [PromptPrefix(row % NUM_LONG_PROMPTS, length) for row, length in enumerate(lengths)]
 
@@ -109,22 +109,25 @@ class CheckPrompts:
         fits = plan.max_prefill_sequences >= len(lengths) and self._blocks_for(lengths) < plan.kv_blocks
         return lengths if size >= 8 and fits else [min(size, MAX_PROMPT_TOKENS)]
 
-    def _decode_lengths(self, bucket: Bucket) -> list[int]:
-        """Checked rows have up to CHECKED_BLOCKS blocks if enough are free, and the first one more. Others have one."""
+    def _decode_batch(self, bucket: Bucket) -> list[PromptPrefix]:
+        """Checked rows have up to CHECKED_BLOCKS blocks if enough are free, and the first one more. Others have one.
+
+        The first checked row may be long; the others have prompts of the batched pass.
+        """
         plan = self._plan
-        one_block = min(plan.block_size, plan.context)
-        several_blocks = min(CHECKED_BLOCKS * plan.block_size, plan.context)
-        short = [_varied_length(row, one_block) for row in range(bucket.size)]
-        lengths = short.copy()
+        short = [_varied_length(row, min(plan.block_size, plan.context)) for row in range(bucket.size)]
+        lengths, prompts = short.copy(), [FIRST_UNCHECKED_PROMPT + row for row in range(bucket.size)]
         for number, row in enumerate(checked_rows(bucket, bucket.size)):
-            lengths[row] = _varied_length(number, several_blocks)
+            lengths[row] = _varied_length(number, min(CHECKED_BLOCKS * plan.block_size, plan.context))
+            prompts[row] = NUM_LONG_PROMPTS + number - 1 if number else 0
         if self._blocks_for(lengths) >= plan.kv_blocks:
             lengths = short
         for first in (self._long_length, CHECKED_BLOCKS * plan.block_size + BEYOND_WINDOW):
             first = self._length_that_fits(first, lengths[1:])
             if first > lengths[0]:
-                return [first, *lengths[1:]]
-        return lengths
+                lengths[0] = first
+                break
+        return list(map(PromptPrefix, prompts, lengths))
 
     def _length_that_fits(self, length: int, others: Iterable[int] = ()) -> int:
         """`length`, limited by the context; 0 if the KV cache cannot hold it together with the other lengths."""
@@ -134,14 +137,6 @@ class CheckPrompts:
     def _blocks_for(self, lengths: Iterable[int]) -> int:
         """KV blocks of sequences of these lengths. One block of the cache is for padding."""
         return sum(-(-length // self._plan.block_size) for length in lengths)
-
-
-def _decode_prompts(bucket: Bucket) -> list[int]:
-    """The prompt of each row. The first checked row may be long; the others have prompts of the batched pass."""
-    prompts = [FIRST_UNCHECKED_PROMPT + row for row in range(bucket.size)]
-    for number, row in enumerate(checked_rows(bucket, bucket.size)):
-        prompts[row] = NUM_LONG_PROMPTS + number - 1 if number else 0
-    return prompts
 
 
 def _varied_length(number: int, most: int) -> int:

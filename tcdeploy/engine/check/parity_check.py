@@ -103,7 +103,8 @@ class ParityChecker:
                     f"{bucket.name} differs from the stored one: {describe_parity(check.parity)}{outlier_text}"
                 )
             changed = self._reference_changed()
-            if changed or failures == MAX_FAILURES or _exceeds_by_far(check.parity) or number == MAX_ATTEMPTS - 1:
+            is_rounding = check.parity.max_difference <= MAX_EXCESS * check.parity.max_difference_limit  # False for NaN
+            if changed or failures == MAX_FAILURES or not is_rounding or number == MAX_ATTEMPTS - 1:
                 parity = dataclasses.replace(
                     check.parity, passed=False, outlier_rows=len(outliers), reference_changed=changed
                 )
@@ -148,10 +149,6 @@ def run_check_steps(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) 
     continued = make_check_batch(runner, bucket, prompts, prefixes)
     output, first_row = continued.run_in_two_chunks().logits, runner.plan.max_prefill_sequences
     return torch.cat([logits, output[:1], output[first_row : first_row + len(prefixes) - 1]])
-
-
-def _exceeds_by_far(parity: Parity) -> bool:
-    return not parity.max_difference <= MAX_EXCESS * parity.max_difference_limit  # NaN too
 
 
 def raise_if_failed(parity: Parity, bucket: Bucket) -> None:

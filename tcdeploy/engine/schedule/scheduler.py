@@ -298,16 +298,14 @@ class Scheduler:
         """
         if not self._total_missing_blocks(0):
             return
-        lookahead_blocks = LOOKAHEAD_BLOCKS if self._can_look_ahead() else 0
+        # Lookahead takes at most half of the free blocks, and none while a queued sequence waits for blocks.
+        waits_for_blocks = self.waiting and self._has_free_row()
+        missing = 0 if waits_for_blocks else self._total_missing_blocks(LOOKAHEAD_BLOCKS)
+        looks_ahead = not waits_for_blocks and 2 * missing <= self.allocator.num_allocatable
+        lookahead_blocks = LOOKAHEAD_BLOCKS if looks_ahead else 0
         self._preempt_until_it_fits()
         for sequence in self.running:
             sequence.blocks += self.allocator.allocate(self._missing_blocks(sequence, lookahead_blocks))
-
-    def _can_look_ahead(self) -> bool:
-        """Lookahead takes at most half of the free blocks, and none while a queued sequence waits for blocks."""
-        if self.waiting and self._has_free_row():
-            return False
-        return 2 * self._total_missing_blocks(LOOKAHEAD_BLOCKS) <= self.allocator.num_allocatable
 
     def _preempt_until_it_fits(self) -> None:
         """Free unused lookahead blocks, then preempt the most recently admitted sequences."""

@@ -212,7 +212,12 @@ class PrefillBuffers:
             if row is not None:
                 int64_views["rows"][number], int32_views["lengths"][number] = row, stop
         self._packed.copy_(staging, non_blocking=True)
-        self._host_scalars_array[:] = _host_scalars(chunks, end, len(decoding))
+        lengths = [stop for _, _, stop in chunks]
+        max_seqlen_q = max((stop - start for _, start, stop in chunks), default=0)
+        has_prefix = any(start > 0 for _, start, _ in chunks)
+        # As kernels/attention/ops.py lists them in HOST_SCALARS; the runner sets the number of rows.
+        scalars = (end, sum(lengths), max_seqlen_q, max(lengths, default=0), int(has_prefix), len(decoding), 0)
+        self._host_scalars_array[:] = scalars
 
     def _fill_rows(
         self, decoding: ListLike[Sequence], int64_views: dict[str, Any], int32_views: dict[str, Any]
@@ -232,30 +237,19 @@ class PrefillBuffers:
 
 def _all_rows(decode_rows: DecodeRows, split_counters: Tensor) -> DecodeMetadata:
     """All decode rows, as mixed steps read them. Programs depend neither on the largest batch nor on the context."""
-    for tensor, dims in ((decode_rows.block_table, (0, 1)), (decode_rows.seq_lens, (0,))):
-        for dim in dims:
-            mark_dynamic(tensor, dim)
+    for tensor, dim in ((decode_rows.block_table, 0), (decode_rows.block_table, 1), (decode_rows.seq_lens, 0)):
+        mark_dynamic(tensor, dim)
     return DecodeMetadata(decode_rows.block_table, decode_rows.seq_lens, split_counters)
 
 
 @functools.cache
-def _block_coordinates(
-    context: int, block_size: int
-) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+def _block_coordinates(context: int, block_size: int) -> tuple[NDArray[numpy.int64], ...]:
     """(position, block index, offset in the block) of every position, as read-only arrays that all buckets share."""
     positions = numpy.arange(context)
     columns = positions, positions // block_size, positions % block_size
     for column in columns:
         column.setflags(write=False)
     return columns
-
-
-def _host_scalars(chunks: ListLike[Chunk], tokens: int, num_decoding: int) -> list[int]:
-    """The values that kernels/attention/ops.py lists in HOST_SCALARS; the runner sets the number of rows."""
-    lengths = [stop for _, _, stop in chunks]
-    max_seqlen_q = max((stop - start for _, start, stop in chunks), default=0)
-    has_prefix = any(start > 0 for _, start, _ in chunks)
-    return [tokens, sum(lengths), max_seqlen_q, max(lengths, default=0), int(has_prefix), num_decoding, 0]
 
 
 class _PackedLayout:

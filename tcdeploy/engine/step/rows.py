@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 
-import numpy
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tcdeploy.engine.schedule.constraint import Masker, Matcher
@@ -87,19 +85,22 @@ class RowAssignment:
         The host must have read the tokens of all previous steps, because the matchers continue from them.
         """
         rows: list[int] = []
-        matchers: list[Matcher] = []
+        matcher_rows_by_masker: dict[Masker, list[tuple[Matcher, int]]] = {}  # one call per masker
         for row, sequence in enumerate(sequences):
             # Skip rows without a constraint, and those whose token will be dropped.
             if sequence is None or sequence.matcher is None or sequence.finish_reason:
                 continue
             assert sequence.in_flight == 1, "only the token of this step is unread"
+            matcher_rows_by_masker.setdefault(sequence.matcher.masker, []).append((sequence.matcher, len(rows)))
             rows.append(row)
-            matchers.append(sequence.matcher)
         device, words = self.decode_rows.token_ids.device, -(-self.decode_rows.sampling.in_prompt.shape[1] // 32)
         # Allocated by torch, which can pin it and keeps it until the copy is done; written by numpy. Torch does not pin
         # a tensor made from an array, and fills a large tensor with one thread per core, which then spin for a while.
         packed = torch.empty(len(rows), words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        _fill_bitmasks(matchers, packed.numpy())
+        packed_array = packed.numpy()
+        packed_array.fill(0)
+        for masker, matcher_rows in matcher_rows_by_masker.items():
+            masker.fill(matcher_rows, packed_array)
         masks = torch.full((outputs, words), -1, dtype=torch.int32, device=device)
         index = to_device(rows, torch.int64, device)
         return masks.index_copy_(0, index, packed.to(device, non_blocking=True))
@@ -157,16 +158,6 @@ class RowAssignment:
 
     def _upload(self, target: Tensor, values: ListLike[float]) -> None:
         target[: len(values)].copy_(to_device(values, target.dtype, target.device), non_blocking=True)
-
-
-def _fill_bitmasks(matchers: ListLike[Matcher], masks: NDArray[numpy.int32]) -> None:
-    """Write the tokens that matchers[i] allows to row i of `masks` [n, words], with one call per masker."""
-    masks.fill(0)
-    matcher_rows_by_masker: dict[Masker, list[tuple[Matcher, int]]] = {}
-    for row, matcher in enumerate(matchers):
-        matcher_rows_by_masker.setdefault(matcher.masker, []).append((matcher, row))
-    for masker, matcher_rows in matcher_rows_by_masker.items():
-        masker.fill(matcher_rows, masks)
 
 
 def _features(sequences: ListLike[Sequence]) -> Features:

@@ -53,14 +53,9 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel | None,
-        plan: Plan,
-        step_holder: StepHolder,
-        split_counters: Tensor,
-        vocab_size: int,
-        forward: ModelForward | None = None,
-    ) -> None:
+        self, model: PreTrainedModel | None, plan: Plan, step_holder: StepHolder, split_counters: Tensor,
+        vocab_size: int, forward: ModelForward | None = None,
+    ) -> None:  # fmt: skip
         self._model = model
         self.step_holder = step_holder
         self.forward: ModelForward = forward or self.transformers_forward  # ahead-of-time programs replace it
@@ -69,9 +64,7 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.decode_rows = make_decode_rows(plan, vocab_size)
         self.row_assignment = RowAssignment(self.decode_rows)
-        self._decode_buffers = {
-            bucket: decode_buffers(bucket, self.decode_rows, split_counters) for bucket in plan.decode_buckets
-        }
+        self._decode_buffers = {b: decode_buffers(b, self.decode_rows, split_counters) for b in plan.decode_buckets}
         self._prefill_buffers: dict[tuple[Bucket, int], PrefillBuffers] = {}  # by bucket and tokens
         uses_triton = BACKENDS[plan.decode_attention].uses_triton
         self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
@@ -101,13 +94,9 @@ class ModelRunner:
         return TransformersForward(self.model, self.step_holder)
 
     def prefill(
-        self,
-        chunks: ListLike[Chunk],
-        running: ListLike[Sequence] = (),
-        bucket: Bucket | None = None,
-        num_decoding: int = 0,
-        early_size_from: int | None = None,
-    ) -> StepOutput:
+        self, chunks: ListLike[Chunk], running: ListLike[Sequence] = (), bucket: Bucket | None = None,
+        num_decoding: int = 0, early_size_from: int | None = None,
+    ) -> StepOutput:  # fmt: skip
         """One packed step over the chunks, in `bucket` or else in the smallest one that holds them.
 
         Output i belongs to chunk i. If the chunk ends its prompt, the first new token is written to the decode row of
@@ -201,7 +190,7 @@ class ModelRunner:
                 end = min(begin + PROMPT_LOGPROBS_CHUNK, end_of_rows)
                 rows = torch.arange(begin - start, end - start, device=self.plan.device)
                 next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
-                logits = self._logits(prefill.buffers(), None, rows)
+                logits = self._logits(prefill.buffers(), rows, False)
                 pieces.append((begin, sampling.logprobs(logits, next_ids, num_top)))
         self.graphs.uncaptured_runs += self.graphs.is_captured(bucket)
         return pieces
@@ -261,9 +250,8 @@ class ModelRunner:
 
     @torch.no_grad()
     def _forward(self, buffers: StepBuffers) -> StepOutput:
-        selects_early = self.variants[buffers.bucket].last_token_rows
-        last_token_rows = buffers.logits_indices if selects_early else None
-        logits = self._logits(buffers, last_token_rows, None if selects_early else buffers.logits_indices)
+        in_last_layer = self.variants[buffers.bucket].last_token_rows and buffers.logits_indices is not None
+        logits = self._logits(buffers, buffers.logits_indices, in_last_layer)
         if buffers.bucket.is_prefill and self.plan.uses_cuda_graph(buffers.bucket):
             logits = self._share_logits(logits)
         decode_rows = self.decode_rows
@@ -285,8 +273,8 @@ class ModelRunner:
             self._prefill_logits = logits.new_empty(max_outputs, vocab_size)
         return self._prefill_logits[:outputs].copy_(logits)
 
-    def _logits(self, buffers: StepBuffers, last_token_rows: Tensor | None, head_rows: Tensor | None) -> Tensor:
-        """Logits [outputs, vocab]. Rows are selected in the last layer (`last_token_rows`) or at the head."""
+    def _logits(self, buffers: StepBuffers, rows: Tensor | None, in_last_layer: bool) -> Tensor:
+        """Logits [outputs, vocab] of `rows`, which are selected in the last layer or at the head."""
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
         if buffers.metadata.prefill is not None:
@@ -294,8 +282,7 @@ class ModelRunner:
         input_ids = buffers.input_ids
         if buffers.token_sources is not None:
             input_ids = torch.cat([self.decode_rows.token_ids, input_ids[0]])[buffers.token_sources][None]
-        step, in_last_layer = self._make_step(buffers, last_token_rows), last_token_rows is not None
-        rows = last_token_rows if in_last_layer else head_rows
+        step = self._make_step(buffers, rows if in_last_layer else None)
         return self.forward(StepInputs(input_ids, buffers.position_ids, step, rows, in_last_layer))
 
     def _make_step(self, buffers: StepBuffers, last_token_rows: Tensor | None) -> Step:
@@ -306,9 +293,8 @@ class ModelRunner:
             kv_write_backend=self.plan.decode_attention,
             decode_splits=1 if bucket.is_prefill else choose_decode_splits(bucket.size, self.split_counters),
         )
-        return Step(
-            bucket, variant, buffers.metadata, attention, last_token_rows, is_compiled=bucket not in self.eager_buckets
-        )
+        is_compiled = bucket not in self.eager_buckets
+        return Step(bucket, variant, buffers.metadata, attention, last_token_rows, is_compiled)
 
     @torch.no_grad()
     def reference_logits(self, token_ids: list[list[int]], positions: list[int], attn_implementation: str) -> Tensor:

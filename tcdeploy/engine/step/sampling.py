@@ -2,10 +2,8 @@
 
 A draw is a pure function. Row r at position p takes one uniform number `hash(seed, p)` and inverts the cumulative
 distribution with it. The same logits, seed and position therefore give the same token in any batch, after a preemption,
-on a CPU or a GPU, and there is no generator whose state could be lost.
-
-Nothing here reads a value on the host and all shapes are static, so sampling never makes the host wait. Unused
-`Features` cost nothing.
+on a CPU or a GPU. Nothing here reads a value on the host and all shapes are static, so sampling never makes the host
+wait. Unused `Features` cost nothing.
 
 Weights are exponentials in float64, truncated to integer units of which the largest weight has 2^45 (vocabulary of
 128,256; see `accumulate`). Integer sums do not depend on the order of addition, so the cumulative distribution is built
@@ -16,23 +14,19 @@ Order of operations, on the raw logits of the model:
 
 1. biases: added to single logits; -inf for a stop token before `min_new_tokens`
 2. penalties: repetition over prompt and output (positive logits divided, negative ones multiplied), then frequency *
-   count and presence * (count > 0) over the output only (vLLM, `vllm/v1/sample/sampler.py`; OpenAI API, "frequency and
-   presence penalties")
+   count and presence * (count > 0) over the output only (vLLM, `vllm/v1/sample/sampler.py`; OpenAI API)
 3. masks: -inf for a token that the row's constraint excludes
 4. temperature 0 ends here: argmax, with the lowest id among equal logits
 5. temperature, top-k, top-p over what top-k left, min-p relative to the largest probability (transformers,
    `GenerationMixin._get_logits_processor`; vLLM applies min-p before top-p, which makes top-p slightly stricter)
 
 Among equal logits at the limit of top-k or top-p the lowest ids are kept, so top-k keeps exactly k tokens; transformers
-and vLLM keep every logit that equals the k-th. The most likely token is always kept.
-
-Unusable logits: a row of only -inf gives token 0, a row with +inf the first +inf, a row with NaN the first NaN. Other
-rows are not affected.
+and vLLM keep every logit that equals the k-th. Unusable logits: a row of only -inf gives token 0, a row with +inf the
+first +inf, a row with NaN the first NaN. Other rows are not affected.
 
 Rejected: the exponential (Gumbel) race of vLLM and gpt-fast, which needs one hash per vocabulary entry instead of one
-per row; `torch.multinomial`, whose state is a generator; one `cumsum` over the vocabulary, which runs one program per
-row and takes longer (264 us, 32 rows on an H100) than all of `sample` without filters. Timings:
-docs/performance-log.md.
+per row; `torch.multinomial`, whose state is a generator; one `cumsum` over the vocabulary, which takes longer (264 us,
+32 rows on an H100) than all of `sample` without filters. Timings: docs/performance-log.md.
 """
 
 from __future__ import annotations
@@ -163,9 +157,9 @@ def sample(
 ) -> Tensor:  # fmt: skip
     """The next token of each row of logits [n, vocab], as [n] int64. No host synchronisation.
 
-    `rows` [n] int64 are indices into `sampling`; None means the first n rows in order, without a copy. `positions` [n]
-    int64 are the positions that the tokens will have in their sequences. `masks` [n, ceil(vocab / 32)] int32 is needed
-    if `features.masks` is set: token t is allowed if bit t % 32 of word t // 32 is set.
+    `rows` [n] int64 are indices into `sampling`; None: the first n rows. `positions` [n] int64 are those that the
+    tokens will have. `masks` [n, ceil(vocab / 32)] int32, if `features.masks` is set, allow token t if bit t % 32 of
+    word t // 32 is set.
     """
     size, tokens = logits.shape[0], []
     for start in range(0, size, MAX_ROWS_PER_PASS):
@@ -297,8 +291,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """One number in [0, 1) for each seed and position, [n] float64 with 53 random bits.
 
-    SplitMix64 (Steele, Lea, Flood 2014): a counter times an odd constant, mixed. The streams of seeds that differ by up
-    to 2^20 start at least 2^40 steps apart. int64 arithmetic wraps, and the constants are written as signed numbers.
+    SplitMix64 (Steele, Lea, Flood 2014), with its constants as signed numbers, as int64 arithmetic wraps. The streams
+    of seeds that differ by up to 2^20 start at least 2^40 steps apart.
     """
     bits = seeds * -0x2ECBDABC217D106B + positions * -0x61C8864680B583EB
     bits = (bits ^ _logical_shift_right(bits, 30)) * -0x40A7B892E31B1A47
@@ -312,10 +306,10 @@ def _logical_shift_right(bits: Tensor, by: int) -> Tensor:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
-    """Log-probabilities under the model, before penalties and temperature, as in OpenAI's API.
+    """Log-probabilities under the model, before penalties and temperature, of logits [n, vocab] and tokens [n] int64.
 
-    logits [n, vocab], tokens [n] int64, 0 <= k <= vocab. `torch.topk` does not define the order of equal values, which
-    are common in bfloat16. It is applied to distinct integers instead, so the first token is the greedy one.
+    `torch.topk` does not define the order of equal values, which are common in bfloat16. It is applied to distinct
+    integers instead, so the first token is the greedy one.
     """
     scores = logits.float() + 0.0  # -0.0 becomes 0.0: equal values need the same bits
     total = scores.logsumexp(dim=-1, keepdim=True)

@@ -24,7 +24,6 @@ from tcdeploy.engine.check.inputs import WarmupBatch
 from tcdeploy.engine.check.parity_check import ParityCheck, ParityChecker, describe_parity
 from tcdeploy.engine.warm.timing import measure_step_ms, synchronize
 from tcdeploy.planning.bucket_record import Trial
-from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.variants import Variant, untimed_variants
 from tcdeploy.programs.compile_stats import CompileStats, measure_compiles
 from tcdeploy.torch_compat.dynamo.compile_threads import without_compile_workers
@@ -94,10 +93,9 @@ def tune(batch: WarmupBatch, known_trials: Iterable[Trial], has_more_time: bool,
 def select_variant(
     batch: WarmupBatch, tuning: TuningRun, checker: ParityChecker, programs_cached: bool
 ) -> SelectedVariant:
-    """Compile and check the preferred variant.
+    """Compile and check the preferred variant; if that fails, record it in the trials, and take the next one.
 
-    A variant that does not compile or fails the parity check is recorded in the trials, and the next one is taken. If
-    none is left, the last one's error is raised, or it is returned with its failed check.
+    If none is left, the last one's error is raised, or it is returned with its failed check.
     """
     variants, trials, compiled = _variants_by_name(batch), tuning.trials, dict(tuning.compiled)
     selected: SelectedVariant | None = None
@@ -136,7 +134,11 @@ def check_variant(
     batch: WarmupBatch, variant: Variant, compiled: CompiledVariant, trials: tuple[Trial, ...], checker: ParityChecker
 ) -> SelectedVariant:
     """Check the bucket, which already runs `variant`. The returned check may have failed."""
-    peak_memory_bytes, start = _peak_memory_bytes(batch.plan), time.perf_counter()
+    # On a GPU, since the bucket's warm-up began; on a CPU, since the start of the process.
+    peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if batch.plan.device == "cuda":
+        peak_memory_bytes = torch.cuda.max_memory_allocated()
+    start = time.perf_counter()
     check = checker.check(batch.bucket)
     return SelectedVariant(variant, compiled, trials, check, time.perf_counter() - start, peak_memory_bytes)
 
@@ -210,25 +212,16 @@ def _try_variant(
             if not batch.runner.has_model:
                 raise  # a start from packages has no other variant to try
             error = exception
+    message = ""
     if error is not None:
         compiled = CompiledVariant(attempted, 0.0, None)
-    trial = Trial(variant.name, step_ms, time.perf_counter() - start, _first_line(error) if error else "")
+        message = (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_ERROR_CHARS]
+    trial = Trial(variant.name, step_ms, time.perf_counter() - start, message)
     return trial, compiled, error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_ERROR_CHARS]
 
 
 def _variants_by_name(batch: WarmupBatch) -> dict[str, Variant]:
     return {variant.name: variant for variant in batch.plan.variants(batch.bucket)}
-
-
-def _peak_memory_bytes(plan: Plan) -> int:
-    """GPU memory since the bucket's warm-up began. On a CPU, the peak of the process since its start (getrusage)."""
-    if plan.device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _free_bytes() -> int | None:

@@ -177,15 +177,11 @@ def _warm_bucket(
     if compiled is not None:
         kernels_compiled += compiled.compilation.counts.kernels_compiled
     counts = dataclasses.replace(selected.compiled.compilation.counts, kernels_compiled=kernels_compiled)
-    cold_seconds = _cold_seconds(selected.compiled.compilation, counts, previous.cold_seconds.get(bucket.name))
+    # Of the run that filled the cache: this one after a miss.
+    compilation, cold_seconds = selected.compiled.compilation, previous.cold_seconds.get(bucket.name)
+    if compilation.counts.cache_misses or (cold_seconds is None and counts.outcome == "miss"):
+        cold_seconds = compilation.seconds
     return _make_record(bucket, selected, counts, is_captured, cold_seconds), tuning.seconds
-
-
-def _cold_seconds(compilation: CompileStats, counts: CompileCounts, known_seconds: float | None) -> float | None:
-    """Compile seconds of the run that filled the cache: this one after a miss, else `known_seconds`."""
-    if compilation.counts.cache_misses or (known_seconds is None and counts.outcome == "miss"):
-        return compilation.seconds
-    return known_seconds
 
 
 def _make_record(
