@@ -105,10 +105,8 @@ def resolve_defaults(
 ) -> tuple[GenerationDefaults, tuple[Decision, ...]]:
     """The defaults, and two or three lines of the printed plan.
 
-    `config_ids`: `eos_token_id` of config.json. `tokenizer_ids`: of the tokenizer's `eos_token`, () if it has none;
-    None if the tokenizer was not loaded, because the command generates no text.
-
-    Raises ModelError for an invalid value. With the source "none", an invalid file is a warning in the plan.
+    `config_ids`: `eos_token_id` of config.json. `tokenizer_ids`: of the tokenizer's `eos_token`; None if it was not
+    loaded. Raises ModelError for an invalid value. With the source "none", an invalid file is a warning in the plan.
     """
     sampling: dict[str, Any] = {}
     stop_ids: tuple[int, ...] = ()
@@ -180,10 +178,9 @@ def _ignored_keys(values: dict[str, Any], defaults: GenerationDefaults) -> list[
 def _stop_tokens(
     file_ids: tuple[int, ...], config_ids: Any, tokenizer_ids: tuple[int, ...] | None, vocab_size: int, problem: str
 ) -> tuple[tuple[int, ...], Decision]:
-    """The stop tokens: the ids of generation_config.json, else of config.json, and that of the tokenizer.
+    """The ids of generation_config.json, else of config.json, and that of the tokenizer.
 
-    `problem`: of generation_config.json, for the printed plan. Ids outside the vocabulary are dropped: they are often a
-    default of the model's class, and cannot be generated.
+    Ids outside the vocabulary are dropped: they are often a default of the model's class, and cannot be generated.
     """
     vocabulary = range(vocab_size)
     dropped = [token_id for token_id in file_ids if token_id not in vocabulary]

@@ -82,11 +82,7 @@ class CheckPrompts:
         return [first._replace(length=max(first.length, self._length_that_fits(self._long_length)))]
 
     def mixed_rows(self, bucket: Bucket) -> list[PromptPrefix]:
-        """The prefixes that decode rows of a mixed step continue, beside the chunk of `continued`.
-
-        They are checked prefixes of the bucket's batch, so the reference has their logits. Empty if steps are not
-        mixed, for decode, or if they do not fit.
-        """
+        """The checked prefixes that rows of a mixed step continue beside the chunk of `continued`; [] if none fits."""
         plan, continued = self._plan, self.continued(bucket)
         if not plan.mixed_steps or not continued:
             return []

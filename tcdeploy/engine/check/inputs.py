@@ -98,9 +98,8 @@ def make_timing_batch(
 ) -> WarmupBatch:
     """A batch of random tokens. The keys and values that are in the KV cache before the step are not initialized.
 
-    length: in prefill, tokens of the one prompt (default: the bucket's size); in decode, tokens of each row (default:
-        `timed_context`).
-    allocator: source of the KV blocks, which the caller releases; default: a new one.
+    `length`: of the one prompt (default: the bucket's size), or of each decode row (default: `timed_context`).
+    `allocator`: source of the KV blocks, which the caller releases; default: a new one.
     """
     if bucket.is_prefill:
         lengths = [length or bucket.size]

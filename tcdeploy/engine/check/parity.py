@@ -40,10 +40,9 @@ OUTLIER_QUANTILE = 0.95  # of the eager rows; a row more than MAX_RATIO times fa
 def compare_logits(
     logits: Tensor, eager: Tensor, precise: Tensor, compute_dtype: str, reference_dtype: str, sampled_distances: Tensor
 ) -> Parity:
-    """Compare a bucket's `logits` with those of the reference; each [rows, vocab].
+    """Compare a bucket's `logits` with those of the reference (`ReferenceLogits`); each [rows, vocab].
 
-    `reference_dtype`: dtype of `precise`, see `ReferenceLogits`. `sampled_distances`: [rows, 2] distances of eager from
-    precise logits in a sample of other rows. A NaN on any side fails the check.
+    A NaN on any side fails the check.
     """
     distances = row_distances(logits, precise)
     eager_distances = torch.cat([row_distances(eager, precise), sampled_distances.to(logits.device)])

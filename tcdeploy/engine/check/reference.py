@@ -86,10 +86,7 @@ def compute_references(runner: ModelRunner, prompts: CheckPrompts, attn_implemen
 def reference_changed(
     runner: ModelRunner, prompts: CheckPrompts, references: ReferenceLogits, attn_implementation: str
 ) -> bool:
-    """Whether the eager logits differ from those in `references` by more than rounding, in most rows.
-
-    Then something has changed the weights or the modules since. Computes the last batch only.
-    """
+    """Whether something has changed the weights or the modules: eager logits of most rows of the last batch differ."""
     batch = _batches(runner, prompts)[-1]
     logits = runner.reference_logits(batch.token_ids, batch.positions, attn_implementation)
     pairs = [(logits[prompt, row].cpu(), references.rows[prefix].eager) for prefix, prompt, row in batch.rows()]

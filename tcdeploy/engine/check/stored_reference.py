@@ -50,8 +50,7 @@ def stores_references(plan: Plan) -> bool:
 def reference_path(runner: ModelRunner, prompts: CheckPrompts) -> str | None:
     """The path of the reference in the cache folder; None if a source file of the model was removed.
 
-    Reads all weights. All source files of this package are hashed as bytes, so after any edit, even of a comment, the
-    next start computes the reference again.
+    Reads all weights. After any edit of this package, even of a comment, the next start computes the reference again.
     """
     try:
         sources_of_model = model_sources(runner.model)
@@ -84,9 +83,8 @@ def reference_digest(reference: ReferenceLogits) -> str:
 def write_reference(path: Path, reference: ReferenceLogits, plan: Plan, records: Iterable[BucketRecord]) -> bool:
     """Write the reference of a start that ended with `records`, and return whether it was written.
 
-    It is not written if a bucket needed several sets of prompts, because the bucket would fail on the stored first set
-    again, or if the reference was not computed in a higher precision. Without room for it, or if it cannot be written,
-    a warning is logged.
+    Not if a bucket needed several sets of prompts, because it would fail on the stored first set again, or if the
+    reference was not computed in a higher precision. A warning is logged if there is no room or a write fails.
     """
     if reference.dtype == plan.compute_dtype or any(record.parity.attempts > 1 for record in records):
         return False

@@ -293,8 +293,7 @@ class Scheduler:
     def _allocate_decode_blocks(self) -> None:
         """Give every running sequence the blocks for `length` tokens, and lookahead blocks while enough are free.
 
-        One call either grows or shrinks the blocks of a sequence, never both. So a sequence that has kept its row since
-        the previous decode step, and has the same number of blocks, has the same blocks.
+        One call either grows or shrinks the blocks of a sequence: with the same number, it has the same blocks.
         """
         if not self._total_missing_blocks(0):
             return
@@ -327,10 +326,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Remove a sequence from its queue or row and free its blocks.
-
-        Full blocks with known tokens stay in the prefix cache, for its own restart or the next turn of a chat.
-        """
+        """Remove a sequence from its queue or row. Its full blocks with known tokens stay in the prefix cache."""
         if sequence not in self._admitted:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)

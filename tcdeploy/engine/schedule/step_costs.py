@@ -204,10 +204,7 @@ class StepClock:
 
 
 def _never_decreasing(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The points (size, ms) with the smallest ms of all points from each size on.
-
-    A size that took longer than a larger one was interrupted while it was timed, or is skipped (`slow_sizes`).
-    """
+    """The points (size, ms) with the smallest ms from each size on: a size that took longer was interrupted."""
     times = itertools.accumulate((ms for _, ms in reversed(points)), min)
     return [(size, ms) for (size, _), ms in zip(points, list(times)[::-1], strict=True)]
 

@@ -58,11 +58,7 @@ class Backlog(NamedTuple):
 def choose_step_tokens(
     predictor: StepPredictor, backlog: Backlog, target_ms: float | None, min_chunk_tokens: int = MIN_CHUNK_TOKENS
 ) -> int:
-    """Tokens of the next step, those of the decode rows included: one of the predictor's step sizes.
-
-    target_ms: limit of the predicted time; None: the default (see the module docstring).
-    min_chunk_tokens: prompt tokens that the step has room for even if it then exceeds the target.
-    """
+    """Tokens of the next step, those of the decode rows included. `target_ms` None: the default."""
     costs, rows = predictor.costs, backlog.rows
     sizes = predictor.step_sizes(rows)
     smallest = bisect_left(sizes, rows + min_chunk_tokens)

@@ -119,10 +119,7 @@ class RowAssignment:
         self._assigned, self._uploaded_blocks = list(running), uploaded
 
     def _gather_rows(self, source: list[int], assigned: ListLike[Sequence]) -> None:
-        """Row i takes the content of row source[i]. Rows gathered from the padding row become empty.
-
-        Penalty counts are vocabulary-sized, so they move only if a sequence in `assigned` uses them.
-        """
+        """Row i takes the content of row source[i]; of vocabulary-sized penalty counts only if `assigned` uses them."""
         decode_rows = self.decode_rows
         tensors = [decode_rows.token_ids, decode_rows.positions, decode_rows.seq_lens, decode_rows.block_table]
         tensors += decode_rows.sampling.tensors_to_gather(_features(assigned))

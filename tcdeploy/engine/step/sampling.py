@@ -143,10 +143,7 @@ def set_biases(sampling: SamplingRows, row: int, biases: list[tuple[int, float, 
 
 
 def count_tokens(sampling: SamplingRows, rows: Tensor, tokens: Tensor) -> None:
-    """Count one generated token in each of `rows` [n], up to COUNT_LIMIT.
-
-    Exact for distinct rows. A repeated row (the padding row) may be counted fewer times.
-    """
+    """Count one token in each of `rows` [n], up to COUNT_LIMIT; inexact in a repeated row, the padding row."""
     counts = sampling.output_counts[rows, tokens]
     sampling.output_counts[rows, tokens] = torch.where(counts < COUNT_LIMIT, counts + 1, counts)
 

@@ -231,10 +231,7 @@ class StepGraphs:
         self._forget_sizes()
 
     def _next_key(self) -> GraphKey | None:
-        """The most wanted graph, or else the first that is not captured.
-
-        Buckets without graphs are left out, and of a skipped size the graphs with decode rows.
-        """
+        """The most wanted graph, or else the first that is not captured, of a skipped size only without decode rows."""
         if self.wanted:
             return self.wanted.most_common(1)[0][0]
         # Largest size first, so that smaller graphs reuse the memory that a larger one allocated in the pool. The graph
@@ -248,10 +245,7 @@ class StepGraphs:
         return next((key for key in keys if key not in self._graphs), None)
 
     def _capture_late(self, key: GraphKey, runs_first: bool = False) -> bool:
-        """Capture a graph after warm-up. A failure is logged, and returns False.
-
-        After it, steps run once before they are captured, or no further graph is captured.
-        """
+        """Capture a graph after warm-up. A failure is logged, and changes how later graphs are captured."""
         start = time.perf_counter()
         try:
             self._capture(key, runs_first)

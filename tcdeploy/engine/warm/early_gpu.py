@@ -33,10 +33,7 @@ log = logging.getLogger("tcdeploy.engine")
 
 @contextlib.contextmanager
 def initializing_gpu() -> Iterator[None]:
-    """Initialise the current GPU, if there is one, while the block runs.
-
-    Errors are only logged: the block's next CUDA call raises them.
-    """
+    """Initialise the current GPU, if any, while the block runs, whose next CUDA call raises an error of it."""
     if not torch.cuda.is_available():
         yield
         return
@@ -90,8 +87,7 @@ def compiling_kernels_of(
 def precompile_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts) -> None:
     """Launch the kernels of the buckets' checks, and of the CUDA graphs that are captured before the first request.
 
-    Call it before programs are installed. An exception is logged, not raised: if its cause persists, a later step of
-    the start raises it.
+    An exception is logged, not raised: if its cause persists, a later step of the start raises it.
     """
     try:
         with runner.uncounted_steps():

@@ -25,8 +25,7 @@ def install_programs(
 ) -> None:
     """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called.
 
-    `cache_dir`: the folder in use. `original_key`: of the plan for whose model this one is a copy; None: it is no copy.
-    `exchange`: how packages are shared with other processes.
+    `original_key`: of the plan for whose model this one is a copy; None: it is no copy.
     """
     plan, model = runner.plan, runner.model
     if plan.programs == "aot":

@@ -40,10 +40,9 @@ SMALL_CHUNK = 16  # tokens
 
 
 def measure_step_times(runner: ModelRunner, bucket: Bucket) -> dict[str, Any]:
-    """The step's times for a BucketRecord, by its fields: uncompiled with the same attention, and compiled.
+    """The step's times for a BucketRecord, by its fields: uncompiled with the same attention, and as it serves.
 
-    The compiled step is the one that serves: it replays the CUDA graph if the bucket is captured. The two are timed
-    alternately, so that a slowly changing load affects both.
+    The two are timed alternately, so that a slowly changing load affects both.
     """
     eager, compiled = [], []
     for _ in range(ROUNDS):
@@ -62,10 +61,9 @@ def measure_step_ms(
     runner: ModelRunner, bucket: Bucket, captured: bool = True, limits: TimingLimits = THOROUGH,
     length: int | None = None,
 ) -> float:  # fmt: skip
-    """Median milliseconds of the bucket's step on its timing batch.
+    """Median milliseconds of the bucket's step on its timing batch of the given length.
 
-    captured: replay the CUDA graph; False: run the programs without it, for prefill only with the default length.
-    length: tokens of the prompt, or of each decode row's context (make_timing_batch has the defaults).
+    `captured`: replay the CUDA graph; False: run the programs without it, for prefill only with the default length.
     """
     batch = make_timing_batch(runner, bucket, length)
     first_seconds = _seconds(batch.run)
@@ -84,10 +82,9 @@ def measure_step_ms(
 def time_next_size(
     runner: ModelRunner, costs: StepCosts, allocator: BlockAllocator, timed: set[int]
 ) -> StepCosts | None:
-    """`costs` with the time of one more captured size; None if every size that fits the KV cache is in `timed`.
+    """`costs` with the time of one more captured size, which is added to `timed`; None if all that fit are in it.
 
-    Adds the size to `timed`. The sizes that were timed at start-up are timed again: a GPU that has just been idle has
-    higher clocks, and times are compared with each other (StepCosts.slow_sizes).
+    The sizes that were timed at start-up are timed again, because an idle GPU has higher clocks.
     """
     fitting = allocator.num_allocatable * allocator.block_size
     for bucket in runner.plan.prefill_buckets:
@@ -138,10 +135,7 @@ def measure_step_costs(runner: ModelRunner) -> StepCosts:
 
 
 def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: float) -> float:
-    """Additional milliseconds of the bucket's decode step per token in the KV cache.
-
-    `ms`: its time with `context` tokens in each row. 0 if `context` is too short to compare.
-    """
+    """Additional ms of a decode step per token in the KV cache; 0 if `context` is too short to compare."""
     if context < 2 * SHORT_CONTEXT:
         return 0.0
     shorter_ms = measure_step_ms(runner, bucket, limits=BRIEF, length=SHORT_CONTEXT)

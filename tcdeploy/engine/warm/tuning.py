@@ -63,9 +63,9 @@ class SelectedVariant(NamedTuple):
 def tune(batch: WarmupBatch, known_trials: Iterable[Trial], has_more_time: bool, seconds: float) -> TuningRun:
     """Time the bucket's variants for at most `seconds`, except those that the `known_trials` of an earlier run cover.
 
-    Nothing is timed unless `has_more_time`: this is the first run, or the time allowed has grown since the earlier one.
-    A variant that cannot be compiled on this torch or GPU is recorded with its error. Time spent before the first
-    variant that can be timed does not count, and the last error is raised if none can.
+    Nothing is timed unless this run `has_more_time` than the earlier one. A variant that cannot be compiled on this
+    torch or GPU is recorded with its error. Time spent before the first variant that can be timed does not count, and
+    the last error is raised if none can.
     """
     variants = _variants_by_name(batch)
     if len(variants) == 1:

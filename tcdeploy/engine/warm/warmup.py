@@ -57,11 +57,10 @@ class PreviousRun:
 def prepare_buckets(
     runner: ModelRunner, cache_dir: str, before_captures: Callable[[], object] = lambda: None
 ) -> dict[Bucket, CompiledVariant]:
-    """Load and run the step of each bucket, with the variant that the runner has set, and then capture all.
+    """Load and run the step of each bucket, call `before_captures`, and then capture all.
 
     For a start from packages, while the weights are read: the results of the steps are ignored, but the weights must be
-    finite. `before_captures` is called between the runs and the captures. The KV cache contains arbitrary values
-    afterwards. Raises as `PackagedForward`, and CompileError.
+    finite. The KV cache contains arbitrary values afterwards. Raises as `PackagedForward`, and CompileError.
     """
     prepared: dict[Bucket, CompiledVariant] = {}
     with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():
@@ -107,8 +106,8 @@ def warm_buckets(
 
     With `measure` the step of each bucket is timed at the end, eager and compiled. `on_finished` is called for each
     bucket that has passed its parity check. `prepared`: the result of `prepare_buckets`, if it was called.
-    `wait_for_worker` is called before each bucket, and returns how another process has compiled it; None if none has.
-    Raises CompileError for a bucket that fails its parity check, and SpaceError if torch could not write all entries.
+    `wait_for_worker` returns how another process has compiled a bucket; None if none has. Raises CompileError for a
+    bucket that fails its parity check, and SpaceError if torch could not write all entries.
     """
     plan = runner.plan
     records: dict[Bucket, BucketRecord] = {}
