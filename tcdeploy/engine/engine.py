@@ -135,9 +135,8 @@ class Engine:
     def step(self) -> list[NewToken]:
         """Launch one step; returns the new tokens of submitted requests. Tokens of a `stream` go to that stream.
 
-        Raises RecompileError if a step would compile. If launching the step raises, all requests are still open: they
-        return to the queue and are computed again. If reading the previous step's tokens raises (a CUDA error), nothing
-        is requeued, and the engine must not be used any more.
+        Raises RecompileError if a step would compile. If the launch raises, all requests return to the queue. If
+        reading the previous step's tokens raises (a CUDA error), the engine must not be used any more.
         """
         self._launch_and_collect()
         tokens, self._buffered_tokens = self._buffered_tokens, []
@@ -235,10 +234,9 @@ class Engine:
                 self.runner.row_assignment.assign([])  # idle: empty the rows now, not before the next prompt
 
     def _time_next_launch(self, start: float | None) -> None:
-        """Pass the start and the predicted time of the step in flight to the launch timer.
+        """Tell the launch timer about the step in flight.
 
-        start: time of its launch, if the device was idle and started it at once. None: the device started it when it
-            completed the previous step.
+        `start`: time of its launch, if the device was idle; None: it started when the previous step was complete.
         """
         step, scheduler = self._in_flight, self.scheduler
         if step is None or step.copy_done is None or step.estimate is None or self.clock is None:

@@ -34,23 +34,19 @@ LONG_ROW_BLOCKS = 2  # the first row of a decode batch also reaches into a third
 CHECKED_SIZES = (512,)  # of a dynamic bucket, beside its largest size and the smallest that holds the prompt
 SEED = 77
 ROWS_PER_PASS = 16  # of the log-probabilities: 8 MB of float32 at a vocabulary of 128,256
-# Nats, by compute dtype, also for near ties: another token is accepted if both tokens are this close to the recorded
-# log-probability. 200 runs on other blocks gave equal bits (an 8B shape in bfloat16, H100). The tolerance allows
-# for sums in another order, as in a matrix product on a CPU whose inputs have another alignment.
+# Nats, by compute dtype, also for near ties. 200 runs on other blocks gave equal bits (an 8B shape in bfloat16, H100).
+# The tolerance allows for sums in another order, as in a matrix product on a CPU whose inputs have another alignment.
 LOGPROB_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 
 
 class CanaryCase(NamedTuple):
-    """Fixed prompts for one bucket. Only the first prompt is prefilled, in steps of at most `chunk_size` tokens.
-
-    min_step_tokens: each prefill step is padded to a captured size of at least so many tokens.
-    """
+    """Fixed prompts for one bucket. Only the first prompt is prefilled."""
 
     name: str
     bucket: Bucket
     prompts: tuple[tuple[int, ...], ...]
-    chunk_size: int
-    min_step_tokens: int = 0
+    chunk_size: int  # most tokens of a prefill step
+    min_step_tokens: int = 0  # each prefill step is padded to a captured size of at least so many tokens
 
 
 class StepResult(NamedTuple):

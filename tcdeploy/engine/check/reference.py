@@ -32,13 +32,10 @@ log = logging.getLogger("tcdeploy.engine")
 
 
 class PrefixLogits(NamedTuple):
-    """Logits [vocab] after a prefix. `precise` is float32 or float64.
-
-    Computed logits are in host memory; those of a stored reference are on the device given to `read_reference`.
-    """
+    """Logits [vocab] after a prefix, in host memory, or on the device given to `read_reference`."""
 
     eager: Tensor
-    precise: Tensor
+    precise: Tensor  # float32 or float64
 
 
 class ReferenceLogits(NamedTuple):
@@ -50,7 +47,7 @@ class ReferenceLogits(NamedTuple):
 
 
 def reference_attn_implementation(architecture: Architecture) -> str:
-    """The attention implementation of the reference: sdpa, or eager if the model needs soft-capping or sinks."""
+    """sdpa, or eager if the model needs soft-capping or sinks."""
     plain = all(not spec.softcap and not spec.has_sinks for spec in architecture.attention_layers)
     return "sdpa" if plain else "eager"
 

@@ -158,19 +158,15 @@ DEFAULTS = {param.name: param.default for param in fields(SamplingParams)}
 
 @dataclass(eq=False)  # compared by identity: two requests may have the same tokens
 class Sequence:
-    """State of one request. `token_ids` holds the prompt and the new tokens that the host has read.
-
-    Steps launched so far write the keys and values of the first `num_computed_tokens` tokens, in stream order. Once
-    `finish_reason` is set the sequence takes no more tokens, and the engine drops those in flight.
-    """
+    """State of one request. Once `finish_reason` is set it takes no more tokens; those in flight are dropped."""
 
     request_id: int
-    token_ids: list[int]
+    token_ids: list[int]  # the prompt, and the new tokens that the host has read
     prompt_length: int
     params: SamplingParams
     group: int | None = None  # id of the client request; the scheduler shares decode rows fairly between groups
     blocks: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # whose keys and values are written by the steps launched so far
     in_flight: int = 0  # tokens of launched steps that the host has not read
     preemptions: int = 0
     prefix_hit_tokens: int = 0  # tokens taken from the prefix cache, over all admissions

@@ -52,11 +52,7 @@ class DecodeRows:
 
 
 def make_decode_rows(plan: Plan, vocab_size: int) -> DecodeRows:
-    num_rows = plan.decode_buckets[-1].size + 1
-
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=plan.device)
-
+    num_rows, zeros = plan.decode_buckets[-1].size + 1, functools.partial(torch.zeros, device=plan.device)
     return DecodeRows(
         token_ids=zeros(num_rows, dtype=torch.int64),
         positions=zeros(num_rows, dtype=torch.int64),

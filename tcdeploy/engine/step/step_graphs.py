@@ -180,8 +180,8 @@ class StepGraphs:
     def capture(self, bucket: Bucket) -> None:
         """Capture the bucket's step, which must have run before; of a dynamic bucket only the early sizes.
 
-        If a capture fails, its step and the following ones run once before they are captured. Raises RuntimeError if
-        that fails too, and torch.OutOfMemoryError without a second attempt.
+        After a failure, steps run once before they are captured. Raises the RuntimeError of a second failure, and
+        torch.OutOfMemoryError at once.
         """
         torch.cuda.empty_cache()  # the allocator cannot free cached memory during a capture
         runs_first = False

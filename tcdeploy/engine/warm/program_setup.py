@@ -16,13 +16,9 @@ from tcdeploy.programs.regions import Region, find_head_modules, find_layers, re
 
 
 def install_programs(
-    runner: ModelRunner,
-    architecture: Architecture,
-    origin: Origin,
-    cache_dir: str,
-    original_key: str | None = None,
+    runner: ModelRunner, architecture: Architecture, origin: Origin, cache_dir: str, original_key: str | None = None,
     exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
-) -> None:
+) -> None:  # fmt: skip
     """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called.
 
     `original_key`: of the plan for whose model this one is a copy; None: it is no copy.

@@ -179,17 +179,11 @@ def any_timed(trials: Iterable[Trial]) -> bool:
 
 def fastest(trials: Iterable[Trial], variants: Mapping[str, Variant]) -> Trial:
     """The trial with the lowest median, scaled by the speedup that its variant is required to bring."""
-
-    def scaled_ms(trial: Trial) -> float:
-        return math.inf if trial.step_ms is None else trial.step_ms * variants[trial.variant].required_speedup
-
-    return min(trials, key=scaled_ms)
+    return min(trials, key=lambda trial: (trial.step_ms or math.inf) * variants[trial.variant].required_speedup)
 
 
 def total_compilation(selected: Variant, compiled: Mapping[Variant, CompiledVariant]) -> CompileStats:
-    """What this run compiled for `selected`: its first compilation, and that of the first earlier variant that shares
-    programs with it.
-    """
+    """The first compilation of `selected`, and of the first earlier variant that shares programs with it."""
     earlier = itertools.takewhile(lambda variant: variant != selected, compiled)
     sharing = (compiled[variant].compilation for variant in earlier if variant.shares_programs_with(selected))
     return next(sharing, CompileStats()) + compiled[selected].compilation

@@ -91,17 +91,12 @@ def warm_bucket(
 
 
 def warm_buckets(
-    runner: ModelRunner,
-    checker: ParityChecker,
-    previous: PreviousRun,
-    cache_dir: str,
-    measure: bool,
-    progress: Progress,
-    on_finished: Callable[[BucketRecord], None] = lambda record: None,
+    runner: ModelRunner, checker: ParityChecker, previous: PreviousRun, cache_dir: str, measure: bool,
+    progress: Progress, on_finished: Callable[[BucketRecord], None] = lambda record: None,
     prepared: Mapping[Bucket, CompiledVariant] | None = None,
     wait_for_worker: Callable[[Bucket], Compilation | None] = lambda bucket: None,
     names: Collection[str] | None = None,
-) -> list[BucketRecord]:
+) -> list[BucketRecord]:  # fmt: skip
     """Warm all buckets, or those with these names; returns their records in the plan's order.
 
     With `measure` the step of each bucket is timed at the end, eager and compiled. `on_finished` is called for each
