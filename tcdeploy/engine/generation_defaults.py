@@ -183,17 +183,17 @@ def _stop_tokens(
     Ids outside the vocabulary are dropped: they are often a default of the model's class, and cannot be generated.
     """
     vocabulary = range(vocab_size)
-    dropped = [token_id for token_id in file_ids if token_id not in vocabulary]
+    named = list(file_ids)
     ids, reason = [token_id for token_id in file_ids if token_id in vocabulary], f"the model's {FILE}"
     if not ids:
         from_config = _parse_ids(CONFIG, config_ids, CONFIG_HINT)
-        dropped += [token_id for token_id in from_config if token_id not in vocabulary]
+        named += from_config
         ids, reason = [token_id for token_id in from_config if token_id in vocabulary], CONFIG
     if tokenizer_ids is None:
         reason += "; generate and serve add the tokenizer's eos_token"
     elif added := [token_id for token_id in tokenizer_ids if token_id in vocabulary and token_id not in ids]:
         ids, reason = ids + added, f"{reason}, and the tokenizer's eos_token"
-    dropped += [token_id for token_id in tokenizer_ids or () if token_id not in vocabulary]
+    dropped = [token_id for token_id in [*named, *(tokenizer_ids or ())] if token_id not in vocabulary]
     problems = [problem] if problem else []
     problems += [f"{_join(dropped)} not in the vocabulary of {vocab_size}"] if dropped else []
     reason = "; ".join([reason, *problems])

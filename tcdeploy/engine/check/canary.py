@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as ListLike
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -39,6 +39,9 @@ ROWS_PER_PASS = 16  # of the log-probabilities: 8 MB of float32 at a vocabulary 
 LOGPROB_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 
 
+StepResult: TypeAlias = "list[tuple[int, float]]"  # the greedy token of each row, and its log-probability
+
+
 class CanaryCase(NamedTuple):
     """Fixed prompts for one bucket. Only the first prompt is prefilled."""
 
@@ -47,16 +50,6 @@ class CanaryCase(NamedTuple):
     prompts: tuple[tuple[int, ...], ...]
     chunk_size: int  # most tokens of a prefill step
     min_step_tokens: int = 0  # each prefill step is padded to a captured size of at least so many tokens
-
-
-class StepResult(NamedTuple):
-    """Greedy tokens of one step and their log-probabilities, by row."""
-
-    tokens: list[int]
-    logprobs: list[float]
-
-    def of_row(self, row: int) -> tuple[int, float]:
-        return self.tokens[row], self.logprobs[row]
 
 
 class CanaryStep(NamedTuple):
@@ -70,7 +63,7 @@ class CanaryStep(NamedTuple):
     def result(self) -> StepResult:
         """Waits for the step."""
         tokens = self.output.tokens[: self.rows]
-        return StepResult(tokens.tolist(), self.logprobs(tokens))
+        return list(zip(tokens.tolist(), self.logprobs(tokens), strict=True))
 
     @torch.no_grad()
     def logprobs(self, tokens: torch.Tensor) -> list[float]:
@@ -151,11 +144,10 @@ class Canary:
                 differing = self._differing_rows(expected, result, step) - diverged
                 if differing:
                     row = min(differing)
-                    yield CanaryDifference(case, step.phase, number, row, expected.of_row(row), result.of_row(row))
+                    yield CanaryDifference(case, step.phase, number, row, expected[row], result[row])
                     return
                 if step.feeds_next:
-                    pairs = zip(expected.tokens, result.tokens, strict=True)
-                    diverged |= {row for row, (token, actual) in enumerate(pairs) if token != actual}
+                    diverged |= {row for row in range(step.rows) if expected[row][0] != result[row][0]}
                 yield None
 
     def _differing_rows(self, expected: StepResult, result: StepResult, step: CanaryStep) -> set[int]:
@@ -163,13 +155,13 @@ class Canary:
 
         In a near tie, the recorded token and the new one both have the recorded log-probability, up to the tolerance.
         """
-        compared = [result.logprobs]
-        if result.tokens != expected.tokens:
-            compared.append(step.logprobs(torch.tensor(expected.tokens, device=step.output.logits.device)))
+        tokens, compared = [token for token, _ in expected], [[logprob for _, logprob in result]]
+        if tokens != [token for token, _ in result]:
+            compared.append(step.logprobs(torch.tensor(tokens, device=step.output.logits.device)))
         return {
             row
             for logprobs in compared
-            for row, (logprob, actual) in enumerate(zip(expected.logprobs, logprobs, strict=True))
+            for row, ((_, logprob), actual) in enumerate(zip(expected, logprobs, strict=True))
             if not abs(logprob - actual) <= self._tolerance  # NaN is a difference
         }
 

@@ -83,10 +83,7 @@ def make_check_batch(
 
 
 def make_small_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
-    """A prompt of SMALL_PROMPT_TOKENS, for `run_in_two_chunks`, and a decode row beside it if steps are mixed.
-
-    Without the decode row if the KV cache has no block for it: then no step has both either.
-    """
+    """A prompt of SMALL_PROMPT_TOKENS, and a decode row beside it if steps are mixed and the KV cache has a block."""
     plan, prompt = runner.plan, min(SMALL_PROMPT_TOKENS, runner.plan.context)
     allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
     has_row = plan.mixed_steps and allocator.blocks_for(prompt) < allocator.num_allocatable

@@ -128,8 +128,11 @@ class Scheduler:
         self._just_preempted.clear()
         self._register_prefixes()
         self._release_finished()
-        if self._mixes:
-            return self._schedule_mixed()
+        if self.config.mixed_steps and 0 < 2 * len(self.running) <= self.config.prefill_tokens:
+            self._make_room_for_new_group()
+            decode = self._schedule_decode()
+            self._consecutive_prefills = 0
+            return SchedulerOutput(self._schedule_prefill(self._mixed_step_tokens(decode), len(decode)), decode)
         decode_is_due = bool(self.running) and self._consecutive_prefills >= self.config.max_consecutive_prefills
         chunks: tuple[Chunk, ...] = ()
         if not decode_is_due:
@@ -142,18 +145,6 @@ class Scheduler:
             return None
         self._consecutive_prefills = 0
         return SchedulerOutput(decode=self._schedule_decode())
-
-    @property
-    def _mixes(self) -> bool:
-        """Whether the next step is mixed. Running sequences leave at least half of its tokens to prompts."""
-        return self.config.mixed_steps and 0 < 2 * len(self.running) <= self.config.prefill_tokens
-
-    def _schedule_mixed(self) -> SchedulerOutput:
-        self._make_room_for_new_group()
-        decode = self._schedule_decode()
-        chunks = self._schedule_prefill(self._mixed_step_tokens(decode), len(decode))
-        self._consecutive_prefills = 0
-        return SchedulerOutput(chunks, decode)
 
     def _mixed_step_tokens(self, decode: tuple[Sequence, ...]) -> int:
         """Tokens that a mixed step may have, those of the decode rows included."""

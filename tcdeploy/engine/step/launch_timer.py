@@ -28,9 +28,7 @@ import time
 
 MIN_MARGIN_MS, MAX_MARGIN_MS = 0.7, 8.0
 MARGIN_SHARE = 0.05  # of the predicted time
-# The share for the first step after the device was idle. The GPU's clocks are then higher than while steps were timed,
-# and the corrections of StepPredictor do not include such steps.
-FIRST_STEP_MARGIN_SHARE = 0.25
+FIRST_STEP_MARGIN_SHARE = 0.25  # after the device was idle, whose clocks are then higher than while steps were timed
 GROWTH, SHRINKAGE = 1.5, 0.99
 MIN_PAUSE, MAX_PAUSE = 4, 256  # steps that are launched at once after a late launch
 PAUSE_DECAY = 0.98  # factor on the length of the next pause, per launch in time

@@ -88,11 +88,9 @@ class StepGraphs:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        forward: Callable[[StepBuffers], StepOutput],
+        self, plan: Plan, forward: Callable[[StepBuffers], StepOutput],
         make_buffers: Callable[[GraphKey, bool], StepBuffers],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.uncaptured_runs = 0  # forward passes of captured buckets that replayed no graph: prompt logprobs
         self.late_captures = 0  # since warm-up
         self.longest_late_capture_seconds = 0.0

@@ -120,9 +120,8 @@ def select_variant(
     return selected
 
 
-def preferred_variant(trials: Iterable[Trial], variants: Mapping[str, Variant]) -> Variant | None:
+def preferred_variant(trials: tuple[Trial, ...], variants: Mapping[str, Variant]) -> Variant | None:
     """The fastest variant, or the first one that has not failed if none was timed. None if no variant is left."""
-    trials = tuple(trials)
     if any_timed(trials):
         return variants[fastest(trials, variants).variant]
     failed = {trial.variant for trial in trials}
