@@ -39,10 +39,7 @@ class Matcher(Protocol):
     def masker(self) -> Masker: ...
 
     def accept(self, token_id: int) -> MatchStatus:
-        """Advance by one token. Any status but "" ends the sequence, and becomes its finish reason.
-
-        Must not raise, since the step serves other requests too.
-        """
+        """Advance by one token. Any status but "" ends the sequence, as its finish reason. Must not raise, as above."""
 
 
 class Constraint(Protocol):

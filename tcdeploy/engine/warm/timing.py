@@ -108,10 +108,7 @@ def _measure_prefill_ms(runner: ModelRunner, bucket: Bucket, size: int, allocato
 
 
 def measure_step_costs(runner: ModelRunner) -> StepCosts:
-    """Time the steps of all buckets briefly, and how their time grows with the tokens in the KV cache.
-
-    A dynamic bucket is timed at each captured size.
-    """
+    """Time the steps of all buckets briefly, dynamic ones at each captured size, and the effect of a long context."""
     plan = runner.plan
     prefill_ms: dict[int, float] = {}
     for bucket in plan.prefill_buckets:
