@@ -1,8 +1,6 @@
-"""Means, medians and percentiles. Does not import torch.
+"""Summaries of samples. Does not import torch.
 
-A percentile is the value at rank q/100 * (n - 1) of the sorted sample, counted from 0 and linearly interpolated
-(numpy's default). `Summary` includes the sample size, because the p99 of 20 values says little more than their
-maximum. Never take a percentile of percentiles: pool the values.
+`Summary` includes the sample size, because the p99 of 20 values says little more than their maximum.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tcdeploy.errors import TcdeployError
+from tcdeploy.host.percentile import percentile
 
 
 @dataclass(frozen=True)
@@ -25,17 +23,6 @@ class Summary:
     p99: float
     mean: float
     max: float
-
-
-def percentile(values: Iterable[float], q: float) -> float:
-    """The q-th percentile, q from 0 to 100. Raises TcdeployError if there are no values."""
-    ordered = sorted(values)
-    if not ordered:
-        raise TcdeployError("no values to take a percentile of", "measure more steps or requests")
-    rank = (len(ordered) - 1) * q / 100
-    below = int(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
 
 
 def median(values: Iterable[float]) -> float:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tcdeploy.engine.warm.timing import synchronize
+
 FILLER_BYTES = 256 << 20  # one half is copied onto the other; four copies take a third of a ms on an H100
 FILLER_COPIES = 4
 WARMUP_STEPS = 2
@@ -25,7 +27,7 @@ class Timestamps:
     def __init__(self, device: str) -> None:
         self._is_cuda = device == "cuda"
         self._timestamps: list[Any] = []
-        synchronize(device)
+        synchronize()
         self.record()
 
     def record(self) -> None:
@@ -54,7 +56,7 @@ def step_seconds(device: str, restore: Callable[[], object], step: Callable[[], 
     seconds = []
     for _ in range(repeats):
         restore()
-        synchronize(device)
+        synchronize()
         filler.run()
         seconds.append(_time_once(device, step))
     return seconds
@@ -85,8 +87,3 @@ class _Filler:
         if self._halves is not None:
             for _ in range(FILLER_COPIES):
                 self._halves[0].copy_(self._halves[1])
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

@@ -1,8 +1,7 @@
 """Generates tokens with the warmed programs: continuous batching, one step ahead of the device.
 
 `step` launches the next step, and then reads the tokens of the previous one, so the device does not wait for the host.
-A server calls it at `launch_due`, shortly before the device completes the previous step (launch_timer.py).
-The scheduler (scheduler.py, no torch) decides from lengths, blocks and limits, all of which the host knows. The host
+A server calls it at `launch_due`, shortly before the device completes the previous step (launch_timer.py). The host
 learns the sampled tokens one step late: a sequence that hit a stop token runs one step more, and that token is dropped.
 
 A constraint needs the previous token before it can compute the next mask. If a constrained row decodes, the forward
@@ -17,22 +16,19 @@ import time
 from collections.abc import Iterable, Iterator
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
-from tcdeploy.engine.schedule.request_check import check_request
 from tcdeploy.engine.schedule.scheduler import Scheduler, SchedulerConfig
-from tcdeploy.engine.schedule.sequence import Chunk, NewToken, SamplingParams, Sequence
-from tcdeploy.engine.schedule.step_clock import StepClock
-from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
-from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams, Sequence, check_request
+from tcdeploy.engine.schedule.step_costs import StepClock, StepCosts, StepPredictor
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.in_flight import (
     ForwardPass,
     InFlightStep,
     PromptLogprobs,
     record_event,
+    row_logprobs,
     to_host,
-    token_logprobs_of,
 )
-from tcdeploy.engine.step.launch_lock import LaunchLock
-from tcdeploy.engine.step.launch_timer import LaunchTimer
+from tcdeploy.engine.step.launch_timer import LaunchLock, LaunchTimer
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.step.sampling import Logprobs, logprobs
 from tcdeploy.engine.warm.timing import time_next_size
@@ -43,10 +39,9 @@ from tcdeploy.programs.stances import fail_on_recompile
 class Engine:
     """Owns the open requests and the KV blocks. Not thread-safe.
 
-    `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured.
-
-    If steps are CUDA graphs, `launch_lock` is held while one is launched. Other threads may wait for it, so that they
-    do not compete for the GIL (server/http/hot_path.py).
+    `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured. If steps are CUDA
+    graphs, `launch_lock` is held while one is launched. Other threads may wait for it, so that they do not compete for
+    the GIL (server/http/hot_path.py).
     """
 
     def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:
@@ -94,7 +89,7 @@ class Engine:
         of the prefix cache. Cached prefixes are evicted only if too few blocks are free.
         """
         previous, self._in_flight = self._in_flight, None
-        self._deliver(self._collect(previous) if previous else [])
+        self._deliver(previous)
         self.scheduler.requeue_admitted()
         self.runner.row_assignment.clear()
         blocks = self.allocator.allocate(num_blocks)
@@ -140,9 +135,8 @@ class Engine:
     def step(self) -> list[NewToken]:
         """Launch one step; returns the new tokens of submitted requests. Tokens of a `stream` go to that stream.
 
-        Raises RecompileError if a step would compile. If launching the step raises, all requests are still open: they
-        return to the queue and are computed again. If reading the previous step's tokens raises (a CUDA error), nothing
-        is requeued, and the engine must not be used any more.
+        Raises RecompileError if a step would compile. If the launch raises, all requests return to the queue. If
+        reading the previous step's tokens raises (a CUDA error), the engine must not be used any more.
         """
         self._launch_and_collect()
         tokens, self._buffered_tokens = self._buffered_tokens, []
@@ -151,8 +145,7 @@ class Engine:
     def capture_next_graph(self) -> bool:
         """Capture one more CUDA graph, or time a captured size, while no request is open. False if nothing is left.
 
-        See engine/step/step_graphs.py. If the capture fails or would compile, a warning is logged. Exceptions of a
-        timed step are raised.
+        If the capture fails or would compile, a warning is logged. Exceptions of a timed step are raised.
         """
         assert not self.has_work and self.runner.row_assignment.is_empty, "the step may run before its capture"
         with fail_on_recompile():
@@ -164,11 +157,10 @@ class Engine:
             return False
         with self.runner.uncounted_steps():
             costs = time_next_size(self.runner, self.clock.predictor.costs, self.allocator, self._timed_sizes)
-        if costs is None:
-            return False
-        self.clock.predictor.costs = costs
-        self.runner.graphs.skip_sizes(costs.slow_sizes)
-        return True
+        if costs is not None:
+            self.clock.predictor.costs = costs
+            self.runner.graphs.skip_sizes(costs.slow_sizes)
+        return costs is not None
 
     @property
     def wants_graph(self) -> bool:
@@ -190,18 +182,23 @@ class Engine:
         Raises UsageError for a prompt that cannot be served, and RecompileError if a step would compile. Other requests
         of this engine continue meanwhile. Closing the iterator aborts its open requests.
         """
-        ids = self._submit_all(prompts, params)
-        numbers = {request_id: number for number, request_id in enumerate(ids)}
-        self._stream_tokens.update((request_id, []) for request_id in ids)
+        ids: list[int] = []
         try:
+            for prompt in prompts:
+                ids.append(self.submit(prompt, params))
+            self._stream_tokens.update((request_id, []) for request_id in ids)
             while any(request_id in self._requests or self._stream_tokens.get(request_id) for request_id in ids):
-                for request_id in ids:
-                    for token in self._pop_stream_tokens(request_id):
-                        yield token._replace(request_id=numbers[request_id])
+                for number, request_id in enumerate(ids):
+                    if tokens := self._stream_tokens.get(request_id):  # None: another caller has aborted the request
+                        self._stream_tokens[request_id] = []
+                        yield from (token._replace(request_id=number) for token in tokens)
                 if any(request_id in self._requests for request_id in ids):
                     self._launch_and_collect()
         finally:
-            self._abort_all(ids)
+            for request_id in ids:
+                self._stream_tokens.pop(request_id, None)
+                if request_id in self._requests:
+                    self.abort(request_id)
 
     def generate(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> list[list[int]]:
         """The new token ids of each prompt, including the stop token."""
@@ -222,46 +219,41 @@ class Engine:
                 if forward_pass and previous and forward_pass.masks_need_unread_tokens:
                     unread, previous = previous, None
                     forward_pass = forward_pass._replace(estimate=None)
-                    self._deliver(self._collect(unread))
+                    self._deliver(unread)
                 self._in_flight = self._launch_sampling(forward_pass, start) if forward_pass else None
                 if previous and previous.copy_done and self._in_flight:
                     seconds, was_late = time.perf_counter() - start, previous.copy_done.query()
-                    self.launch_timer.launched(
-                        seconds, was_late, has_prompts=bool(forward_pass and forward_pass.chunks)
-                    )
+                    has_prompts = bool(forward_pass and forward_pass.chunks)
+                    self.launch_timer.launched(seconds, was_late, has_prompts)
             except BaseException:
                 self._discard_step(previous)
                 raise
-            self._deliver(self._collect(previous) if previous else [])
+            self._deliver(previous)
             self._time_next_launch(start if previous is None else None)
             if self._in_flight is None and not self.scheduler.running:
                 self.runner.row_assignment.assign([])  # idle: empty the rows now, not before the next prompt
 
     def _time_next_launch(self, start: float | None) -> None:
-        """Pass the start and the predicted time of the step in flight to the launch timer.
+        """Tell the launch timer about the step in flight.
 
-        start: time of its launch, if the device was idle and started it at once. None: the device started it when it
-            completed the previous step.
+        `start`: time of its launch, if the device was idle; None: it started when the previous step was complete.
         """
-        step, rows, has_prompts = self._in_flight, len(self.scheduler.running), self.scheduler.has_prompts
+        step, scheduler = self._in_flight, self.scheduler
         if step is None or step.copy_done is None or step.estimate is None or self.clock is None:
             self.launch_timer.step_started(None, None)
-        elif start is None:
-            self.launch_timer.step_started(
-                self.clock.started, step.estimate.predicted_ms, rows, has_prompts=has_prompts
-            )
-        else:
-            self.launch_timer.step_started(start, step.estimate.predicted_ms, rows, True, has_prompts)
+            return
+        is_first = start is not None
+        self.launch_timer.step_started(
+            start if is_first else self.clock.started,
+            step.estimate.predicted_ms, len(scheduler.running), is_first, scheduler.has_prompts,
+        )  # fmt: skip
 
     def _discard_step(self, previous: InFlightStep | None) -> None:
-        """Recover from a scheduled step that did not run.
-
-        The scheduler has counted keys and values as computed that were never written.
-        """
+        """Recover from a scheduled step that did not run: keys and values count as computed that were never written."""
         self.failed_steps += 1
         self.launch_timer.step_started(None, None)
         try:
-            self._deliver(self._collect(previous) if previous else [])
+            self._deliver(previous)
         finally:
             self.scheduler.requeue_all()
             self.runner.row_assignment.clear()
@@ -287,21 +279,15 @@ class Engine:
         """`start`: when the launch of the step began (time.perf_counter)."""
         with self._launch_guard:
             launched = self._sample_and_copy(forward_pass.output, forward_pass.sequences)
-        logprob_chunks = self._prompt_logprobs(forward_pass.chunks)  # overwrites the step's buffers, so after sampling
-        return (
-            launched._replace(logprob_chunks=logprob_chunks, copy_done=record_event(forward_pass.output.tokens))
-            if logprob_chunks
-            else launched._replace(estimate=forward_pass.estimate, launch_seconds=time.perf_counter() - start)
-        )
-
-    def _prompt_logprobs(self, chunks: tuple[Chunk, ...]) -> tuple[PromptLogprobs, ...]:
-        """Log-probabilities of prompt tokens, for requests that ask for them."""
-        return tuple(
-            PromptLogprobs(chunk.sequence, start, Logprobs(*map(to_host, prompt_logprobs)))
-            for chunk in chunks
+        logprob_chunks = tuple(  # they overwrite the step's buffers, so after sampling
+            PromptLogprobs(chunk.sequence, begin, Logprobs(*map(to_host, prompt_logprobs)))
+            for chunk in forward_pass.chunks
             if (k := chunk.sequence.params.prompt_logprobs) is not None
-            for start, prompt_logprobs in self.runner.compute_prompt_logprobs(chunk, k)
+            for begin, prompt_logprobs in self.runner.compute_prompt_logprobs(chunk, k)
         )
+        if logprob_chunks:
+            return launched._replace(logprob_chunks=logprob_chunks, copy_done=record_event(forward_pass.output.tokens))
+        return launched._replace(estimate=forward_pass.estimate, launch_seconds=time.perf_counter() - start)
 
     def _sample_and_copy(self, output: StepOutput, sequences: tuple[Sequence | None, ...]) -> InFlightStep:
         """Sample if any row is not greedy, and start the copy of the tokens to the host."""
@@ -322,7 +308,7 @@ class Engine:
         for prompt_sequence, start, prompt_logprobs in launched.logprob_chunks:
             count, k = len(prompt_logprobs.chosen), prompt_sequence.params.prompt_logprobs
             prompt_sequence.prompt_logprobs[start : start + count] = [
-                token_logprobs_of(prompt_logprobs, row, k) for row in range(count)
+                row_logprobs(prompt_logprobs, row, k) for row in range(count)
             ]
         tokens = []
         for row, (sequence, token_id) in enumerate(zip(launched.sequences, launched.tokens.tolist(), strict=False)):
@@ -332,13 +318,13 @@ class Engine:
             if sequence.finish_reason:
                 self.scheduler.finish(sequence)
                 del self._requests[sequence.request_id]
-            token_logprobs = token_logprobs_of(launched.logprobs, row, sequence.params.logprobs)
+            token_logprobs = row_logprobs(launched.logprobs, row, sequence.params.logprobs)
             token = NewToken(sequence.request_id, token_id, sequence.finish_reason, token_logprobs)
             tokens.append(_with_prompt_info(token, sequence) if sequence.num_output_tokens == 1 else token)
         return tokens
 
     def _wait_for(self, launched: InFlightStep) -> None:
-        """Wait for a launched step, and measure its time (step_clock.py)."""
+        """Wait for a launched step, and measure its time."""
         if launched.copy_done is None:  # on a CPU it has run
             if self.clock and launched.estimate:
                 self.clock.add(launched.estimate, launched.launch_seconds)
@@ -354,34 +340,9 @@ class Engine:
     def vocab_size(self) -> int:
         return self.runner.vocab_size
 
-    def _submit_all(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> list[int]:
-        """Submit all prompts, or none if one is refused."""
-        ids: list[int] = []
-        try:
-            for prompt in prompts:
-                ids.append(self.submit(prompt, params))
-        except Exception:
-            self._abort_all(ids)
-            raise
-        return ids
-
-    def _abort_all(self, ids: list[int]) -> None:
-        """Abort those of the requests that are still open, and drop their tokens."""
-        for request_id in ids:
-            self._stream_tokens.pop(request_id, None)
-            if request_id in self._requests:
-                self.abort(request_id)
-
-    def _deliver(self, tokens: list[NewToken]) -> None:
-        for token in tokens:
+    def _deliver(self, launched: InFlightStep | None) -> None:
+        for token in self._collect(launched) if launched else ():
             self._stream_tokens.get(token.request_id, self._buffered_tokens).append(token)
-
-    def _pop_stream_tokens(self, request_id: int) -> list[NewToken]:
-        tokens = self._stream_tokens.get(request_id)
-        if not tokens:  # no new token, or another caller has aborted the request
-            return []
-        self._stream_tokens[request_id] = []
-        return tokens
 
 
 def _with_prompt_info(token: NewToken, sequence: Sequence) -> NewToken:

@@ -1,18 +1,16 @@
 """Defaults of the sampling parameters and the end-of-sequence ids of a model, from its generation_config.json.
 
-A parameter that a request omits takes the file's value, else the server's default. Other servers do the same (vLLM:
-`--generation-config auto`), so a client gets similar text from each of them.
-
-`do_sample: false` makes the default greedy, and the file's temperature is ignored, as in transformers. Without
-`do_sample`, the file's temperature applies: transformers' `generate` would be greedy, but servers sample by default,
-and vLLM and SGLang ignore `do_sample`. With `do_sample: true` and no temperature, the temperature is 1.0, as in
-transformers. transformers' own defaults, such as top_k = 50, are not applied. `max_length` is ignored, because it
-includes the prompt. Other keys that change the text and are not supported are a warning in the plan.
+A parameter that a request omits takes the file's value, else the server's default, as in other servers (vLLM:
+`--generation-config auto`). `do_sample: false` makes the default greedy, and the file's temperature is ignored, as in
+transformers. Without `do_sample`, the file's temperature applies: transformers' `generate` would be greedy, but servers
+sample by default. With `do_sample: true` and no temperature, it is 1.0, as in transformers, whose other defaults, such
+as top_k = 50, are not applied. `max_length` is ignored, because it includes the prompt. Other keys that change the text
+and are not supported are a warning in the plan.
 
 `--generation-config none` ignores the sampling defaults. It keeps the file's end-of-sequence ids, as vLLM does: they
 often include the end of a chat turn, without which a chat model does not stop. A file that lacks `eos_token_id` takes
-them from config.json. The tokenizer's `eos_token` ends a request too, as in vLLM: many fine-tuned models set the end of
-a chat turn only in tokenizer_config.json.
+them from config.json. The tokenizer's `eos_token` ends a request too: many fine-tuned models set the end of a chat turn
+only in tokenizer_config.json.
 
 No program depends on these values, so they are not in the plan's key. Does not import torch.
 """
@@ -58,10 +56,7 @@ NOT_DOWNLOADED = f"{FILE} was not downloaded"
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """Defaults for sampling parameters that a request omits. None: the file does not set the parameter.
-
-    `stop_token_ids`: end-of-sequence ids of the model, which end every request that does not ignore them.
-    """
+    """Defaults for sampling parameters that a request omits. None: the file does not set the parameter."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -70,11 +65,11 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # they end every request that does not ignore them
 
     def sampling_params(self) -> dict[str, float | int]:
         """The parameters that the file sets, by name."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name in PARAM_CHECKS}
+        values = {name: getattr(self, name) for name in _PARAM_NAMES}
         return {name: value for name, value in values.items() if value is not None}
 
     def describe(self) -> str:
@@ -82,13 +77,13 @@ class GenerationDefaults:
         return ", ".join(f"{name} {value}" for name, value in self.sampling_params().items()) or "none"
 
 
+_PARAM_NAMES = [item.name for item in dataclasses.fields(GenerationDefaults) if item.name in PARAM_CHECKS]
+
+
 def read_model_defaults(
     recipe: Recipe, config: PreTrainedConfig, architecture: Architecture, tokenizer: Any
 ) -> tuple[GenerationDefaults, tuple[Decision, ...]]:
-    """The defaults of the recipe's model, from its files. `tokenizer`: None if the command generates no text.
-
-    Returns and raises as `resolve_defaults`.
-    """
+    """As `resolve_defaults`, for the recipe's model. `tokenizer`: None if the command generates no text."""
     from tcdeploy.text.generation_config import config_stop_token_ids, read_generation_config  # imports transformers
     from tcdeploy.text.tokenizer import tokenizer_stop_ids
 
@@ -110,18 +105,18 @@ def resolve_defaults(
 ) -> tuple[GenerationDefaults, tuple[Decision, ...]]:
     """The defaults, and two or three lines of the printed plan.
 
-    `config_ids`: `eos_token_id` of config.json. `tokenizer_ids`: of the tokenizer's `eos_token`, () if it has none;
-    None if the tokenizer was not loaded, because the command generates no text.
-
-    Raises ModelError for an invalid value. With the source "none", an invalid file is a warning in the plan.
+    `config_ids`: `eos_token_id` of config.json. `tokenizer_ids`: of the tokenizer's `eos_token`; None if it was not
+    loaded. Raises ModelError for an invalid value. With the source "none", an invalid file is a warning in the plan.
     """
     sampling: dict[str, Any] = {}
     stop_ids: tuple[int, ...] = ()
     is_unknown = file is not None and not file.is_downloaded
     problem = NOT_DOWNLOADED if is_unknown else ""
     try:
+        if file is not None and file.problem:
+            raise ModelError(f"{file.path} {file.problem}", HINT)
         if file is not None and not is_unknown:
-            stop_ids = _read_stop_ids(file)
+            stop_ids = _parse_ids(file.path, file.values.get("eos_token_id"), HINT)
             sampling = _read_sampling(file) if source == "model" else {}
     except ModelError as error:
         if source == "model":
@@ -150,20 +145,19 @@ def _read_sampling(file: GenerationConfigFile) -> dict[str, Any]:
     With `do_sample: false`, invalid values of parameters that only sampling uses are left out.
     """
     path, values = file.path, file.values
-    names = [item.name for item in dataclasses.fields(GenerationDefaults) if item.name in PARAM_CHECKS]
-    given = {name: values[name] for name in names if values.get(name) is not None}
     do_sample = values.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise _invalid(path, "do_sample", do_sample, "true or false", HINT)
     params: dict[str, Any] = {}
-    for name, value in given.items():
-        number = _integral(value) if PARAM_CHECKS[name].type_ is int else value
+    for name in _PARAM_NAMES:
+        value, check = values.get(name), PARAM_CHECKS[name]
+        number = _integral(value) if check.type_ is int else value
         if name == "top_k" and number == -1:
             number = 0  # vLLM's value for all tokens
-        if PARAM_CHECKS[name].accepts(number):
+        if value is not None and check.accepts(number):
             params[name] = number
-        elif do_sample is not False or name not in SAMPLING_ONLY:
-            raise _invalid(path, name, value, PARAM_CHECKS[name].expected, HINT)
+        elif value is not None and (do_sample is not False or name not in SAMPLING_ONLY):
+            raise _invalid(path, name, value, check.expected, HINT)
     if do_sample is False:
         params["temperature"] = 0.0
     elif do_sample:
@@ -181,39 +175,25 @@ def _ignored_keys(values: dict[str, Any], defaults: GenerationDefaults) -> list[
     return ignored + unused
 
 
-def _read_stop_ids(file: GenerationConfigFile) -> tuple[int, ...]:
-    """The end-of-sequence ids of the file; () if it has none."""
-    if file.problem:
-        raise ModelError(f"{file.path} {file.problem}", HINT)
-    if file.values.get("eos_token_id") is None:
-        return ()
-    return _parse_ids(file.path, file.values["eos_token_id"], HINT)
-
-
 def _stop_tokens(
-    file_ids: tuple[int, ...],
-    config_ids: Any,
-    tokenizer_ids: tuple[int, ...] | None,
-    vocab_size: int,
-    problem: str,
+    file_ids: tuple[int, ...], config_ids: Any, tokenizer_ids: tuple[int, ...] | None, vocab_size: int, problem: str
 ) -> tuple[tuple[int, ...], Decision]:
-    """The stop tokens: the ids of generation_config.json, else of config.json, and that of the tokenizer.
+    """The ids of generation_config.json, else of config.json, and that of the tokenizer.
 
-    `problem`: of generation_config.json, for the printed plan. Ids outside the vocabulary are dropped: they are often a
-    default of the model's class, and cannot be generated.
+    Ids outside the vocabulary are dropped: they are often a default of the model's class, and cannot be generated.
     """
     vocabulary = range(vocab_size)
-    dropped = [token_id for token_id in file_ids if token_id not in vocabulary]
+    named = list(file_ids)
     ids, reason = [token_id for token_id in file_ids if token_id in vocabulary], f"the model's {FILE}"
     if not ids:
-        from_config = () if config_ids is None else _parse_ids(CONFIG, config_ids, CONFIG_HINT)
-        dropped += [token_id for token_id in from_config if token_id not in vocabulary]
+        from_config = _parse_ids(CONFIG, config_ids, CONFIG_HINT)
+        named += from_config
         ids, reason = [token_id for token_id in from_config if token_id in vocabulary], CONFIG
     if tokenizer_ids is None:
         reason += "; generate and serve add the tokenizer's eos_token"
     elif added := [token_id for token_id in tokenizer_ids if token_id in vocabulary and token_id not in ids]:
         ids, reason = ids + added, f"{reason}, and the tokenizer's eos_token"
-    dropped += [token_id for token_id in tokenizer_ids or () if token_id not in vocabulary]
+    dropped = [token_id for token_id in [*named, *(tokenizer_ids or ())] if token_id not in vocabulary]
     problems = [problem] if problem else []
     problems += [f"{_join(dropped)} not in the vocabulary of {vocab_size}"] if dropped else []
     reason = "; ".join([reason, *problems])
@@ -221,6 +201,9 @@ def _stop_tokens(
 
 
 def _parse_ids(path: str, value: Any, hint: str) -> tuple[int, ...]:
+    """The ids of an `eos_token_id`: one, a list, or None."""
+    if value is None:
+        return ()
     ids = [_integral(token_id) for token_id in (value if isinstance(value, list) else [value])]
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int):

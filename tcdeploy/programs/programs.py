@@ -2,8 +2,8 @@
 
 Each region is compiled in place: its module calls the table's program for (region kind, bucket, variant). A `Loader`
 makes the programs (`JitLoader` in programs/jit.py). With `--programs aot`, programs/aot.py runs whole steps from
-packages instead. engine/step/graphs.py captures whole steps as CUDA graphs, so Inductor's own are off unless `--graphs
-region` is set.
+packages instead. engine/step/step_graphs.py captures whole steps as CUDA graphs, so Inductor's own are off unless
+`--graphs region` is set.
 """
 
 from __future__ import annotations

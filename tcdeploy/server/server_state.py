@@ -90,7 +90,7 @@ def _model_figures(service: Service) -> ModelFigures:
         step_totals=dict(clock.totals) if clock else {},
         step_corrections=dict(clock.predictor.corrections) if clock else {},
         late_launches=deployment.engine.launch_timer.late_launches,
-        uncaptured_runs=runner.uncaptured_runs,
+        uncaptured_runs=runner.graphs.uncaptured_runs,
         late_captures=runner.graphs.late_captures,
         longest_late_capture_seconds=runner.graphs.longest_late_capture_seconds,
         missed_shapes=dict(service.missed_shapes.counts),

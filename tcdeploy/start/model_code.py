@@ -39,7 +39,7 @@ from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.check.stored_reference import read_reference, reference_path, stores_references, write_reference
 from tcdeploy.engine.step.runner import ModelRunner
-from tcdeploy.engine.warm.kernel_precompile import compiling_kernels_of
+from tcdeploy.engine.warm.early_gpu import compiling_kernels_of
 from tcdeploy.engine.warm.program_setup import install_programs
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets, warmup_order
 from tcdeploy.errors import UsageError

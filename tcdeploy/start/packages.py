@@ -42,7 +42,7 @@ from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.check.stored_reference import read_reference
 from tcdeploy.engine.step.runner import ModelRunner
-from tcdeploy.engine.warm.gpu_initialization import initializing_gpu
+from tcdeploy.engine.warm.early_gpu import initializing_gpu
 from tcdeploy.engine.warm.tuning import CompiledVariant
 from tcdeploy.engine.warm.warmup import prepare_buckets
 from tcdeploy.errors import CompileError, MismatchError, SpaceError, TcdeployError, UsageError

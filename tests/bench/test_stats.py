@@ -7,8 +7,9 @@ import random
 import numpy
 import pytest
 
-from tcdeploy.bench.stats import intervals, median, percentile, summarize, summarize_ms
+from tcdeploy.bench.stats import intervals, median, summarize, summarize_ms
 from tcdeploy.errors import TcdeployError
+from tcdeploy.host.percentile import percentile
 
 
 def test_percentiles_are_those_of_numpy() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tcdeploy.engine.schedule.blocks import PADDING_BLOCK, BlockAllocator
-from tests.block_checks import assert_idle
+from tests.block_checks import assert_consistent, assert_idle
 
 
 class Allocation(RuleBasedStateMachine):
@@ -58,7 +58,7 @@ class Allocation(RuleBasedStateMachine):
         assert set(owned) <= set(range(1, self.blocks))
         assert PADDING_BLOCK not in owned
         assert self.allocator.num_allocatable == self.allocator.capacity - len(owned)
-        self.allocator.assert_consistent()
+        assert_consistent(self.allocator)
 
 
 TestAllocation = Allocation.TestCase
@@ -194,7 +194,7 @@ def test_a_block_without_references_is_matched_until_it_is_evicted() -> None:
     assert matched_blocks(allocator, tokens(7, 8)) == registered_blocks
     assert sorted(allocator.allocate(3)) == [1, 2, 3]
     assert matched_blocks(allocator, tokens(7, 8)) == []
-    allocator.assert_consistent()
+    assert_consistent(allocator)
 
 
 def test_free_blocks_are_allocated_before_any_block_is_evicted() -> None:
@@ -256,7 +256,7 @@ def test_a_duplicate_block_is_not_registered_and_its_children_belong_to_the_firs
     assert matched_blocks(allocator, tokens(7, 8, 9)) == [*first, child], (
         "the duplicates were free at once, and nothing was evicted"
     )
-    allocator.assert_consistent()
+    assert_consistent(allocator)
 
 
 def orphan() -> tuple[BlockAllocator, list[int]]:
@@ -278,7 +278,7 @@ def test_a_block_whose_parent_was_evicted_is_not_matched_and_does_not_leak() -> 
     allocator.release(blocks)
     assert_idle(allocator)
     assert sorted(allocator.allocate(3)) == [1, 2, 3]
-    allocator.assert_consistent()
+    assert_consistent(allocator)
 
 
 def test_a_block_whose_parent_was_evicted_is_matched_after_its_owner_registers_again() -> None:
@@ -294,7 +294,7 @@ def test_after_a_reset_no_prefix_is_matched_and_its_blocks_are_free() -> None:
     allocator.release(registered(allocator, tokens(1, 2)))
     in_use = registered(allocator, tokens(3, 4))
     allocator.reset_prefix_cache()
-    allocator.assert_consistent()
+    assert_consistent(allocator)
     assert (
         matched_blocks(allocator, tokens(1, 2)),
         matched_blocks(allocator, tokens(3, 4)),
@@ -312,7 +312,7 @@ def test_after_a_reset_no_prefix_is_matched_and_its_blocks_are_free() -> None:
 def test_a_block_in_use_without_a_sequence_is_a_leak() -> None:
     allocator = BlockAllocator(4, BLOCK)
     allocator.allocate(1)
-    allocator.assert_consistent()
+    assert_consistent(allocator)
     with pytest.raises(AssertionError, match="have leaked"):
         assert_idle(allocator)
 
@@ -372,7 +372,7 @@ class Prefixes(RuleBasedStateMachine):
 
     @invariant()
     def blocks_in_use_are_those_of_live_sequences(self) -> None:
-        self.allocator.assert_consistent()
+        assert_consistent(self.allocator)
         in_use = {block for _, blocks in self.live for block in blocks}
         assert self.allocator.num_allocatable == self.allocator.capacity - len(in_use)
         for token_ids, blocks in self.live:

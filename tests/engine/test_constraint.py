@@ -13,6 +13,7 @@ import torch
 from tcdeploy.engine.engine import Engine, NewToken
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.programs.compile_stats import measure_compiles
+from tests.block_checks import assert_consistent
 from tests.conftest import prepare_tiny
 from tests.engine.constraints import MASKER, SumConstraint
 
@@ -38,7 +39,7 @@ def ids_of(tokens: list[NewToken]) -> list[int]:
 
 
 def assert_idle(engine: Engine) -> None:
-    engine.allocator.assert_consistent()
+    assert_consistent(engine.allocator)
     assert engine.allocator.num_allocatable == engine.allocator.capacity
 
 

@@ -12,6 +12,7 @@ from tcdeploy.engine.engine import Engine, NewToken
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.programs.compile_stats import measure_compiles
+from tests.block_checks import assert_consistent
 from tests.conftest import prepare_tiny
 
 TOKENS = 24
@@ -87,7 +88,7 @@ def test_block_tables_are_uploaded_after_the_prefill_is_launched(
 
 
 def assert_idle(engine: Engine) -> None:
-    engine.allocator.assert_consistent()
+    assert_consistent(engine.allocator)
     assert engine.allocator.num_allocatable == engine.allocator.capacity
     assert not engine.has_work
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tcdeploy.engine.step.launch_lock import LaunchLock
+from tcdeploy.engine.step.launch_timer import LaunchLock
 
 
 def test_without_a_launch_nobody_waits() -> None:

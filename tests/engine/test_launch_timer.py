@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tcdeploy.engine.schedule.step_clock import StepClock
-from tcdeploy.engine.schedule.step_costs import StepCosts, StepEstimate, StepPredictor
+from tcdeploy.engine.schedule.step_costs import StepClock, StepCosts, StepEstimate, StepPredictor
 from tcdeploy.engine.step.launch_timer import (
     FIRST_STEP_MARGIN_SHARE,
     GROWTH,

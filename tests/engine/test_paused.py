@@ -85,7 +85,7 @@ def test_pauses_are_not_counted_as_preemptions_or_steps(engine: Engine) -> None:
 
 
 def test_an_allocator_of_given_blocks_has_no_others() -> None:
-    allocator = BlockAllocator.of_blocks([3, 9, 4], block_size=16)
+    allocator = BlockAllocator(100, 16, [3, 9, 4])
     assert allocator.capacity == allocator.num_allocatable == 3
     assert allocator.allocate(3) == [3, 9, 4] and allocator.num_allocatable == 0
 

@@ -18,18 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
-from tcdeploy.engine.schedule.output import SchedulerOutput
 from tcdeploy.engine.schedule.scheduler import (
     LOOKAHEAD_BLOCKS,
     Scheduler,
     SchedulerConfig,
     SchedulerStats,
 )
-from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence
+from tcdeploy.engine.schedule.sequence import SamplingParams, SchedulerOutput, Sequence
 from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
 from tcdeploy.engine.schedule.step_size import SMALLEST_STEP_FACTOR, target_factor
 from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS
-from tests.block_checks import assert_idle
+from tests.block_checks import assert_consistent, assert_idle
 
 BLOCK = 4
 ROOMY = SchedulerConfig(max_rows=4, prefill_tokens=16, max_prefill_sequences=3)
@@ -820,7 +819,7 @@ class FakeEngine:
     def check_owners(self) -> None:
         """Owners of a shared block have the same prefix in it, and only owned blocks are in use."""
         allocator, places = self.scheduler.allocator, {}
-        allocator.assert_consistent()
+        assert_consistent(allocator)
         for sequence in self.admitted():
             longest = sequence.prompt_length + sequence.params.max_new_tokens
             assert len(sequence.blocks) <= allocator.blocks_for(longest)

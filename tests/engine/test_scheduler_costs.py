@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 
 from tcdeploy.engine.schedule import scheduler as scheduler_module
 from tcdeploy.engine.schedule.blocks import BlockAllocator
-from tcdeploy.engine.schedule.output import SchedulerOutput
 from tcdeploy.engine.schedule.scheduler import (
     LONG_PROMPT_STEPS,
     MAX_BACKLOG_PROMPTS,
     Scheduler,
     SchedulerConfig,
 )
-from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence
+from tcdeploy.engine.schedule.sequence import SamplingParams, SchedulerOutput, Sequence
 from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
 from tcdeploy.engine.schedule.step_size import Backlog
 from tests.block_checks import assert_idle

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tcdeploy.engine.schedule.step_clock import StepClock, StepTotals
 from tcdeploy.engine.schedule.step_costs import (
     CORRECTION_WEIGHT,
     MAX_CORRECTION,
     MIN_CORRECTION,
     MIN_DECODE_SHARE,
+    StepClock,
     StepCosts,
     StepEstimate,
     StepPredictor,
+    StepTotals,
 )
 
 DECODE = ((1, 5.0), (4, 6.0), (16, 8.0))

@@ -18,8 +18,7 @@ from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.engine.step import step_graphs
-from tcdeploy.engine.step.batch import PrefillBuffers, StepBuffers
-from tcdeploy.engine.step.graphs import GraphKey, StepOutput
+from tcdeploy.engine.step.batch import GraphKey, PrefillBuffers, StepBuffers, StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.step.step_graphs import EARLY_SIZES, StepGraphs
 from tcdeploy.engine.warm import timing, warmup
@@ -68,7 +67,7 @@ def engine(cache_dir: str, captured: list[FakeGraph]) -> Iterator[Engine]:
     engine = prepare_tiny(cache_dir, shapes="dynamic", buckets=(320,), kv_blocks=100).engine
     [bucket] = engine.plan.prefill_buckets
     engine.allocator.reset_prefix_cache()
-    engine.runner.set_variant(bucket, engine.runner._variants[bucket])  # drops graphs of its own start
+    engine.runner.set_variant(bucket, engine.runner.variants[bucket])  # drops graphs of its own start
     captured.clear()
     engine.runner.graphs.capture(bucket)
     engine.runner.graphs.late_captures = 0
@@ -79,7 +78,7 @@ def engine(cache_dir: str, captured: list[FakeGraph]) -> Iterator[Engine]:
     engine.clock.predictor.costs = costs
     engine._timed_sizes.clear()
     engine.runner.graphs.skip_sizes(frozenset())
-    engine.runner.set_variant(bucket, engine.runner._variants[bucket])  # drops the fake graphs
+    engine.runner.set_variant(bucket, engine.runner.variants[bucket])  # drops the fake graphs
     engine.runner._prefill_buffers.clear()
     engine.runner.graphs._captures_late, engine.runner.graphs._needs_first_run = True, False
 
@@ -212,7 +211,7 @@ def test_a_step_is_padded_to_a_captured_size_until_its_own_is_captured(
 ) -> None:
     [bucket] = engine.plan.prefill_buckets
     before, graphs = len(captured), engine.runner.graphs
-    uncaptured, computed = engine.runner.uncaptured_runs, engine.runner.computed_tokens[bucket]
+    uncaptured, computed = engine.runner.graphs.uncaptured_runs, engine.runner.computed_tokens[bucket]
     for times in (1, 2, 3):
         generate_short(engine)
         assert graphs.wanted == {key_of(engine, 32): times}
@@ -223,7 +222,7 @@ def test_a_step_is_padded_to_a_captured_size_until_its_own_is_captured(
     generate_short(engine)
     assert engine.runner.computed_tokens[bucket] - computed == 3 * 64 + 32
     assert captured[-1].replays == 1 and not graphs.wanted
-    assert engine.runner.uncaptured_runs == uncaptured
+    assert engine.runner.graphs.uncaptured_runs == uncaptured
 
 
 def test_a_mixed_step_has_the_fewest_row_slots_that_hold_its_rows(
@@ -288,11 +287,11 @@ def test_an_idle_engine_captures_the_most_wanted_graph_first_and_then_the_rest(
     [bucket] = engine.plan.prefill_buckets
     assert len(graphs) == len(captured) == 2 * len(engine.plan.step_sizes(bucket))
     assert not graphs.wanted and not engine.wants_graph and not engine.capture_next_graph()
-    computed, uncaptured = engine.runner.computed_tokens[bucket], engine.runner.uncaptured_runs
+    computed, uncaptured = engine.runner.computed_tokens[bucket], engine.runner.graphs.uncaptured_runs
     assert engine.generate(prompts, PARAMS) == expected, "from the prefix cache, which no capture has overwritten"
     engine.allocator.reset_prefix_cache()
     assert engine.generate(prompts, PARAMS) == expected
-    assert engine.runner.uncaptured_runs == uncaptured, "every step has a graph"
+    assert engine.runner.graphs.uncaptured_runs == uncaptured, "every step has a graph"
     assert engine.runner.computed_tokens[bucket] > computed
     assert not graphs.wanted
 
@@ -313,9 +312,9 @@ def test_a_graph_is_captured_while_requests_run(engine: Engine, captured: list[F
 
 
 def test_prompt_logprobs_run_at_a_captured_size_and_are_counted(engine: Engine) -> None:
-    before = engine.runner.uncaptured_runs
+    before = engine.runner.graphs.uncaptured_runs
     generate_short(engine, SamplingParams(max_new_tokens=1, prompt_logprobs=0))
-    assert engine.runner.uncaptured_runs == before + 1
+    assert engine.runner.graphs.uncaptured_runs == before + 1
     assert engine.runner.graphs.wanted == {key_of(engine, 32): 1}
     assert {tokens for _, tokens in engine.runner._prefill_buffers} <= set(EARLY)
 
@@ -541,7 +540,7 @@ def test_the_graphs_of_another_variant_are_dropped(engine: Engine) -> None:
     [bucket] = engine.plan.prefill_buckets
     generate_short(engine)
     assert engine.runner.graphs.is_captured(bucket) and engine.runner.graphs.wanted
-    engine.runner.set_variant(bucket, engine.runner._variants[bucket])
+    engine.runner.set_variant(bucket, engine.runner.variants[bucket])
     assert not engine.runner.graphs.is_captured(bucket) and len(engine.runner.graphs) == 0
     assert not engine.runner.graphs.wanted and not engine.capture_next_graph()
     assert not engine.runner.graphs.is_captured(Bucket("decode", 1))
@@ -551,7 +550,7 @@ def test_a_bucket_without_graphs_runs_and_wants_none(engine: Engine) -> None:
     """A variant with an attention backend that cannot be captured."""
     [bucket] = engine.plan.prefill_buckets
     expected = generate_short(engine, PARAMS)
-    engine.runner.set_variant(bucket, engine.runner._variants[bucket])
+    engine.runner.set_variant(bucket, engine.runner.variants[bucket])
     computed = engine.runner.computed_tokens[bucket]
     assert generate_short(engine, PARAMS) == expected
     assert engine.runner.computed_tokens[bucket] - computed == 32, "padded to its own size"
@@ -562,11 +561,11 @@ def test_a_step_that_does_not_replay_its_graph_is_counted(engine: Engine) -> Non
     runner, [bucket] = engine.runner, engine.plan.prefill_buckets
     sequence = Sequence(0, [5] * SHORT, SHORT, PARAMS)
     sequence.blocks = engine.allocator.allocate(2)
-    before = runner.uncaptured_runs
+    before = runner.graphs.uncaptured_runs
     runner.prefill([Chunk(sequence, 0, SHORT)])
-    assert runner.uncaptured_runs == before
+    assert runner.graphs.uncaptured_runs == before
     runner.graphs.run(runner._buffers_of(GraphKey(bucket, 32, 0)))
-    assert runner.uncaptured_runs == before + 1
+    assert runner.graphs.uncaptured_runs == before + 1
     engine.allocator.release(sequence.blocks)
 
 

@@ -14,8 +14,9 @@ import torch
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.step.graphs import StepOutput, capture_graph
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.engine.step.step_graphs import capture_graph
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import (
     COORDINATE_DESCENT_PDL_COMBO,
@@ -37,6 +38,7 @@ from tcdeploy.start.packages import start_from_packages
 from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.prepare import prepare
 from tcdeploy.torch_compat.triton import cache as triton_cache
+from tests.block_checks import assert_consistent
 from tests.conftest import ROOT, reset_programs
 from tests.engine.constraints import SumConstraint
 from tests.engine.test_continuous_batching import check_random_traffic
@@ -151,7 +153,7 @@ def test_batching_preemption_and_prefix_reuse_change_no_token_on_the_gpu(cache_d
     seeded = SamplingParams(max_new_tokens=40, temperature=0.9, top_k=50, top_p=0.95, seed=5)
     drawn = [scarce.generate([prompt], seeded)[0] for prompt in PROMPTS]
     assert scarce.generate(PROMPTS, seeded) == drawn
-    scarce.allocator.assert_consistent()
+    assert_consistent(scarce.allocator)
 
 
 def test_every_variant_gives_the_same_logits_within_rounding(cache_dir: str, tmp_path: Path) -> None:
@@ -310,9 +312,9 @@ def test_mixed_steps_change_no_token_on_the_gpu(shapes: str, cache_dir: str, mon
         check_random_traffic(engine, num_requests=20, seed=21)
     while engine.capture_next_graph():
         pass
-    uncaptured = engine.runner.uncaptured_runs
+    uncaptured = engine.runner.graphs.uncaptured_runs
     check_random_traffic(engine, num_requests=60, seed=22)
-    assert engine.runner.uncaptured_runs == uncaptured
+    assert engine.runner.graphs.uncaptured_runs == uncaptured
 
 
 @pytest.mark.parametrize("shapes", ["bucket", "dynamic"])

@@ -18,7 +18,7 @@ import torch
 from tcdeploy.cli.display import show_warm_report
 from tcdeploy.engine.check.inputs import make_timing_batch
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.step.graphs import GraphKey
+from tcdeploy.engine.step.batch import GraphKey
 from tcdeploy.errors import RecompileError
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, Variant

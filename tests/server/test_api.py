@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.sequence import SamplingParams
-from tcdeploy.engine.step.launch_lock import LaunchLock
+from tcdeploy.engine.step.launch_timer import LaunchLock
 from tcdeploy.server.api import make_app
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.apis.openai.validation import ModelLimits, params_of_choices, to_sampling_params

@@ -8,10 +8,10 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
-from tcdeploy.engine.schedule.step_clock import StepTotals
+from tcdeploy.engine.schedule.step_costs import StepTotals
 from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
 from tcdeploy.server.observe.metrics import Metrics
-from tcdeploy.server.observe.recent_stats import RecentStats, percentile
+from tcdeploy.server.observe.recent_stats import RecentStats
 from tcdeploy.server.observe.status import status_json
 
 PARITY = SimpleNamespace(max_difference=0.25, eager_max_difference=0.375, kl=0.5, eager_kl=0.75)
@@ -82,6 +82,11 @@ def test_while_loading_there_are_no_figures_of_the_model() -> None:
     assert (status["state"], status["buckets"], status["kv_cache_usage"]) == ("loading", [], 0.0)
 
 
-def test_percentiles_are_nearest_rank() -> None:
-    values = [float(value) for value in range(100, 0, -1)]
-    assert (percentile(values, 0.5), percentile(values, 0.99), percentile([], 0.5)) == (51.0, 100.0, None)
+def test_the_latencies_of_the_status_are_percentiles_of_the_recent_ones() -> None:
+    recent = RecentStats()
+    recent.time_to_first_token.extend(float(value) for value in range(100, -1, -1))
+    loading = ServerFigures("tiny", "loading", 1.0, SchedulerStats(0, 0, 0, 0, 0), {"loading": 0}, None)
+    assert status_json(loading, recent)["latency"] == [
+        {"name": "first token", "count": 101, "p50": 50.0, "p90": 90.0, "p99": 99.0},
+        {"name": "between tokens", "count": 0, "p50": None, "p90": None, "p99": None},
+    ]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
-from tcdeploy.engine.step.launch_lock import LaunchLock
+from tcdeploy.engine.step.launch_timer import LaunchLock
 from tcdeploy.server.generate.request_group import RequestGroup
 from tcdeploy.server.http import hot_path
 from tcdeploy.server.settings import HotPath

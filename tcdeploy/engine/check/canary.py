@@ -2,16 +2,13 @@
 
 This is a known-answer test. The same program on the same inputs gives the same logits, so a later difference means that
 weights, programs, KV blocks or the device have changed: a flipped bit in GPU memory, a block table that points to
-another block, a damaged graph. It cannot detect results that were already wrong when recorded; the parity check does
-(parity_check.py).
+another block, a damaged graph. Results that were already wrong when recorded are left to parity_check.py.
 
 Each case is a batch of fixed prompts in a fixed bucket, run by `ModelRunner` directly. The scheduler would choose
 buckets by load, and would reuse keys and values of the prefix cache instead of computing them. KV blocks come from the
-engine's allocator, and differ between runs. Blocks of canaries are never registered in the prefix cache. If no block is
-free, the least recently used prefixes are evicted, as for a request.
-
-Prompts are short even in large buckets. A graph computes its whole size anyway, and short prompts need few blocks. Of a
-dynamic bucket, three of the graphs without decode rows are checked; those of mixed steps are not.
+engine's allocator, differ between runs, and are never registered in the prefix cache. Prompts are short even in large
+buckets: a graph computes its whole size anyway. Of a dynamic bucket, three of the graphs without decode rows are
+checked; those of mixed steps are not.
 """
 
 from __future__ import annotations
@@ -21,13 +18,13 @@ import random
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as ListLike
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.stances import fail_on_recompile
 
@@ -37,33 +34,22 @@ LONG_ROW_BLOCKS = 2  # the first row of a decode batch also reaches into a third
 CHECKED_SIZES = (512,)  # of a dynamic bucket, beside its largest size and the smallest that holds the prompt
 SEED = 77
 ROWS_PER_PASS = 16  # of the log-probabilities: 8 MB of float32 at a vocabulary of 128,256
-# Nats, by compute dtype, also for near ties: another token is accepted if both tokens are this close to the recorded
-# log-probability. 200 runs on other blocks gave equal bits (an 8B shape in bfloat16, H100). The tolerance allows
-# for sums in another order, as in a matrix product on a CPU whose inputs have another alignment.
+# Nats, by compute dtype, also for near ties. 200 runs on other blocks gave equal bits (an 8B shape in bfloat16, H100).
+# The tolerance allows for sums in another order, as in a matrix product on a CPU whose inputs have another alignment.
 LOGPROB_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 
 
-class CanaryCase(NamedTuple):
-    """Fixed prompts for one bucket. Only the first prompt is prefilled, in steps of at most `chunk_size` tokens.
+StepResult: TypeAlias = "list[tuple[int, float]]"  # the greedy token of each row, and its log-probability
 
-    min_step_tokens: each prefill step is padded to a captured size of at least so many tokens.
-    """
+
+class CanaryCase(NamedTuple):
+    """Fixed prompts for one bucket. Only the first prompt is prefilled."""
 
     name: str
     bucket: Bucket
     prompts: tuple[tuple[int, ...], ...]
-    chunk_size: int
-    min_step_tokens: int = 0
-
-
-class StepResult(NamedTuple):
-    """Greedy tokens of one step and their log-probabilities, by row."""
-
-    tokens: list[int]
-    logprobs: list[float]
-
-    def of_row(self, row: int) -> tuple[int, float]:
-        return self.tokens[row], self.logprobs[row]
+    chunk_size: int  # most tokens of a prefill step
+    min_step_tokens: int = 0  # each prefill step is padded to a captured size of at least so many tokens
 
 
 class CanaryStep(NamedTuple):
@@ -77,7 +63,7 @@ class CanaryStep(NamedTuple):
     def result(self) -> StepResult:
         """Waits for the step."""
         tokens = self.output.tokens[: self.rows]
-        return StepResult(tokens.tolist(), self.logprobs(tokens))
+        return list(zip(tokens.tolist(), self.logprobs(tokens), strict=True))
 
     @torch.no_grad()
     def logprobs(self, tokens: torch.Tensor) -> list[float]:
@@ -130,27 +116,26 @@ class Canary:
         Closing the generator between two steps releases blocks and rows, so the engine can run a request at once.
         Raises RecompileError if a step would compile.
         """
-        return (yield from self._compare(self.cases[number], self._recorded[number]))
+        with contextlib.closing(self._compare(self.cases[number], self._recorded[number])) as comparison:
+            for difference in comparison:
+                if difference is not None:
+                    return difference
+                yield
+        return None
 
     def _record(self, case: CanaryCase) -> None:
         recorded = [step.result() for step in self._run(case)]
-        comparison = self._compare(case, recorded)
-        while True:
-            try:
-                next(comparison)
-            except StopIteration as end:
-                difference: CanaryDifference | None = end.value
-                break
-        if difference is not None:
-            self.unrepeatable.append(difference)
-            return
-        self.cases.append(case)
-        self._recorded.append(recorded)
+        with contextlib.closing(self._compare(case, recorded)) as comparison:
+            differences = [difference for difference in comparison if difference is not None]
+        self.unrepeatable += differences
+        if not differences:
+            self.cases.append(case)
+            self._recorded.append(recorded)
 
-    def _compare(self, case: CanaryCase, recorded: list[StepResult]) -> Generator[None, None, CanaryDifference | None]:
-        """Run a case and compare each step. After a near tie that went the other way, a row has another context.
+    def _compare(self, case: CanaryCase, recorded: list[StepResult]) -> Generator[CanaryDifference | None]:
+        """Run a case and compare each step, up to the first difference.
 
-        The rest of such a row is not compared.
+        After a near tie that went the other way, a row has another context, and is not compared any more.
         """
         diverged: set[int] = set()
         with contextlib.closing(self._run(case)) as steps:
@@ -159,25 +144,24 @@ class Canary:
                 differing = self._differing_rows(expected, result, step) - diverged
                 if differing:
                     row = min(differing)
-                    return CanaryDifference(case, step.phase, number, row, expected.of_row(row), result.of_row(row))
+                    yield CanaryDifference(case, step.phase, number, row, expected[row], result[row])
+                    return
                 if step.feeds_next:
-                    pairs = zip(expected.tokens, result.tokens, strict=True)
-                    diverged |= {row for row, (token, actual) in enumerate(pairs) if token != actual}
-                yield
-        return None
+                    diverged |= {row for row in range(step.rows) if expected[row][0] != result[row][0]}
+                yield None
 
     def _differing_rows(self, expected: StepResult, result: StepResult, step: CanaryStep) -> set[int]:
         """Rows whose token's log-probability differs, or that have another token and no near tie.
 
         In a near tie, the recorded token and the new one both have the recorded log-probability, up to the tolerance.
         """
-        compared = [result.logprobs]
-        if result.tokens != expected.tokens:
-            compared.append(step.logprobs(torch.tensor(expected.tokens, device=step.output.logits.device)))
+        tokens, compared = [token for token, _ in expected], [[logprob for _, logprob in result]]
+        if tokens != [token for token, _ in result]:
+            compared.append(step.logprobs(torch.tensor(tokens, device=step.output.logits.device)))
         return {
             row
             for logprobs in compared
-            for row, (logprob, actual) in enumerate(zip(expected.logprobs, logprobs, strict=True))
+            for row, ((_, logprob), actual) in enumerate(zip(expected, logprobs, strict=True))
             if not abs(logprob - actual) <= self._tolerance  # NaN is a difference
         }
 
@@ -200,10 +184,7 @@ class Canary:
             self._runner.row_assignment.assign([])
 
     def _prefill(self, case: CanaryCase, sequence: Sequence) -> Iterator[CanaryStep]:
-        """Prefill the whole prompt in a prefill case, and all but the last token in a decode case.
-
-        The last token is the input of the first decode step.
-        """
+        """Prefill the whole prompt; without its last token, which the first decode step feeds, in a decode case."""
         is_prefill, runner = case.bucket.is_prefill, self._runner
         end = len(sequence.token_ids) if is_prefill else len(sequence.token_ids) - 1
         for start in range(0, end, case.chunk_size):

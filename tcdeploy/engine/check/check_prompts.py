@@ -1,7 +1,7 @@
 """The prompts on which buckets are checked against the reference.
 
-All buckets are checked on prefixes of the same prompts of random tokens. A forward pass over a prompt gives the
-reference logits of all of its prefixes, so the reference is computed once per start, and not once per bucket.
+All buckets are checked on prefixes of the same prompts of random tokens: a forward pass over a prompt gives the
+reference logits of all of its prefixes, so the reference is computed once per start.
 
 The first NUM_LONG_PROMPTS prompts fill prefill buckets; the rest are for decode batches, of which no two rows have the
 same prompt: a row that reads the keys of another row must get other logits. They are a few blocks long, so that the
@@ -14,9 +14,9 @@ at most MAX_PROMPT_TOKENS tokens; a larger prefill bucket is filled with several
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.memory import CHECKED_BLOCKS, MAX_CHECKED_ROWS, MAX_PROMPT_TOKENS, checked_window
 from tcdeploy.planning.plan import Bucket, Plan
@@ -58,10 +58,9 @@ class CheckPrompts:
 
     def all_prefixes(self) -> list[PromptPrefix]:
         """The prefixes of all buckets whose logits are compared."""
-        prefixes = {
+        return sorted({
             prefix for bucket in self._plan.buckets for prefix in [*self.checked(bucket), *self.continued(bucket)]
-        }
-        return sorted(prefixes)
+        })  # fmt: skip
 
     def checked(self, bucket: Bucket) -> list[PromptPrefix]:
         """Those of `batch` whose logits are compared."""
@@ -70,12 +69,9 @@ class CheckPrompts:
 
     def batch(self, bucket: Bucket) -> list[PromptPrefix]:
         """Prefill: several packed prompts if they fit, else one. Decode: one sequence for each row."""
-        plan = self._plan
-        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
         if not bucket.is_prefill:
-            rows = zip(_decode_prompts(bucket), self._decode_lengths(bucket), strict=True)
-            return [PromptPrefix(prompt, length) for prompt, length in rows]
-        lengths = _prefill_lengths(bucket, plan, allocator)
+            return self._decode_batch(bucket)
+        lengths = self._prefill_lengths(bucket)
         return [PromptPrefix(row % NUM_LONG_PROMPTS, length) for row, length in enumerate(lengths)]
 
     def continued(self, bucket: Bucket) -> list[PromptPrefix]:
@@ -86,74 +82,67 @@ class CheckPrompts:
         return [first._replace(length=max(first.length, self._length_that_fits(self._long_length)))]
 
     def mixed_rows(self, bucket: Bucket) -> list[PromptPrefix]:
-        """The prefixes that decode rows of a mixed step continue, beside the chunk of `continued`.
-
-        They are checked prefixes of the bucket's batch, so the reference has their logits. Empty if steps are not
-        mixed, for decode, or if they do not fit.
-        """
+        """The checked prefixes that rows of a mixed step continue beside the chunk of `continued`; [] if none fits."""
         plan, continued = self._plan, self.continued(bucket)
         if not plan.mixed_steps or not continued:
             return []
         rows = self.batch(bucket)[1 : 1 + min(MIXED_ROWS, plan.decode_buckets[-1].size)]
-        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
-        blocks = sum(allocator.blocks_for(prefix.length) for prefix in [*continued, *rows])
-        return rows if blocks <= allocator.num_allocatable else []
+        return rows if self._blocks_for(prefix.length for prefix in [*continued, *rows]) < plan.kv_blocks else []
 
     def blocks_needed(self, bucket: Bucket) -> int:
         """KV blocks of the largest batch on which the bucket is checked."""
         batches = (self.batch(bucket), [*self.continued(bucket), *self.mixed_rows(bucket)])
-        block_size = self._plan.block_size
-        return max(sum(-(-prefix.length // block_size) for prefix in batch) for batch in batches)
+        return max(self._blocks_for(prefix.length for prefix in batch) for batch in batches)
 
-    def _decode_lengths(self, bucket: Bucket) -> list[int]:
-        """Checked rows have up to CHECKED_BLOCKS blocks if enough are free, and the first one more. Others have one."""
+    def _prefill_lengths(self, bucket: Bucket) -> list[int]:
+        """Three unequal prompts that leave padding, and further ones if their length is limited."""
+        size, plan = bucket.size, self._plan
+        lengths = [
+            min(length, MAX_PROMPT_TOKENS) for length in (size - size // 4 - size // 8 - 1, size // 4, size // 8)
+        ]
+        while (rest := size - 1 - sum(lengths)) > size // 8 and len(lengths) < plan.max_prefill_sequences:
+            lengths.append(min(rest, MAX_PROMPT_TOKENS))
+        fits = plan.max_prefill_sequences >= len(lengths) and self._blocks_for(lengths) < plan.kv_blocks
+        return lengths if size >= 8 and fits else [min(size, MAX_PROMPT_TOKENS)]
+
+    def _decode_batch(self, bucket: Bucket) -> list[PromptPrefix]:
+        """Checked rows have up to CHECKED_BLOCKS blocks if enough are free, and the first one more. Others have one.
+
+        The first checked row may be long; the others have prompts of the batched pass.
+        """
         plan = self._plan
-        one_block = min(plan.block_size, plan.context)
-        several_blocks = min(CHECKED_BLOCKS * plan.block_size, plan.context)
-        short = [_varied_length(row, one_block) for row in range(bucket.size)]
-        lengths = short.copy()
+        short = [_varied_length(row, min(plan.block_size, plan.context)) for row in range(bucket.size)]
+        lengths, prompts = short.copy(), [FIRST_UNCHECKED_PROMPT + row for row in range(bucket.size)]
         for number, row in enumerate(checked_rows(bucket, bucket.size)):
-            lengths[row] = _varied_length(number, several_blocks)
-        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
-        if sum(map(allocator.blocks_for, lengths)) > allocator.num_allocatable:
+            lengths[row] = _varied_length(number, min(CHECKED_BLOCKS * plan.block_size, plan.context))
+            prompts[row] = NUM_LONG_PROMPTS + number - 1 if number else 0
+        if self._blocks_for(lengths) >= plan.kv_blocks:
             lengths = short
-        other_blocks = sum(map(allocator.blocks_for, lengths[1:]))
         for first in (self._long_length, CHECKED_BLOCKS * plan.block_size + BEYOND_WINDOW):
-            first = self._length_that_fits(first, other_blocks)
+            first = self._length_that_fits(first, lengths[1:])
             if first > lengths[0]:
                 lengths[0] = first
                 break
-        return lengths
+        return list(map(PromptPrefix, prompts, lengths))
 
-    def _length_that_fits(self, length: int, other_blocks: int = 0) -> int:
-        """`length`, limited by the context; 0 if the KV cache cannot hold it together with `other_blocks`."""
-        plan = self._plan
-        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
-        length = min(length, plan.context)
-        return length if allocator.blocks_for(length) + other_blocks <= allocator.num_allocatable else 0
+    def _length_that_fits(self, length: int, others: Iterable[int] = ()) -> int:
+        """`length`, limited by the context; 0 if the KV cache cannot hold it together with the other lengths."""
+        length = min(length, self._plan.context)
+        return length if self._blocks_for([length, *others]) < self._plan.kv_blocks else 0
 
-
-def _decode_prompts(bucket: Bucket) -> list[int]:
-    """The prompt of each row. The first checked row may be long; the others have prompts of the batched pass."""
-    prompts = [FIRST_UNCHECKED_PROMPT + row for row in range(bucket.size)]
-    for number, row in enumerate(checked_rows(bucket, bucket.size)):
-        prompts[row] = NUM_LONG_PROMPTS + number - 1 if number else 0
-    return prompts
+    def _blocks_for(self, lengths: Iterable[int]) -> int:
+        """KV blocks of sequences of these lengths. One block of the cache is for padding."""
+        return sum(-(-length // self._plan.block_size) for length in lengths)
 
 
 def _varied_length(number: int, most: int) -> int:
-    """One of NUM_LENGTHS lengths of at most `most` tokens, another one for each neighbour.
-
-    They are few, since the reference has logits for each length of each prompt.
-    """
+    """Another length of at most `most` tokens for each neighbour; few, as the reference has logits for each of them."""
     return most - number % NUM_LENGTHS * ((most - 2) // NUM_LENGTHS)
 
 
 def checked_rows(bucket: Bucket, count: int) -> list[int]:
     """All prompts of a prefill; of a decode batch at most MAX_CHECKED_ROWS, the first and the last among them."""
-    if bucket.is_prefill:
-        return list(range(count))
-    return evenly_spaced(count, MAX_CHECKED_ROWS)
+    return list(range(count)) if bucket.is_prefill else evenly_spaced(count, MAX_CHECKED_ROWS)
 
 
 def evenly_spaced(count: int, limit: int) -> list[int]:
@@ -172,14 +161,3 @@ def special_token_ids(config: dict[str, Any]) -> set[int]:
         elif str(name).endswith(("_token_id", "_token_index", "_token_ids")):
             token_ids |= {item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)}
     return token_ids
-
-
-def _prefill_lengths(bucket: Bucket, plan: Plan, allocator: BlockAllocator) -> list[int]:
-    """Three unequal prompts that leave padding, and further ones if their length is limited."""
-    size = bucket.size
-    lengths = [min(length, MAX_PROMPT_TOKENS) for length in (size - size // 4 - size // 8 - 1, size // 4, size // 8)]
-    while (rest := size - 1 - sum(lengths)) > size // 8 and len(lengths) < plan.max_prefill_sequences:
-        lengths.append(min(rest, MAX_PROMPT_TOKENS))
-    blocks = sum(allocator.blocks_for(length) for length in lengths)
-    fits = size >= 8 and plan.max_prefill_sequences >= len(lengths) and blocks <= allocator.num_allocatable
-    return lengths if fits else [min(size, MAX_PROMPT_TOKENS)]

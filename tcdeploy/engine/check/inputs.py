@@ -1,9 +1,9 @@
 """The token sequences that a bucket is compiled, checked and timed on.
 
-Check batches have unequal lengths and leave padding in the bucket, so that the parity check covers packing and padding
-rows; check_prompts.py has their tokens. Timing batches are random tokens that fill the bucket. Neither goes through the
-scheduler. Without a given allocator, each batch takes its KV blocks from a new one, so batches overwrite each other's
-cache. While a server has requests, these are the blocks that `Engine.paused` reserves.
+Check batches (check_prompts.py) have unequal lengths and leave padding in the bucket, so that the parity check covers
+packing and padding rows. Timing batches are random tokens that fill the bucket. Neither goes through the scheduler.
+Without a given allocator, each batch takes its KV blocks from a new one, so batches overwrite each other's cache. While
+a server has requests, these are the blocks that `Engine.paused` reserves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tcdeploy.engine.check.check_prompts import CheckPrompts, PromptPrefix
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.stances import force_eager
@@ -76,31 +76,18 @@ class WarmupBatch(NamedTuple):
         return None if self.runner.has_model else 0
 
 
-def make_check_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:
-    """The bucket's batch of check prompts (check_prompts.py)."""
-    return _make_check_batch(runner, bucket, prompts, prompts.batch(bucket))
-
-
-def make_continued_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:
-    """The prompt that is checked in two chunks, and the decode rows beside it in a mixed step; or an empty batch."""
-    return _make_check_batch(runner, bucket, prompts, [*prompts.continued(bucket), *prompts.mixed_rows(bucket)])
+def make_check_batch(
+    runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, prefixes: list[PromptPrefix]
+) -> WarmupBatch:
+    return _make_batch(runner, bucket, [prompts.token_ids(prefix) for prefix in prefixes])
 
 
 def make_small_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
-    """A prompt of SMALL_PROMPT_TOKENS, for `run_in_two_chunks`, and a decode row beside it if steps are mixed.
-
-    Without the decode row if the KV cache has no block for it: then no step has both either.
-    """
+    """A prompt of SMALL_PROMPT_TOKENS, and a decode row beside it if steps are mixed and the KV cache has a block."""
     plan, prompt = runner.plan, min(SMALL_PROMPT_TOKENS, runner.plan.context)
     allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
     has_row = plan.mixed_steps and allocator.blocks_for(prompt) < allocator.num_allocatable
     return _make_batch(runner, bucket, [[0] * length for length in (prompt, *[2] * has_row)])
-
-
-def _make_check_batch(
-    runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, prefixes: list[PromptPrefix]
-) -> WarmupBatch:
-    return _make_batch(runner, bucket, [prompts.token_ids(prefix) for prefix in prefixes])
 
 
 def make_timing_batch(
@@ -108,12 +95,8 @@ def make_timing_batch(
 ) -> WarmupBatch:
     """A batch of random tokens. The keys and values that are in the KV cache before the step are not initialized.
 
-    length: in prefill, tokens of the one prompt (default: the bucket's size); in decode, tokens of each row (default:
-        `timed_context`).
-    allocator: source of the KV blocks, which the caller releases; default: a new one.
-
-    Variants are compared on the default batch only. Many short prompts in one bucket, and chunks that follow a cached
-    prefix, are not timed.
+    `length`: of the one prompt (default: the bucket's size), or of each decode row (default: `timed_context`).
+    `allocator`: source of the KV blocks, which the caller releases; default: a new one.
     """
     if bucket.is_prefill:
         lengths = [length or bucket.size]

@@ -38,18 +38,9 @@ OUTLIER_QUANTILE = 0.95  # of the eager rows; a row more than MAX_RATIO times fa
 
 
 def compare_logits(
-    logits: Tensor,
-    eager: Tensor,
-    precise: Tensor,
-    compute_dtype: str,
-    reference_dtype: str,
-    sampled_distances: Tensor,
+    logits: Tensor, eager: Tensor, precise: Tensor, compute_dtype: str, reference_dtype: str, sampled_distances: Tensor
 ) -> Parity:
-    """Compare a bucket's `logits` with those of the reference; each [rows, vocab].
-
-    `reference_dtype`: dtype of `precise`, see `ReferenceLogits`. `sampled_distances`: [rows, 2] distances of eager from
-    precise logits in a sample of other rows. A NaN on any side fails the check.
-    """
+    """Compare a bucket's `logits` with `ReferenceLogits`; each [rows, vocab]. A NaN on any side fails the check."""
     distances = row_distances(logits, precise)
     eager_distances = torch.cat([row_distances(eager, precise), sampled_distances.to(logits.device)])
     max_difference, kl = distances.amax(dim=0).tolist()
@@ -90,7 +81,7 @@ def outlier_rows(
 ) -> frozenset[int]:
     """Rows much farther from the precise logits than most eager rows and than the same eager row.
 
-    The arguments are those of `compare_logits`. Empty if `precise` could not be computed in a higher precision.
+    Empty if `precise` could not be computed in a higher precision.
     """
     if reference_dtype == compute_dtype:
         return frozenset()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.engine.check.check_prompts import CheckPrompts, checked_rows
-from tcdeploy.engine.check.inputs import WarmupBatch, make_check_batch, make_continued_batch
+from tcdeploy.engine.check.inputs import WarmupBatch, make_check_batch
 from tcdeploy.engine.check.parity import compare_logits, greedy_tokens, outlier_rows
 from tcdeploy.engine.check.reference import (
     ReferenceLogits,
@@ -55,22 +55,16 @@ class ParityChecker:
 
     A check that fails is repeated on other prompts: by chance, rounding errors may be larger than the limit on a few
     rows. A bucket fails if it exceeds the limits on MAX_FAILURES sets of prompts, or if one row is an outlier on all
-    MAX_ATTEMPTS sets. The rows of a bucket have the same lengths and blocks in each set.
-
-    A check is not repeated after a NaN, or after a difference of MAX_EXCESS times the limit, which is no rounding
-    error. Nor is it if the reference has changed, since a changed weight would also be in a new reference.
+    MAX_ATTEMPTS sets. A check is not repeated after a NaN or a difference of MAX_EXCESS times the limit, which is no
+    rounding error, nor if the reference has changed, since a changed weight would also be in a new reference.
 
     With a stored reference (stored_reference.py) no check is repeated: `check` raises StoredReferenceDiffers, and
-    `prepare` loads the model again. A reference computed from the present model proves nothing: its modules may already
-    have been changed, and then the reference would have the same fault.
+    `prepare` loads the model again. The modules of the present model may already have been changed, and then a
+    reference computed from them would have the same fault.
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        architecture: Architecture,
-        config: Any,
-        stored: ReferenceLogits | None = None,
+        self, runner: ModelRunner, architecture: Architecture, config: Any, stored: ReferenceLogits | None = None
     ) -> None:
         """Compute the reference of the first check, unless it is `stored`."""
         self._runner, self._architecture, self._config = runner, architecture, config
@@ -83,13 +77,12 @@ class ParityChecker:
     @property
     def reference(self) -> ReferenceLogits:
         """The reference of the first set of prompts."""
-        _, reference = self._prompts_and_reference(0)
-        return reference
+        return self._prompts_and_reference(0)[1]
 
     def make_batch(self, bucket: Bucket) -> WarmupBatch:
         """The batch on which the bucket is compiled and checked first."""
         prompts, _ = self._prompts_and_reference(0)
-        return make_check_batch(self._runner, bucket, prompts)
+        return make_check_batch(self._runner, bucket, prompts, prompts.batch(bucket))
 
     def check(self, bucket: Bucket) -> ParityCheck:
         """Compare the bucket's logits with the reference. Raises StoredReferenceDiffers.
@@ -110,7 +103,8 @@ class ParityChecker:
                     f"{bucket.name} differs from the stored one: {describe_parity(check.parity)}{outlier_text}"
                 )
             changed = self._reference_changed()
-            if changed or failures == MAX_FAILURES or _exceeds_by_far(check.parity) or number == MAX_ATTEMPTS - 1:
+            is_rounding = check.parity.max_difference <= MAX_EXCESS * check.parity.max_difference_limit  # False for NaN
+            if changed or failures == MAX_FAILURES or not is_rounding or number == MAX_ATTEMPTS - 1:
                 parity = dataclasses.replace(
                     check.parity, passed=False, outlier_rows=len(outliers), reference_changed=changed
                 )
@@ -144,27 +138,20 @@ def _check(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, reference
 
 
 def run_check_steps(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> Tensor:
-    """Run the bucket's check steps.
-
-    Returns the logits [rows, vocab] of the checked rows, the continued prompt, and the decode rows beside it.
-    """
-    batch = make_check_batch(runner, bucket, prompts)
+    """Returns the logits [rows, vocab] of the checked rows, the continued prompt, and the decode rows beside it."""
+    batch = make_check_batch(runner, bucket, prompts, prompts.batch(bucket))
     if not bucket.is_prefill:
         batch.fill_kv_cache()
     logits = batch.run().logits[checked_rows(bucket, len(batch.sequences))].clone()
-    continued = make_continued_batch(runner, bucket, prompts)
-    if not continued.sequences:
+    prefixes = [*prompts.continued(bucket), *prompts.mixed_rows(bucket)]
+    if not prefixes:
         return logits
+    continued = make_check_batch(runner, bucket, prompts, prefixes)
     output, first_row = continued.run_in_two_chunks().logits, runner.plan.max_prefill_sequences
-    return torch.cat([logits, output[:1], output[first_row : first_row + len(continued.sequences) - 1]])
-
-
-def _exceeds_by_far(parity: Parity) -> bool:
-    return not parity.max_difference <= MAX_EXCESS * parity.max_difference_limit  # NaN too
+    return torch.cat([logits, output[:1], output[first_row : first_row + len(prefixes) - 1]])
 
 
 def raise_if_failed(parity: Parity, bucket: Bucket) -> None:
-    """Raise CompileError with the figures of a failed check."""
     if not parity.passed:
         raise CompileError(
             f"{bucket.name} {FAILED}: {describe_parity(parity)}",

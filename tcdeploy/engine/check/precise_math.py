@@ -28,10 +28,6 @@ GROUPED_GEMMS = {"aten::_grouped_mm", "tcdeploy::grouped_mm", "transformers::gro
 BFLOAT16_PIECES = 3  # of 8 bits each, like the 24 bits of a float32
 
 
-def supported() -> bool:
-    return dispatch_mode.supported()
-
-
 def precise_math(low: torch.dtype, high: torch.dtype) -> contextlib.AbstractContextManager[Any]:
     """Compute in `high` wherever an operation would compute in `low`. Tensors made within the block are `high`."""
     return dispatch_mode.handle_operations(functools.partial(_compute, low, high))
@@ -62,12 +58,8 @@ def _raise_precision(value: Any, low: torch.dtype, high: torch.dtype) -> Any:
 def _is_split_gemm(args: tuple[Any, ...], low: torch.dtype, high: torch.dtype) -> bool:
     """Whether the last two arguments are float32 activations and a bfloat16 weight on a GPU."""
     activations, weight = args[-2:]
-    return bool(
-        (low, high) == (torch.bfloat16, torch.float32)
-        and (activations.dtype, weight.dtype) == (high, low)
-        and weight.is_cuda
-        and weight.ndim == 2
-    )
+    dtypes = (high, low) == (activations.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
+    return dtypes and weight.is_cuda and weight.ndim == 2
 
 
 def split_gemm(activations: Tensor, weight: Tensor) -> Tensor:

@@ -1,11 +1,9 @@
 """Computes the reference logits of the parity check with transformers' own attention, uncompiled.
 
-The reference shares only the weights with a bucket: no compiled program, paged cache or custom op is used. Each linear
-layer reads its slice of the packed weights (models/convert/packed_linears.py). A prompt runs from its first token: a
-long one alone, the short ones of decode rows in one batch.
-
-Two passes are made: one in the compute dtype (eager), and one in a higher precision (precise), in which rounding errors
-are negligible. The distance between them is the error that the dtype causes on this model.
+The reference shares only the weights with a bucket: no compiled program, paged cache or custom op is used. A prompt
+runs from its first token: a long one alone, the short ones of decode rows in one batch. Two passes are made: one in the
+compute dtype (eager), and one in a higher precision (precise), in which rounding errors are negligible. The distance
+between them is the error that the dtype causes on this model.
 """
 
 from __future__ import annotations
@@ -18,13 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcdeploy.engine.check import precise_math
 from tcdeploy.engine.check.check_prompts import NUM_LONG_PROMPTS, CheckPrompts, PromptPrefix, evenly_spaced
 from tcdeploy.engine.check.parity import ROUNDING, row_distances
+from tcdeploy.engine.check.precise_math import precise_math
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import SpaceError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.memory import MAX_PROMPT_TOKENS
+from tcdeploy.torch_compat.dynamo import dispatch_mode
 
 HIGHER_PRECISION = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
 SAMPLED_ROWS = 8  # of each prompt
@@ -33,30 +32,22 @@ log = logging.getLogger("tcdeploy.engine")
 
 
 class PrefixLogits(NamedTuple):
-    """Logits [vocab] after a prefix. `precise` is float32 or float64.
-
-    Computed logits are in host memory; those of a stored reference are on the device given to `read_reference`.
-    """
+    """Logits [vocab] after a prefix, in host memory, or on the device given to `read_reference`."""
 
     eager: Tensor
-    precise: Tensor
+    precise: Tensor  # float32 or float64
 
 
 class ReferenceLogits(NamedTuple):
-    """The reference of all buckets.
-
-    dtype: that of the precise logits; the compute dtype if they could not be computed in a higher one.
-    sampled_distances: [rows, 2] distances of eager from precise logits in a sample of other rows
-        (parity.row_distances).
-    """
+    """The reference of all buckets."""
 
     rows: dict[PromptPrefix, PrefixLogits]
-    dtype: str
-    sampled_distances: Tensor
+    dtype: str  # of the precise logits; the compute dtype if they could not be computed in a higher one
+    sampled_distances: Tensor  # [rows, 2] (parity.row_distances) of eager from precise logits in a sample of other rows
 
 
 def reference_attn_implementation(architecture: Architecture) -> str:
-    """The attention implementation of the reference: sdpa, or eager if the model needs soft-capping or sinks."""
+    """sdpa, or eager if the model needs soft-capping or sinks."""
     plain = all(not spec.softcap and not spec.has_sinks for spec in architecture.attention_layers)
     return "sdpa" if plain else "eager"
 
@@ -66,7 +57,7 @@ def compute_references(runner: ModelRunner, prompts: CheckPrompts, attn_implemen
     rows: dict[PromptPrefix, PrefixLogits] = {}
     sampled_distances: list[Tensor] = [torch.empty(0, 2, dtype=torch.float64)]
     compute_dtype = runner.plan.compute_dtype
-    dtype = HIGHER_PRECISION[compute_dtype] if precise_math.supported() else compute_dtype
+    dtype = HIGHER_PRECISION[compute_dtype] if dispatch_mode.supported() else compute_dtype
     has_experts = any("expert" in name for name, _ in runner.model.named_parameters())
     for batch in _batches(runner, prompts):
         token_ids, positions = batch.token_ids, batch.positions
@@ -92,10 +83,7 @@ def compute_references(runner: ModelRunner, prompts: CheckPrompts, attn_implemen
 def reference_changed(
     runner: ModelRunner, prompts: CheckPrompts, references: ReferenceLogits, attn_implementation: str
 ) -> bool:
-    """Whether the eager logits differ from those in `references` by more than rounding, in most rows.
-
-    Then something has changed the weights or the modules since. Computes the last batch only.
-    """
+    """Whether something has changed the weights or the modules: eager logits of most rows of the last batch differ."""
     batch = _batches(runner, prompts)[-1]
     logits = runner.reference_logits(batch.token_ids, batch.positions, attn_implementation)
     pairs = [(logits[prompt, row].cpu(), references.rows[prefix].eager) for prefix, prompt, row in batch.rows()]
@@ -142,24 +130,22 @@ def _batches(runner: ModelRunner, prompts: CheckPrompts) -> list[_Batch]:
         common += -common % max(len(short), 1)
     lengths = [max(count, common) // len(batch) for batch, count in zip(batches, tokens, strict=True)]
     lengths = [min(length, runner.plan.context) for length in lengths]
-    return [_make_batch(prompts, batch, length) for batch, length in zip(batches, lengths, strict=True)]
-
-
-def _make_batch(prompts: CheckPrompts, groups: list[list[PromptPrefix]], length: int) -> _Batch:
-    return _Batch([prompts.token_ids(group[-1]._replace(length=length)) for group in groups], groups)
+    return [
+        _Batch([prompts.token_ids(group[-1]._replace(length=length)) for group in batch], batch)
+        for batch, length in zip(batches, lengths, strict=True)
+    ]
 
 
 def _precise_logits(
     runner: ModelRunner, token_ids: list[list[int]], positions: list[int], attn_implementation: str
 ) -> Tensor | None:
     """None if the model cannot be computed in the higher precision, for example because of a kernel of its own."""
-    compute_dtype = runner.plan.compute_dtype
-    low, high = getattr(torch, compute_dtype), getattr(torch, HIGHER_PRECISION[compute_dtype])
+    compute_dtype, dtype = runner.plan.compute_dtype, HIGHER_PRECISION[runner.plan.compute_dtype]
+    low, high = getattr(torch, compute_dtype), getattr(torch, dtype)
     try:
-        with precise_math.precise_math(low, high):
+        with precise_math(low, high):
             return runner.reference_logits(token_ids, positions, attn_implementation)
     except torch.OutOfMemoryError as error:
-        dtype = HIGHER_PRECISION[compute_dtype]
         raise SpaceError(
             f"the reference of the parity check in {dtype} does not fit into the GPU's free memory",
             "use a smaller --memory-fraction",
@@ -167,7 +153,6 @@ def _precise_logits(
     except Exception as error:  # torch and the model's own code raise many types
         log.warning(
             "the parity check uses fixed tolerances, because the reference cannot be computed in %s: %s",
-            HIGHER_PRECISION[compute_dtype],
-            str(error).strip().split("\n")[0][:200],
-        )
+            dtype, str(error).strip().split("\n")[0][:200],
+        )  # fmt: skip
         return None

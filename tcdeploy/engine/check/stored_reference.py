@@ -5,10 +5,8 @@
 NAME is a hash of the plan's key (which covers the config), the weights in memory, the prompts, and the source files
 that define the model's modules and this package. It covers functions that the model calls in other files only by the
 version of transformers, or not at all. If such a function changes, the logits differ from the stored ones, and the
-start loads the model again and computes the reference (start/model_code.py).
-
-The file has every logit of the reference, so a bucket is compared as closely as with a reference that was just
-computed. Like a program, the file is listed in the plan's manifest with its sha256.
+start loads the model again and computes the reference (start/model_code.py). Like a program, the file is listed in the
+plan's manifest with its sha256.
 """
 
 from __future__ import annotations
@@ -42,11 +40,9 @@ def stores_references(plan: Plan) -> bool:
     """Whether starts of the plan store their reference under `reference_path`.
 
     Not with ahead-of-time programs: if a function changes that the name does not cover, the reference and the programs
-    would both be those of the former function, and agree. There the reference belongs to a start record, which lists
-    all source files of transformers that computed it (start/record/record.py).
-
-    Not for random weights on a GPU: there a reference takes 1 to 2 s to compute, and a bundle that CI makes without the
-    weights would have 0.8 MB more for each row.
+    would both be those of the former function, and agree. A start record lists all source files instead
+    (start/record/record.py). Not for random weights on a GPU: there a reference takes 1 to 2 s to compute, and a bundle
+    that CI makes without the weights would have 0.8 MB more for each row.
     """
     return plan.programs == "jit" and not (plan.device == "cuda" and plan.load_format == "dummy")
 
@@ -54,20 +50,21 @@ def stores_references(plan: Plan) -> bool:
 def reference_path(runner: ModelRunner, prompts: CheckPrompts) -> str | None:
     """The path of the reference in the cache folder; None if a source file of the model was removed.
 
-    Reads all weights. All source files of this package are hashed as bytes, so after any edit, even of a comment, the
-    next start computes the reference again. A bundle's reference is then not used until the bundle is made again.
+    Reads all weights. After any edit of this package, even of a comment, the next start computes the reference again.
     """
     try:
         sources_of_model = model_sources(runner.model)
     except OSError:
         return None
-    sources = {path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))}
     factors = [
         runner.plan.key,
         weights_digest(runner.model),
         [[*prefix, prompts.token_ids(prefix)] for prefix in prompts.all_prefixes()],
         sources_of_model,
-        {path: hashlib.sha256(content).hexdigest() for path, content in sources.items()},
+        {
+            path.relative_to(PACKAGE).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(PACKAGE.rglob("*.py"))
+        },
     ]
     digest = hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()
     return f"{REFERENCES_DIR}/{digest[:32]}.safetensors"
@@ -86,9 +83,8 @@ def reference_digest(reference: ReferenceLogits) -> str:
 def write_reference(path: Path, reference: ReferenceLogits, plan: Plan, records: Iterable[BucketRecord]) -> bool:
     """Write the reference of a start that ended with `records`, and return whether it was written.
 
-    It is not written if a bucket needed several sets of prompts, because the bucket would fail on the stored first set
-    again, or if the reference was not computed in a higher precision. If there is no room for it and for the copy in
-    the cache folder, or if it cannot be written, a warning is logged.
+    Not if a bucket needed several sets of prompts, because it would fail on the stored first set again, or if the
+    reference was not computed in a higher precision. A warning is logged if there is no room or a write fails.
     """
     if reference.dtype == plan.compute_dtype or any(record.parity.attempts > 1 for record in records):
         return False
@@ -113,10 +109,7 @@ def write_reference(path: Path, reference: ReferenceLogits, plan: Plan, records:
 
 
 def read_reference(path: Path, device: str = "cpu") -> ReferenceLogits | None:
-    """Read a stored reference; its logits are moved to `device`.
-
-    Returns None if the file does not exist or does not hold one.
-    """
+    """A stored reference with its logits on `device`; None if the file does not exist or does not hold one."""
     try:
         with safe_open(path, framework="pt") as file:
             prefixes, eager, precise = (file.get_tensor(name) for name in ("prefixes", "eager", "precise"))

@@ -7,8 +7,7 @@ prefix, or evicted in LRU order once the free list is empty.
 Registered blocks form a tree. The key of a node is (id of the parent node, tokens of the block), so a key identifies a
 whole prefix and costs the tokens of one block. Rejected: one hash per prefix, which is as fast, but on a collision one
 request would read the keys and values of another. Node ids are never reused, so a node whose parent was evicted is
-unreachable rather than wrong. Evicting a parent therefore needs no search for its children: they stay evictable blocks
-and are evicted in turn.
+unreachable rather than wrong, and evicting a parent needs no search for its children.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ class Node(NamedTuple):
 
 
 class BlockAllocator:
-    """Owns blocks 1 to num_blocks - 1, or those of `of_blocks`.
+    """Owns blocks 1 to num_blocks - 1, or only `blocks`, which another allocator has allocated.
 
     Allocating, releasing and matching are linear in the blocks involved.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, blocks: Iterable[int] | None = None) -> None:
         self.block_size = block_size
-        self.capacity = num_blocks - 1
-        self._free = deque(range(PADDING_BLOCK + 1, num_blocks))
+        self._free = deque(range(PADDING_BLOCK + 1, num_blocks) if blocks is None else blocks)
+        self.capacity = len(self._free)
         self._references: dict[int, int] = {}  # block in use -> number of sequences that hold it
         # An ordered set, least recently used first. A dict would scan its deleted entries at every eviction.
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -47,17 +46,8 @@ class BlockAllocator:
         self._registry: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent, tokens) -> block
         self._node_ids = itertools.count(ROOT_NODE_ID + 1)
 
-    @classmethod
-    def of_blocks(cls, blocks: Iterable[int], block_size: int) -> BlockAllocator:
-        """An allocator of the given blocks only, which another allocator has allocated."""
-        allocator = cls(1, block_size)
-        allocator._free.extend(blocks)
-        allocator.capacity = len(allocator._free)
-        return allocator
-
     @property
     def num_allocatable(self) -> int:
-        """Number of free and evictable blocks."""
         return len(self._free) + len(self._evictable)
 
     def blocks_for(self, tokens: int) -> int:
@@ -116,19 +106,6 @@ class BlockAllocator:
         self._evictable.clear()
         self._nodes.clear()
         self._registry.clear()
-
-    def assert_consistent(self) -> None:
-        """Assert every invariant of this class. Linear in the size of the cache: for tests and an idle engine."""
-        blocks = [*self._free, *self._evictable, *self._references]
-        assert sorted(blocks) == list(range(1, self.capacity + 1)), "every block is in exactly one state"
-        assert all(references > 0 for references in self._references.values())
-        assert self._nodes.keys().isdisjoint(self._free), "free blocks are not registered"
-        assert self._nodes.keys() >= self._evictable.keys(), "unregistered blocks without references are free"
-        assert {(node.parent, node.tokens): block for block, node in self._nodes.items()} == self._registry
-        assert len(self._nodes) == len(self._registry), "one block per key"
-        assert len({node.node_id for node in self._nodes.values()}) == len(self._nodes)
-        assert all(node.parent < node.node_id for node in self._nodes.values())
-        assert all(len(node.tokens) == self.block_size for node in self._nodes.values()), "only full blocks"
 
     def _register_block(self, parent: int, block: int, token_ids: list[int], number: int) -> int:
         """The node id of this content: of `block`, or of the block that was registered for it first."""

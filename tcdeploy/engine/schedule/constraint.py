@@ -1,12 +1,12 @@
 """Interface of structured output to the engine: which tokens may come next. Does not import torch.
 
 The engine knows no grammar. It starts one `Matcher` per sequence, passes it every token that the host reads, and has a
-`Masker` write the masks of the next tokens. A matcher is therefore always at the end of the sequence's `token_ids`, and
-survives preemption and failed steps, which lose cached keys or unread tokens only.
+`Masker` write the masks of the next tokens. So a matcher survives preemption and failed steps, which lose cached keys
+or unread tokens only.
 
-Rejected: matchers that read logits. They would need the logits on the host; a mask is a 16 KB upload per constrained
-row and step (vocabulary of 128,256). Also rejected: one mask call per matcher. A grammar library releases the GIL in
-each call, and may wait 5 ms to reacquire it while an event loop is busy.
+Rejected: matchers that read logits, which would have to be on the host; a mask is a 16 KB upload per constrained row
+and step (vocabulary of 128,256). Also rejected: one mask call per matcher. A grammar library releases the GIL in each
+call, and may wait 5 ms to reacquire it while an event loop is busy.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ class Matcher(Protocol):
     def masker(self) -> Masker: ...
 
     def accept(self, token_id: int) -> MatchStatus:
-        """Advance by one token. Any status but "" ends the sequence, and becomes its finish reason.
-
-        Must not raise, since the step serves other requests too.
-        """
+        """Advance by one token. Any status but "" ends the sequence, as its finish reason. Must not raise, as above."""
 
 
 class Constraint(Protocol):

@@ -8,30 +8,24 @@ its tokens again, mostly from the prefix cache. The sequence admitted first is n
 Rows are shared fairly between groups; a group is the sequences of one client request, one per choice. A free row goes
 to the waiting group with the fewest rows, and among equals to the group that has waited longest. If no row is free and
 a waiting group has none, the scheduler preempts the last sequence of the group with the most rows, unless it has only
-one. So a request with 128 choices uses all rows while no other request waits, delays other requests by one step, and
-always keeps one row.
+one. So a request with 128 choices delays other requests by one step, and always keeps one row.
 
 `schedule` updates the sequences as if the step had run, so the engine must launch the step before it calls `schedule`,
 `finish` or `abort` again. The host need not have read the tokens of the previous step: positions depend on counts only.
-Steps run in stream order, so freed blocks can be given to the next step at once. For the same reason the blocks of a
-prompt are registered in the prefix cache without waiting for their step to end. This happens when the next step is
-scheduled, because only a later step may read them.
+Steps run in stream order, so freed blocks can be given to the next step at once, and the blocks of a prompt are
+registered in the prefix cache when the next step is scheduled, because only a later step may read them.
 
 With `mixed_steps`, every running sequence decodes one token in each step, and chunks of prompts fill the rest of it. So
-sequences never wait for the prompts of others, and the weights are read once for both. step_size.py chooses the number
-of tokens of such a step from its predicted time.
+sequences never wait for the prompts of others, and the weights are read once for both. step_size.py chooses the tokens
+of such a step. Without mixed steps, or if the running sequences would take more than half of a prefill step, prefill
+and decode are separate steps. Prefill has priority: an additional decode row is almost free, and an empty row produces
+nothing. After `max_consecutive_prefills` prefill steps the running sequences get a decode step.
 
-Prompts are computed first come, first served, with one exception if steps are mixed: a long prompt shares its steps
-with the prompts behind it. A prompt is long if it needs more than LONG_PROMPT_STEPS steps of the present size. If the
-first prompt is long, it gets half of the tokens of a step, and the following prompts get the other half in their order;
-tokens that they do not need go to the long one. So at most two prompts are computed in part: the first, and the last of
-the others. tests/engine/test_scheduler_costs.py derives how long a prompt may wait for its first chunk.
-
-Without mixed steps, or if the running sequences would take more than half of a prefill step, prefill and decode are
-separate steps.
-Prefill has priority: an additional decode row is almost free, and an empty row produces nothing. After
-`max_consecutive_prefills` prefill steps the running sequences get a decode step, so a burst of prompts does not stall
-their streams.
+Prompts are computed first come, first served, with one exception if steps are mixed: a prompt that needs more than
+LONG_PROMPT_STEPS steps of the present size gets half of the tokens of a step if it is the first, and the following
+prompts get the other half in their order; tokens that they do not need go to the long one. So at most two prompts are
+computed in part: the first, and the last of the others. tests/engine/test_scheduler_costs.py derives how long a prompt
+may wait for its first chunk.
 """
 
 from __future__ import annotations
@@ -42,8 +36,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
-from tcdeploy.engine.schedule.output import SchedulerOutput
-from tcdeploy.engine.schedule.sequence import Chunk, Sequence
+from tcdeploy.engine.schedule.sequence import Chunk, SchedulerOutput, Sequence
 from tcdeploy.engine.schedule.step_costs import StepPredictor
 from tcdeploy.engine.schedule.step_size import MIN_CHUNK_TOKENS, Backlog, choose_step_tokens
 
@@ -53,20 +46,15 @@ LONG_PROMPT_STEPS = 4  # a prompt that needs more steps than this shares them wi
 
 
 class SchedulerConfig(NamedTuple):
-    """Limits of the warmed buckets: decode rows, tokens and chunks per prefill step, prefill steps in a row.
-
-    itl_target_ms: limit of the predicted time of a mixed step; None: the default of step_size.py. It has no effect
-        without step costs.
-    min_chunk_tokens: prompt tokens that a mixed step always has room for.
-    """
+    """Limits of the warmed buckets."""
 
     max_rows: int
-    prefill_tokens: int
-    max_prefill_sequences: int
+    prefill_tokens: int  # of one step
+    max_prefill_sequences: int  # chunks of one step
     max_consecutive_prefills: int = 4
     mixed_steps: bool = False
-    itl_target_ms: float | None = None
-    min_chunk_tokens: int = MIN_CHUNK_TOKENS
+    itl_target_ms: float | None = None  # of a mixed step's predicted time; None: the default of step_size.py
+    min_chunk_tokens: int = MIN_CHUNK_TOKENS  # prompt tokens that a mixed step always has room for
 
 
 class SchedulerStats(NamedTuple):
@@ -82,8 +70,7 @@ class SchedulerStats(NamedTuple):
 class Scheduler:
     """Owns the queue, the decode rows and the KV blocks. Not thread-safe.
 
-    `predictor` predicts the times of steps, from which the size of a mixed step is chosen. Without it, mixed steps have
-    up to `config.prefill_tokens` tokens.
+    Without a predictor of step times, mixed steps have up to `config.prefill_tokens` tokens.
     """
 
     def __init__(
@@ -109,7 +96,6 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a prompt waits or is computed in part."""
         return bool(self.waiting or self.prefilling)
 
     @property
@@ -120,9 +106,8 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Append to the queue. The caller has checked that the sequence fits in the cache when it runs alone."""
         assert not sequence.blocks and not sequence.finish_reason, "the sequence is new"
-        assert self.allocator.blocks_for(sequence.max_cached_tokens) <= self.allocator.capacity, (
-            "the caller checks first"
-        )
+        needed = self.allocator.blocks_for(sequence.max_cached_tokens)
+        assert needed <= self.allocator.capacity, "the caller checks first"
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
@@ -143,8 +128,11 @@ class Scheduler:
         self._just_preempted.clear()
         self._register_prefixes()
         self._release_finished()
-        if self._mixes:
-            return self._schedule_mixed()
+        if self.config.mixed_steps and 0 < 2 * len(self.running) <= self.config.prefill_tokens:
+            self._make_room_for_new_group()
+            decode = self._schedule_decode()
+            self._consecutive_prefills = 0
+            return SchedulerOutput(self._schedule_prefill(self._mixed_step_tokens(decode), len(decode)), decode)
         decode_is_due = bool(self.running) and self._consecutive_prefills >= self.config.max_consecutive_prefills
         chunks: tuple[Chunk, ...] = ()
         if not decode_is_due:
@@ -157,19 +145,6 @@ class Scheduler:
             return None
         self._consecutive_prefills = 0
         return SchedulerOutput(decode=self._schedule_decode())
-
-    @property
-    def _mixes(self) -> bool:
-        """Whether the next step is mixed. Running sequences leave at least half of its tokens to prompts."""
-        return self.config.mixed_steps and 0 < 2 * len(self.running) <= self.config.prefill_tokens
-
-    def _schedule_mixed(self) -> SchedulerOutput:
-        """One token of each running sequence, and prompts in the rest of the step."""
-        self._make_room_for_new_group()
-        decode = self._schedule_decode()
-        chunks = self._schedule_prefill(self._mixed_step_tokens(decode), len(decode))
-        self._consecutive_prefills = 0
-        return SchedulerOutput(chunks, decode)
 
     def _mixed_step_tokens(self, decode: tuple[Sequence, ...]) -> int:
         """Tokens that a mixed step may have, those of the decode rows included."""
@@ -226,34 +201,35 @@ class Scheduler:
     def _schedule_prefill(self, step_tokens: int, rows: int = 0) -> tuple[Chunk, ...]:
         """Prompts in order of arrival for a step of `step_tokens` tokens, of which `rows` belong to decode rows.
 
-        The last prompt is split if it does not fit. If the first one is long, it is split so that the others have half
-        of the tokens.
+        Updates their sequences as if the step had run. The last prompt is split if it does not fit, and the first if it
+        is long.
         """
         token_budget = step_tokens - rows
         chunk_sizes: list[int] = []  # of the prompts in `prefilling`, from the first on
         while token_budget and len(chunk_sizes) < self.config.max_prefill_sequences:
-            sequence = self._prompt(len(chunk_sizes))
+            number = len(chunk_sizes)
+            sequence = self.prefilling[number] if number < len(self.prefilling) else self._admit()
             if sequence is None:
                 break
-            is_shared = not chunk_sizes and self._is_long(sequence, token_budget)
+            is_long = sequence.num_uncomputed_tokens > LONG_PROMPT_STEPS * token_budget
+            is_shared = self.config.mixed_steps and is_long and not chunk_sizes
             size = token_budget - token_budget // 2 if is_shared else min(token_budget, sequence.num_uncomputed_tokens)
             chunk_sizes.append(size)
             token_budget -= size
         if chunk_sizes:
             chunk_sizes[0] += min(token_budget, self.prefilling[0].num_uncomputed_tokens - chunk_sizes[0])
-        prompts = zip(self.prefilling, chunk_sizes, strict=False)
-        self._unregistered_chunks = tuple(sequence.next_chunk(size) for sequence, size in prompts)
-        for chunk in self._unregistered_chunks:
-            self._account_for_chunk(chunk)
+        self._unregistered_chunks = tuple(
+            Chunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + size)
+            for sequence, size in zip(self.prefilling, chunk_sizes, strict=False)
+        )
+        for sequence, _, stop in self._unregistered_chunks:
+            sequence.num_computed_tokens = stop
+            if stop == len(sequence.token_ids):  # only the chunk that ends the prompt samples a token
+                sequence.in_flight += 1
+                self.prefilling.remove(sequence)
+                self.running.append(sequence)
         assert len(self.prefilling) <= 2, "only the first prompt and the last one in a step are split"
         return self._unregistered_chunks
-
-    def _prompt(self, number: int) -> Sequence | None:
-        """The prompt that is computed as the step's `number`th: one that was launched in part, or a new one."""
-        return self.prefilling[number] if number < len(self.prefilling) else self._admit()
-
-    def _is_long(self, sequence: Sequence, token_budget: int) -> bool:
-        return self.config.mixed_steps and sequence.num_uncomputed_tokens > LONG_PROMPT_STEPS * token_budget
 
     def _admit(self) -> Sequence | None:
         """Admit the next sequence and allocate its blocks. None if it has to wait; then no other one is admitted."""
@@ -298,15 +274,6 @@ class Scheduler:
         if count > 1 and not num_rows[sequence.group] and not sequence.in_flight:
             self._preempt(next(other for other in reversed(self._admitted) if other.group == largest_group))
 
-    def _account_for_chunk(self, chunk: Chunk) -> None:
-        """Update the chunk's sequence as if the chunk had run. Only the chunk that ends the prompt samples a token."""
-        sequence = chunk.sequence
-        sequence.num_computed_tokens = chunk.stop
-        if chunk.stop == len(sequence.token_ids):
-            sequence.in_flight += 1
-            self.prefilling.remove(sequence)
-            self.running.append(sequence)
-
     def _schedule_decode(self) -> tuple[Sequence, ...]:
         self._allocate_decode_blocks()
         for sequence in self.running:
@@ -317,37 +284,29 @@ class Scheduler:
     def _allocate_decode_blocks(self) -> None:
         """Give every running sequence the blocks for `length` tokens, and lookahead blocks while enough are free.
 
-        One call either grows or shrinks the blocks of a sequence, never both. So a sequence that has kept its row since
-        the previous decode step, and has the same number of blocks, has the same blocks.
+        One call either grows or shrinks the blocks of a sequence: with the same number, it has the same blocks.
         """
         if not self._total_missing_blocks(0):
             return
-        lookahead_blocks = LOOKAHEAD_BLOCKS if self._can_look_ahead() else 0
+        # Lookahead takes at most half of the free blocks, and none while a queued sequence waits for blocks.
+        waits_for_blocks = self.waiting and self._has_free_row()
+        missing = 0 if waits_for_blocks else self._total_missing_blocks(LOOKAHEAD_BLOCKS)
+        looks_ahead = not waits_for_blocks and 2 * missing <= self.allocator.num_allocatable
+        lookahead_blocks = LOOKAHEAD_BLOCKS if looks_ahead else 0
         self._preempt_until_it_fits()
         for sequence in self.running:
             sequence.blocks += self.allocator.allocate(self._missing_blocks(sequence, lookahead_blocks))
 
-    def _can_look_ahead(self) -> bool:
-        """Lookahead takes at most half of the free blocks, and none while a queued sequence waits for blocks."""
-        waits_for_blocks = bool(self.waiting) and self._has_free_row()
-        return (
-            not waits_for_blocks and 2 * self._total_missing_blocks(LOOKAHEAD_BLOCKS) <= self.allocator.num_allocatable
-        )
-
     def _preempt_until_it_fits(self) -> None:
         """Free unused lookahead blocks, then preempt the most recently admitted sequences."""
         if self._total_missing_blocks(0) > self.allocator.num_allocatable:
-            self._drop_lookahead()
+            for sequence in self.running:
+                used = self.allocator.blocks_for(sequence.length)
+                sequence.blocks, unused = sequence.blocks[:used], sequence.blocks[used:]
+                self.allocator.release(unused)
         while self._total_missing_blocks(0) > self.allocator.num_allocatable:
             assert len(self._admitted) > 1, "every sequence fits when it runs alone"
             self._preempt(next(reversed(self._admitted)))
-
-    def _drop_lookahead(self) -> None:
-        for sequence in self.running:
-            used = self.allocator.blocks_for(sequence.length)
-            unused = sequence.blocks[used:]
-            del sequence.blocks[used:]
-            self.allocator.release(unused)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
@@ -358,10 +317,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Remove a sequence from its queue or row and free its blocks.
-
-        Full blocks with known tokens stay in the prefix cache, for its own restart or the next turn of a chat.
-        """
+        """Remove a sequence from its queue or row. Its full blocks with known tokens stay in the prefix cache."""
         if sequence not in self._admitted:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
@@ -369,18 +325,13 @@ class Scheduler:
         del self._admitted[sequence]
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
-        else:
-            self._remove_row(sequence)
+        else:  # fill the gap with the last row: rows stay dense, and no other row moves
+            row, last = self.running.index(sequence), self.running.pop()
+            if last is not sequence:
+                self.running[row] = last
         num_known_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids))
         self.allocator.register(sequence.token_ids, sequence.blocks, num_known_tokens)
         self.allocator.release(sequence.blocks)
-
-    def _remove_row(self, sequence: Sequence) -> None:
-        """Fill the gap with the last row: rows stay dense, and no other row moves."""
-        row = self.running.index(sequence)
-        last = self.running.pop()
-        if last is not sequence:
-            self.running[row] = last
 
     def _has_free_row(self) -> bool:
         return len(self._admitted) < self.config.max_rows

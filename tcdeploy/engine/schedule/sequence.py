@@ -1,9 +1,8 @@
-"""One request in the engine: its sampling parameters, tokens, KV blocks and progress. Does not import torch.
+"""Requests, and the steps that compute them: sampling parameters, tokens, KV blocks, progress. Does not import torch.
 
-The host runs one step ahead of the device: it schedules and launches a step while the tokens of the previous step are
-still unread. A sequence therefore has two lengths. `token_ids` holds the tokens that the host has read. `length` also
-counts the tokens that launched steps sample. Reading each token before the next launch would need one length only, and
-would leave the GPU idle while Python schedules.
+The host launches a step while the tokens of the previous step are still unread, so a sequence has two lengths.
+`token_ids` holds the tokens that the host has read; `length` also counts the tokens that launched steps sample. One
+length would suffice if each token were read before the next launch, but the GPU would be idle while Python schedules.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import time
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.constraint import Constraint, Matcher
-from tcdeploy.errors import UsageError
+from tcdeploy.errors import SpaceError, UsageError
 
 MAX_FLOAT = sys.float_info.max  # comparing with it rejects inf, NaN and integers beyond the range of a float
 MAX_TOP_K = 2**31 - 1  # int32
@@ -83,15 +83,11 @@ PARAM_CHECKS = {
 class SamplingParams:
     """How a request samples its tokens. Raises UsageError for a value out of range.
 
-    `temperature` 0 is greedy, and the other defaults leave the model's distribution unchanged. `logprobs` is the number
-    of most likely tokens reported with each new token; None reports nothing. `prompt_logprobs` is the same for the
-    prompt's tokens after the first. Stop tokens are excluded for the first `min_new_tokens` tokens. `logit_bias` holds
-    pairs of a token id and the value added to its logit. `constraint` restricts the tokens at each position, and is
-    compared by identity.
+    The defaults are greedy, and leave the model's distribution unchanged.
     """
 
     max_new_tokens: int = 128
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0 is greedy
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -99,12 +95,12 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    logprobs: int | None = None
+    logprobs: int | None = None  # number of most likely tokens reported with each new token; None reports nothing
     stop_token_ids: tuple[int, ...] = ()
-    min_new_tokens: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    prompt_logprobs: int | None = None
-    constraint: Constraint | None = None
+    min_new_tokens: int = 0  # before that many, stop tokens are excluded
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
+    prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens after the first
+    constraint: Constraint | None = None  # restricts the tokens at each position; compared by identity
 
     def __post_init__(self) -> None:
         for name, param_check in PARAM_CHECKS.items():
@@ -116,11 +112,8 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             STOP_TOKEN_ID.check(token_id)
         if len(self.logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIASES:
-            raise UsageError(
-                f"there are {len(self.logit_bias)} logit biases and {len(self.stop_token_ids)} stop token ids; "
-                f"the limit is {MAX_LOGIT_BIASES} together",
-                "send fewer of them",
-            )
+            counts = f"{len(self.logit_bias)} logit biases and {len(self.stop_token_ids)} stop token ids"
+            raise UsageError(f"there are {counts}; the limit is {MAX_LOGIT_BIASES} together", "send fewer of them")
         for token_id, value in self.logit_bias:
             BIASED_TOKEN_ID.check(token_id)
             LOGIT_BIAS.check(value)
@@ -165,19 +158,15 @@ DEFAULTS = {param.name: param.default for param in fields(SamplingParams)}
 
 @dataclass(eq=False)  # compared by identity: two requests may have the same tokens
 class Sequence:
-    """State of one request. `token_ids` holds the prompt and the new tokens that the host has read.
-
-    Steps launched so far write the keys and values of the first `num_computed_tokens` tokens, in stream order. Once
-    `finish_reason` is set the sequence takes no more tokens, and the engine drops those in flight.
-    """
+    """State of one request. Once `finish_reason` is set it takes no more tokens; those in flight are dropped."""
 
     request_id: int
-    token_ids: list[int]
+    token_ids: list[int]  # the prompt, and the new tokens that the host has read
     prompt_length: int
     params: SamplingParams
     group: int | None = None  # id of the client request; the scheduler shares decode rows fairly between groups
     blocks: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # whose keys and values are written by the steps launched so far
     in_flight: int = 0  # tokens of launched steps that the host has not read
     preemptions: int = 0
     prefix_hit_tokens: int = 0  # tokens taken from the prefix cache, over all admissions
@@ -216,9 +205,6 @@ class Sequence:
         """Most tokens that the KV cache can hold: the last new token is never fed back."""
         return self.prompt_length + self.params.max_new_tokens - 1
 
-    def next_chunk(self, size: int) -> Chunk:
-        return Chunk(self, self.num_computed_tokens, self.num_computed_tokens + size)
-
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         if self.matcher and (verdict := self.matcher.accept(token_id)):
@@ -243,6 +229,42 @@ class Chunk(NamedTuple):
     stop: int
 
 
+class SchedulerOutput(NamedTuple):
+    """The next step: prefill chunks, decode sequences in row order, or both in a mixed step."""
+
+    chunks: tuple[Chunk, ...] = ()
+    decode: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(stop - start for _, start, stop in self.chunks)
+
+    @property
+    def row_context(self) -> int:
+        """Tokens in the KV cache, summed over the decode rows."""
+        return sum(sequence.num_computed_tokens for sequence in self.decode)
+
+    @property
+    def prefix_pairs(self) -> int:
+        """As in step_costs.py."""
+        return sum((stop - start) * start for _, start, stop in self.chunks)
+
+    @property
+    def prefix(self) -> int:
+        """As in step_costs.py."""
+        return max((start for _, start, _ in self.chunks), default=0)
+
+    def output_sequences(self, max_chunks: int) -> tuple[Sequence | None, ...]:
+        """The sequence of each output; None for a chunk that does not end its prompt, and for padding.
+
+        In a mixed step the outputs of `max_chunks` chunks come first, and then those of the decode rows.
+        """
+        of_chunks = tuple(sequence if stop == len(sequence.token_ids) else None for sequence, _, stop in self.chunks)
+        if not self.decode or not self.chunks:
+            return self.decode or of_chunks
+        return (*of_chunks, *[None] * (max_chunks - len(of_chunks)), *self.decode)
+
+
 class TokenLogprobs(NamedTuple):
     """Log-probabilities in nats under the model's distribution, before sampling parameters apply."""
 
@@ -261,3 +283,28 @@ class NewToken(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     queue_seconds: float | None = None  # with the first new token; from submission to admission
     cached_tokens: int = 0  # with the first new token; tokens of the prompt that were in the prefix cache
+
+
+def check_request(
+    prompt: list[int], params: SamplingParams, vocab_size: int, context: int, allocator: BlockAllocator
+) -> None:
+    """Before a request is queued: raises UsageError or SpaceError if it can never be served."""
+    if not prompt:
+        raise UsageError("the prompt is empty", "pass at least one token; most tokenizers add one at the start")
+    if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise UsageError(
+            f"the prompt contains a value that is not a token id in 0..{vocab_size - 1}",
+            "encode the prompt with the tokenizer of this model",
+        )
+    longest = len(prompt) + params.max_new_tokens
+    if longest > context:
+        counts = f"{len(prompt)} prompt tokens and {params.max_new_tokens} new tokens"
+        hint = "shorten the prompt, or lower --max-new-tokens"
+        raise UsageError(f"{counts} exceed the context of {context} tokens", hint)
+    if allocator.blocks_for(longest) > allocator.capacity:
+        needed = f"{longest} tokens need {allocator.blocks_for(longest)} KV blocks"
+        raise SpaceError(f"{needed}; the cache has {allocator.capacity}", "raise --kv-blocks, or shorten the request")
+    biased_ids = [*params.stop_token_ids, *(token_id for token_id, _ in params.logit_bias)]
+    if biased_ids and max(biased_ids) >= vocab_size and (params.logit_bias or params.min_new_tokens):
+        message = f"token id {max(biased_ids)} is outside the vocabulary 0..{vocab_size - 1}"
+        raise UsageError(message, "check stop_token_ids and logit_bias")

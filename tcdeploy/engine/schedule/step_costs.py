@@ -1,4 +1,4 @@
-"""Predicts the milliseconds of a step from steps that were timed at start-up. Does not import torch.
+"""Predicts the milliseconds of a step from steps that were timed at start-up, and measures it. Does not import torch.
 
 A step is padded to a size in tokens. Its GEMMs take as long as that size requires, however many of its tokens are
 padding. Its attention also depends on the tokens in the KV cache. The predicted time of a step is
@@ -16,10 +16,8 @@ where
 
 size_ms includes the attention of a chunk to itself. The second term of the attention to prefixes does not depend on the
 size of the chunk: each Triton program computes a tile of 64 queries even if few are used, and a few programs use only
-part of the GPU.
-
-GPU clocks, other processes and sliding-window attention change these times. `StepPredictor` multiplies the result by a
-factor for each kind of step, which follows the measured times of the steps that are served.
+part of the GPU. `StepPredictor` multiplies the result by a factor for each kind of step, which follows the measured
+times of the steps that are served, because GPU clocks, other processes and sliding-window attention change them.
 """
 
 from __future__ import annotations
@@ -44,22 +42,14 @@ StepSizes: TypeAlias = "Callable[[int], tuple[int, ...]]"
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Measured times of steps.
+    """Measured times of steps."""
 
-    prefill_ms: (tokens, ms) of prefill steps of one prompt without a prefix, ascending by tokens.
-    decode_ms_by_rows: (rows, ms) of decode steps, ascending by rows. A decode step is padded to one of these.
-    timed_context: tokens in the KV cache of each row while decode steps were timed.
-    decode_context_ms: ms of decode attention per token in the KV cache.
-    prefix_pair_ms: ms of prefill attention per pair of a chunk token and a prefix token.
-    prefix_token_ms: additional ms of prefill attention per prefix token, independent of the chunk's size.
-    """
-
-    prefill_ms: tuple[tuple[int, float], ...]
-    decode_ms_by_rows: tuple[tuple[int, float], ...]
-    timed_context: int = 0
-    decode_context_ms: float = 0.0
-    prefix_pair_ms: float = 0.0
-    prefix_token_ms: float = 0.0
+    prefill_ms: tuple[tuple[int, float], ...]  # (tokens, ms) of steps of one prompt without a prefix, ascending
+    decode_ms_by_rows: tuple[tuple[int, float], ...]  # (rows, ms), ascending; a decode step is padded to one of these
+    timed_context: int = 0  # tokens in the KV cache of each row while decode steps were timed
+    decode_context_ms: float = 0.0  # of decode attention per token in the KV cache
+    prefix_pair_ms: float = 0.0  # of prefill attention per pair of a chunk token and a prefix token
+    prefix_token_ms: float = 0.0  # additional ms of prefill attention per prefix token, whatever the chunk's size
 
     def __post_init__(self) -> None:
         """Raises ValueError: the values may come from a file."""
@@ -85,8 +75,7 @@ class StepCosts:
     def size_ms(self, size: int) -> float:
         """Milliseconds of a prefill step of `size` tokens that has one prompt without a prefix.
 
-        Interpolated linearly between two measured sizes. Between one token and the smallest measured size, it is
-        interpolated from the time of a decode step of one row, which also computes one token.
+        Interpolated linearly between measured sizes; one token takes as long as a decode step of one row.
         """
         return _interpolate(self._size_points, size)
 
@@ -114,7 +103,6 @@ class StepCosts:
 
     @cached_property
     def _decode_points(self) -> list[tuple[int, float]]:
-        """The points (rows, ms) of decode steps, ascending in rows."""
         return _never_decreasing(list(self.decode_ms_by_rows))
 
     @cached_property
@@ -144,8 +132,7 @@ class StepPredictor:
     step_sizes: returns the sizes, in tokens and ascending, that steps with prompts and the given number of decode rows
         are padded to. They may change between two steps: a size is added when its CUDA graph is captured.
 
-    The correction of a kind of step is the exponential moving average of measured / table, each ratio limited to
-    MIN_CORRECTION..MAX_CORRECTION, so that one interrupted step does not change it much.
+    The correction of a kind of step is the exponential moving average of measured / table, each ratio limited.
     """
 
     def __init__(self, costs: StepCosts, step_sizes: StepSizes) -> None:
@@ -170,16 +157,54 @@ class StepPredictor:
         return sizes[min(bisect_left(sizes, tokens), len(sizes) - 1)]
 
     def observe(self, estimate: StepEstimate, measured_ms: float) -> None:
-        """Update the correction with the measured time of a step."""
         ratio = min(max(measured_ms / estimate.table_ms, MIN_CORRECTION), MAX_CORRECTION)
         self.corrections[estimate.kind] += CORRECTION_WEIGHT * (ratio - self.corrections[estimate.kind])
 
 
-def _never_decreasing(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The points (size, ms) with the smallest ms of all points from each size on.
+class StepTotals(NamedTuple):
+    """Sums over the measured steps of one kind."""
 
-    A size that took longer than a larger one was interrupted while it was timed, or is skipped (`slow_sizes`).
+    steps: int = 0
+    predicted_seconds: float = 0.0  # as predicted when each step was launched
+    measured_seconds: float = 0.0
+
+
+class StepClock:
+    """Measures the time of steps without an additional synchronisation, and compares it with the predicted time.
+
+    On a GPU, a step is measured if the host had launched all of it before the previous step completed, and was waiting
+    when each of the two completed: the device then ran it from one completion to the other without a gap. The time
+    includes sampling and the copy of the tokens. The first step after the engine was idle, late ones, those launched in
+    two parts because masks need the previous token, and those with prompt log-probabilities are not measured.
+
+    On a CPU a step runs while it is launched, so the time of its launch is measured, scheduling included. Another
+    thread may read `totals` while it is updated.
     """
+
+    def __init__(self, predictor: StepPredictor) -> None:
+        self.predictor = predictor
+        self.totals: dict[str, StepTotals] = dict.fromkeys(STEP_KINDS, StepTotals())
+        self.started: float | None = None  # time at which the device started the step in flight; None: not observed
+
+    def step_completed(
+        self, estimate: StepEstimate | None, now: float, has_waited: bool, is_next_launched: bool
+    ) -> None:
+        """The host has seen a step of the device complete at `now` (time.perf_counter), after waiting for it or late.
+
+        `is_next_launched`: the device runs the next step from `now` on, if the host has waited.
+        """
+        if estimate is not None and has_waited and self.started is not None:
+            self.add(estimate, now - self.started)
+        self.started = now if has_waited and is_next_launched else None
+
+    def add(self, estimate: StepEstimate, seconds: float) -> None:
+        steps, predicted, measured = self.totals[estimate.kind]
+        self.totals[estimate.kind] = StepTotals(steps + 1, predicted + estimate.predicted_ms / 1e3, measured + seconds)
+        self.predictor.observe(estimate, seconds * 1e3)
+
+
+def _never_decreasing(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points (size, ms) with the smallest ms from each size on: a size that took longer was interrupted."""
     times = itertools.accumulate((ms for _, ms in reversed(points)), min)
     return [(size, ms) for (size, _), ms in zip(points, list(times)[::-1], strict=True)]
 

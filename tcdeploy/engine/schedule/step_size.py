@@ -38,39 +38,27 @@ MIN_CHUNK_TOKENS = 32
 # lead to a first token of these prompts after 11.1, 2.2 and 1.8 s, and to p99 gaps of the chats of 25.7, 26.4 and 28.0
 # ms.
 SMALLEST_STEP_FACTOR = 1.2
-
-
 # In a simulation of 256 simultaneous requests, the factors 1, 2 and 3 lead to 6,520, 6,680 and 6,690 tokens/s, and to
 # a p99 gap between tokens of 38, 45 and 44 ms (docs/performance-log.md, "Under traffic").
 MAX_TARGET_FACTOR = 2.0
 
 
 class Backlog(NamedTuple):
-    """The work from which the next step is chosen: decode rows and prompt tokens.
+    """The work from which the next step is chosen."""
 
-    rows: number of decode rows; at least 1.
-    row_context: tokens in the KV cache, summed over the decode rows.
-    prompts: number of prompts that wait or are computed in part, the waiting ones limited to the free decode rows.
-    prompt_tokens: tokens of these prompts that are not computed yet; at least 1.
-    prefix: tokens of such a prompt that are already computed; the maximum over the prompts. It does not include tokens
-        that a waiting prompt will find in the prefix cache, so the first step of such a prompt may exceed the target.
-    """
-
-    rows: int
-    row_context: int
-    prompts: int
-    prompt_tokens: int
+    rows: int  # decode rows; at least 1
+    row_context: int  # tokens in the KV cache, summed over the decode rows
+    prompts: int  # that wait or are computed in part, the waiting ones limited to the free decode rows
+    prompt_tokens: int  # of these prompts that are not computed yet; at least 1
+    # Tokens of such a prompt that are already computed; the maximum over the prompts. It does not include tokens that a
+    # waiting prompt will find in the prefix cache, so the first step of such a prompt may exceed the target.
     prefix: int
 
 
 def choose_step_tokens(
     predictor: StepPredictor, backlog: Backlog, target_ms: float | None, min_chunk_tokens: int = MIN_CHUNK_TOKENS
 ) -> int:
-    """Tokens of the next step, those of the decode rows included: one of the predictor's step sizes.
-
-    target_ms: limit of the predicted time; None: the default (see the module docstring).
-    min_chunk_tokens: prompt tokens that the step has room for even if it then exceeds the target.
-    """
+    """Tokens of the next step, those of the decode rows included. `target_ms` None: the default."""
     costs, rows = predictor.costs, backlog.rows
     sizes = predictor.step_sizes(rows)
     smallest = bisect_left(sizes, rows + min_chunk_tokens)

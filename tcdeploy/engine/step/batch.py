@@ -1,17 +1,16 @@
 """The static tensors that programs and CUDA graphs read: the decode rows, and the inputs of each prefill bucket.
 
-A CUDA graph replays on fixed addresses. `DecodeRows` is the device's state of the running sequences: the next input
-token of each, its position, length, block table and sampling parameters. Decode bucket b reads the first b rows. The
-step itself advances them (engine/step/advance.py), so the host uploads nothing while the batch stays the same. A
-prefill bucket has inputs of its own, which are uploaded in one copy.
+A CUDA graph replays on fixed addresses. Decode bucket b reads the first b of the `DecodeRows`. The step itself advances
+them (engine/step/advance.py), so the host uploads nothing while the batch stays the same. A prefill bucket has inputs
+of its own, which are uploaded in one copy.
 
 A mixed step is a prefill bucket that also feeds the running sequences: its first tokens are those of the decode rows,
 and its outputs are those of the prompts and then those of the rows. The ids of the rows' tokens are read on the device,
 since the host may not have read them yet; positions and lengths are known to the host. `row_slots` is the number of
 rows that a step has outputs for. It is fixed by a CUDA graph, so it is the size of a decode bucket, or 0.
 
-Unused rows and tokens of a bucket are padding. The last decode row is the padding row: sampled tokens of padding are
-written to it (`ModelRunner.sample`). Its length is 0, and a sequence of length 0 neither writes nor reads a key.
+Unused rows and tokens of a bucket are padding. The last decode row is the padding row, to which sampled tokens of
+padding are written. Its length is 0, and a sequence of length 0 neither writes nor reads a key.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -27,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence
-from tcdeploy.engine.step.graphs import GraphKey
 from tcdeploy.engine.step.sampling import SamplingRows, make_sampling_rows
 from tcdeploy.kernels.attention.kv_cache import PADDING_SLOT
 from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
@@ -54,11 +52,7 @@ class DecodeRows:
 
 
 def make_decode_rows(plan: Plan, vocab_size: int) -> DecodeRows:
-    num_rows = plan.decode_buckets[-1].size + 1
-
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=plan.device)
-
+    num_rows, zeros = plan.decode_buckets[-1].size + 1, functools.partial(torch.zeros, device=plan.device)
     return DecodeRows(
         token_ids=zeros(num_rows, dtype=torch.int64),
         positions=zeros(num_rows, dtype=torch.int64),
@@ -68,13 +62,26 @@ def make_decode_rows(plan: Plan, vocab_size: int) -> DecodeRows:
     )
 
 
+class GraphKey(NamedTuple):
+    """What identifies a graph. `tokens`: rows in decode. `row_slots`: decode rows of a mixed step, else 0."""
+
+    bucket: Bucket
+    tokens: int
+    row_slots: int
+
+
+class StepOutput(NamedTuple):
+    logits: Tensor  # [outputs, vocab]
+    tokens: Tensor  # [outputs] int64: greedy tokens, unless sampled
+    rows: Tensor  # [outputs] int64: the decode row of each output
+
+
 @dataclass(frozen=True)
 class StepBuffers:
     """The static inputs of one bucket.
 
-    Output i belongs to decode row `rows[i]`, whose sequence has `lengths[i]` tokens after this step. Where the length
-    is 0 (padding, or a chunk that does not end its prompt) the step writes nothing to the decode rows; sampling writes
-    to the padding row.
+    Output i belongs to decode row `rows[i]`, whose sequence has `lengths[i]` tokens after this step. A length of 0
+    (padding, or a chunk that does not end its prompt) changes no decode row; sampling writes to the padding row.
     """
 
     bucket: Bucket
@@ -145,11 +152,8 @@ class PrefillBuffers:
 
     def buffers(self, row_slots: int = 0) -> StepBuffers:
         """The inputs of a step with outputs for all prompts and for `row_slots` decode rows."""
-        if row_slots not in self._buffers:
-            self._buffers[row_slots] = self._make_buffers(row_slots)
-        return self._buffers[row_slots]
-
-    def _make_buffers(self, row_slots: int) -> StepBuffers:
+        if row_slots in self._buffers:
+            return self._buffers[row_slots]
         outputs = self.plan.max_prefill_sequences + row_slots
         int64_views = self._int64_views
         logits_indices = int64_views["logits_indices"][:outputs]
@@ -157,7 +161,7 @@ class PrefillBuffers:
             # Programs must not depend on the number of rows. The storage offset of the view becomes a symbol too; torch
             # would specialise an offset of 0 or 1.
             mark_dynamic(logits_indices, 0)
-        return StepBuffers(
+        self._buffers[row_slots] = StepBuffers(
             bucket=self._bucket,
             input_ids=int64_views["ids"][None],
             position_ids=int64_views["positions"][None],
@@ -168,6 +172,7 @@ class PrefillBuffers:
             row_slots=row_slots,
             token_sources=int64_views["sources"] if row_slots else None,
         )
+        return self._buffers[row_slots]
 
     def fill(self, chunks: ListLike[Chunk], rows: ListLike[int | None], decoding: ListLike[Sequence] = ()) -> None:
         """Pack one token of each sequence in `decoding`, whose index is its decode row, and then the chunks in order.
@@ -203,7 +208,12 @@ class PrefillBuffers:
             if row is not None:
                 int64_views["rows"][number], int32_views["lengths"][number] = row, stop
         self._packed.copy_(staging, non_blocking=True)
-        self._host_scalars_array[:] = _host_scalars(chunks, end, len(decoding))
+        lengths = [stop for _, _, stop in chunks]
+        max_seqlen_q = max((stop - start for _, start, stop in chunks), default=0)
+        has_prefix = any(start > 0 for _, start, _ in chunks)
+        # As kernels/attention/ops.py lists them in HOST_SCALARS; the runner sets the number of rows.
+        scalars = (end, sum(lengths), max_seqlen_q, max(lengths, default=0), int(has_prefix), len(decoding), 0)
+        self._host_scalars_array[:] = scalars
 
     def _fill_rows(
         self, decoding: ListLike[Sequence], int64_views: dict[str, Any], int32_views: dict[str, Any]
@@ -223,30 +233,19 @@ class PrefillBuffers:
 
 def _all_rows(decode_rows: DecodeRows, split_counters: Tensor) -> DecodeMetadata:
     """All decode rows, as mixed steps read them. Programs depend neither on the largest batch nor on the context."""
-    for tensor, dims in ((decode_rows.block_table, (0, 1)), (decode_rows.seq_lens, (0,))):
-        for dim in dims:
-            mark_dynamic(tensor, dim)
+    for tensor, dim in ((decode_rows.block_table, 0), (decode_rows.block_table, 1), (decode_rows.seq_lens, 0)):
+        mark_dynamic(tensor, dim)
     return DecodeMetadata(decode_rows.block_table, decode_rows.seq_lens, split_counters)
 
 
 @functools.cache
-def _block_coordinates(
-    context: int, block_size: int
-) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+def _block_coordinates(context: int, block_size: int) -> tuple[NDArray[numpy.int64], ...]:
     """(position, block index, offset in the block) of every position, as read-only arrays that all buckets share."""
     positions = numpy.arange(context)
     columns = positions, positions // block_size, positions % block_size
     for column in columns:
         column.setflags(write=False)
     return columns
-
-
-def _host_scalars(chunks: ListLike[Chunk], tokens: int, num_decoding: int) -> list[int]:
-    """The values that kernels/attention/ops.py lists in HOST_SCALARS; the runner sets the number of rows."""
-    lengths = [stop for _, _, stop in chunks]
-    max_seqlen_q = max((stop - start for _, start, stop in chunks), default=0)
-    has_prefix = any(start > 0 for _, start, _ in chunks)
-    return [tokens, sum(lengths), max_seqlen_q, max(lengths, default=0), int(has_prefix), num_decoding, 0]
 
 
 class _PackedLayout:

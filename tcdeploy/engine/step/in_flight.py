@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence, TokenLogprobs
 from tcdeploy.engine.schedule.step_costs import StepEstimate
-from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.sampling import Logprobs
 
 
@@ -32,10 +32,7 @@ class ForwardPass(NamedTuple):
     @property
     def masks_need_unread_tokens(self) -> bool:
         """Whether a constrained sequence has a token of an earlier step that the host has not read."""
-        return any(
-            sequence is not None and sequence.matcher is not None and sequence.in_flight > 1
-            for sequence in self.sequences
-        )
+        return any(sequence and sequence.matcher and sequence.in_flight > 1 for sequence in self.sequences)
 
 
 class InFlightStep(NamedTuple):
@@ -66,7 +63,7 @@ def to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def token_logprobs_of(rows: Logprobs | None, row: int, k: int | None) -> TokenLogprobs | None:
+def row_logprobs(rows: Logprobs | None, row: int, k: int | None) -> TokenLogprobs | None:
     """One row as Python numbers, with the `k` most likely tokens; None if the request has no `logprobs`."""
     if rows is None or k is None:
         return None

@@ -1,35 +1,34 @@
 """Decides when to launch the next step: shortly before the device completes the step in flight. Does not import torch.
 
 The engine launches one step ahead, so that the device does not wait for the host. If the next step were launched at
-once, it would stay queued on the device until the step in flight is complete, and a request that arrives meanwhile
-would wait for both. Instead, the server's engine thread delays the launch, and accepts requests until it is due. In a
-simulation of an 8B shape this shortens the median time to the first token by 5 ms (scripts/simulate-traffic). The
-launch is due at
+once, a request that arrives meanwhile would wait for both. Instead, the server's engine thread delays the launch, and
+accepts requests until it is due. In a simulation of an 8B shape this shortens the median time to the first token by 5
+ms (scripts/simulate-traffic). The launch is due at
 
     predicted end of the step in flight - MARGIN_SHARE * its predicted time - margin - duration of a launch
 
-The duration is the longest of recent launches of the same kind: of steps with or without chunks of prompts. A launch
-with chunks takes about 2 ms, and one without takes 0.5 ms (8B shape, H100). The next step has chunks if a prompt is
-pending. So a request that arrives makes the launch due earlier; if that time has passed, the step is launched at once,
-and may be late.
+The duration is the longest of recent launches of the same kind: with chunks of prompts a launch takes about 2 ms,
+without them 0.5 ms (8B shape, H100). The next step has chunks if a prompt is pending. So a request that arrives makes
+the launch due earlier; if that time has passed, the step is launched at once, and may be late.
 
 The margin covers errors of the prediction. A launch is late if the device has completed the step in flight by then, and
 is idle. A late launch multiplies the margin by GROWTH, and any other by SHRINKAGE. After a late launch, some steps are
 launched at once: only they can be measured, which corrects a prediction that is too long. The number of these steps
 doubles while launches remain late. Launches for a request that has just arrived change neither.
 
-With more than MAX_ROWS decode rows, steps are launched at once. Sending the tokens of so many rows keeps the process
-busy for as long as a step takes, and a delayed launch would have to wait for that. With delayed launches, 256
-simultaneous requests were served 2% slower (8B model, one run on one H100; docs/performance-log.md).
+With more than MAX_ROWS decode rows, steps are launched at once: sending the tokens of so many rows keeps the process
+busy for as long as a step takes. With delayed launches, 256 simultaneous requests were served 2% slower (8B model, one
+run on one H100; docs/performance-log.md).
 """
 
 from __future__ import annotations
 
+import threading
+import time
+
 MIN_MARGIN_MS, MAX_MARGIN_MS = 0.7, 8.0
 MARGIN_SHARE = 0.05  # of the predicted time
-# The share for the first step after the device was idle. The GPU's clocks are then higher than while steps were timed,
-# and the corrections of StepPredictor do not include such steps.
-FIRST_STEP_MARGIN_SHARE = 0.25
+FIRST_STEP_MARGIN_SHARE = 0.25  # after the device was idle, whose clocks are then higher than while steps were timed
 GROWTH, SHRINKAGE = 1.5, 0.99
 MIN_PAUSE, MAX_PAUSE = 4, 256  # steps that are launched at once after a late launch
 PAUSE_DECAY = 0.98  # factor on the length of the next pause, per launch in time
@@ -55,20 +54,13 @@ class LaunchTimer:
         return None if self._complete is None else self._complete - self.launch_ms[has_prompts] / 1e3
 
     def step_started(
-        self,
-        start: float | None,
-        predicted_ms: float | None,
-        rows: int = 0,
-        is_first: bool = False,
+        self, start: float | None, predicted_ms: float | None, rows: int = 0, is_first: bool = False,
         has_prompts: bool = False,
-    ) -> None:
-        """Set `due` from the step in flight.
+    ) -> None:  # fmt: skip
+        """Set `due` from the step in flight, which has `rows` decode rows.
 
-        start: time at which the device started it. None: not known, or no step is in flight.
-        predicted_ms: its predicted time. None: not predicted.
-        rows: number of its decode rows.
-        is_first: whether the device was idle before it.
-        has_prompts: whether a prompt is pending at this time.
+        `start`: time at which the device started it; None if that is not known, or no step is in flight. `is_first`:
+        the device was idle before it. `has_prompts`: a prompt is pending now.
         """
         self._had_prompts = has_prompts
         if start is None or predicted_ms is None or rows > MAX_ROWS or self._pause_left:
@@ -80,8 +72,7 @@ class LaunchTimer:
     def launched(self, seconds: float, was_late: bool, has_prompts: bool) -> None:
         """Record a launch that took the host `seconds` while another step was in flight.
 
-        was_late: the device had completed that step when the launch ended.
-        has_prompts: whether the launched step has chunks of prompts.
+        `was_late`: the device had completed that step when the launch ended.
         """
         self.launch_ms[has_prompts] = max(self.launch_ms[has_prompts] * LAUNCH_TIME_DECAY, seconds * 1e3)
         if self._complete is None:  # a launch that was not delayed does not test the margin
@@ -97,3 +88,25 @@ class LaunchTimer:
         else:
             self.margin_ms = max(MIN_MARGIN_MS, self.margin_ms * SHRINKAGE)
             self._next_pause = max(MIN_PAUSE, self._next_pause * PAUSE_DECAY)
+
+
+class LaunchLock:
+    """Held (`with lock:`) by the engine thread during each launch. Other threads can wait for the end of the launch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started = 0.0  # when the latest launch began, in seconds of time.perf_counter
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, max_seconds: float) -> None:
+        """Return when no step is being launched, at the latest `max_seconds` after the launch began."""
+        if self._lock.locked():
+            seconds = self._started + max_seconds - time.perf_counter()
+            if seconds > 0 and self._lock.acquire(timeout=seconds):
+                self._lock.release()

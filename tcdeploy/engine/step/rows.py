@@ -1,28 +1,25 @@
 """Maps running sequences to decode rows, and keeps the device's copy of the mapping current.
 
 `assign` compares the scheduler's list with the present rows and uploads the differences only. Rows that move or become
-free are updated by one gather on the device, because the next input token of a row may not have reached the host. New
-sequences bring their sampling parameters. An unchanged list costs one comparison per row and no kernel launch, and a
-sequence appended to the list moves no row: the gather is about twenty launches, which would delay the first token of a
-prompt on an idle engine. Free rows are kept empty for the same reason.
+free are updated by one gather on the device, because the next input token of a row may not have reached the host. An
+unchanged list costs no kernel launch, and a sequence appended to the list moves no row: the gather is about twenty
+launches, which would delay the first token of a prompt on an idle engine. Free rows are kept empty for the same reason.
 
-Block tables are uploaded separately (`upload_block_table`), right before a decode step. Prefill reads a table of its
-own, so the upload of a prompt's blocks overlaps with its prefill.
+Block tables are uploaded separately, right before a decode step. Prefill reads a table of its own, so the upload of a
+prompt's blocks overlaps with its prefill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 
-import numpy
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tcdeploy.engine.schedule.constraint import Masker, Matcher
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence
 from tcdeploy.engine.step.batch import DecodeRows
-from tcdeploy.engine.step.sampling import Features, row_seed, set_biases, set_penalty_history
+from tcdeploy.engine.step.sampling import Features, row_seed, set_biases, set_penalty_history, to_device
 
 
 class RowAssignment:
@@ -88,21 +85,24 @@ class RowAssignment:
         The host must have read the tokens of all previous steps, because the matchers continue from them.
         """
         rows: list[int] = []
-        matchers: list[Matcher] = []
+        matcher_rows_by_masker: dict[Masker, list[tuple[Matcher, int]]] = {}  # one call per masker
         for row, sequence in enumerate(sequences):
             # Skip rows without a constraint, and those whose token will be dropped.
             if sequence is None or sequence.matcher is None or sequence.finish_reason:
                 continue
             assert sequence.in_flight == 1, "only the token of this step is unread"
+            matcher_rows_by_masker.setdefault(sequence.matcher.masker, []).append((sequence.matcher, len(rows)))
             rows.append(row)
-            matchers.append(sequence.matcher)
         device, words = self.decode_rows.token_ids.device, -(-self.decode_rows.sampling.in_prompt.shape[1] // 32)
         # Allocated by torch, which can pin it and keeps it until the copy is done; written by numpy. Torch does not pin
         # a tensor made from an array, and fills a large tensor with one thread per core, which then spin for a while.
         packed = torch.empty(len(rows), words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        _fill_bitmasks(matchers, packed.numpy())
+        packed_array = packed.numpy()
+        packed_array.fill(0)
+        for masker, matcher_rows in matcher_rows_by_masker.items():
+            masker.fill(matcher_rows, packed_array)
         masks = torch.full((outputs, words), -1, dtype=torch.int32, device=device)
-        index = _to_device(rows, torch.int64, device)
+        index = to_device(rows, torch.int64, device)
         return masks.index_copy_(0, index, packed.to(device, non_blocking=True))
 
     def _reassign(self, running: ListLike[Sequence]) -> None:
@@ -119,14 +119,11 @@ class RowAssignment:
         self._assigned, self._uploaded_blocks = list(running), uploaded
 
     def _gather_rows(self, source: list[int], assigned: ListLike[Sequence]) -> None:
-        """Row i takes the content of row source[i]. Rows gathered from the padding row become empty.
-
-        Penalty counts are vocabulary-sized, so they move only if a sequence in `assigned` uses them.
-        """
+        """Row i takes the content of row source[i]; of vocabulary-sized penalty counts only if `assigned` uses them."""
         decode_rows = self.decode_rows
         tensors = [decode_rows.token_ids, decode_rows.positions, decode_rows.seq_lens, decode_rows.block_table]
         tensors += decode_rows.sampling.tensors_to_gather(_features(assigned))
-        index = _to_device(source, torch.int64, decode_rows.token_ids.device)
+        index = to_device(source, torch.int64, decode_rows.token_ids.device)
         for tensor in tensors:
             tensor.copy_(tensor.index_select(0, index))
 
@@ -136,18 +133,14 @@ class RowAssignment:
         if params.is_unmodified_greedy:
             return
         sampling = self.decode_rows.sampling
-        values: dict[str, float] = {
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "seeds": row_seed(params.seed),
-            "repetition": params.repetition_penalty,
-            "presence": params.presence_penalty,
-            "frequency": params.frequency_penalty,
-        }
-        for name, value in values.items():
-            self._upload(getattr(sampling, name)[row : row + 1], [value])
+        columns: list[tuple[Tensor, float]] = [
+            (sampling.temperature, params.temperature), (sampling.top_k, params.top_k),
+            (sampling.top_p, params.top_p), (sampling.min_p, params.min_p),
+            (sampling.seeds, row_seed(params.seed)), (sampling.repetition, params.repetition_penalty),
+            (sampling.presence, params.presence_penalty), (sampling.frequency, params.frequency_penalty),
+        ]  # fmt: skip
+        for column, value in columns:
+            self._upload(column[row : row + 1], [value])
         if params.has_penalties:
             prompt, output = sequence.token_ids[: sequence.prompt_length], sequence.token_ids[sequence.prompt_length :]
             set_penalty_history(sampling, row, prompt, output)
@@ -157,21 +150,11 @@ class RowAssignment:
     def _upload_blocks(self, new_blocks: ListLike[tuple[int, int, int]]) -> None:
         """Write (row, column, block) entries of the block table in one copy."""
         table = self.decode_rows.block_table
-        rows, columns, blocks = _to_device(new_blocks, torch.int64, table.device).T
+        rows, columns, blocks = to_device(new_blocks, torch.int64, table.device).T
         table.index_put_((rows, columns), blocks.to(table.dtype))
 
     def _upload(self, target: Tensor, values: ListLike[float]) -> None:
-        target[: len(values)].copy_(_to_device(values, target.dtype, target.device), non_blocking=True)
-
-
-def _fill_bitmasks(matchers: ListLike[Matcher], masks: NDArray[numpy.int32]) -> None:
-    """Write the tokens that matchers[i] allows to row i of `masks` [n, words], with one call per masker."""
-    masks.fill(0)
-    matcher_rows_by_masker: dict[Masker, list[tuple[Matcher, int]]] = {}
-    for row, matcher in enumerate(matchers):
-        matcher_rows_by_masker.setdefault(matcher.masker, []).append((matcher, row))
-    for masker, matcher_rows in matcher_rows_by_masker.items():
-        masker.fill(matcher_rows, masks)
+        target[: len(values)].copy_(to_device(values, target.dtype, target.device), non_blocking=True)
 
 
 def _features(sequences: ListLike[Sequence]) -> Features:
@@ -182,10 +165,3 @@ def _features(sequences: ListLike[Sequence]) -> Features:
         biases=any(params.has_biases for params in all_params),
         masks=any(params.constraint is not None for params in all_params),
     )
-
-
-def _to_device(values: ListLike[float] | ListLike[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy through pinned memory, which torch keeps alive until the copy is done. The host does not wait."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -20,8 +20,14 @@ from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence
 from tcdeploy.engine.step import sampling
 from tcdeploy.engine.step.advance import advance
-from tcdeploy.engine.step.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
-from tcdeploy.engine.step.graphs import GraphKey, StepOutput
+from tcdeploy.engine.step.batch import (
+    GraphKey,
+    PrefillBuffers,
+    StepBuffers,
+    StepOutput,
+    decode_buffers,
+    make_decode_rows,
+)
 from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.engine.step.step_graphs import StepGraphs
 from tcdeploy.kernels.attention.metadata import AttentionConfig, Step, StepHolder
@@ -41,20 +47,15 @@ PROMPT_LOGPROBS_CHUNK = 512  # rows: 130 MB of bfloat16 logits at a vocabulary o
 class ModelRunner:
     """Owns the decode rows, and the buffers and CUDA graphs of all buckets.
 
-    Every pass runs under `no_grad`, because torch guards on the grad mode. `split_counters` is described in
-    kernels/attention/metadata.py; `step_holder` is the one that the attention modules of `model` hold. Without a model,
-    steps are run by `forward` (programs/packages.py), and no reference can be computed.
+    Every pass runs under `no_grad`, because torch guards on the grad mode. `step_holder` is the one that the attention
+    modules of `model` hold. Without a model, steps are run by `forward` (programs/packages.py), and no reference can be
+    computed.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel | None,
-        plan: Plan,
-        step_holder: StepHolder,
-        split_counters: Tensor,
-        vocab_size: int,
-        forward: ModelForward | None = None,
-    ) -> None:
+        self, model: PreTrainedModel | None, plan: Plan, step_holder: StepHolder, split_counters: Tensor,
+        vocab_size: int, forward: ModelForward | None = None,
+    ) -> None:  # fmt: skip
         self._model = model
         self.step_holder = step_holder
         self.forward: ModelForward = forward or self.transformers_forward  # ahead-of-time programs replace it
@@ -63,13 +64,11 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.decode_rows = make_decode_rows(plan, vocab_size)
         self.row_assignment = RowAssignment(self.decode_rows)
-        self._decode_buffers = {
-            bucket: decode_buffers(bucket, self.decode_rows, split_counters) for bucket in plan.decode_buckets
-        }
+        self._decode_buffers = {b: decode_buffers(b, self.decode_rows, split_counters) for b in plan.decode_buckets}
         self._prefill_buffers: dict[tuple[Bucket, int], PrefillBuffers] = {}  # by bucket and tokens
         uses_triton = BACKENDS[plan.decode_attention].uses_triton
         self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
-        self._variants = dict.fromkeys(plan.buckets, DEFAULT)  # works for every model; warm-up sets the others
+        self.variants = dict.fromkeys(plan.buckets, DEFAULT)  # works for every model; warm-up sets the others
         self.eager_buckets: set[Bucket] = set()  # run without programs, graphs and padding of prompts
         self.reserved_blocks: tuple[int, ...] | None = None  # for batches of the warm-up; None: all blocks
         self.graphs = StepGraphs(plan, self._forward, self._buffers_of)
@@ -95,24 +94,19 @@ class ModelRunner:
         return TransformersForward(self.model, self.step_holder)
 
     def prefill(
-        self,
-        chunks: ListLike[Chunk],
-        running: ListLike[Sequence] = (),
-        bucket: Bucket | None = None,
-        num_decoding: int = 0,
-        early_size_from: int | None = None,
-    ) -> StepOutput:
+        self, chunks: ListLike[Chunk], running: ListLike[Sequence] = (), bucket: Bucket | None = None,
+        num_decoding: int = 0, early_size_from: int | None = None,
+    ) -> StepOutput:  # fmt: skip
         """One packed step over the chunks, in `bucket` or else in the smallest one that holds them.
 
         Output i belongs to chunk i. If the chunk ends its prompt, the first new token is written to the decode row of
-        its sequence: the sequence's index in `running`. An empty `running` empties all decode rows.
-
-        In a mixed step the first `num_decoding` sequences of `running` also decode one token each; output
-        max_prefill_sequences + i belongs to sequence i.
+        its sequence: the sequence's index in `running`. An empty `running` empties all decode rows. In a mixed step the
+        first `num_decoding` sequences of `running` also decode one token each; output max_prefill_sequences + i belongs
+        to sequence i.
 
         With `early_size_from`, the step is padded to a size that is captured during start-up and has at least so many
-        tokens. So a step of the same length always has the same size, and its results can be compared. Without it, a
-        step is padded less once a smaller size is captured.
+        tokens, so that the results of equal steps can be compared. Otherwise a step is padded less once a smaller size
+        is captured.
         """
         tokens = num_decoding + sum(stop - start for _, start, stop in chunks)
         bucket = bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
@@ -139,7 +133,7 @@ class ModelRunner:
         return self.graphs.run(self._decode_buffers[bucket])
 
     def step_sizes(self, num_decoding: int) -> tuple[int, ...]:
-        """The token counts that steps with prompts and `num_decoding` decode rows are currently padded to, ascending.
+        """The sizes that steps with prompts and `num_decoding` decode rows are padded to now, ascending.
 
         The last one is the size of the largest prefill bucket. Sizes below `num_decoding` may be included.
         """
@@ -178,6 +172,7 @@ class ModelRunner:
             sampling.count_tokens(decode_rows.sampling, output.rows, tokens)
         return output._replace(tokens=tokens)
 
+    @torch.no_grad()
     def compute_prompt_logprobs(self, chunk: Chunk, num_top: int) -> list[tuple[int, sampling.Logprobs]]:
         """Log-probabilities of the prompt tokens that follow the tokens of a chunk, with `num_top` alternatives each.
 
@@ -195,18 +190,15 @@ class ModelRunner:
                 end = min(begin + PROMPT_LOGPROBS_CHUNK, end_of_rows)
                 rows = torch.arange(begin - start, end - start, device=self.plan.device)
                 next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
-                logits = self._logits_at(prefill.buffers(), rows)
+                logits = self._logits(prefill.buffers(), rows, False)
                 pieces.append((begin, sampling.logprobs(logits, next_ids, num_top)))
         self.graphs.uncaptured_runs += self.graphs.is_captured(bucket)
         return pieces
 
     def set_variant(self, bucket: Bucket, variant: Variant) -> None:
-        """Run the bucket with this variant from now on. The graphs of another variant are dropped."""
+        """Run the bucket with this variant from now on. Its graphs are dropped."""
         self.graphs.drop(bucket)
-        self._variants[bucket] = variant
-
-    def variant(self, bucket: Bucket) -> Variant:
-        return self._variants[bucket]
+        self.variants[bucket] = variant
 
     def run_eagerly(self, bucket: Bucket) -> None:
         """Run the bucket uncompiled from now on, with the variant that works for every model."""
@@ -215,24 +207,14 @@ class ModelRunner:
 
     def batch_allocator(self) -> BlockAllocator:
         """A new allocator for a batch of the warm-up, which does not go through the scheduler."""
-        if self.reserved_blocks is not None:
-            return BlockAllocator.of_blocks(self.reserved_blocks, self.plan.block_size)
-        return BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
-
-    @property
-    def uncaptured_runs(self) -> int:
-        """Forward passes of captured buckets that did not replay a CUDA graph: those that compute prompt logprobs."""
-        return self.graphs.uncaptured_runs
+        return BlockAllocator(self.plan.kv_blocks, self.plan.block_size, self.reserved_blocks)
 
     def rerun(self, bucket: Bucket) -> StepOutput:
         """Run the bucket's step again on the current contents of its buffers."""
         return self.graphs.run(self._buffers_of(GraphKey(bucket, bucket.size, 0)))
 
     def run_uncaptured(self, key: GraphKey) -> StepOutput:
-        """Run a step of this shape without its CUDA graph.
-
-        Prefill buffers are filled with padding, so the step writes to no KV block. Decode buffers are left as they are.
-        """
+        """Run a step of this shape without its CUDA graph, a prefill step on padding."""
         return self._forward(self._buffers_of(key, clear=True))
 
     def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
@@ -248,7 +230,7 @@ class ModelRunner:
         return prefill.buffers(key.row_slots)
 
     def _sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
-        """The sizes that the steps of a prefill bucket are padded to; () if they are not padded."""
+        """() if the steps of the bucket are not padded."""
         return () if bucket in self.eager_buckets else self.graphs.sizes(bucket, row_slots)
 
     def _prefill_for(self, bucket: Bucket, tokens: int, sizes: ListLike[int]) -> PrefillBuffers:
@@ -268,9 +250,8 @@ class ModelRunner:
 
     @torch.no_grad()
     def _forward(self, buffers: StepBuffers) -> StepOutput:
-        selects_early = self._variants[buffers.bucket].last_token_rows
-        last_token_rows = buffers.logits_indices if selects_early else None
-        logits = self._logits(buffers, last_token_rows, None if selects_early else buffers.logits_indices)
+        in_last_layer = self.variants[buffers.bucket].last_token_rows and buffers.logits_indices is not None
+        logits = self._logits(buffers, buffers.logits_indices, in_last_layer)
         if buffers.bucket.is_prefill and self.plan.uses_cuda_graph(buffers.bucket):
             logits = self._share_logits(logits)
         decode_rows = self.decode_rows
@@ -292,15 +273,8 @@ class ModelRunner:
             self._prefill_logits = logits.new_empty(max_outputs, vocab_size)
         return self._prefill_logits[:outputs].copy_(logits)
 
-    @torch.no_grad()
-    def _logits_at(self, buffers: StepBuffers, rows: Tensor) -> Tensor:
-        return self._logits(buffers, None, rows)
-
-    def _logits(self, buffers: StepBuffers, last_token_rows: Tensor | None, head_rows: Tensor | None) -> Tensor:
-        """Logits [outputs, vocab] of a forward pass.
-
-        Rows are selected in the last layer (`last_token_rows`), or at the head (`head_rows`).
-        """
+    def _logits(self, buffers: StepBuffers, rows: Tensor | None, in_last_layer: bool) -> Tensor:
+        """Logits [outputs, vocab] of `rows`, which are selected in the last layer or at the head."""
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
         if buffers.metadata.prefill is not None:
@@ -308,27 +282,22 @@ class ModelRunner:
         input_ids = buffers.input_ids
         if buffers.token_sources is not None:
             input_ids = torch.cat([self.decode_rows.token_ids, input_ids[0]])[buffers.token_sources][None]
-        step, in_last_layer = self._make_step(buffers, last_token_rows), last_token_rows is not None
-        rows = last_token_rows if in_last_layer else head_rows
+        step = self._make_step(buffers, rows if in_last_layer else None)
         return self.forward(StepInputs(input_ids, buffers.position_ids, step, rows, in_last_layer))
 
     def _make_step(self, buffers: StepBuffers, last_token_rows: Tensor | None) -> Step:
-        bucket, variant = buffers.bucket, self._variants[buffers.bucket]
+        bucket, variant = buffers.bucket, self.variants[buffers.bucket]
         attention = AttentionConfig(
             prefill_backend=variant.attention or self.plan.prefill_attention,
             decode_backend=self.plan.decode_attention,
             decode_splits=1 if bucket.is_prefill else choose_decode_splits(bucket.size, self.split_counters),
         )
-        return Step(
-            bucket, variant, buffers.metadata, attention, last_token_rows, is_compiled=bucket not in self.eager_buckets
-        )
+        is_compiled = bucket not in self.eager_buckets
+        return Step(bucket, variant, buffers.metadata, attention, last_token_rows, is_compiled)
 
     @torch.no_grad()
     def reference_logits(self, token_ids: list[list[int]], positions: list[int], attn_implementation: str) -> Tensor:
-        """Logits [prompts, positions, vocab] after the tokens at `positions` of prompts of equal length.
-
-        Computed by transformers' own attention, uncompiled.
-        """
+        """Logits [prompts, positions, vocab] by transformers' own attention, uncompiled. Prompts have equal lengths."""
         from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION  # imports transformers
 
         input_ids = torch.tensor(token_ids, device=self.model.device)
@@ -347,5 +316,4 @@ class ModelRunner:
 
 
 def smallest_bucket(buckets: tuple[Bucket, ...], size: int) -> Bucket:
-    """The smallest bucket that holds `size`."""
     return next(bucket for bucket in buckets if bucket.size >= size)

@@ -2,10 +2,8 @@
 
 A draw is a pure function. Row r at position p takes one uniform number `hash(seed, p)` and inverts the cumulative
 distribution with it. The same logits, seed and position therefore give the same token in any batch, after a preemption,
-on a CPU or a GPU, and there is no generator whose state could be lost.
-
-Nothing here reads a value on the host and all shapes are static, so sampling never makes the host wait. The host passes
-`Features`, and unused features cost nothing.
+on a CPU or a GPU. Nothing here reads a value on the host and all shapes are static, so sampling never makes the host
+wait. Unused `Features` cost nothing.
 
 Weights are exponentials in float64, truncated to integer units of which the largest weight has 2^45 (vocabulary of
 128,256; see `accumulate`). Integer sums do not depend on the order of addition, so the cumulative distribution is built
@@ -16,28 +14,25 @@ Order of operations, on the raw logits of the model:
 
 1. biases: added to single logits; -inf for a stop token before `min_new_tokens`
 2. penalties: repetition over prompt and output (positive logits divided, negative ones multiplied), then frequency *
-   count and presence * (count > 0) over the output only (vLLM, `vllm/v1/sample/sampler.py`; OpenAI API, "frequency and
-   presence penalties")
+   count and presence * (count > 0) over the output only (vLLM, `vllm/v1/sample/sampler.py`; OpenAI API)
 3. masks: -inf for a token that the row's constraint excludes
 4. temperature 0 ends here: argmax, with the lowest id among equal logits
 5. temperature, top-k, top-p over what top-k left, min-p relative to the largest probability (transformers,
    `GenerationMixin._get_logits_processor`; vLLM applies min-p before top-p, which makes top-p slightly stricter)
 
 Among equal logits at the limit of top-k or top-p the lowest ids are kept, so top-k keeps exactly k tokens; transformers
-and vLLM keep every logit that equals the k-th. The most likely token is always kept.
-
-Unusable logits: a row of only -inf gives token 0, a row with +inf the first +inf, a row with NaN the first NaN. Other
-rows are not affected.
+and vLLM keep every logit that equals the k-th. Unusable logits: a row of only -inf gives token 0, a row with +inf the
+first +inf, a row with NaN the first NaN. Other rows are not affected.
 
 Rejected: the exponential (Gumbel) race of vLLM and gpt-fast, which needs one hash per vocabulary entry instead of one
-per row; `torch.multinomial`, whose state is a generator; one `cumsum` over the vocabulary, which runs one program per
-row and takes longer (264 us, 32 rows on an H100) than all of `sample` without filters. Timings:
-docs/performance-log.md.
+per row; `torch.multinomial`, whose state is a generator; one `cumsum` over the vocabulary, which takes longer (264 us,
+32 rows on an H100) than all of `sample` without filters. Timings: docs/performance-log.md.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,13 +116,17 @@ def row_seed(seed: int | None) -> int:
     return bits - 2**64 if bits >= 2**63 else bits
 
 
+def to_device(values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy through pinned memory, which torch keeps alive until the copy is done. The host does not wait."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
 def set_penalty_history(sampling: SamplingRows, row: int, prompt_ids: list[int], output_ids: list[int]) -> None:
     """Replace the tokens that a row's penalties count. The host does not wait for the upload."""
-    device, is_cuda = sampling.in_prompt.device, sampling.in_prompt.is_cuda
-    prompt, output = (
-        torch.tensor(ids, dtype=torch.int64, pin_memory=is_cuda).to(device, non_blocking=True)
-        for ids in (prompt_ids, output_ids)
-    )
+    device = sampling.in_prompt.device
+    prompt, output = (to_device(ids, torch.int64, device) for ids in (prompt_ids, output_ids))
     sampling.in_prompt[row].zero_().index_fill_(0, prompt, True)
     counts = torch.zeros(sampling.in_prompt.shape[1], dtype=torch.int32, device=device)
     counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
@@ -136,32 +135,28 @@ def set_penalty_history(sampling: SamplingRows, row: int, prompt_ids: list[int],
 
 def set_biases(sampling: SamplingRows, row: int, biases: list[tuple[int, float, int]]) -> None:
     """Replace a row's biases: at most MAX_LOGIT_BIASES of (token id, value, first position without it)."""
-    is_cuda = sampling.bias_ids.is_cuda
     padded = biases + [(0, 0.0, 0)] * (MAX_LOGIT_BIASES - len(biases))
-    for target, values in zip(
-        (sampling.bias_ids, sampling.bias_values, sampling.bias_ends), zip(*padded, strict=True), strict=True
-    ):
-        target[row].copy_(torch.tensor(values, dtype=target.dtype, pin_memory=is_cuda), non_blocking=True)
+    targets = (sampling.bias_ids, sampling.bias_values, sampling.bias_ends)
+    for target, values in zip(targets, zip(*padded, strict=True), strict=True):
+        values_on_host = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
+        target[row].copy_(values_on_host, non_blocking=True)
 
 
 def count_tokens(sampling: SamplingRows, rows: Tensor, tokens: Tensor) -> None:
-    """Count one generated token in each of `rows` [n], up to COUNT_LIMIT.
-
-    Exact for distinct rows. A repeated row (the padding row) may be counted fewer times.
-    """
+    """Count one token in each of `rows` [n], up to COUNT_LIMIT; inexact in a repeated row, the padding row."""
     counts = sampling.output_counts[rows, tokens]
     sampling.output_counts[rows, tokens] = torch.where(counts < COUNT_LIMIT, counts + 1, counts)
 
 
 def sample(
-    logits: Tensor, sampling: SamplingRows, positions: Tensor, features: Features,
-    rows: Tensor | None = None, masks: Tensor | None = None,
+    logits: Tensor, sampling: SamplingRows, positions: Tensor, features: Features, rows: Tensor | None = None,
+    masks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The next token of each row of logits [n, vocab], as [n] int64. No host synchronisation.
 
-    `rows` [n] int64 are indices into `sampling`; None means the first n rows in order, without a copy. `positions` [n]
-    int64 are the positions that the tokens will have in their sequences. `masks` [n, ceil(vocab / 32)] int32 is needed
-    if `features.masks` is set: token t is allowed if bit t % 32 of word t // 32 is set.
+    `rows` [n] int64 are indices into `sampling`; None: the first n rows. `positions` [n] int64 are those that the
+    tokens will have. `masks` [n, ceil(vocab / 32)] int32, if `features.masks` is set, allow token t if bit t % 32 of
+    word t // 32 is set.
     """
     size, tokens = logits.shape[0], []
     for start in range(0, size, MAX_ROWS_PER_PASS):
@@ -293,8 +288,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """One number in [0, 1) for each seed and position, [n] float64 with 53 random bits.
 
-    SplitMix64 (Steele, Lea, Flood 2014): a counter times an odd constant, mixed. The streams of seeds that differ by up
-    to 2^20 start at least 2^40 steps apart. int64 arithmetic wraps, and the constants are written as signed numbers.
+    SplitMix64 (Steele, Lea, Flood 2014), with its constants as signed numbers, as int64 arithmetic wraps. The streams
+    of seeds that differ by up to 2^20 start at least 2^40 steps apart.
     """
     bits = seeds * -0x2ECBDABC217D106B + positions * -0x61C8864680B583EB
     bits = (bits ^ _logical_shift_right(bits, 30)) * -0x40A7B892E31B1A47
@@ -308,10 +303,10 @@ def _logical_shift_right(bits: Tensor, by: int) -> Tensor:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
-    """Log-probabilities under the model, before penalties and temperature, as in OpenAI's API.
+    """Log-probabilities under the model, before penalties and temperature, of logits [n, vocab] and tokens [n] int64.
 
-    logits [n, vocab], tokens [n] int64, 0 <= k <= vocab. `torch.topk` does not define the order of equal values, which
-    are common in bfloat16. It is applied to distinct integers instead, so the first token is the greedy one.
+    `torch.topk` does not define the order of equal values, which are common in bfloat16. It is applied to distinct
+    integers instead, so the first token is the greedy one.
     """
     scores = logits.float() + 0.0  # -0.0 becomes 0.0: equal values need the same bits
     total = scores.logsumexp(dim=-1, keepdim=True)

@@ -1,15 +1,17 @@
-"""The CUDA graphs of all steps: when each is captured, and which sizes steps are padded to.
+"""Captures each step as one CUDA graph: when each graph is captured, and which sizes steps are padded to.
 
-A static bucket has one graph. A program with a symbolic number of tokens is captured at many sizes, and prefill steps
-with decode rows also for several numbers of row slots. Capturing all of them takes several seconds, so start-up
-captures only the early sizes (`capture`). After warm-up, a step is padded to the smallest captured size that holds it.
-If a smaller size is planned but not captured, its graph is counted as wanted. The remaining graphs are captured while
-the engine is idle (`capture_next`), and occasionally while requests run (`capture_wanted`): a capture executes no
-kernels, but delays the next step by about 0.05 s.
+Graphs cannot be saved: each start captures them again, in 0.02 to 0.1 s per graph on an H100. A static bucket has one
+graph. A program with a symbolic number of tokens is captured at many sizes, and prefill steps with decode rows also for
+several numbers of row slots. Capturing all of them takes several seconds, so start-up captures only the early sizes
+(`capture`). After warm-up, a step is padded to the smallest captured size that holds it. If a smaller size is planned
+but not captured, its graph is counted as wanted. The remaining graphs are captured while the engine is idle
+(`capture_next`), and occasionally while requests run (`capture_wanted`), which delays the next step by about 0.05 s.
 
-A capture may load kernels, and compiles nothing. If it fails, the step runs once without a graph before the next
-attempt, which is possible only during start-up and while the engine is idle. During warm-up, steps are padded to any
-planned size. Most of these sizes have no graph yet, so their steps run without one, and may run uncompiled.
+A capture executes no kernels and compiles nothing, but may load kernels, so a step can be captured at a size at which
+it has not run. Its program must have run at one size: autotuning times kernels, which is not possible in a capture. If
+a capture fails, the step runs once without a graph before the next attempt, which is possible only during start-up and
+while the engine is idle. During warm-up, steps are padded to any planned size; most of these have no graph yet, so
+their steps run without one, and may run uncompiled.
 
 Some sizes take longer than larger ones, because cuBLAS selects another kernel: 448 tokens took 16.1 ms, and 480 took
 12.2 ms (8B shape, H100). The engine times each size after its capture, and pads no step to a slow one (`skip_sizes`).
@@ -20,17 +22,17 @@ step has a new size for a while, and the 99th percentile of the gaps between tok
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tcdeploy.engine.step.batch import StepBuffers
-from tcdeploy.engine.step.graphs import GraphKey, StepGraph, StepOutput, capture_graph
+from tcdeploy.engine.step.batch import GraphKey, StepBuffers, StepOutput
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.sizes import DYNAMIC_STEP_TOKENS
 
@@ -39,19 +41,56 @@ EARLY_SIZES = (64, 128, 256, 512, 1024)
 log = logging.getLogger("tcdeploy.engine")
 
 
-class StepGraphs:
-    """The graphs by bucket, size and row slots.
+class StepGraph(NamedTuple):
+    """A captured step: `replay` reads the bucket's static buffers and overwrites `output`."""
 
-    `forward` runs a step without a graph. `make_buffers` returns the buffers of a step, filled with padding only if its
-    second argument is true.
+    graph: Any  # torch.cuda.CUDAGraph
+    output: StepOutput
+
+    def replay(self) -> StepOutput:
+        self.graph.replay()
+        return self.output
+
+
+def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
+    """Capture `step` with its tensors in `pool`, a torch.cuda.MemPool that outlives the graphs of all variants.
+
+    Raises the exceptions of `step`, and RuntimeError if the capture fails. `torch.cuda.graph` is not used, because it
+    calls `torch.cuda.empty_cache` first, and in some versions `gc.collect`: requests would wait for these and for the
+    next steps' allocations.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream()
+    torch.cuda.synchronize()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool.id, capture_error_mode="relaxed")
+        try:
+            output = step()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is invalid; the step's own error is raised below
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return StepGraph(graph, output)
+
+
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One stream for all captures, because a pool's free blocks are reused only on the stream that used them."""
+    return torch.cuda.Stream()
+
+
+class StepGraphs:
+    """`forward` runs a step without a graph. `make_buffers(key, True)` returns its buffers filled with padding.
+
+    All graphs share one memory pool, and are captured from the largest to the smallest, which reuse its memory.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        forward: Callable[[StepBuffers], StepOutput],
+        self, plan: Plan, forward: Callable[[StepBuffers], StepOutput],
         make_buffers: Callable[[GraphKey, bool], StepBuffers],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.uncaptured_runs = 0  # forward passes of captured buckets that replayed no graph: prompt logprobs
         self.late_captures = 0  # since warm-up
         self.longest_late_capture_seconds = 0.0
@@ -96,8 +135,7 @@ class StepGraphs:
 
     def captured_sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
         """The bucket's captured sizes, ascending, those that are skipped included."""
-        captured = (key.tokens for key in self._graphs if key.bucket == bucket and key.row_slots == row_slots)
-        return tuple(sorted(captured))
+        return tuple(sorted(key.tokens for key in self._graphs if (key.bucket, key.row_slots) == (bucket, row_slots)))
 
     def _is_used(self, bucket: Bucket, size: int) -> bool:
         return size == bucket.size or size not in self._skipped_sizes
@@ -105,7 +143,7 @@ class StepGraphs:
     def step_sizes(self, row_slots: int) -> tuple[int, ...]:
         """The current sizes of all prefill buckets together, ascending.
 
-        Steps of a dynamic bucket without graphs are not padded. Its sizes are the multiples of DYNAMIC_STEP_TOKENS.
+        A dynamic bucket without graphs, whose steps are not padded, has the multiples of DYNAMIC_STEP_TOKENS.
         """
         if row_slots not in self._step_sizes:
             sizes: set[int] = set()
@@ -126,7 +164,7 @@ class StepGraphs:
 
     @property
     def can_capture_wanted(self) -> bool:
-        """Whether a graph is wanted and can be captured while requests run."""
+        """While requests run."""
         return bool(self.wanted) and not self._needs_first_run
 
     def run(self, buffers: StepBuffers) -> StepOutput:
@@ -140,8 +178,8 @@ class StepGraphs:
     def capture(self, bucket: Bucket) -> None:
         """Capture the bucket's step, which must have run before; of a dynamic bucket only the early sizes.
 
-        If a capture fails, its step and the following ones run once before they are captured. Raises RuntimeError if
-        that fails too, and torch.OutOfMemoryError without a second attempt.
+        After a failure, steps run once before they are captured. Raises the RuntimeError of a second failure, and
+        torch.OutOfMemoryError at once.
         """
         torch.cuda.empty_cache()  # the allocator cannot free cached memory during a capture
         runs_first = False
@@ -177,17 +215,13 @@ class StepGraphs:
     def drop(self, bucket: Bucket) -> None:
         """Drop the graphs of a bucket, whose variant has changed."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if key.bucket != bucket}
-        self.wanted = Counter({key: count for key, count in self.wanted.items() if key.bucket != bucket})
-        self._forget_sizes()
+        self._keep_wanted(lambda key: key.bucket != bucket)
 
     def skip_sizes(self, sizes: frozenset[int]) -> None:
         """Do not pad steps of dynamic buckets to these sizes, except the largest size of a bucket."""
         if sizes != self._skipped_sizes:
             self._skipped_sizes = sizes
-            self.wanted = Counter(
-                {key: count for key, count in self.wanted.items() if self._is_used(key.bucket, key.tokens)}
-            )
-            self._forget_sizes()
+            self._keep_wanted(lambda key: self._is_used(key.bucket, key.tokens))
 
     def warmed(self) -> None:
         """Warm-up has ended: pad steps to captured sizes, and count late captures."""
@@ -195,28 +229,21 @@ class StepGraphs:
         self._forget_sizes()
 
     def _next_key(self) -> GraphKey | None:
-        """The most wanted graph, or else the first that is not captured.
-
-        Buckets without graphs are left out, and of a skipped size the graphs with decode rows.
-        """
+        """The most wanted graph, or else the first that is not captured, of a skipped size only without decode rows."""
         if self.wanted:
             return self.wanted.most_common(1)[0][0]
-        captured_buckets = filter(self.is_captured, self._plan.prefill_buckets)
         # Largest size first, so that smaller graphs reuse the memory that a larger one allocated in the pool. The graph
         # without decode rows is first, because the size is timed with it.
         keys = (
             GraphKey(bucket, tokens, row_slots)
-            for bucket in captured_buckets
+            for bucket in filter(self.is_captured, self._plan.prefill_buckets)
             for tokens, row_slots in sorted(self._plan.graph_shapes(bucket), key=lambda shape: (-shape[0], shape[1]))
             if row_slots == 0 or self._is_used(bucket, tokens)
         )
         return next((key for key in keys if key not in self._graphs), None)
 
     def _capture_late(self, key: GraphKey, runs_first: bool = False) -> bool:
-        """Capture a graph after warm-up; False if that failed.
-
-        A failure is logged. After it, steps run once before they are captured, or no further graph is captured.
-        """
+        """Capture a graph after warm-up. A failure is logged, and changes how later graphs are captured."""
         start = time.perf_counter()
         try:
             self._capture(key, runs_first)
@@ -241,7 +268,7 @@ class StepGraphs:
         if not self._pools:
             self._pools.append(torch.cuda.MemPool())
         try:
-            self._graphs[key] = capture_graph(partial(self._forward, buffers), self._pools[-1])
+            self._graphs[key] = capture_graph(functools.partial(self._forward, buffers), self._pools[-1])
         except torch.OutOfMemoryError:
             raise
         except Exception:  # torch 2.11 may still allocate from the pool of an invalid capture
@@ -254,6 +281,10 @@ class StepGraphs:
         self._captures_late = False
         self.wanted.clear()
         log.warning("%s; no further CUDA graph is captured, and steps are padded to the captured sizes", reason)
+
+    def _keep_wanted(self, is_kept: Callable[[GraphKey], bool]) -> None:
+        self.wanted = Counter({key: count for key, count in self.wanted.items() if is_kept(key)})
+        self._forget_sizes()
 
     def _forget_sizes(self) -> None:
         self._sizes.clear()

@@ -16,17 +16,12 @@ from tcdeploy.programs.regions import Region, find_head_modules, find_layers, re
 
 
 def install_programs(
-    runner: ModelRunner,
-    architecture: Architecture,
-    origin: Origin,
-    cache_dir: str,
-    original_key: str | None = None,
+    runner: ModelRunner, architecture: Architecture, origin: Origin, cache_dir: str, original_key: str | None = None,
     exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
-) -> None:
+) -> None:  # fmt: skip
     """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called.
 
-    `cache_dir`: the folder in use. `original_key`: of the plan for whose model this one is a copy; None: it is no copy.
-    `exchange`: how packages are shared with other processes.
+    `original_key`: of the plan for whose model this one is a copy; None: it is no copy.
     """
     plan, model = runner.plan, runner.model
     if plan.programs == "aot":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from statistics import median_high
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from tcdeploy.engine.check.inputs import make_timing_batch, timed_context
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk
 from tcdeploy.engine.schedule.step_costs import StepCosts
-from tcdeploy.engine.step.graphs import StepOutput
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.programs.stances import force_eager
@@ -38,48 +39,31 @@ MAX_TIMED_PREFIX = 16_384  # tokens before a timed chunk
 SMALL_CHUNK = 16  # tokens
 
 
-class StepTimes(NamedTuple):
-    """Medians over ROUNDS rounds. A spread is half of the range of the rounds' medians."""
+def measure_step_times(runner: ModelRunner, bucket: Bucket) -> dict[str, Any]:
+    """The step's times for a BucketRecord, by its fields: uncompiled with the same attention, and as it serves.
 
-    eager_ms: float
-    compiled_ms: float
-    eager_spread_ms: float
-    compiled_spread_ms: float
-
-
-def measure_step_times(runner: ModelRunner, bucket: Bucket) -> StepTimes:
-    """Median ms of the bucket's step: uncompiled with the same attention, and compiled.
-
-    The compiled step is the one that serves: it replays the CUDA graph if the bucket is captured. The two are timed
-    alternately, so that a slowly changing load affects both.
+    The two are timed alternately, so that a slowly changing load affects both.
     """
     eager, compiled = [], []
     for _ in range(ROUNDS):
         with force_eager():
             eager.append(measure_step_ms(runner, bucket, captured=False, limits=ROUND))
         compiled.append(measure_step_ms(runner, bucket, limits=ROUND))
-    return StepTimes(_median(eager), _median(compiled), _spread(eager), _spread(compiled))
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _spread(values: list[float]) -> float:
-    return (max(values) - min(values)) / 2
+    return {
+        "eager_ms": median_high(eager),
+        "compiled_ms": median_high(compiled),
+        "eager_spread_ms": (max(eager) - min(eager)) / 2,
+        "compiled_spread_ms": (max(compiled) - min(compiled)) / 2,
+    }
 
 
 def measure_step_ms(
-    runner: ModelRunner,
-    bucket: Bucket,
-    captured: bool = True,
-    limits: TimingLimits = THOROUGH,
+    runner: ModelRunner, bucket: Bucket, captured: bool = True, limits: TimingLimits = THOROUGH,
     length: int | None = None,
-) -> float:
-    """Median milliseconds of the bucket's step on its timing batch.
+) -> float:  # fmt: skip
+    """Median milliseconds of the bucket's step on its timing batch of the given length.
 
-    captured: replay the CUDA graph; False: run the programs without it, for prefill only with the default length.
-    length: tokens of the prompt, or of each decode row's context (make_timing_batch has the defaults).
+    `captured`: replay the CUDA graph; False: run the programs without it, for prefill only with the default length.
     """
     batch = make_timing_batch(runner, bucket, length)
     first_seconds = _seconds(batch.run)
@@ -92,18 +76,15 @@ def measure_step_ms(
     rerun = runner.rerun if captured else runner.rerun_uncaptured
     if bucket.is_prefill:
         return _median_ms(lambda: rerun(bucket), limits)
-    return _median_ms(
-        lambda: rerun(bucket), limits, reset=lambda: runner.row_assignment.assign_prefilled(batch.sequences)
-    )
+    return _median_ms(lambda: rerun(bucket), limits, lambda: runner.row_assignment.assign_prefilled(batch.sequences))
 
 
 def time_next_size(
     runner: ModelRunner, costs: StepCosts, allocator: BlockAllocator, timed: set[int]
 ) -> StepCosts | None:
-    """`costs` with the time of one more captured size; None if every size that fits the KV cache is in `timed`.
+    """`costs` with the time of one more captured size, which is added to `timed`; None if all that fit are in it.
 
-    Adds the size to `timed`. The sizes that were timed at start-up are timed again: a GPU that has just been idle has
-    higher clocks, and times are compared with each other (StepCosts.slow_sizes).
+    The sizes that were timed at start-up are timed again, because an idle GPU has higher clocks.
     """
     fitting = allocator.num_allocatable * allocator.block_size
     for bucket in runner.plan.prefill_buckets:
@@ -116,10 +97,7 @@ def time_next_size(
 
 
 def _measure_prefill_ms(runner: ModelRunner, bucket: Bucket, size: int, allocator: BlockAllocator) -> float:
-    """Milliseconds of a prefill step of `size` tokens: the smaller of two times, after a run that is not timed.
-
-    The prompt's KV blocks are from `allocator`, which evicts cached prefixes if too few blocks are free.
-    """
+    """Milliseconds of a prefill step of `size` tokens: the smaller of two times, after a run that is not timed."""
     batch = make_timing_batch(runner, bucket, size, allocator)
     try:
         batch.run()
@@ -130,10 +108,7 @@ def _measure_prefill_ms(runner: ModelRunner, bucket: Bucket, size: int, allocato
 
 
 def measure_step_costs(runner: ModelRunner) -> StepCosts:
-    """Time the steps of all buckets briefly, and how their time grows with the tokens in the KV cache.
-
-    A dynamic bucket is timed at each captured size.
-    """
+    """Time the steps of all buckets briefly, dynamic ones at each captured size, and the effect of a long context."""
     plan = runner.plan
     prefill_ms: dict[int, float] = {}
     for bucket in plan.prefill_buckets:
@@ -142,9 +117,7 @@ def measure_step_costs(runner: ModelRunner) -> StepCosts:
             prefill_ms[size] = measure_step_ms(runner, bucket, limits=BRIEF, length=size)
     largest = plan.decode_buckets[-1]
     context = timed_context(plan, largest)
-    decode_ms = {
-        bucket.size: measure_step_ms(runner, bucket, limits=BRIEF, length=context) for bucket in plan.decode_buckets
-    }
+    decode_ms = {b.size: measure_step_ms(runner, b, limits=BRIEF, length=context) for b in plan.decode_buckets}
     prefix_pair_ms, prefix_token_ms = _measure_prefix(runner)
     costs = StepCosts(
         prefill_ms=tuple(sorted(prefill_ms.items())),
@@ -159,10 +132,7 @@ def measure_step_costs(runner: ModelRunner) -> StepCosts:
 
 
 def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: float) -> float:
-    """Additional milliseconds of the bucket's decode step per token in the KV cache.
-
-    `ms`: its time with `context` tokens in each row. 0 if `context` is too short to compare.
-    """
+    """Additional ms of a decode step per token in the KV cache; 0 if `context` is too short to compare."""
     if context < 2 * SHORT_CONTEXT:
         return 0.0
     shorter_ms = measure_step_ms(runner, bucket, limits=BRIEF, length=SHORT_CONTEXT)
@@ -170,11 +140,10 @@ def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: fl
 
 
 def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
-    """Returns (prefix_pair_ms, prefix_token_ms) of StepCosts.
+    """Returns (prefix_pair_ms, prefix_token_ms) of StepCosts; zeros if no prompt with a prefix fits.
 
     A large and a small chunk are each timed after a prefix and after half of it. The prefix has up to MAX_TIMED_PREFIX
-    tokens; with reference attention, which is slow, only as many as the largest bucket. Zeros if no prompt with such a
-    prefix fits.
+    tokens; with reference attention, which is slow, only as many as the largest bucket.
     """
     plan, largest = runner.plan, runner.plan.prefill_buckets[-1].size
     max_prefix = largest if plan.prefill_attention == "reference" else MAX_TIMED_PREFIX
@@ -210,7 +179,7 @@ def _median_ms(step: Callable[[], StepOutput], limits: TimingLimits, reset: Call
     while len(seconds) < limits.max_runs and (len(seconds) < limits.min_runs or sum(seconds) <= limits.seconds):
         reset()
         seconds.append(_seconds(step))
-    return _median(seconds) * 1e3
+    return median_high(seconds) * 1e3
 
 
 def _seconds(step: Callable[[], StepOutput]) -> float:

@@ -1,9 +1,8 @@
 """Choose the variant of a bucket: the first that compiles and passes the parity check, or the fastest of several.
 
 Without `--tune-seconds` the first one is compiled and none is timed; the next ones are tried only if it fails.
-`--tune-seconds` bounds the time spent on variants beyond the first, which has to be compiled in any case. Trials come
-from the manifest of an earlier run, if any, and from this run. A variant is timed once: a warm start loads the selected
-variant only, and repeats no timing.
+`--tune-seconds` bounds the time spent on variants beyond the first, which has to be compiled in any case. A variant is
+timed once: a warm start takes the trials from the manifest of the earlier run, and loads the selected variant only.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from tcdeploy.engine.check.inputs import WarmupBatch
 from tcdeploy.engine.check.parity_check import ParityCheck, ParityChecker, describe_parity
 from tcdeploy.engine.warm.timing import measure_step_ms, synchronize
 from tcdeploy.planning.bucket_record import Trial
-from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.variants import Variant, untimed_variants
 from tcdeploy.programs.compile_stats import CompileStats, measure_compiles
 from tcdeploy.torch_compat.dynamo.compile_threads import without_compile_workers
@@ -62,62 +60,42 @@ class SelectedVariant(NamedTuple):
     peak_memory_bytes: int
 
 
-class _Attempt(NamedTuple):
-    """`compiled` of a variant that failed holds what had been compiled until then."""
-
-    trial: Trial
-    compiled: CompiledVariant
-    error: Exception | None
-
-
 def tune(batch: WarmupBatch, known_trials: Iterable[Trial], has_more_time: bool, seconds: float) -> TuningRun:
     """Time the bucket's variants for at most `seconds`, except those that the `known_trials` of an earlier run cover.
 
-    Nothing is timed unless `has_more_time`: this is the first run, or the time allowed has grown since the earlier one.
+    Nothing is timed unless this run `has_more_time` than the earlier one. A variant that cannot be compiled on this
+    torch or GPU is recorded with its error. Time spent before the first variant that can be timed does not count, and
+    the last error is raised if none can.
     """
     variants = _variants_by_name(batch)
     if len(variants) == 1:
         return TuningRun()
-    trials = tuple(trial for trial in known_trials if trial.variant in variants)
+    trials = [trial for trial in known_trials if trial.variant in variants]
     if not has_more_time or seconds <= 0:
-        return TuningRun(trials)
-    tried = {trial.variant for trial in trials}
-    untried = [variant for name, variant in variants.items() if name not in tried]
-    tuning = time_variants(batch, untried, seconds, must_succeed=not any_timed(trials))
-    return tuning._replace(trials=trials + tuning.trials)
-
-
-def time_variants(batch: WarmupBatch, variants: list[Variant], seconds: float, must_succeed: bool) -> TuningRun:
-    """Compile and time one variant after another until `seconds` are spent.
-
-    A variant that cannot be compiled on this torch or GPU is recorded with its error and skipped. With `must_succeed`,
-    time spent before the first variant that can be timed does not count, and the last error is raised if none can.
-    """
-    trials: list[Trial] = []
+        return TuningRun(tuple(trials))
     compiled: dict[Variant, CompiledVariant] = {}
     spent = 0.0
-    error: Exception | None = None
-    for variant in variants:
-        is_required = must_succeed and not any_timed(trials)
+    latest_error: Exception | None = None
+    tried = {trial.variant for trial in trials}
+    for variant in (variant for name, variant in variants.items() if name not in tried):
+        is_required = not any_timed(trials)
         if not is_required and spent >= seconds:
             break
-        attempt = _try_variant(batch, variant, is_timed=True)
-        trials.append(attempt.trial)
-        compiled[variant] = attempt.compiled
-        error = attempt.error or error
-        spent += 0.0 if is_required else attempt.trial.seconds
-    if must_succeed and error is not None and not any_timed(trials):
-        raise error
+        trial, compiled[variant], error = _try_variant(batch, variant, is_timed=True)
+        trials.append(trial)
+        latest_error = error or latest_error
+        spent += 0.0 if is_required else trial.seconds
+    if latest_error is not None and not any_timed(trials):
+        raise latest_error
     return TuningRun(tuple(trials), compiled, spent)
 
 
 def select_variant(
     batch: WarmupBatch, tuning: TuningRun, checker: ParityChecker, programs_cached: bool
 ) -> SelectedVariant:
-    """Compile and check the preferred variant.
+    """Compile and check the preferred variant; if that fails, record it in the trials, and take the next one.
 
-    A variant that does not compile or fails the parity check is recorded in the trials, and the next one is taken. If
-    none is left, the last one's error is raised, or it is returned with its failed check.
+    If none is left, the last one's error is raised, or it is returned with its failed check.
     """
     variants, trials, compiled = _variants_by_name(batch), tuning.trials, dict(tuning.compiled)
     selected: SelectedVariant | None = None
@@ -142,9 +120,8 @@ def select_variant(
     return selected
 
 
-def preferred_variant(trials: Iterable[Trial], variants: Mapping[str, Variant]) -> Variant | None:
+def preferred_variant(trials: tuple[Trial, ...], variants: Mapping[str, Variant]) -> Variant | None:
     """The fastest variant, or the first one that has not failed if none was timed. None if no variant is left."""
-    trials = tuple(trials)
     if any_timed(trials):
         return variants[fastest(trials, variants).variant]
     failed = {trial.variant for trial in trials}
@@ -156,14 +133,20 @@ def check_variant(
     batch: WarmupBatch, variant: Variant, compiled: CompiledVariant, trials: tuple[Trial, ...], checker: ParityChecker
 ) -> SelectedVariant:
     """Check the bucket, which already runs `variant`. The returned check may have failed."""
-    peak_memory_bytes, start = _peak_memory_bytes(batch.plan), time.perf_counter()
+    # On a GPU, since the bucket's warm-up began; on a CPU, since the start of the process.
+    peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if batch.plan.device == "cuda":
+        peak_memory_bytes = torch.cuda.max_memory_allocated()
+    start = time.perf_counter()
     check = checker.check(batch.bucket)
     return SelectedVariant(variant, compiled, trials, check, time.perf_counter() - start, peak_memory_bytes)
 
 
 def compile_variant(batch: WarmupBatch, variant: Variant) -> CompiledVariant:
     """Compile the bucket's step with `variant`, and capture it if the plan uses a CUDA graph for it."""
-    runs = RUNS_BEFORE_CAPTURE if _uses_any_graph(batch, variant) else 1
+    # Before the engine or Inductor captures a graph, an extra run completes lazy initialisation.
+    uses_graph = batch.plan.graphs == "region" or batch.plan.uses_cuda_graph(batch.bucket, variant)
+    runs = RUNS_BEFORE_CAPTURE if uses_graph else 1
     return capture_variant(batch, variant, run_variant(batch, variant, runs))
 
 
@@ -180,8 +163,7 @@ def run_variant(batch: WarmupBatch, variant: Variant, runs: int) -> CompileStats
 def capture_variant(batch: WarmupBatch, variant: Variant, compilation: CompileStats) -> CompiledVariant:
     """Capture the bucket's step, which has run with `variant`, if the plan uses a CUDA graph for it."""
     runner, bucket, plan = batch.runner, batch.bucket, batch.plan
-    free_before = _free_bytes()
-    start = time.perf_counter()
+    free_before, start = _free_bytes(), time.perf_counter()
     if plan.uses_cuda_graph(bucket, variant):
         runner.graphs.capture(bucket)
         synchronize()
@@ -196,23 +178,20 @@ def any_timed(trials: Iterable[Trial]) -> bool:
 
 def fastest(trials: Iterable[Trial], variants: Mapping[str, Variant]) -> Trial:
     """The trial with the lowest median, scaled by the speedup that its variant is required to bring."""
-
-    def scaled_ms(trial: Trial) -> float:
-        return math.inf if trial.step_ms is None else trial.step_ms * variants[trial.variant].required_speedup
-
-    return min(trials, key=scaled_ms)
+    return min(trials, key=lambda trial: (trial.step_ms or math.inf) * variants[trial.variant].required_speedup)
 
 
 def total_compilation(selected: Variant, compiled: Mapping[Variant, CompiledVariant]) -> CompileStats:
-    """What this run compiled for `selected`: its first compilation, and that of the first earlier variant that shares
-    programs with it.
-    """
+    """The first compilation of `selected`, and of the first earlier variant that shares programs with it."""
     earlier = itertools.takewhile(lambda variant: variant != selected, compiled)
     sharing = (compiled[variant].compilation for variant in earlier if variant.shares_programs_with(selected))
     return next(sharing, CompileStats()) + compiled[selected].compilation
 
 
-def _try_variant(batch: WarmupBatch, variant: Variant, is_timed: bool) -> _Attempt:
+def _try_variant(
+    batch: WarmupBatch, variant: Variant, is_timed: bool
+) -> tuple[Trial, CompiledVariant, Exception | None]:
+    """If the variant fails, returns its error, and what had been compiled until then."""
     start = time.perf_counter()
     step_ms: float | None = None
     error: Exception | None = None
@@ -226,30 +205,16 @@ def _try_variant(batch: WarmupBatch, variant: Variant, is_timed: bool) -> _Attem
             if not batch.runner.has_model:
                 raise  # a start from packages has no other variant to try
             error = exception
+    message = ""
     if error is not None:
         compiled = CompiledVariant(attempted, 0.0, None)
-    trial = Trial(variant.name, step_ms, time.perf_counter() - start, _first_line(error) if error else "")
-    return _Attempt(trial, compiled, error)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_ERROR_CHARS]
+        message = (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_ERROR_CHARS]
+    trial = Trial(variant.name, step_ms, time.perf_counter() - start, message)
+    return trial, compiled, error
 
 
 def _variants_by_name(batch: WarmupBatch) -> dict[str, Variant]:
     return {variant.name: variant for variant in batch.plan.variants(batch.bucket)}
-
-
-def _uses_any_graph(batch: WarmupBatch, variant: Variant) -> bool:
-    """Whether the engine or Inductor captures a graph, before which an extra run completes lazy initialisation."""
-    return batch.plan.graphs == "region" or batch.plan.uses_cuda_graph(batch.bucket, variant)
-
-
-def _peak_memory_bytes(plan: Plan) -> int:
-    """GPU memory since the bucket's warm-up began. On a CPU, the peak of the process since its start (getrusage)."""
-    if plan.device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _free_bytes() -> int | None:

@@ -1,9 +1,7 @@
 """Warm every bucket of the plan: compile its step, capture it, check it against the reference, and record the result.
 
 The largest bucket goes first: CUDA graphs share one memory pool, which the first graph sizes. Other processes may
-compile the rest meanwhile (start/workers/parallel.py); this process then loads what they have compiled. Tuning, the
-parity check and timing are in tuning.py, parity_check.py and timing.py; this module holds the order and the record. A
-record keeps compile, capture and check seconds apart, and torch's counters.
+compile the rest meanwhile (start/workers/parallel.py); this process then loads what they have compiled.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -43,13 +40,9 @@ log = logging.getLogger("tcdeploy.engine")
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """What the manifest of an earlier run says, by bucket name.
+    """What the manifest of an earlier run says, by bucket name."""
 
-    buckets: names of the buckets whose programs are in the cache; empty if sources or settings of the programs have
-        changed.
-    """
-
-    buckets: frozenset[str] = frozenset()
+    buckets: frozenset[str] = frozenset()  # whose programs are in the cache; empty if their sources or settings changed
     cold_seconds: dict[str, float] = field(default_factory=dict)
     trials: dict[str, tuple[Trial, ...]] = field(default_factory=dict)
     tune_seconds: float = 0.0  # the longest time that a run was allowed for tuning
@@ -57,24 +50,17 @@ class PreviousRun:
     def with_programs(self, compilations: Mapping[str, Compilation]) -> PreviousRun:
         """The same run, after other processes have compiled these buckets."""
         seconds = {name: compilation.cold_seconds for name, compilation in compilations.items()}
-        return dataclasses.replace(
-            self, buckets=self.buckets | frozenset(seconds), cold_seconds={**seconds, **self.cold_seconds}
-        )
-
-
-class _WarmedBucket(NamedTuple):
-    record: BucketRecord
-    tuning_seconds: float
+        cold_seconds = {**seconds, **self.cold_seconds}
+        return dataclasses.replace(self, buckets=self.buckets | frozenset(seconds), cold_seconds=cold_seconds)
 
 
 def prepare_buckets(
     runner: ModelRunner, cache_dir: str, before_captures: Callable[[], object] = lambda: None
 ) -> dict[Bucket, CompiledVariant]:
-    """Load and run the step of each bucket, with the variant that the runner has set, and then capture all.
+    """Load and run the step of each bucket, call `before_captures`, and then capture all.
 
     For a start from packages, while the weights are read: the results of the steps are ignored, but the weights must be
-    finite. `warm_buckets` then checks the buckets. `before_captures` is called between the runs and the captures. The
-    KV cache contains arbitrary values afterwards. Raises as `PackagedForward`, and CompileError.
+    finite. The KV cache contains arbitrary values afterwards. Raises as `PackagedForward`, and CompileError.
     """
     prepared: dict[Bucket, CompiledVariant] = {}
     with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():
@@ -82,16 +68,15 @@ def prepare_buckets(
         for bucket in warmup_order(runner.plan):
             # One short run is enough to load the programs, and captures load the kernels of other sizes.
             batch = make_timing_batch(runner, bucket, min(SHORT_RUN_TOKENS, bucket.size) if bucket.min_size else None)
-            runs.append((batch, run_variant(batch, runner.variant(bucket), runs=1)))
+            runs.append((batch, run_variant(batch, runner.variants[bucket], runs=1)))
         before_captures()
         for batch, compilation in runs:
-            prepared[batch.bucket] = capture_variant(batch, runner.variant(batch.bucket), compilation)
+            prepared[batch.bucket] = capture_variant(batch, runner.variants[batch.bucket], compilation)
     runner.row_assignment.clear()
     return prepared
 
 
 def warmup_order(plan: Plan) -> list[Bucket]:
-    """The buckets of a plan, the largest first."""
     return sorted(plan.buckets, key=lambda bucket: bucket.size, reverse=True)
 
 
@@ -100,30 +85,24 @@ def warm_bucket(
 ) -> BucketRecord:
     """Warm one bucket while the engine is paused; no variant is timed. Raises CompileError if it fails its check."""
     with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():
-        warmed = _warm_bucket(runner, bucket, previous, checker, 0.0, compiled=None)
-    raise_if_failed(warmed.record.parity, bucket)
-    return warmed.record
+        record, _ = _warm_bucket(runner, bucket, previous, checker, 0.0, compiled=None)
+    raise_if_failed(record.parity, bucket)
+    return record
 
 
 def warm_buckets(
-    runner: ModelRunner,
-    checker: ParityChecker,
-    previous: PreviousRun,
-    cache_dir: str,
-    measure: bool,
-    progress: Progress,
-    on_finished: Callable[[BucketRecord], None] = lambda record: None,
+    runner: ModelRunner, checker: ParityChecker, previous: PreviousRun, cache_dir: str, measure: bool,
+    progress: Progress, on_finished: Callable[[BucketRecord], None] = lambda record: None,
     prepared: Mapping[Bucket, CompiledVariant] | None = None,
     wait_for_worker: Callable[[Bucket], Compilation | None] = lambda bucket: None,
     names: Collection[str] | None = None,
-) -> list[BucketRecord]:
+) -> list[BucketRecord]:  # fmt: skip
     """Warm all buckets, or those with these names; returns their records in the plan's order.
 
     With `measure` the step of each bucket is timed at the end, eager and compiled. `on_finished` is called for each
     bucket that has passed its parity check. `prepared`: the result of `prepare_buckets`, if it was called.
-    `wait_for_worker` is called before each bucket, and returns how another process has compiled it; None if none has.
-    Raises CompileError for a bucket that fails its parity check, and SpaceError if torch could not write all cache
-    entries.
+    `wait_for_worker` returns how another process has compiled a bucket; None if none has. Raises CompileError for a
+    bucket that fails its parity check, and SpaceError if torch could not write all entries.
     """
     plan = runner.plan
     records: dict[Bucket, BucketRecord] = {}
@@ -136,16 +115,14 @@ def warm_buckets(
         tune_seconds = tuning_left / (len(order) - number + 1)  # an equal share for each bucket left
         with naming_refusal(plan, bucket.name), translate_compile_errors(plan, cache_dir):
             compiled = prepared[bucket] if prepared else None
-            warmed = _warm_bucket(runner, bucket, known, checker, tune_seconds, compiled)
-        if compilation is not None:
-            warmed = warmed._replace(record=_with_compilation(warmed.record, compilation))
-        records[bucket] = warmed.record
-        tuning_left -= warmed.tuning_seconds
+            record, tuning_seconds = _warm_bucket(runner, bucket, known, checker, tune_seconds, compiled)
+        records[bucket] = record = record if compilation is None else _with_compilation(record, compilation)
+        tuning_left -= tuning_seconds
         try:
-            raise_if_failed(warmed.record.parity, bucket)
-            on_finished(warmed.record)  # first, so that a bucket that is reported as finished is kept after a kill
+            raise_if_failed(record.parity, bucket)
+            on_finished(record)  # first, so that a bucket that is reported as finished is kept after a kill
         finally:
-            progress.bucket_finished(warmed.record)
+            progress.bucket_finished(record)
     if measure:  # at the end, when no other process compiles on this machine
         with translate_compile_errors(plan, cache_dir):
             records = {bucket: _with_step_times(runner, bucket, record) for bucket, record in records.items()}
@@ -166,18 +143,14 @@ def _with_compilation(record: BucketRecord, compilation: Compilation) -> BucketR
 
 def _with_step_times(runner: ModelRunner, bucket: Bucket, record: BucketRecord) -> BucketRecord:
     context = None if bucket.is_prefill else timed_context(runner.plan, bucket)
-    return dataclasses.replace(record, timed_context=context, **measure_step_times(runner, bucket)._asdict())
+    return dataclasses.replace(record, timed_context=context, **measure_step_times(runner, bucket))
 
 
 def _warm_bucket(
-    runner: ModelRunner,
-    bucket: Bucket,
-    previous: PreviousRun,
-    checker: ParityChecker,
-    tune_seconds: float,
+    runner: ModelRunner, bucket: Bucket, previous: PreviousRun, checker: ParityChecker, tune_seconds: float,
     compiled: CompiledVariant | None,
-) -> _WarmedBucket:
-    """`compiled`: the bucket's result from `prepare_buckets`; None if it was not prepared."""
+) -> tuple[BucketRecord, float]:  # fmt: skip
+    """Returns the record, and the seconds spent on tuning. `compiled`: from `prepare_buckets`; None if not prepared."""
     plan = runner.plan
     if plan.device == "cuda" and compiled is None:  # otherwise the peak of preparing all buckets counts too
         torch.cuda.reset_peak_memory_stats()
@@ -188,7 +161,7 @@ def _warm_bucket(
     has_more_time = plan.tune_seconds > previous.tune_seconds
     tuning = tune(batch, previous.trials.get(bucket.name, ()), has_more_time, tune_seconds)
     if compiled is not None:
-        selected = check_variant(batch, runner.variant(bucket), compiled, tuning.trials, checker)
+        selected = check_variant(batch, runner.variants[bucket], compiled, tuning.trials, checker)
     else:
         selected = select_variant(batch, tuning, checker, bucket.name in previous.buckets)
     is_captured = runner.graphs.is_captured(bucket)
@@ -198,24 +171,15 @@ def _warm_bucket(
     if compiled is not None:
         kernels_compiled += compiled.compilation.counts.kernels_compiled
     counts = dataclasses.replace(selected.compiled.compilation.counts, kernels_compiled=kernels_compiled)
-    cold_seconds = _cold_seconds(selected.compiled.compilation, counts, previous.cold_seconds.get(bucket.name))
-    record = _make_record(bucket, selected, counts, is_captured, cold_seconds)
-    return _WarmedBucket(record, tuning.seconds)
-
-
-def _cold_seconds(compilation: CompileStats, counts: CompileCounts, known_seconds: float | None) -> float | None:
-    """Compile seconds of the run that filled the cache: this one after a miss, else `known_seconds`."""
-    if compilation.counts.cache_misses or (known_seconds is None and counts.outcome == "miss"):
-        return compilation.seconds
-    return known_seconds
+    # Of the run that filled the cache: this one after a miss.
+    compilation, cold_seconds = selected.compiled.compilation, previous.cold_seconds.get(bucket.name)
+    if compilation.counts.cache_misses or (cold_seconds is None and counts.outcome == "miss"):
+        cold_seconds = compilation.seconds
+    return _make_record(bucket, selected, counts, is_captured, cold_seconds), tuning.seconds
 
 
 def _make_record(
-    bucket: Bucket,
-    selected: SelectedVariant,
-    counts: CompileCounts,
-    is_captured: bool,
-    cold_seconds: float | None,
+    bucket: Bucket, selected: SelectedVariant, counts: CompileCounts, is_captured: bool, cold_seconds: float | None
 ) -> BucketRecord:
     return BucketRecord(
         bucket=bucket.name,
@@ -244,7 +208,6 @@ def _make_record(
 
 
 def raise_if_entries_are_missing(cache_dir: str) -> None:
-    """Raise SpaceError if torch could not write all of its cache entries."""
     write_errors = read_counts().cache_write_errors
     if write_errors:
         raise SpaceError(

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tcdeploy.engine.schedule.sequence import NewToken
-from tcdeploy.engine.step.launch_lock import LaunchLock
+from tcdeploy.engine.step.launch_timer import LaunchLock
 from tcdeploy.errors import UsageError
 from tcdeploy.server.settings import HOT_PATH_VARIABLE, HotPath
 

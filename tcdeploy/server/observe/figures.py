@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
-from tcdeploy.engine.schedule.step_clock import StepTotals
+from tcdeploy.engine.schedule.step_costs import StepTotals
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.server.settings import StartTier
 from tcdeploy.server.worker.canary import CanaryStats

@@ -13,10 +13,10 @@ import logging
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 
 from tcdeploy.errors import UsageError
 from tcdeploy.host.regular_file import open_regular, read_regular
+from tcdeploy.planning.backends import Phase
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
@@ -24,7 +24,6 @@ FILE_NAME = "missed_shapes.jsonl"
 HINT = f"a server writes {FILE_NAME} into its cache folder"
 MAX_FILE_BYTES = 16 << 20
 MAX_BUCKET_SIZE = {"prefill": 16384, "decode": 512}  # larger buckets are not worth their memory
-Phase = Literal["prefill", "decode"]
 log = logging.getLogger("tcdeploy.server")
 
 

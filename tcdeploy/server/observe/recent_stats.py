@@ -40,9 +40,3 @@ class RecentStats:
             ((when, count) for when, count in self._rate_samples if now - when <= RATE_WINDOW_S), (now, 0)
         )
         return (self.tokens - before) / max(now - begin, 1.0) if now > begin else 0.0
-
-
-def percentile(values: list[float], share: float) -> float | None:
-    """Nearest-rank percentile; `share` is between 0 and 1. None without values."""
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None

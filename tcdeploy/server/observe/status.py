@@ -12,9 +12,10 @@ import re
 from importlib.resources import files
 from typing import Any
 
+from tcdeploy.host.percentile import percentile
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
-from tcdeploy.server.observe.recent_stats import RecentStats, percentile
+from tcdeploy.server.observe.recent_stats import RecentStats
 
 
 def page() -> str:
@@ -61,7 +62,7 @@ def status_json(figures: ServerFigures, recent: RecentStats) -> dict[str, Any]:
 
 
 def _latency_json(name: str, seconds: list[float]) -> dict[str, Any]:
-    percentiles = {f"p{share}": percentile(seconds, share / 100) for share in (50, 90, 99)}
+    percentiles = {f"p{q}": percentile(seconds, q) if seconds else None for q in (50, 90, 99)}
     return {"name": name, "count": len(seconds), **percentiles}
 
 

@@ -6,8 +6,9 @@ from collections import deque
 from itertools import islice
 from typing import Any
 
+from tcdeploy.host.percentile import percentile
 from tcdeploy.server.observe.figures import ServerFigures
-from tcdeploy.server.observe.recent_stats import RecentStats, percentile
+from tcdeploy.server.observe.recent_stats import RecentStats
 
 INTERVAL_S = 2.0
 CAPACITY = 450  # samples: 15 minutes
@@ -24,10 +25,10 @@ class StatusHistory:
     def sample(self, figures: ServerFigures, recent: RecentStats) -> None:
         """Append a sample of the time since the last one. `first_token_p50` is None if there was no first token."""
         num_first = min(recent.first_tokens - self._first_tokens, len(recent.time_to_first_token))
-        newest = islice(reversed(recent.time_to_first_token), num_first)
+        newest = list(islice(reversed(recent.time_to_first_token), num_first))
         self._samples.append({
             "tokens_per_second": (recent.tokens - self._tokens) / INTERVAL_S,
-            "first_token_p50": percentile(list(newest), 0.5),
+            "first_token_p50": percentile(newest, 50) if newest else None,
             "kv_cache_usage": figures.model.kv_cache_usage if figures.model else 0.0,
         })  # fmt: skip
         self._num_samples += 1

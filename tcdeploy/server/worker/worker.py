@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
-from tcdeploy.engine.step.launch_lock import LaunchLock
+from tcdeploy.engine.step.launch_timer import LaunchLock
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server.http.hot_path import seconds_until_launch, sleep_after_first_token
 from tcdeploy.server.settings import HotPath

@@ -1,17 +1,20 @@
-"""Kernels are precompiled in uncounted steps, and an error in these steps does not end the start."""
+"""What runs on the GPU in advance: kernels are compiled in uncounted steps, and errors do not end the start."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tcdeploy.engine.step.graphs import GraphKey
-from tcdeploy.engine.warm import kernel_precompile
-from tcdeploy.engine.warm.kernel_precompile import precompile_kernels
+from tcdeploy.engine.step.batch import GraphKey
+from tcdeploy.engine.warm import early_gpu
+from tcdeploy.engine.warm.early_gpu import initializing_gpu, precompile_kernels
 from tcdeploy.planning.plan import Bucket
 
 BUCKET = Bucket("prefill", 2048)
@@ -46,7 +49,7 @@ def check_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not runner.counts
         runner.steps.append(prompts)
 
-    monkeypatch.setattr(kernel_precompile, "run_check_steps", run)
+    monkeypatch.setattr(early_gpu, "run_check_steps", run)
 
 
 def test_the_largest_and_smallest_early_sizes_are_run_with_and_without_rows() -> None:
@@ -67,8 +70,23 @@ def test_an_error_is_logged_and_the_rows_are_cleared(
     def fail(*_: Any) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(kernel_precompile, "run_check_steps", fail)
+    monkeypatch.setattr(early_gpu, "run_check_steps", fail)
     caplog.set_level("INFO", "tcdeploy.engine")
     runner: Any = Runner()
     precompile_kernels(runner, [BUCKET], "prompts")  # type: ignore[arg-type]
     assert runner.steps == ["cleared"] and "no memory" in caplog.text
+
+
+def test_the_operators_run_on_any_device() -> None:
+    early_gpu._use_libraries(torch.device("cpu"))
+
+
+def test_an_error_is_left_to_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError(f"{threading.current_thread().name}: no memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(early_gpu, "_use_libraries", fail)
+    with caplog.at_level(logging.DEBUG), initializing_gpu():
+        pass
+    assert "gpu-initialization: no memory" in caplog.text

@@ -1,25 +1,69 @@
-"""Launches the Triton kernels of a start's first steps in advance, so that threads compile them in parallel.
+"""Prepares the GPU in threads, while a start does something else.
 
-The steps run uncompiled, and their launches only compile (torch_compat/inductor/parallel_kernels.py). Compiled prefill
-steps launch the same attention kernels. Compiled decode steps may launch others, because of programs/passes/ and
-kernels/linear/; these are compiled at their first launch.
+`initializing_gpu` loads CUDA's libraries and the kernels of operators, which CUDA does at their first use. These calls
+mostly do not hold the GIL.
+
+`compiling_kernels_of` launches the Triton kernels of a start's first steps. The steps run uncompiled, and their
+launches only compile (torch_compat/inductor/parallel_kernels.py). Compiled prefill steps launch the same attention
+kernels. Compiled decode steps may launch others, because of programs/passes/ and kernels/linear/; these are compiled at
+their first launch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Collection, Iterable, Iterator
+
+import torch
 
 from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.inputs import make_small_batch
+from tcdeploy.engine.check.parity import compare_logits, greedy_tokens, outlier_rows
 from tcdeploy.engine.check.parity_check import run_check_steps
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket
 
+ROWS, COLUMNS = 8, 256
 log = logging.getLogger("tcdeploy.engine")
+
+
+@contextlib.contextmanager
+def initializing_gpu() -> Iterator[None]:
+    """Initialise the current GPU, if any, while the block runs, whose next CUDA call raises an error of it."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    thread = threading.Thread(target=_initialize, name="gpu-initialization")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _initialize() -> None:
+    try:
+        _use_libraries(torch.device("cuda"))
+        torch.cuda.synchronize()
+    except Exception as error:  # such as a busy or broken GPU, which the start reports at its next call
+        log.debug("the GPU could not be initialised in advance: %s", error)
+
+
+@torch.no_grad()
+def _use_libraries(device: torch.device) -> None:
+    """A product of cuBLAS, and the operators of the parity check."""
+    x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16, device=device)
+    torch.mm(x, x.T)
+    logits = x.float()
+    sample = torch.ones(ROWS, 2, dtype=torch.float64)
+    compared = (logits, logits, logits, "bfloat16", "float32", sample)
+    compare_logits(*compared)
+    outlier_rows(*compared)
+    greedy_tokens([[0]], x)
 
 
 @contextlib.contextmanager
@@ -43,8 +87,7 @@ def compiling_kernels_of(
 def precompile_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts) -> None:
     """Launch the kernels of the buckets' checks, and of the CUDA graphs that are captured before the first request.
 
-    Call it before programs are installed. An exception is logged, not raised: if its cause persists, a later step of
-    the start raises it.
+    An exception is logged, not raised: if its cause persists, a later step of the start raises it.
     """
     try:
         with runner.uncounted_steps():
