@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.recipe import Device, DType, Recipe
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,15 @@ class Decision:
     value: str
     reason: str
     is_fallback: bool = False
+
+
+class Decisions(list[Decision]):
+    """The decisions so far, in the order in which they are printed."""
+
+    def add(self, name: str, value: T, reason: str, is_fallback: bool = False) -> T:
+        """Record a decision. Returns its value."""
+        self.append(Decision(name, str(value), reason, is_fallback))
+        return value
 
 
 class DTypes(NamedTuple):

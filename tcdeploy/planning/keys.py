@@ -21,7 +21,6 @@ from pathlib import Path
 CACHE_EPOCH = 2
 
 DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-BLOCK_FIELDS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields that hold nested statements
 
 
 def source_digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
@@ -41,13 +40,11 @@ def _source_digest(path: Path) -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
-def drop_docstrings(node: ast.AST) -> None:
+def drop_docstrings(tree: ast.AST) -> None:
     """Remove the docstrings of a module, class or function, and of all that are defined in it, in place.
 
     The body of a function that holds nothing else is empty afterwards.
     """
-    if isinstance(node, DOCUMENTED_NODES) and ast.get_docstring(node, clean=False) is not None:
-        del node.body[0]
-    for field in BLOCK_FIELDS:
-        for statement in getattr(node, field, ()):
-            drop_docstrings(statement)
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED_NODES) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]

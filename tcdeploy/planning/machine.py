@@ -5,77 +5,57 @@ from __future__ import annotations
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.backends import HALF_DTYPES
-from tcdeploy.planning.decision import Decision, DTypes, PlanInputs
+from tcdeploy.planning.decision import Decisions, DTypes, PlanInputs
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.recipe import Device, DType, Recipe
-from tcdeploy.planning.tested_versions import describe_ranges, describe_versions, untested_packages
+from tcdeploy.planning.tested_versions import tested_range, untested_packages
 
 
-def warn_about_packages(environment: Environment) -> list[Decision]:
-    """A warning for versions that were not tested, and one for each private name that the packages lack."""
-    return [*_untested_versions(environment), *_missing_internals(environment)]
-
-
-def _untested_versions(environment: Environment) -> list[Decision]:
-    """One warning for all packages whose version is outside the tested range."""
+def warn_about_packages(environment: Environment, decisions: Decisions) -> None:
+    """A warning for all untested versions, and one for each private name that the packages lack."""
     versions = {"torch": environment.torch, "triton": environment.triton, "transformers": environment.transformers}
-    untested = untested_packages(versions)
-    if not untested:
-        return []
-    reason = f"tested with {describe_ranges(untested)}"
-    return [Decision("versions", describe_versions(untested, versions), reason, is_fallback=True)]
-
-
-def _missing_internals(environment: Environment) -> list[Decision]:
-    """A warning for each private name of torch, Triton, transformers or uvicorn that these versions lack."""
-    return [
-        Decision(name, "not available", consequence, is_fallback=True)
-        for name, consequence in environment.missing_internals
-    ]
+    if untested := untested_packages(versions):
+        value = ", ".join(f"{package} {versions[package]}" for package in untested)
+        ranges = ", ".join(f"{package} {tested_range(package)}" for package in untested)
+        decisions.add("versions", value, f"tested with {ranges}", is_fallback=True)
+    for name, consequence in environment.missing_internals:
+        decisions.add(name, "not available", consequence, is_fallback=True)
 
 
 def decide_inputs(
-    recipe: Recipe, environment: Environment, architecture: Architecture, decisions: list[Decision]
+    recipe: Recipe, environment: Environment, architecture: Architecture, decisions: Decisions
 ) -> PlanInputs:
     """Decide the device and the dtypes, on which all other decisions depend."""
     if architecture.is_multimodal:
         reason = f"{architecture.model_type} is multimodal; image, audio and video inputs are rejected"
-        decisions.append(Decision("inputs", "text only", reason))
+        decisions.add("inputs", "text only", reason)
     device = _decide_device(recipe, environment, decisions)
     dtypes = _decide_dtypes(recipe, architecture, device, decisions)
     if architecture.quantisation:
         method = f"{architecture.quantisation} dequantised to {dtypes.weight}"
-        decisions.append(Decision("weights", method, "GEMMs with quantised weights are not supported yet"))
+        decisions.add("weights", method, "GEMMs with quantised weights are not supported yet")
     return PlanInputs(recipe, environment, architecture, device, dtypes)
 
 
-def _decide_device(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> Device:
+def _decide_device(recipe: Recipe, environment: Environment, decisions: Decisions) -> Device:
     if recipe.device == "cuda" and not environment.gpus:
         raise UsageError(
             "device cuda was requested, but torch sees no GPU", "remove --device cuda, or pass --device cpu"
         )
+    reason = f"{environment.gpu} is present" if environment.gpus else "torch sees no GPU"
     if recipe.device:
         reason = "requested"
-    elif environment.gpus:
-        reason = f"{environment.gpu} is present"
-    else:
-        reason = "torch sees no GPU"
     device: Device = recipe.device or ("cuda" if environment.gpus else "cpu")
     if device == "cuda" and len(environment.gpus) > 1:
         reason += f"; GPU 0 of {environment.describe_gpus()}"
-    decisions.append(Decision("device", device, reason))
-    return device
+    return decisions.add("device", device, reason)
 
 
-def _decide_dtypes(recipe: Recipe, architecture: Architecture, device: Device, decisions: list[Decision]) -> DTypes:
-    """One dtype for weights, KV and computation: nothing quantises yet. Printed as one line while they are equal."""
+def _decide_dtypes(recipe: Recipe, architecture: Architecture, device: Device, decisions: Decisions) -> DTypes:
+    """One dtype for weights, KV and computation: nothing quantises yet."""
     dtype, reason = _decide_dtype(recipe, architecture, device)
-    dtypes = DTypes(weight=dtype, kv=dtype, compute=dtype)
-    if len(set(dtypes)) == 1:
-        decisions.append(Decision("dtype", dtype, reason))
-    else:
-        decisions += [Decision(f"{name} dtype", value, reason) for name, value in dtypes._asdict().items()]
-    return dtypes
+    decisions.add("dtype", dtype, reason)
+    return DTypes(weight=dtype, kv=dtype, compute=dtype)
 
 
 def _decide_dtype(recipe: Recipe, architecture: Architecture, device: Device) -> tuple[DType, str]:

@@ -25,7 +25,7 @@ from tcdeploy.planning.attention import (
     decide_prefill_attention,
 )
 from tcdeploy.planning.backends import BACKENDS, Phase
-from tcdeploy.planning.decision import Decision
+from tcdeploy.planning.decision import Decision, Decisions
 from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment
 from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.machine import decide_inputs, warn_about_packages
@@ -177,7 +177,8 @@ def make_plan(
     `model_decisions` were made while the model's files were read; the printed plan ends with them.
     """
     _check_max_consecutive_prefills(recipe)
-    decisions = warn_about_packages(environment)
+    decisions = Decisions()
+    warn_about_packages(environment, decisions)
     inputs = decide_inputs(recipe, environment, architecture, decisions)
     prefill_attention = decide_prefill_attention(inputs, decisions)
     decode_attention = decide_decode_attention(inputs, decisions)
@@ -244,7 +245,7 @@ def _plan_key(plan: Plan, architecture: Architecture) -> str:
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 
 
-def _decide_programs(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> Programs:
+def _decide_programs(recipe: Recipe, environment: Environment, decisions: Decisions) -> Programs:
     """The recipe's `programs`, or "jit" if this torch has no packages. Raises UsageError where "aot" cannot be used."""
     if recipe.programs == "jit":
         return "jit"
@@ -255,10 +256,8 @@ def _decide_programs(recipe: Recipe, environment: Environment, decisions: list[D
     missing = [name for name in (AOT_PACKAGES, DYNAMIC_SIZES) if name in dict(environment.missing_internals)]
     if missing:
         reason = f"--programs aot needs a private interface that this torch lacks: see the warning '{missing[0]}'"
-        decisions.append(Decision("programs", "jit", reason, is_fallback=True))
-        return "jit"
-    decisions.append(Decision("programs", "aot", "requested; later starts load packages without tracing the model"))
-    return "aot"
+        return decisions.add("programs", "jit", reason, is_fallback=True)
+    return decisions.add("programs", "aot", "requested; later starts load packages without tracing the model")
 
 
 def _check_max_consecutive_prefills(recipe: Recipe) -> None:
@@ -275,11 +274,11 @@ def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[i
     return prefill + tuple(Bucket("decode", size) for size in batch_sizes)
 
 
-def decide_cache_dir(recipe: Recipe, environment: Environment, decisions: list[Decision] | None = None) -> str:
+def decide_cache_dir(recipe: Recipe, environment: Environment, decisions: Decisions | None = None) -> str:
     """The folder that the recipe or the environment names, or the default. Adds the decision to `decisions`."""
     folder, reason = find_cache_dir(recipe.cache_dir, environment.inductor_cache_dir, environment.user_cache_dir)
     if decisions is not None:
-        decisions.append(Decision("cache folder", folder, reason))
+        decisions.add("cache folder", folder, reason)
     return folder
 
 
@@ -292,18 +291,13 @@ def find_cache_dir(requested: str | None, inductor_cache_dir: str, user_cache_di
     return f"{user_cache_dir}/tcdeploy", "default; use a separate folder for CI and images"
 
 
-def _explain_region_and_mode(recipe: Recipe, decisions: list[Decision]) -> None:
+def _explain_region_and_mode(recipe: Recipe, decisions: Decisions) -> None:
     """Adds the recipe's region and mode, so that the printed Plan is complete."""
-    region_reasons: dict[CompileUnit, str] = {
-        "layer": "one program for all layers of a kind, with norms and residuals fused",
-        "blocks": "requested",
-    }
-    decisions.append(Decision("region", recipe.region, region_reasons[recipe.region]))
-    mode_reasons: dict[Mode, str] = {
-        "max-autotune": "autotuned kernels",
-        "auto": "for each bucket the variant known to be fastest; not timed here without --tune-seconds",
-    }
-    if recipe.tune_seconds > 0:
-        limit = f"at most {recipe.tune_seconds:g} s for those beyond the first"
-        mode_reasons["auto"] = f"the fastest variant per bucket; {limit}"
-    decisions.append(Decision("mode", recipe.mode, mode_reasons.get(recipe.mode, "Inductor's default kernels")))
+    fused = "one program for all layers of a kind, with norms and residuals fused"
+    decisions.add("region", recipe.region, fused if recipe.region == "layer" else "requested")
+    reason = "autotuned kernels" if recipe.mode == "max-autotune" else "Inductor's default kernels"
+    if recipe.mode == "auto" and recipe.tune_seconds > 0:
+        reason = f"the fastest variant per bucket; at most {recipe.tune_seconds:g} s for those beyond the first"
+    elif recipe.mode == "auto":
+        reason = "for each bucket the variant known to be fastest; not timed here without --tune-seconds"
+    decisions.add("mode", recipe.mode, reason)
