@@ -26,13 +26,13 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
-from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
+from tcdeploy.errors import ModelError, SpaceError, TcdeployError, UnsupportedModelError
 from tcdeploy.host.interpreter import check_interpreter
 from tcdeploy.models.auto_classes import auto_class, model_class, remote_class
 from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.convert.quantisation import cast_experts, dequantisation, is_dequantised
 from tcdeploy.models.convert.static_rope import freeze_rope
-from tcdeploy.models.load_errors import exception_chain, first_line, recognise
+from tcdeploy.models.load_errors import first_line, translate_error
 from tcdeploy.models.location import BUILTIN_MODELS, local_folder
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights.checkpoint import (
@@ -303,46 +303,3 @@ def _translate_errors(model: str) -> Iterator[None]:
         raise translate_error(model, error) from error
     except SystemExit as error:
         raise ModelError(f"the modelling code of {model} calls sys.exit()", "review the code") from error
-
-
-def translate_error(model: str, error: Exception) -> TcdeployError:
-    """The error to raise instead of one of a library, with the next command."""
-    names = {type(link).__name__ for link in exception_chain(error)}
-    text = " ".join(str(link) for link in exception_chain(error))
-    if "GatedRepoError" in names:
-        return ModelError(f"{model} is gated", f"accept the licence of {model} on the hub, then: hf auth login")
-    if "RepositoryNotFoundError" in names:
-        return ModelError(
-            f"the hub has no model {model}, or it is private", "check the id; for a private model: hf auth login"
-        )
-    if "RevisionNotFoundError" in names:
-        return ModelError(f"{model} has no such revision", "leave --revision out for the default branch")
-    if names & _NETWORK_ERRORS or "couldn't connect" in text or "offline mode" in text.lower():
-        return NetworkError(
-            f"{model} is not a local folder, and the hub cannot be reached",
-            "check the network, or pass a local folder or builtin:tiny as MODEL",
-        )
-    if known := recognise(model, error):
-        return known
-    if "Repo id must" in text or "HFValidationError" in names:
-        return ModelError(
-            f"{model} is neither a local folder nor a hub id", "check the path, or pass an id such as Qwen/Qwen2.5-7B"
-        )
-    if "trust_remote_code" in text:
-        return ModelError(
-            f"{model} requires modelling code from its repository", "review that code, then: --trust-remote-code"
-        )
-    if "Weights only load failed" in text or "PytorchStreamReader" in text:
-        return ModelError(f"the .bin weights of {model} are damaged, or are not tensors", "download them again")
-    if "safetensors" in text and ("no file named" in text or "not appear to have a file named" in text):
-        return ModelError(f"{model} has a config but no weights", "--load-format dummy runs it with random weights")
-    return ModelError(f"{model} cannot be loaded: {first_line(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")
-
-
-_NETWORK_ERRORS = {
-    "ConnectError",
-    "ConnectionError",
-    "ConnectTimeout",
-    "LocalEntryNotFoundError",
-    "OfflineModeIsEnabled",
-}

@@ -20,9 +20,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models.config_file import LFS_HINT, LFS_PROBLEM, json_problem
-from tcdeploy.models.load import quiet_transformers, resolve_model_path, translate_error
-from tcdeploy.models.load_errors import exception_chain, first_line, missing_package_error, missing_packages
-from tcdeploy.models.weights.checkpoint import model_folder
+from tcdeploy.models.load import quiet_transformers, resolve_model_path
+from tcdeploy.models.load_errors import (
+    exception_chain,
+    first_line,
+    missing_package_error,
+    missing_packages,
+    translate_error,
+)
+from tcdeploy.models.location import local_folder
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.text.response_template import response_template
@@ -146,7 +152,7 @@ def _serialize(backend: Tokenizer) -> str:
 
 
 def _translate(model: str, revision: str | None, error: Exception) -> TcdeployError:
-    folder = model_folder(resolve_model_path(model), revision)
+    folder = local_folder(resolve_model_path(model), revision)
     if packages := _correct_packages(folder, missing_packages(list(exception_chain(error)))):
         return missing_package_error(f"the tokenizer of {model}", packages)
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()] if folder else []

@@ -20,8 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
-from tcdeploy.models.auto_classes import model_class
-from tcdeploy.models.convert.expert_tensors import check_experts, conversion_error
+from tcdeploy.models.auto_classes import check_task, model_class
 from tcdeploy.models.convert.quantisation import (
     MODEL_OPTIMIZER_FILE,
     TensorHeader,
@@ -31,11 +30,11 @@ from tcdeploy.models.convert.quantisation import (
     dequantised_tensors,
     is_dequantised,
 )
-from tcdeploy.models.convert.unused_tensors import text_depends_on
 from tcdeploy.models.load_errors import is_failed_conversion
+from tcdeploy.models.location import local_folder
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.task_heads import check_task
 from tcdeploy.models.weights.files import FORMAT_HINT, OTHER_FORMATS, check_format, explicit_file, read_headers
+from tcdeploy.models.weights.tensor_names import check_experts, conversion_error, text_depends_on
 from tcdeploy.torch_compat.dynamo import fake_tensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
@@ -114,7 +113,7 @@ def check_files(
 
     `model`: a folder or Hub id whose config has been loaded. `reads_weights`: False if they will be random.
     """
-    folder = model_folder(model, revision)
+    folder = local_folder(model, revision)
     names = _file_names(model, revision, folder)
     if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
         remedy = f"delete {ADAPTER_CONFIG}"
@@ -138,7 +137,7 @@ def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConf
 
     None if the files have not been downloaded or are not safetensors. Raises ModelError for broken files.
     """
-    folder = model_folder(model, revision)
+    folder = local_folder(model, revision)
     return read_headers(model, folder, explicit_file(model, config)) if folder else None
 
 
@@ -248,14 +247,6 @@ def _describe_mismatch(name: str, stored: Any, expected: Any) -> str:
 
 def _first(names: list[str]) -> str:
     return ", ".join(names[:3])
-
-
-def model_folder(model: str, revision: str | None) -> Path | None:
-    """The folder of a local model, or of the downloaded files of a Hub model. None if nothing was downloaded."""
-    if Path(model).is_dir():
-        return Path(model)
-    config = try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def _file_names(model: str, revision: str | None, folder: Path | None) -> set[str]:

@@ -20,8 +20,8 @@ from tcdeploy.cache.record.manifest import no_plan_error, read_manifest, read_ot
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError
-from tcdeploy.models.executed_sources import changed_sources
 from tcdeploy.models.location import local_folder
+from tcdeploy.models.sources import changed_sources
 from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.plan import Plan, decide_cache_dir, make_plan
