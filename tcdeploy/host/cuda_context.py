@@ -5,8 +5,7 @@ import. It uses the primary context of the device, so it finds the one that this
 took 2.4 instead of 2.9 s together (H100, torch 2.11). ctypes releases the GIL during the calls.
 
 Nothing is done if torch is imported already, because the process may have selected another device, nor if torch was
-built without CUDA.
-Supervising processes must not call this module: a context takes some 0.5 GiB of the GPU, and a child that is forked
+built without CUDA. Supervising processes must not call this module: a context takes some 0.5 GiB of the GPU, and a child that is forked
 later cannot use CUDA. Imports no torch.
 """
 
@@ -22,7 +21,7 @@ from pathlib import Path
 
 DRIVER = "libcuda.so.1"
 TORCH = "libtorch_cuda.so"  # in builds with CUDA
-log = logging.getLogger("tcdeploy.start")
+log = logging.getLogger("tcdeploy.host")
 
 
 class _DriverError(Exception):

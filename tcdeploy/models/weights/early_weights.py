@@ -1,9 +1,9 @@
 """Reads a checkpoint to the GPU while transformers and the compiler are imported and the plan is decided.
 
 `from_pretrained` copies the weights from pageable memory at 8 GB/s (H100), after seconds in which the disk and the GPU
-are idle. Here a thread allocates all tensors of the checkpoint as soon as torch is imported, and reads them with
-models/weights/reader.py. `load_model` then passes them to `from_pretrained` as a state dict. transformers renames,
-converts and ties them as usual, and uses those that are not converted without a copy.
+are idle. Here a thread allocates all tensors of the checkpoint as soon as torch is imported, and reads them (reader.py).
+`load_model` passes them to `from_pretrained` as a state dict. transformers renames, converts and ties them as usual,
+and uses those that are not converted without a copy.
 
 Nothing is read early if the load may need other files or dtypes, or if memory is short. After a failure here a warning
 is logged, and transformers loads the model from its files, so users see that load's errors.
@@ -41,7 +41,7 @@ ADAPTER_CONFIG = "adapter_config.json"  # if peft is installed, transformers loa
 # and `pack_linears` copies layers, so up to twice its size may be in use. A load from files merges one layer at a time.
 MAX_MEMORY_SHARE = 0.5
 FIRST_GPU = torch.device("cuda", 0)  # starts use it unless the program has called torch.cuda.set_device
-log = logging.getLogger("tcdeploy.start")
+log = logging.getLogger("tcdeploy.models")
 
 
 @dataclass(frozen=True)
