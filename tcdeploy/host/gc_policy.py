@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import gc
 
-STARTUP_THRESHOLD = (
-    50_000  # allocations before a collection of the youngest generation; Python's default is 700, or 2,000 from 3.13 on
-)
+STARTUP_THRESHOLD = 50_000  # allocations before a collection of the youngest generation; Python's default is 700
 _saved_threshold: tuple[int, int, int] | None = None  # thresholds before relax_gc_for_startup
 
 

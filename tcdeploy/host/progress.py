@@ -16,26 +16,18 @@ class Progress(Protocol):
     `compile` follow again, with all buckets.
     """
 
-    def stage(self, name: str) -> None: ...
-
-    def planned(self, plan: Plan) -> None: ...
-
-    def bucket_started(self, bucket: str, number: int, total: int) -> None: ...
-
-    def bucket_finished(self, record: BucketRecord) -> None: ...
-
-
-class NullProgress:
-    """Ignores all reports; the default for library callers."""
-
     def stage(self, name: str) -> None:
-        pass
+        return
 
     def planned(self, plan: Plan) -> None:
-        pass
+        return
 
     def bucket_started(self, bucket: str, number: int, total: int) -> None:
-        pass
+        return
 
     def bucket_finished(self, record: BucketRecord) -> None:
-        pass
+        return
+
+
+class NullProgress(Progress):
+    """Ignores all reports; the default for library callers."""

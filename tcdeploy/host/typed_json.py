@@ -51,8 +51,8 @@ def _convert(kind: Any, value: Any, name: str, is_exact: bool = True) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _to_dataclass(kind, value, name) if is_exact else check_fields(kind, value, name)
+    if dataclasses.is_dataclass(kind):
+        return _to_dataclass(kind, value, name) if is_exact else check_fields(kind, value, name)  # type: ignore[arg-type]
     if origin in (Union, types.UnionType):
         return _to_union(arguments, value, name, is_exact)
     if origin is Literal:
@@ -107,9 +107,8 @@ def _to_scalar(kind: Any, value: Any, name: str) -> Any:
         if value is not None:
             raise _wrong_type("null", value, name)
         return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return value  # as JSON has it, so that equal documents give equal text
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    # an int for a float stays one, so that equal documents give equal text
+    if not isinstance(value, int | float if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
         raise _wrong_type(f"of type {kind.__name__}", value, name)
     return value
 

@@ -129,7 +129,7 @@ def _first_supported(phase: Phase, inputs: PlanInputs, decisions: Decisions) -> 
     """The first backend in the table that serves `phase` here. The reference backend supports every model."""
     rejections: list[str] = []
     for backend in BACKENDS.values():
-        if backend.selection == "tuned" or not backend.serves(phase):
+        if backend.selection == "tuned" or not backend.reason(phase):
             continue
         if reason := why_unsupported(backend.name, inputs):
             rejections.append(f"not {backend.name}: {reason}")

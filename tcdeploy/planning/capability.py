@@ -52,5 +52,3 @@ def _model_reasons(backend: Backend, architecture: Architecture) -> Iterator[str
             yield f"keys have head_dim {spec.head_dim} and values {spec.v_head_dim}; it requires them equal"
         if spec.softcap and not backend.supports_softcap:
             yield "it does not support logit soft-capping, which this model uses"
-        if spec.has_sinks and not backend.supports_sinks:
-            yield "it does not support attention sinks, which this model uses"

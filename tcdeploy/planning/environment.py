@@ -1,11 +1,7 @@
-"""Describes the machine: its versions and hardware.
-
-The plan is made from this description, and the manifest of a cache stores it for comparison with another machine.
+"""Describes the machine: its versions and hardware. The plan is made from it, and a cache's manifest stores it.
 
 `Environment` is plain data without torch, so a test on a laptop can plan for an H100, and `diff_environments` can
 explain why a cache from another machine does not fit. `detect_environment` fills it in; only it imports torch.
-
-flash-attn packages are located without importing them: importing FlashAttention-4 takes 5 to 10 s on an H100 machine.
 """
 
 from __future__ import annotations
@@ -161,7 +157,7 @@ def diff_mappings(here: Mapping[str, object], there: Mapping[str, object], prefi
 
 def parse_environment(document: Mapping[str, Any]) -> Environment:
     """The Environment that a manifest holds as JSON. Raises TypeError or KeyError if it is not one."""
-    values = {name: lists_to_tuples(value) for name, value in document.items()}
+    values = lists_to_tuples(dict(document))
     return Environment(**{**values, "gpus": tuple(GPU(**gpu) for gpu in values["gpus"])})
 
 
@@ -181,11 +177,12 @@ def _describe_gpu(gpu: GPU) -> str:
 def detect_environment(device: str | None = None) -> Environment:
     """Describes this machine. Imports torch, and initialises CUDA if there is a GPU.
 
-    device: of the recipe. With "cpu", the environment has no GPUs: programs then depend on the CPU and the compiler.
+    With the recipe's `device` "cpu", it has no GPUs: programs then depend on the CPU and the compiler.
     """
     import torch
 
     gpus = () if device == "cpu" else _detect_gpus()
+    flags = _cpu_info("flags", "Features").split()
     return Environment(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -194,7 +191,7 @@ def detect_environment(device: str | None = None) -> Environment:
         cuda=torch.version.cuda or "" if gpus else "",
         driver=_driver_version() if gpus else "",
         gpus=gpus,
-        cpu=describe_cpu(torch.backends.cpu.get_cpu_capability(), platform.machine(), _cpu_flags()),
+        cpu=describe_cpu(torch.backends.cpu.get_cpu_capability(), platform.machine(), flags),
         cpu_threads=torch.get_num_threads(),
         host_memory_bytes=host_memory_bytes(),
         compiler=_first_output_line(os.environ.get("CXX", "g++"), "--version"),
@@ -210,9 +207,18 @@ def user_cache_dir() -> str:
     return os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache")
 
 
-def default_cache_dir() -> str:
-    """The cache folder of a recipe without `cache_dir`, as `decide_cache_dir` (plan.py) chooses it. Needs no torch."""
-    return requested_inductor_cache_dir() or f"{user_cache_dir()}/tcdeploy"
+def find_cache_dir(requested: str | None, environment: Environment | None = None) -> tuple[str, str]:
+    """The cache folder, and the reason for it: in the recipe, or in the environment, that of this process by default.
+
+    Needs no torch.
+    """
+    if requested:
+        return os.path.expanduser(requested), "requested"
+    folder = environment.inductor_cache_dir if environment else requested_inductor_cache_dir()
+    if folder:
+        return folder, "TORCHINDUCTOR_CACHE_DIR was already set"
+    parent = environment.user_cache_dir if environment else user_cache_dir()
+    return f"{parent}/tcdeploy", "default; use a separate folder for CI and images"
 
 
 def requested_inductor_cache_dir() -> str:
@@ -261,35 +267,31 @@ def installed_versions() -> dict[str, object]:
 
 
 def installed_flash_packages() -> tuple[tuple[str, str], ...]:
-    """(backend, version) of each installed flash-attn package, by backend name."""
+    """(backend, version) of each installed flash-attn package, by backend name.
+
+    They are not imported: importing FlashAttention-4 takes 5 to 10 s on an H100 machine.
+    """
     return tuple(
         (backend.name, _version(backend.distribution) or "unknown version")
         for backend in sorted(BACKENDS.values(), key=lambda backend: backend.name)
-        if backend.module and _is_importable(backend.module) and _owns_module(backend)
+        if backend.module and _has_module(backend)
     )
 
 
-def _owns_module(backend: Backend) -> bool:
-    """Whether `backend.module` belongs to the backend's distribution.
+def _has_module(backend: Backend) -> bool:
+    """Whether `backend.module` exists and belongs to the backend's distribution.
 
-    flash-attn 2.8 ships an early `flash_attn.cute` of its own, with another interface and without its dependencies. A
-    submodule therefore counts only if the distribution is installed.
+    FlashAttention-4 ships a `flash_attn` folder without an __init__.py. Python treats it as a namespace package, so its
+    presence does not mean that FlashAttention-2 (`flash_attn`) is installed. flash-attn 2.8 ships an early
+    `flash_attn.cute` of its own, with another interface and without its dependencies. A submodule therefore counts only
+    if the distribution is installed.
     """
-    return "." not in backend.module or bool(_version(backend.distribution))
-
-
-def _is_importable(module: str) -> bool:
-    """Whether `module` exists, without executing it or its parent.
-
-    FlashAttention-4 ships a `flash_attn` folder without an __init__.py. Python treats it as a namespace package, so
-    its presence does not mean that FlashAttention-2 (`flash_attn`) is installed.
-    """
-    parent, _, child = module.rpartition(".")
+    parent, _, child = backend.module.rpartition(".")
     spec = importlib.util.find_spec(parent or child)
     if not parent:
         return spec is not None and spec.origin is not None
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    return importlib.machinery.PathFinder.find_spec(module, folders) is not None
+    folders = list(spec.submodule_search_locations or ()) if spec and _version(backend.distribution) else []
+    return importlib.machinery.PathFinder.find_spec(backend.module, folders) is not None
 
 
 def _version(distribution: str) -> str:
@@ -301,14 +303,7 @@ def _version(distribution: str) -> str:
 
 def cpu_name() -> str:
     """The CPU's model as Linux names it, or what Python knows of it. No cache factor: `Environment.cpu` is."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def describe_cpu(capability: str, machine: str, flags: Collection[str]) -> str:
@@ -322,14 +317,14 @@ def describe_cpu(capability: str, machine: str, flags: Collection[str]) -> str:
     return " ".join([capability, *(name for name in CPU_EXTENSIONS if name in flags)])
 
 
-def _cpu_flags() -> set[str]:
-    """The features of the first core; empty outside of Linux."""
+def _cpu_info(*names: str) -> str:
+    """The first value of these names in /proc/cpuinfo, that of the first core; "" outside of Linux."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return set(value.split())
-    return set()
+            if name.strip() in names:
+                return value.strip()
+    return ""
 
 
 def _driver_version() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 
 from tcdeploy.errors import UsageError
@@ -26,7 +25,7 @@ from tcdeploy.planning.attention import (
 )
 from tcdeploy.planning.backends import BACKENDS, Phase
 from tcdeploy.planning.decision import Decision, Decisions
-from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment
+from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment, find_cache_dir
 from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.machine import decide_inputs, warn_about_packages
 from tcdeploy.planning.recipe import Attention, CompileUnit, Device, DType, Graphs, LoadFormat, Mode, Programs, Recipe
@@ -190,7 +189,8 @@ def make_plan(
     demand = decide_demand(inputs, graphs, prefill_attention, lengths, context, mixed_steps, decisions)
     workspace_bytes, memory = decide_memory(inputs, demand, decisions)
     _explain_region_and_mode(recipe, decisions)
-    cache_dir = decide_cache_dir(recipe, environment, decisions)
+    cache_dir, reason = find_cache_dir(recipe.cache_dir, environment)
+    decisions.add("cache folder", cache_dir, reason)
     plan = Plan(
         model=recipe.model,
         revision=recipe.revision,
@@ -272,23 +272,6 @@ def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[i
     min_size = DYNAMIC_MIN_SIZE if recipe.shapes == "dynamic" else 0
     prefill = tuple(Bucket("prefill", length, min_size) for length in lengths)
     return prefill + tuple(Bucket("decode", size) for size in batch_sizes)
-
-
-def decide_cache_dir(recipe: Recipe, environment: Environment, decisions: Decisions | None = None) -> str:
-    """The folder that the recipe or the environment names, or the default. Adds the decision to `decisions`."""
-    folder, reason = find_cache_dir(recipe.cache_dir, environment.inductor_cache_dir, environment.user_cache_dir)
-    if decisions is not None:
-        decisions.add("cache folder", folder, reason)
-    return folder
-
-
-def find_cache_dir(requested: str | None, inductor_cache_dir: str, user_cache_dir: str) -> tuple[str, str]:
-    """The cache folder, and the reason for it. `requested`: in the recipe. The others are as in `Environment`."""
-    if requested:
-        return os.path.expanduser(requested), "requested"
-    if inductor_cache_dir:
-        return inductor_cache_dir, "TORCHINDUCTOR_CACHE_DIR was already set"
-    return f"{user_cache_dir}/tcdeploy", "default; use a separate folder for CI and images"
 
 
 def _explain_region_and_mode(recipe: Recipe, decisions: Decisions) -> None:

@@ -1,7 +1,7 @@
 """Reads a checkpoint to the GPU while transformers and the compiler are imported and the plan is decided.
 
 `from_pretrained` copies the weights from pageable memory at 8 GB/s (H100), after seconds in which the disk and the GPU
-are idle. Here a thread allocates all tensors of the checkpoint as soon as torch is imported, and reads them (reader.py).
+are idle. Here a thread allocates all tensors of the checkpoint as soon as torch is imported, and reads them.
 `load_model` passes them to `from_pretrained` as a state dict. transformers renames, converts and ties them as usual,
 and uses those that are not converted without a copy.
 

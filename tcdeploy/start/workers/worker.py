@@ -14,11 +14,12 @@ import os
 import signal
 import sys
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tcdeploy.models.unused_packages import enable_fast_transformers_import
+from tcdeploy.planning.environment import lists_to_tuples
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -57,18 +58,11 @@ def main() -> None:
 
     try:
         with open(request["reports"], "w", encoding="utf-8") as reports:
-            recipe = _parse_recipe(request["recipe"])
+            recipe = Recipe(**lists_to_tuples(request["recipe"]))
             compile_buckets(recipe, request["plan"], request["buckets"], partial(write_report, reports))
     except TcdeployError as error:
         log.error("%s", error.message)
         sys.exit(error.exit_code)
-
-
-def _parse_recipe(fields: dict[str, Any]) -> Recipe:
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-    }
-    return Recipe(**values)
 
 
 def _die_with(parent: int) -> None:
