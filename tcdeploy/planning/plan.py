@@ -78,14 +78,11 @@ class Plan:
 
     alternative_attention: prefill backends that `--mode auto` times in long buckets if it has tuning time.
     is_hopper: compute capability 9.0, for which the kernels in kernels/linear/ were written.
-    mixed_steps: whether running sequences decode in the steps in which prompts are computed.
     itl_target: milliseconds that a mixed step may take; None: a multiple of a decode step, measured at start-up.
-    max_consecutive_prefills: prefill steps in a row while running sequences wait for their next token; only if steps
-        are not mixed.
+    max_consecutive_prefills: prefill steps in a row while running sequences wait for a token, if steps are not mixed.
     workspace_bytes: predicted device memory beyond weights and KV while serving; 0 on a CPU.
     rank, world_size: of tensor parallelism; sizes and bytes are those of one rank.
-    environment_key: `Environment.cache_key`, which is part of torch's key of each program
-    (programs/passes/post_grad.py).
+    environment_key: `Environment.cache_key`, which is part of torch's key of each program.
     key: names the manifest and the lease. Plans that compile the same programs on equal machines have equal keys.
     """
 
@@ -134,11 +131,10 @@ class Plan:
 
     def variants(self, bucket: Bucket) -> tuple[Variant, ...]:
         """The variants to try for a bucket. Last-token rows require `region` layer."""
-        bucket_variants = candidate_variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
+        variants = candidate_variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
         if bucket.is_prefill and bucket.size >= TUNED_ATTENTION_MIN_TOKENS:
-            bucket_variants += tuple(map(attention_variant, self.alternative_attention))
-        allows_last_token_rows = self.region == "layer"
-        return tuple(variant for variant in bucket_variants if allows_last_token_rows or not variant.last_token_rows)
+            variants += tuple(map(attention_variant, self.alternative_attention))
+        return tuple(variant for variant in variants if self.region == "layer" or not variant.last_token_rows)
 
     def uses_cuda_graph(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
         """Whether the bucket's step becomes a CUDA graph. Not if its attention backend reads tensors on the host."""
@@ -175,7 +171,11 @@ def make_plan(
 
     `model_decisions` were made while the model's files were read; the printed plan ends with them.
     """
-    _check_max_consecutive_prefills(recipe)
+    if recipe.max_consecutive_prefills < 1:
+        raise UsageError(
+            f"max_consecutive_prefills is {recipe.max_consecutive_prefills}; it must be at least 1",
+            "--max-consecutive-prefills 4",
+        )
     decisions = Decisions()
     warn_about_packages(environment, decisions)
     inputs = decide_inputs(recipe, environment, architecture, decisions)
@@ -191,6 +191,8 @@ def make_plan(
     _explain_region_and_mode(recipe, decisions)
     cache_dir, reason = find_cache_dir(recipe.cache_dir, environment)
     decisions.add("cache folder", cache_dir, reason)
+    min_size = DYNAMIC_MIN_SIZE if inputs.recipe.shapes == "dynamic" else 0
+    prefill_buckets = tuple(Bucket("prefill", length, min_size) for length in lengths)
     plan = Plan(
         model=recipe.model,
         revision=recipe.revision,
@@ -212,7 +214,7 @@ def make_plan(
         mixed_steps=mixed_steps,
         itl_target=decide_itl_target(recipe, mixed_steps, decisions),
         max_consecutive_prefills=recipe.max_consecutive_prefills,
-        buckets=_make_buckets(inputs.recipe, lengths, demand.batch_sizes),
+        buckets=(*prefill_buckets, *(Bucket("decode", size) for size in demand.batch_sizes)),
         max_prefill_sequences=max_prefill_sequences(demand.max_prefill_tokens),
         context=memory.context,
         block_size=demand.block_size,
@@ -258,20 +260,6 @@ def _decide_programs(recipe: Recipe, environment: Environment, decisions: Decisi
         reason = f"--programs aot needs a private interface that this torch lacks: see the warning '{missing[0]}'"
         return decisions.add("programs", "jit", reason, is_fallback=True)
     return decisions.add("programs", "aot", "requested; later starts load packages without tracing the model")
-
-
-def _check_max_consecutive_prefills(recipe: Recipe) -> None:
-    if recipe.max_consecutive_prefills < 1:
-        raise UsageError(
-            f"max_consecutive_prefills is {recipe.max_consecutive_prefills}; it must be at least 1",
-            "--max-consecutive-prefills 4",
-        )
-
-
-def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[int, ...]) -> tuple[Bucket, ...]:
-    min_size = DYNAMIC_MIN_SIZE if recipe.shapes == "dynamic" else 0
-    prefill = tuple(Bucket("prefill", length, min_size) for length in lengths)
-    return prefill + tuple(Bucket("decode", size) for size in batch_sizes)
 
 
 def _explain_region_and_mode(recipe: Recipe, decisions: Decisions) -> None:

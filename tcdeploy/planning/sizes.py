@@ -34,7 +34,6 @@ MIN_PREFILL_SEQUENCES, TOKENS_PER_PREFILL_SEQUENCE = 8, 512
 DYNAMIC_MIN_SIZE = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
 
-
 # (up to this number of tokens, distance between two sizes). If all token counts from 160 to 2,048 are equally frequent,
 # 2.5% of the computed tokens are padding.
 GRAPH_SIZE_STEPS = ((512, 32), (2048, 64), (8192, 256))
@@ -129,11 +128,13 @@ def decide_demand(
     decisions: Decisions,
 ) -> CacheDemand:
     """Decide block size and batch sizes. `attention`: of prefill. `lengths`: of the prefill buckets."""
+    is_captured = graphs != "none" and BACKENDS[attention].is_capturable
+    is_dynamic = inputs.recipe.shapes == "dynamic"
     demand = CacheDemand(
         context=context,
         batch_sizes=(),
         max_prefill_tokens=lengths[-1],
-        captured_sizes=_captured_sizes(inputs.recipe, graphs, attention, lengths),
+        captured_sizes=tuple(capture_sizes(length, is_dynamic) for length in lengths) if is_captured else (),
         captures_decode=graphs != "none",
         mixed_steps=mixed_steps,
         block_size=decide_block_size(inputs.recipe, decisions),
@@ -141,20 +142,8 @@ def decide_demand(
     return demand._replace(batch_sizes=decide_batch_sizes(inputs, demand, decisions))
 
 
-def _captured_sizes(
-    recipe: Recipe, graphs: Graphs, attention: Attention, lengths: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
-    """For each prefill bucket, the token counts that it is captured at; () if prefill is not captured."""
-    if graphs == "none" or not BACKENDS[attention].is_capturable:
-        return ()
-    return tuple(capture_sizes(length, recipe.shapes == "dynamic") for length in lengths)
-
-
 def decide_batch_sizes(inputs: PlanInputs, demand: CacheDemand, decisions: Decisions) -> tuple[int, ...]:
-    """The requested sizes, or the default, which on a GPU depends on the memory for KV.
-
-    `demand.batch_sizes` is ignored.
-    """
+    """The requested sizes, or the default, which on a GPU depends on the memory for KV, and not on `demand`'s."""
     requested = inputs.recipe.batch_sizes
     if requested is not None:
         _check_ascending("batch sizes", requested)
@@ -264,21 +253,15 @@ def decide_memory(inputs: PlanInputs, demand: CacheDemand, decisions: Decisions)
     decisions.add("KV blocks", f"{kv.blocks} ({gib(kv.kv_bytes)})", kv.reason)
     if inputs.device == "cpu":
         return 0, kv
-    parts = ", ".join(
-        f"{name.removesuffix('_bytes').replace('_', ' ')} {gib(value)}" for name, value in workspace._asdict().items()
-    )
+    sizes = {name.removesuffix("_bytes").replace("_", " "): gib(value) for name, value in workspace._asdict().items()}
+    parts = ", ".join(f"{name} {value}" for name, value in sizes.items())
     decisions.add("workspace", gib(workspace.serving_bytes), f"predicted: {parts} (released after warm-up)")
     return workspace.serving_bytes, kv
 
 
 def _predict_workspace(inputs: PlanInputs, demand: CacheDemand) -> Workspace:
-    return predict_workspace(
-        inputs.architecture,
-        inputs.dtypes.compute,
-        demand,
-        max_prefill_sequences(demand.max_prefill_tokens),
-        count_graphs(demand),
-    )
+    prefill_sequences, dtype = max_prefill_sequences(demand.max_prefill_tokens), inputs.dtypes.compute
+    return predict_workspace(inputs.architecture, dtype, demand, prefill_sequences, count_graphs(demand))
 
 
 def _comma_separated(values: tuple[int, ...]) -> str:

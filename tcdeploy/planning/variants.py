@@ -1,17 +1,14 @@
 """The variants of a bucket's step, and which of them each mode tries. Does not import torch.
 
 A variant is a set of Inductor settings plus the choice of kernels and passes. Every mode except `auto` uses one variant
-for all buckets. `auto` has several candidates per bucket. The first is the known winner, and is used without timing.
-With `--tune-seconds`, candidates are timed in order and the fastest is kept (engine/warm/tuning.py). `default` is the
-plainest: without timing, a candidate that does not compile or fails its parity check is replaced by the next, up to
-`default`.
+for all buckets. `auto` has several candidates per bucket, and uses the first, the known winner, without timing. With
+`--tune-seconds`, candidates are timed in order and the fastest is kept (engine/warm/tuning.py). Without timing, a
+candidate that does not compile or fails its parity check is replaced by the next, up to `default`, the plainest.
 
-The order comes from timings of Llama 3.1 8B on an H100, in docs/performance-log.md. A decode step at batch 1 took 5.37
-ms with `skinny+pdl+combo+fused`, and 6.33 ms with `default` in an earlier run. A prefill step of 2,048 tokens took 47.6
-to 48.1 ms with `last-token-rows+inplace`, and 49.1 ms with `default`. Rejected there: coordinate descent beyond batch
-1, where Inductor leaves GEMMs to cuBLAS and descent has nothing to tune, and max-autotune for large batches, which at
-batch 256 added 93 s to the start and was slower than `pdl`. On other GPUs and on CPUs, which were not measured,
-`default` is the first.
+The order comes from timings of Llama 3.1 8B on an H100 (docs/performance-log.md). Rejected there: coordinate descent
+beyond batch 1, where Inductor leaves GEMMs to cuBLAS and descent has nothing to tune, and max-autotune for large
+batches, which at batch 256 added 93 s to the start and was slower than `pdl`. On other GPUs and on CPUs, which were not
+measured, `default` is the first.
 """
 
 from __future__ import annotations
@@ -50,11 +47,8 @@ class Variant:
 
     def shares_programs_with(self, other: Variant) -> bool:
         """Whether both use the same programs for the layers that compute all rows."""
-        return self._layer_program_key == other._layer_program_key
-
-    @property
-    def _layer_program_key(self) -> tuple[object, ...]:
-        return self.inductor_config, self.skinny_gemm, self.inplace_residual, self.fused_epilogues, self.attention
+        fields = ("inductor_config", "skinny_gemm", "inplace_residual", "fused_epilogues", "attention")
+        return all(getattr(self, name) == getattr(other, name) for name in fields)
 
 
 PDL = ("triton.enable_pdl", True)  # programmatic dependent launch: a kernel starts before its predecessor has ended
