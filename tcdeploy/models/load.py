@@ -1,8 +1,7 @@
 """Loads a model: a Hub id, a local folder, `builtin:tiny`, or a config with random weights.
 
-Errors of other libraries (no network, a gated or missing repository, a folder without a model, too little GPU memory)
-are translated here into TcdeployErrors with the next command. Modelling code from a repository runs only if
-`trust_remote_code` was requested.
+Errors of other libraries are raised as TcdeployErrors with the next command. Modelling code from a repository runs only
+if `trust_remote_code` was requested.
 """
 
 from __future__ import annotations
@@ -17,12 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
@@ -68,22 +62,17 @@ def resolve_model_path(model: str) -> str:
     check_path(model)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"folder {model} is not a model: it has no config.json", _hint_of_folder(path))
+        hint = "pass the folder that contains config.json"
+        with contextlib.suppress(OSError):  # such a folder in it, as in the Hub's cache
+            configs = [*sorted(path.glob("*/config.json")), *sorted(path.glob("snapshots/*/config.json"))]
+            hint += f": {configs[0].parent}" if configs else ""
+        raise ModelError(f"folder {model} is not a model: it has no config.json", hint)
     if model.startswith(HUB_URLS):
         hub_id = "/".join(model.split("/")[3:5])
         raise ModelError(f"{model} is a URL, not a hub id", f"pass the hub id: {hub_id}")
     if not path.is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise ModelError(f"folder {model} does not exist", "check the path, or pass a hub id such as Qwen/Qwen2.5-7B")
     return model
-
-
-def _hint_of_folder(path: Path) -> str:
-    """Names a model folder inside the folder, if there is one, as in the Hub's cache."""
-    with contextlib.suppress(OSError):
-        for pattern in ("*/config.json", "snapshots/*/config.json"):
-            for config in sorted(path.glob(pattern)):
-                return f"pass the folder that contains config.json: {config.parent}"
-    return "pass the folder that contains config.json"
 
 
 def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedConfig:
@@ -101,8 +90,8 @@ def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedC
             _check_layer_count(recipe.model, read_config_file(local_config))
         config = _read_config(path, recipe)
         auto_class(config, recipe.trust_remote_code, recipe.model)  # raises for other kinds of models
-        if recipe.trust_remote_code:
-            _import_remote_code(path, recipe.revision, config)
+        if recipe.trust_remote_code and (reference := remote_class(config)):  # code that cannot be imported fails here
+            get_class_from_dynamic_module(reference, path, revision=recipe.revision)
         if recipe.model not in BUILTIN_MODELS:
             check_files(recipe.model, recipe.revision, config, collected, recipe.load_format != "dummy")
     try:
@@ -122,12 +111,6 @@ def _read_config(path: str, recipe: Recipe) -> PreTrainedConfig:
         if not Path(path).is_dir():
             check_repository(recipe.model, recipe.revision)
         raise
-
-
-def _import_remote_code(path: str, revision: str | None, config: PreTrainedConfig) -> None:
-    """Import the model's class if it comes from a repository, so that code which cannot be imported fails here."""
-    if reference := remote_class(config):
-        get_class_from_dynamic_module(reference, path, revision=revision)
 
 
 def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: ExpectedTensors) -> str:
@@ -178,14 +161,13 @@ def load_model(
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, plan.weight_dtype)
     with quiet_transformers(), _translate_errors(plan.model):
+        model = None
         if plan.load_format == "dummy":
             model = _dummy_model(plan, config, dtype, attn_implementation)
-        else:
-            model = None
-            if early_weights is not None:
-                model = _model_from_early_weights(plan, config, dtype, attn_implementation, early_weights)
-            if model is None:
-                model = _pretrained_model(plan, config, dtype, attn_implementation)
+        elif early_weights is not None:
+            model = _model_from_early_weights(plan, config, dtype, attn_implementation, early_weights)
+        if model is None:
+            model = _pretrained_model(plan, config, dtype, attn_implementation)
     model.requires_grad_(False)
     freeze_rope(model)
     return model.eval()
@@ -241,11 +223,14 @@ def _pretrained_model(
     Files are read directly to the device if accelerate is installed; otherwise through host memory.
     """
     loader_class, path, placement = auto_class(config, plan.trust_remote_code), None, {}
-    if tensors is not None:
-        loader_class = _concrete_class(config)
-    else:
+    if tensors is None:
         path = resolve_model_path(plan.model)
         placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
+    else:  # an auto class needs a path, which a state dict does not have
+        loader_class = model_class(config, trust_remote_code=False)
+        if loader_class is None or loader_class.config_class is not type(config):  # it takes the text model's config
+            message = f"{config.model_type} cannot be loaded from a state dict"
+            raise UnsupportedModelError(message, "load it from its files")
     model, report = loader_class.from_pretrained(
         path,
         state_dict=tensors,
@@ -264,17 +249,6 @@ def _pretrained_model(
         cast_experts(model, dtype)
     check_loading_report(plan.model, model, report)
     return model.to(plan.device)
-
-
-def _concrete_class(config: PreTrainedConfig) -> Any:
-    """The model class that `auto_class` resolves to. An auto class needs a path, which a state dict does not have.
-
-    Raises UnsupportedModelError if transformers has no such class, or if it takes another config (the text model's).
-    """
-    known_class = model_class(config, trust_remote_code=False)
-    if known_class is None or known_class.config_class is not type(config):
-        raise UnsupportedModelError(f"{config.model_type} cannot be loaded from a state dict", "load it from its files")
-    return known_class
 
 
 @contextlib.contextmanager

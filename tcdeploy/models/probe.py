@@ -34,7 +34,6 @@ from tcdeploy.models.probe_failure import (
     UnexplainedFailureError,
     describe_exception,
     explaining_failures,
-    has_forward,
 )
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights.checkpoint import ExpectedTensors, expected_tensors
@@ -219,7 +218,7 @@ def _rope_limit(text_config: Any) -> int:
 def _build(config: PreTrainedConfig, trust_remote_code: bool) -> nn.Module:
     """The model with fake tensors, in PROBE_DTYPE."""
     chosen_class, known_class = auto_class(config, trust_remote_code), model_class(config, trust_remote_code)
-    if known_class is not None and not has_forward(known_class):
+    if known_class is not None and known_class.forward is nn.Module.forward:
         raise UnsupportedArchitectureError(
             f"{config.model_type} combines several models: {known_class.__name__} has no forward pass of its own"
         )

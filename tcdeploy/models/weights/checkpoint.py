@@ -74,12 +74,9 @@ def check_path(model: str) -> None:
         raise ModelError(f"{model} is a GGUF file, which is not supported", "pass the folder of the safetensors model")
     if path.is_file():
         raise ModelError(f"{model} is a file, not a model folder", "pass the folder that contains config.json")
-    if not path.is_dir() or (path / "config.json").is_file():
-        return
-    names: set[str] = set()
-    with contextlib.suppress(OSError):  # unreadable; reported as a folder without config.json
-        names = {item.name for item in path.iterdir()}
-    _check_formats(f"folder {model}", names, path)
+    if path.is_dir() and not (path / "config.json").is_file():
+        with contextlib.suppress(OSError):  # unreadable; reported as a folder without config.json
+            _check_formats(f"folder {model}", {item.name for item in path.iterdir()}, path)
 
 
 def check_repository(model: str, revision: str | None) -> None:
@@ -98,12 +95,9 @@ def _check_formats(model: str, names: set[str], folder: Path | None) -> None:
     """Refuse an adapter, and weights in another format, of a model without config.json."""
     if ADAPTER_CONFIG in names:
         raise _adapter_error(model, folder)
-    suffixes = {Path(name).suffix for name in names} & OTHER_FORMATS.keys()
-    if suffixes:
-        formats = ", ".join(sorted({OTHER_FORMATS[suffix] for suffix in suffixes}))
-        raise ModelError(
-            f"{model} has weights in the format {formats}, which is not supported, and no config.json", FORMAT_HINT
-        )
+    if formats := {OTHER_FORMATS[suffix] for name in names if (suffix := Path(name).suffix) in OTHER_FORMATS}:
+        message = f"{model} has weights in the format {', '.join(sorted(formats))}, which is not supported"
+        raise ModelError(f"{message}, and no config.json", FORMAT_HINT)
 
 
 def check_files(
@@ -150,9 +144,8 @@ def check_tensors(
 ) -> bool:
     """Compare the tensors of a checkpoint with those of the model. Returns whether they were compared.
 
-    If a name or a shape differs, transformers' own renaming and conversion decides. This is skipped for more than
-    MAX_TENSORS tensors and for modelling code from the repository; load.py then checks the tensors while loading.
-    Raises ModelError.
+    If a name or a shape differs, transformers' own renaming and conversion decides. With more than MAX_TENSORS tensors,
+    and for modelling code from the repository, the tensors are only checked while loading. Raises ModelError.
     """
     if is_mxfp4 := is_dequantised(config):
         tensors = dequantised_tensors(tensors)
@@ -198,21 +191,17 @@ def _load_on_fake_tensors(
     model_class: Any, config: PreTrainedConfig, tensors: dict[str, TensorHeader]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load tensors of these names and shapes. Returns transformers' report too, with its renaming of tensors."""
+    config = copy.deepcopy(config)
+    config.__dict__.pop("quantization_config", None)  # the tensors are those after dequantisation
     with fake_tensors.fake_loading(), torch.no_grad():
         state_dict = {
             name: torch.empty(tensor.shape, dtype=DTYPES.get(tensor.dtype, torch.float32))
             for name, tensor in tensors.items()
         }
-        config = copy.deepcopy(config)
-        config.__dict__.pop("quantization_config", None)  # the tensors are those after dequantisation
         model, report = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=state_dict,
-            dtype=torch.bfloat16,
-            ignore_mismatched_sizes=True,
+            None, config=config, state_dict=state_dict, dtype=torch.bfloat16, ignore_mismatched_sizes=True,
             output_loading_info=True,
-        )
+        )  # fmt: skip
     return model, dict(report)
 
 
@@ -227,7 +216,8 @@ def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, 
             f"the checkpoint of {model} lacks {len(missing)} of the model's tensors: {_first(missing)}",
             "download it again; transformers would have used random weights for them",
         )
-    if mismatched := sorted(_describe_mismatch(*item) for item in report["mismatched_keys"]):
+    mismatches = (f"{name} ({[*stored]} instead of {[*shape]})" for name, stored, shape in report["mismatched_keys"])
+    if mismatched := sorted(mismatches):
         raise ModelError(
             f"tensors of {model} have other shapes than config.json describes ({len(mismatched)}): "
             f"{_first(mismatched)}",
@@ -239,10 +229,6 @@ def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, 
             f"{_first(unexpected)}",
             "use the config.json that belongs to these weights; transformers would have ignored the tensors",
         )
-
-
-def _describe_mismatch(name: str, stored: Any, expected: Any) -> str:
-    return f"{name} ({list(stored)} instead of {list(expected)})"
 
 
 def _first(names: list[str]) -> str:
