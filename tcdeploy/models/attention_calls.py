@@ -21,14 +21,9 @@ from tcdeploy.planning.architecture import AttentionSpec
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 SUPPORTED_KEYWORDS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
 IGNORED_KEYWORDS = {
-    "dropout",
-    "position_ids",
-    "use_cache",
-    "output_attentions",
-    "cache_position",
-    "output_hidden_states",
+    "dropout", "position_ids", "use_cache", "output_attentions", "cache_position", "output_hidden_states",
     "logits_to_keep",
-}
+}  # fmt: skip
 
 
 class AttentionCall(NamedTuple):
@@ -148,8 +143,7 @@ def _check_layers_attend(
     stack_path, _ = decoder_layer_position(model, specs[0].path)
     attending = {decoder_layer_position(model, spec.path) for spec in specs}
     layers = set(range(len(model.get_submodule(stack_path)))) - {*skipped_layers}  # type: ignore[arg-type]
-    missing = sorted(layer for layer in layers if (stack_path, layer) not in attending)
-    if missing:
+    if missing := sorted(layer for layer in layers if (stack_path, layer) not in attending):
         raise UnsupportedArchitectureError(f"{name}: layers {missing} never call the AttentionInterface")
     if len(attending) != len({spec.path for spec in specs}):
         raise UnsupportedArchitectureError(f"{name}: a layer calls attention from more than one module")

@@ -1,8 +1,7 @@
 """A config with the first layers of a model, whose programs cover those of all layers.
 
-Layers of a kind share their programs, and torch's cache finds a program by its content. So the programs of a model can
-be compiled on a copy that has only a few layers. The first layers are kept rather than one of each kind, because a
-model may derive the kind of a layer from its number (dense layers before those with experts, for example).
+Layers of a kind share their programs, so these can be compiled on a copy that has only a few layers. The first layers
+are kept rather than one of each kind, because a model may derive the kind of a layer from its number.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A method is recognised by the config, by a file beside it, or by the names and dtypes of tensors. There are no kernels
 for quantised weights yet, so every method is refused by name except MXFP4, which transformers dequantises while
-loading; the loaded model equals one from a bfloat16 checkpoint. By default, transformers dequantises only if its MXFP4
-kernels cannot run. Otherwise it would replace the experts by modules that call kernels from the Hub inside a compiled
-region.
+loading. By default it does so only if its MXFP4 kernels cannot run; otherwise it would replace the experts by modules
+that call kernels from the Hub inside a compiled region.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ def check_method(model: str, config: PreTrainedConfig) -> None:
     """Raise UnsupportedModelError for quantised weights that cannot be served. Reads no weights."""
     method = quantisation_method(config)
     if method and not is_dequantised(config):
-        raise UnsupportedModelError(
-            f"{model} is quantised with {method}, which is not supported yet", NOT_QUANTISED_HINT
-        )
+        message = f"{model} is quantised with {method}, which is not supported yet"
+        raise UnsupportedModelError(message, NOT_QUANTISED_HINT)
 
 
 def check_model_optimizer(model: str, path: Path | None) -> None:

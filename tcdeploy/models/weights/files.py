@@ -135,15 +135,10 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorHeader]]:
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError) as error:
-        if _is_lfs_pointer(path):
-            raise ModelError(f"{path} is a Git LFS pointer, not the weights", LFS_HINT) from None
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER.encode():
+                raise ModelError(f"{path} is a Git LFS pointer, not the weights", LFS_HINT) from None
         raise ModelError(f"{path} is damaged: {error}", "download the file again") from None
-
-
-def _is_lfs_pointer(path: Path) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(len(LFS_POINTER)) == LFS_POINTER.encode()
-    return False
 
 
 def _indexed_files(index: Path) -> list[str]:
