@@ -21,13 +21,11 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, SpaceError, TcdeployError, UnsupportedModelError
-from tcdeploy.host.interpreter import check_interpreter
 from tcdeploy.models.auto_classes import auto_class, model_class, remote_class
-from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.convert.quantisation import cast_experts, dequantisation, is_dequantised
 from tcdeploy.models.convert.static_rope import freeze_rope
 from tcdeploy.models.load_errors import first_line, translate_error
-from tcdeploy.models.location import BUILTIN_MODELS, local_folder
+from tcdeploy.models.location import BUILTIN_MODELS, local_folder, read_config_file
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights.checkpoint import (
     ExpectedTensors,
@@ -41,6 +39,7 @@ from tcdeploy.models.weights.checkpoint import (
 )
 from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
 from tcdeploy.models.weights.early_weights import EarlyWeights, PreloadedSlice
+from tcdeploy.planning.extras import check_interpreter
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors

@@ -1,11 +1,22 @@
-"""Where a model's files are: a local folder, a builtin model, or the Hub's cache. Imports no model library."""
+"""Where a model's files are, and checks of its config.json before transformers reads it. Imports no model library.
+
+transformers' errors name neither the file nor the key. Only values that transformers needs to choose a config class are
+checked here; the config class checks the others.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
+
+from tcdeploy.errors import ModelError
 
 BUILTIN_MODELS = {"builtin:tiny": Path(__file__).parent / "tiny"}
+LFS_POINTER = "version https://git-lfs"
+LFS_PROBLEM, LFS_HINT = "is a Git LFS pointer, not the file itself", "git lfs pull"
+HINT = "download the model again, or correct the file"
 
 
 def local_folder(model: str, revision: str | None) -> Path | None:
@@ -26,3 +37,38 @@ def local_folder(model: str, revision: str | None) -> Path | None:
     except ValueError:  # not an id of the Hub; a start with transformers says so
         return None
     return Path(config).parent if isinstance(config, str) else None
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The content of a config.json. Raises ModelError."""
+    if problem := json_problem(path):
+        raise ModelError(f"{path} {problem}", LFS_HINT if problem == LFS_PROBLEM else HINT)
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    _check_type(path, values, "model_type", str, "a string")
+    _check_type(path, values, "auto_map", dict, "an object")
+    for name, value in (values.get("auto_map") or {}).items():
+        for reference in value if isinstance(value, list) else [value]:
+            if reference is not None and (not isinstance(reference, str) or "." not in reference):
+                raise ModelError(f"{path}: {name} in auto_map is {reference!r:.80}; it must name FILE.CLASS", HINT)
+    for name in ("quantization_config", "compression_config"):
+        _check_type(path, values, name, dict, "an object")
+    return values
+
+
+def json_problem(path: Path) -> str:
+    """Why a file is not a JSON object: a phrase that follows its name; "" if it is one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if text.startswith(LFS_POINTER):
+            return LFS_PROBLEM
+        return "" if isinstance(json.loads(text), dict) else "is not a JSON object"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON: {error}" if path.stat().st_size else "is empty"
+
+
+def _check_type(path: Path, values: dict[str, Any], name: str, expected_type: type, expected: str) -> None:
+    value = values.get(name)
+    if value is not None and not isinstance(value, expected_type):
+        raise ModelError(f"{path}: {name} is {value!r:.80}; it must be {expected}", HINT)

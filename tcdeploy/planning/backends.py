@@ -1,6 +1,6 @@
 """The attention backends: one row each, with everything that planning needs to know about them. Does not import torch.
 
-The table is in order of preference. capability.py checks a row against a machine and a model, attention.py chooses, and
+The table is in order of preference. attention.py checks a row against a machine and a model, and chooses.
 kernels/attention/backends.py holds the functions that implement each row. To add a backend, add a row here, an
 implementation there, and its name to `recipe.Attention`. No other module compares backend names.
 """

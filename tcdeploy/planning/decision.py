@@ -1,13 +1,16 @@
-"""The inputs that planning decisions share, and the record of a decision. Does not import torch."""
+"""The record of a decision, and the first ones, which all others share: device and dtypes. Does not import torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.backends import HALF_DTYPES
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.recipe import Device, DType, Recipe
+from tcdeploy.planning.tested_versions import tested_range, untested_packages
 
 T = TypeVar("T")
 
@@ -48,3 +51,62 @@ class PlanInputs:
     architecture: Architecture
     device: Device
     dtypes: DTypes
+
+
+def warn_about_packages(environment: Environment, decisions: Decisions) -> None:
+    """A warning for all untested versions, and one for each private name that the packages lack."""
+    versions = {"torch": environment.torch, "triton": environment.triton, "transformers": environment.transformers}
+    if untested := untested_packages(versions):
+        value = ", ".join(f"{package} {versions[package]}" for package in untested)
+        ranges = ", ".join(f"{package} {tested_range(package)}" for package in untested)
+        decisions.add("versions", value, f"tested with {ranges}", is_fallback=True)
+    for name, consequence in environment.missing_internals:
+        decisions.add(name, "not available", consequence, is_fallback=True)
+
+
+def decide_inputs(
+    recipe: Recipe, environment: Environment, architecture: Architecture, decisions: Decisions
+) -> PlanInputs:
+    """Decide the device and the dtypes, on which all other decisions depend."""
+    if architecture.is_multimodal:
+        reason = f"{architecture.model_type} is multimodal; image, audio and video inputs are rejected"
+        decisions.add("inputs", "text only", reason)
+    device = _decide_device(recipe, environment, decisions)
+    dtypes = _decide_dtypes(recipe, architecture, device, decisions)
+    if architecture.quantisation:
+        method = f"{architecture.quantisation} dequantised to {dtypes.weight}"
+        decisions.add("weights", method, "GEMMs with quantised weights are not supported yet")
+    return PlanInputs(recipe, environment, architecture, device, dtypes)
+
+
+def _decide_device(recipe: Recipe, environment: Environment, decisions: Decisions) -> Device:
+    if recipe.device == "cuda" and not environment.gpus:
+        raise UsageError(
+            "device cuda was requested, but torch sees no GPU", "remove --device cuda, or pass --device cpu"
+        )
+    reason = f"{environment.gpu} is present" if environment.gpus else "torch sees no GPU"
+    if recipe.device:
+        reason = "requested"
+    device: Device = recipe.device or ("cuda" if environment.gpus else "cpu")
+    if device == "cuda" and len(environment.gpus) > 1:
+        reason += f"; GPU 0 of {environment.describe_gpus()}"
+    return decisions.add("device", device, reason)
+
+
+def _decide_dtypes(recipe: Recipe, architecture: Architecture, device: Device, decisions: Decisions) -> DTypes:
+    """One dtype for weights, KV and computation: nothing quantises yet."""
+    dtype, reason = _decide_dtype(recipe, architecture, device)
+    decisions.add("dtype", dtype, reason)
+    return DTypes(weight=dtype, kv=dtype, compute=dtype)
+
+
+def _decide_dtype(recipe: Recipe, architecture: Architecture, device: Device) -> tuple[DType, str]:
+    if recipe.dtype:
+        return recipe.dtype, "requested"
+    if device == "cpu":
+        return "float32", "default on a CPU; generates the same text as transformers"
+    for half_dtype in HALF_DTYPES:
+        if half_dtype == architecture.dtype:
+            return half_dtype, "the checkpoint's dtype"
+    stored = f"the checkpoint is {architecture.dtype}" if architecture.dtype else "the checkpoint's dtype is unknown"
+    return "bfloat16", f"{stored}; bfloat16 halves the bytes read per token"

@@ -24,10 +24,9 @@ from tcdeploy.planning.attention import (
     decide_prefill_attention,
 )
 from tcdeploy.planning.backends import BACKENDS, Phase
-from tcdeploy.planning.decision import Decision, Decisions
+from tcdeploy.planning.decision import Decision, Decisions, decide_inputs, warn_about_packages
 from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment, find_cache_dir
 from tcdeploy.planning.keys import CACHE_EPOCH
-from tcdeploy.planning.machine import decide_inputs, warn_about_packages
 from tcdeploy.planning.recipe import Attention, CompileUnit, Device, DType, Graphs, LoadFormat, Mode, Programs, Recipe
 from tcdeploy.planning.sizes import (
     DYNAMIC_MIN_SIZE,

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tcdeploy.errors import ModelError, TcdeployError
-from tcdeploy.models.config_file import LFS_HINT, LFS_PROBLEM, json_problem
 from tcdeploy.models.load import quiet_transformers, resolve_model_path
 from tcdeploy.models.load_errors import (
     exception_chain,
@@ -28,7 +27,7 @@ from tcdeploy.models.load_errors import (
     missing_packages,
     translate_error,
 )
-from tcdeploy.models.location import local_folder
+from tcdeploy.models.location import LFS_HINT, LFS_PROBLEM, json_problem, local_folder
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.text.response_template import response_template

@@ -1,7 +1,7 @@
 """FlashAttention-2 as torch ships it: the private op aten::_flash_attention_forward.
 
 The public torch.nn.attention.varlen API starts with torch 2.13 and differs between versions; the op has the same
-arguments in torch 2.11 to 2.13. Without it, the backend torch-flash cannot be chosen (planning/capability.py).
+arguments in torch 2.11 to 2.13. Without it, the backend torch-flash cannot be chosen (planning/attention.py).
 """
 
 from __future__ import annotations

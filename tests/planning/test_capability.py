@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.capability import why_unsupported
+from tcdeploy.planning.attention import why_unsupported
 from tcdeploy.planning.decision import DTypes, PlanInputs
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.recipe import Attention

@@ -16,7 +16,7 @@ import torch
 from transformers import Mxfp4Config, PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
-from tcdeploy.models.config_file import HINT, LFS_HINT, LFS_PROBLEM, json_problem
+from tcdeploy.models.location import HINT, LFS_HINT, LFS_PROBLEM, json_problem
 
 MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"

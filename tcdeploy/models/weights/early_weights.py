@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.config_file import read_config_file
+from tcdeploy.models.location import read_config_file
 from tcdeploy.models.weights.reader import Copy, ReadTotal, StoredTensor, copying_tensors, read_header, stored_tensors
 from tcdeploy.planning.backends import HALF_DTYPES
 from tcdeploy.planning.recipe import Recipe

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.config_file import HINT, LFS_HINT, LFS_POINTER
 from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
+from tcdeploy.models.location import HINT, LFS_HINT, LFS_POINTER
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
