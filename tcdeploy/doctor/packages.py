@@ -14,7 +14,7 @@ from pathlib import Path
 from tcdeploy.doctor.host import existing_parent
 from tcdeploy.doctor.result import Request, Result, blocking, finding, note, ok, unchecked
 from tcdeploy.errors import UsageError
-from tcdeploy.host.import_times import MANY_UNCOMPILED
+from tcdeploy.host.stages import MANY_UNCOMPILED
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import installed_flash_packages
 from tcdeploy.planning.extras import COMPILE_HINT, EXTRA_MODULES, check_interpreter, is_installed

@@ -59,7 +59,13 @@ def open_regular(
             raise _unsafe(path, "it is not a regular file") from error
         raise
     try:
-        _check(path, os.fstat(descriptor), must_own)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _unsafe(path, "it is not a regular file")
+        if must_own and status.st_uid not in (0, os.geteuid()):
+            raise _unsafe(path, f"it belongs to another user, with the id {status.st_uid}")
+        if must_own and status.st_nlink > 1:
+            raise _unsafe(path, f"it has {status.st_nlink} hard links")
         return os.fdopen(descriptor, mode.replace("x", "w"))
     except BaseException:
         os.close(descriptor)
@@ -86,15 +92,6 @@ def write_new(path: str | Path, content: bytes) -> None:
     Path(path).unlink(missing_ok=True)
     with open_regular(path, "xb") as file:
         file.write(content)
-
-
-def _check(path: str | Path, status: os.stat_result, must_own: bool) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise _unsafe(path, "it is not a regular file")
-    if must_own and status.st_uid not in (0, os.geteuid()):
-        raise _unsafe(path, f"it belongs to another user, with the id {status.st_uid}")
-    if must_own and status.st_nlink > 1:
-        raise _unsafe(path, f"it has {status.st_nlink} hard links")
 
 
 def _unsafe(path: str | Path, reason: str) -> UnsafeFileError:

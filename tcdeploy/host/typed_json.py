@@ -56,7 +56,9 @@ def _convert(kind: Any, value: Any, name: str, is_exact: bool = True) -> Any:
     if origin in (Union, types.UnionType):
         return _to_union(arguments, value, name, is_exact)
     if origin is Literal:
-        return _to_literal(arguments, value, name, is_exact)
+        if type(value) not in map(type, arguments) or (is_exact and value not in arguments):
+            raise ValueError(f"{name} is {value!r:.50}; it must be one of {', '.join(map(repr, arguments))}")
+        return value
     if origin is tuple:
         return _to_tuple(arguments, value, name, is_exact)
     if origin in (dict, Mapping):
@@ -83,12 +85,6 @@ def _to_union(kinds: tuple[Any, ...], value: Any, name: str, is_exact: bool) -> 
         except ValueError as problem:
             problems.append(problem)
     raise problems[0]
-
-
-def _to_literal(values: tuple[Any, ...], value: Any, name: str, is_exact: bool) -> Any:
-    if type(value) not in map(type, values) or (is_exact and value not in values):
-        raise ValueError(f"{name} is {value!r:.50}; it must be one of {', '.join(map(repr, values))}")
-    return value
 
 
 def _to_tuple(kinds: tuple[Any, ...], value: Any, name: str, is_exact: bool) -> tuple[Any, ...]:

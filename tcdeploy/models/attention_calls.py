@@ -7,8 +7,8 @@ by `layer_types` in the config. All problems are collected, so that one error li
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -26,33 +26,49 @@ IGNORED_KEYWORDS = {
 }  # fmt: skip
 
 
-class AttentionCall(NamedTuple):
-    """One call of the attention function; the tensors have the shape [1, heads, tokens, head_dim]."""
-
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Any
-    keywords: dict[str, Any]
-
-
 @dataclass
 class AttentionRecorder:
-    """An attention function that records its calls by module and returns zeros."""
+    """An attention function that records its calls by module, with their problems, and returns zeros."""
 
     positions: PositionTracer
-    calls: dict[int, list[AttentionCall]] = field(default_factory=dict)
+    calls: dict[int, list[tuple[AttentionSpec, list[str]]]] = field(default_factory=dict)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        self.calls.setdefault(id(module), []).append(AttentionCall(module, query, key, value, attention_mask, kwargs))
-        batch, heads, tokens, _ = query.shape
+        batch, heads, tokens, head_dim = query.shape  # K and V: [1, kv_heads, tokens, head_dim]
+        problems = _keyword_problems(module, kwargs)
+        if attention_mask is not None:
+            problems.append("passes its own attention mask")
+        if not tokens == key.shape[2] == self.positions.row_length:
+            problems.append("attends to tokens other than the layer's input")
+        spec = AttentionSpec(
+            path="",
+            heads=heads,
+            kv_heads=key.shape[1],
+            head_dim=head_dim,
+            v_head_dim=value.shape[3],
+            window=int(kwargs.get("sliding_window") or 0),
+            softcap=float(kwargs.get("softcap") or 0.0),
+            has_sinks=kwargs.get("s_aux") is not None,
+        )
+        self.calls.setdefault(id(module), []).append((spec, problems))
         output = query.new_zeros(batch, tokens, heads, value.shape[-1])
         self.positions.check(query, key, value)
         self.positions.copy_origins(output, query, key, value)
         return output, None
+
+
+def _keyword_problems(module: nn.Module, keywords: dict[str, Any]) -> list[str]:
+    """What the paged ops do not support, as phrases that follow the module's path."""
+    problems = [
+        f"passes {keyword} to attention, which the paged ops do not support"
+        for keyword, argument in keywords.items()
+        if keyword not in SUPPORTED_KEYWORDS | IGNORED_KEYWORDS and argument is not None and argument is not False
+    ]
+    if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        problems.append("is not causal")
+    return problems
 
 
 def refused_layers(config: PreTrainedConfig) -> dict[int, str]:
@@ -94,10 +110,10 @@ def read_attention(
         calls = recorder.calls.get(id(module), [])
         if len(calls) > 1:
             problems.setdefault(f"calls attention {len(calls)} times in one forward pass", path)
-        for call in calls:
-            for problem in _problems(call, recorder.positions.row_length):
+        for spec, found in calls:
+            for problem in found:
                 problems.setdefault(problem, path)
-            specs.append(_read_call(path, call))
+            specs.append(replace(spec, path=path))
     for problem, path in problems.items():
         refusals.add(UnsupportedArchitectureError(f"{name}: {path} {problem}"))
     with refusals.collecting():
@@ -105,35 +121,6 @@ def read_attention(
     with refusals.collecting():
         _check_windows(model, specs, config)
     return tuple(specs)
-
-
-def _problems(call: AttentionCall, num_tokens: int) -> list[str]:
-    """What the paged ops do not support, as phrases that follow the module's path."""
-    problems = [
-        f"passes {keyword} to attention, which the paged ops do not support"
-        for keyword, argument in call.keywords.items()
-        if keyword not in SUPPORTED_KEYWORDS | IGNORED_KEYWORDS and argument is not None and argument is not False
-    ]
-    if call.mask is not None:
-        problems.append("passes its own attention mask")
-    if call.keywords.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
-        problems.append("is not causal")
-    if call.query.shape[2] != num_tokens or call.key.shape[2] != num_tokens:
-        problems.append("attends to tokens other than the layer's input")
-    return problems
-
-
-def _read_call(path: str, call: AttentionCall) -> AttentionSpec:
-    return AttentionSpec(
-        path=path,
-        heads=call.query.shape[1],
-        kv_heads=call.key.shape[1],
-        head_dim=call.query.shape[3],
-        v_head_dim=call.value.shape[3],
-        window=int(call.keywords.get("sliding_window") or 0),
-        softcap=float(call.keywords.get("softcap") or 0.0),
-        has_sinks=call.keywords.get("s_aux") is not None,
-    )
 
 
 def _check_layers_attend(

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, Mxfp4Config, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, SpaceError, TcdeployError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, model_class, remote_class
-from tcdeploy.models.convert.quantisation import cast_experts, dequantisation, is_dequantised
+from tcdeploy.models.convert.quantisation import cast_experts, is_dequantised
 from tcdeploy.models.convert.static_rope import freeze_rope
 from tcdeploy.models.load_errors import first_line, translate_error
 from tcdeploy.models.location import BUILTIN_MODELS, local_folder, read_config_file
@@ -242,7 +242,7 @@ def _pretrained_model(
         ignore_mismatched_sizes=True,  # they are in the report, and refused below with their names
         generation_config=GenerationConfig(),  # otherwise its file is read, see generation_config.py
         **placement,
-        **dequantisation(config),
+        **({"quantization_config": Mxfp4Config(dequantize=True)} if is_dequantised(config) else {}),
     )
     if is_dequantised(config):
         cast_experts(model, dtype)

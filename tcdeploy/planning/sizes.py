@@ -137,7 +137,7 @@ def decide_demand(
         captured_sizes=tuple(capture_sizes(length, is_dynamic) for length in lengths) if is_captured else (),
         captures_decode=graphs != "none",
         mixed_steps=mixed_steps,
-        block_size=decide_block_size(inputs.recipe, decisions),
+        block_size=_decide_block_size(inputs.recipe, decisions),
     )
     return demand._replace(batch_sizes=decide_batch_sizes(inputs, demand, decisions))
 
@@ -234,7 +234,7 @@ def _check_ascending(name: str, values: tuple[int, ...]) -> None:
         )
 
 
-def decide_block_size(recipe: Recipe, decisions: Decisions) -> int:
+def _decide_block_size(recipe: Recipe, decisions: Decisions) -> int:
     size = BLOCK_SIZE if recipe.block_size is None else recipe.block_size
     if size < 16 or size & (size - 1):
         raise UsageError(f"block size {size} is not a power of two of at least 16", "--block-size 16")

@@ -43,8 +43,7 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.timing import measure_step_costs
 from tcdeploy.engine.warm.tuning import CompiledVariant
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets
-from tcdeploy.host.import_times import describe_uncompiled
-from tcdeploy.host.stages import StageTimer, import_timer
+from tcdeploy.host.stages import StageTimer, describe_uncompiled, import_timer
 from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.bucket_record import BucketRecord, Compilation

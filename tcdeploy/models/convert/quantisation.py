@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from transformers import Mxfp4Config, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.location import HINT, LFS_HINT, LFS_PROBLEM, json_problem
@@ -112,11 +112,6 @@ def dequantised_tensors(tensors: dict[str, TensorHeader]) -> dict[str, TensorHea
             del dequantised[name], dequantised[f"{weight}_blocks"]
             dequantised[weight] = TensorHeader("BF16", (experts, groups * MXFP4_BLOCK, outputs))
     return dequantised
-
-
-def dequantisation(config: PreTrainedConfig) -> dict[str, Any]:
-    """Arguments of `from_pretrained` with which it dequantises, or none."""
-    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_dequantised(config) else {}
 
 
 def cast_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:
