@@ -27,9 +27,8 @@ log = logging.getLogger("tcdeploy.host")
 def start_context(driver: str = DRIVER) -> threading.Thread | None:
     """Create the primary context of device 0 in a thread. The start need not wait for it. None if nothing is done.
 
-    The device is the first of those in CUDA_VISIBLE_DEVICES. Errors are only logged: without a driver or a GPU there is
-    nothing to do, and torch reports a busy or broken GPU. The interpreter waits for the thread before it exits, because
-    the driver must not be unloaded during a call.
+    The device is the first in CUDA_VISIBLE_DEVICES. Errors are only logged: torch reports a busy or broken GPU. The
+    interpreter waits for the thread before it exits, because the driver must not be unloaded during a call.
     """
     if "torch" in sys.modules or not _torch_has_cuda():
         return None

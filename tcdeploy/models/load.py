@@ -27,16 +27,7 @@ from tcdeploy.models.convert.static_rope import freeze_rope
 from tcdeploy.models.load_errors import first_line, translate_error
 from tcdeploy.models.location import BUILTIN_MODELS, local_folder, read_config_file
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.weights.checkpoint import (
-    ExpectedTensors,
-    check_files,
-    check_loading_report,
-    check_path,
-    check_repository,
-    check_tensors,
-    read_stored_tensors,
-    stored_dtype,
-)
+from tcdeploy.models.weights import checkpoint
 from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
 from tcdeploy.models.weights.early_weights import EarlyWeights, PreloadedSlice
 from tcdeploy.planning.extras import check_interpreter
@@ -58,7 +49,7 @@ def resolve_model_path(model: str) -> str:
         if model not in BUILTIN_MODELS:
             raise ModelError(f"unknown builtin model {model}", f"builtin models: {', '.join(BUILTIN_MODELS)}")
         return str(BUILTIN_MODELS[model])
-    check_path(model)
+    checkpoint.check_path(model)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         hint = "pass the folder that contains config.json"
@@ -92,7 +83,7 @@ def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedC
         if recipe.trust_remote_code and (reference := remote_class(config)):  # code that cannot be imported fails here
             get_class_from_dynamic_module(reference, path, revision=recipe.revision)
         if recipe.model not in BUILTIN_MODELS:
-            check_files(recipe.model, recipe.revision, config, collected, recipe.load_format != "dummy")
+            checkpoint.check_files(recipe.model, recipe.revision, config, collected, recipe.load_format != "dummy")
     try:
         _check_layer_count(recipe.model, config.to_dict())
     except ModelError as error:  # the architecture cannot be examined
@@ -108,11 +99,11 @@ def _read_config(path: str, recipe: Recipe) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
     except (OSError, ValueError):
         if not Path(path).is_dir():
-            check_repository(recipe.model, recipe.revision)
+            checkpoint.check_repository(recipe.model, recipe.revision)
         raise
 
 
-def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: ExpectedTensors) -> str:
+def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: checkpoint.ExpectedTensors) -> str:
     """Check the tensors of a model's downloaded files against its config, before they are loaded (checkpoint.py).
 
     Returns the dtype in which they are stored, or "" if it is not known. Raises ModelError. A builtin model and random
@@ -122,11 +113,11 @@ def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: Expecte
         return ""
     transformers_logging.disable_progress_bar()
     with quiet_transformers(), _translate_errors(recipe.model):
-        tensors = read_stored_tensors(recipe.model, recipe.revision, config)
+        tensors = checkpoint.read_stored_tensors(recipe.model, recipe.revision, config)
         if tensors is None:
             return ""
-        check_tensors(recipe.model, config, tensors, expected, recipe.trust_remote_code)
-        return stored_dtype(tensors)
+        checkpoint.check_tensors(recipe.model, config, tensors, expected, recipe.trust_remote_code)
+        return checkpoint.stored_dtype(tensors)
 
 
 def _check_layer_count(model: str, config: Any) -> None:
@@ -246,7 +237,7 @@ def _pretrained_model(
     )
     if is_dequantised(config):
         cast_experts(model, dtype)
-    check_loading_report(plan.model, model, report)
+    checkpoint.check_loading_report(plan.model, model, report)
     return model.to(plan.device)
 
 

@@ -1,8 +1,8 @@
 """Determines the Architecture of a model by running it on fake tensors and recording its calls of attention.
 
 There is no list of model names. The model is built from its config under FakeTensorMode (no memory, about 0.1 s for
-8B), one forward pass runs, and a recording attention function stores each call. Calls that the paged ops can serve
-become an `Architecture` (attention_calls.py); otherwise one error lists all reasons why the model is refused.
+8B) and runs once. If the paged ops can serve its calls of attention, they become an `Architecture`; otherwise one error
+lists all reasons why the model is refused.
 
 Rejected: reading head counts from the config. Attribute names differ between families, and no config says whether a
 model calls the AttentionInterface at all, or passes a sink or a bias.
@@ -29,12 +29,7 @@ from tcdeploy.models.convert.quantisation import quantisation_method
 from tcdeploy.models.convert.static_rope import freeze_rope
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
-from tcdeploy.models.probe_failure import (
-    CONFIG_HINT,
-    UnexplainedFailureError,
-    describe_exception,
-    explaining_failures,
-)
+from tcdeploy.models.probe_failure import CONFIG_HINT, UnexplainedFailureError, describe_exception, explaining_failures
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights.checkpoint import ExpectedTensors, expected_tensors
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
@@ -94,11 +89,8 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool, refusals: Refusals
     positions, linear_recorder = PositionTracer(PROBE_TOKENS), _LinearRecorder()
     model, attention_layers = _record_attention(config, trust_remote_code, positions, linear_recorder, refusals)
     if positions.counts_tokens:
-        refusals.add(
-            UnsupportedArchitectureError(
-                f"{name} computes token positions of its own instead of using position_ids, so prompts cannot be packed"
-            )
-        )
+        problem = "computes token positions of its own instead of using position_ids, so prompts cannot be packed"
+        refusals.add(UnsupportedArchitectureError(f"{name} {problem}"))
     context = getattr(text_config, "max_position_embeddings", None)
     if not context:
         refusals.add(UnsupportedArchitectureError(f"{name} has no max_position_embeddings in its config"))
@@ -178,9 +170,8 @@ def _peak_activation_elements(recorder: _LinearRecorder, text_config: Any) -> in
     """
     vocab_size = text_config.vocab_size
     groups = [[layer for layer in readers if layer.out_features != vocab_size] for readers in recorder.readers.values()]
-    groups = [readers for readers in groups if readers]
     widest_outputs = max((sum(layer.out_features for layer in readers) for readers in groups), default=0)
-    widest_input = max((readers[0].in_features for readers in groups), default=0)
+    widest_input = max((layer.in_features for readers in groups for layer in readers), default=0)
     return int(widest_outputs + widest_input + 2 * text_config.hidden_size)
 
 

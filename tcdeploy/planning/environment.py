@@ -137,13 +137,10 @@ class Difference:
 
 
 def diff_environments(here: Environment, there: Environment) -> list[Difference]:
-    """The cache factors in which two environments differ, in field order.
-
-    Factors that only one of them has are skipped.
-    """
+    """The cache factors that both environments have and in which they differ, in field order."""
     factors, other_factors = here.cache_factors(), there.cache_factors()
-    shared = [name for name in factors if name in other_factors]
-    return diff_mappings({name: factors[name] for name in shared}, {name: other_factors[name] for name in shared})
+    shared = factors.keys() & other_factors.keys()
+    return [difference for difference in diff_mappings(factors, other_factors) if difference.name in shared]
 
 
 def diff_mappings(here: Mapping[str, object], there: Mapping[str, object], prefix: str = "") -> list[Difference]:
@@ -242,20 +239,19 @@ def _detect_gpus() -> tuple[GPU, ...]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(
         GPU(
-            name=properties.name,
-            capability=(properties.major, properties.minor),
-            memory_bytes=properties.total_memory,
-            multiprocessors=properties.multi_processor_count,
+            name=gpu.name,
+            capability=(gpu.major, gpu.minor),
+            memory_bytes=gpu.total_memory,
+            multiprocessors=gpu.multi_processor_count,
         )
-        for properties in map(torch.cuda.get_device_properties, range(count))
+        for gpu in map(torch.cuda.get_device_properties, range(count))
     )
 
 
 def installed_versions() -> dict[str, object]:
     """The cache factors that are available without importing torch; the first GPU as nvidia-smi names it, if any.
 
-    The version of Python is complete, although only its first two parts are a factor. A package that is not installed
-    has the version "".
+    Python's version is complete. A package that is not installed has the version "".
     """
     gpu = _first_output_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {

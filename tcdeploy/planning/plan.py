@@ -13,33 +13,13 @@ import json
 from dataclasses import dataclass
 
 from tcdeploy.errors import UsageError
+from tcdeploy.planning import attention, sizes
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.attention import (
-    TUNED_ATTENTION_MIN_TOKENS,
-    decide_alternative_attention,
-    decide_decode_attention,
-    decide_graphs,
-    decide_itl_target,
-    decide_mixed_steps,
-    decide_prefill_attention,
-)
 from tcdeploy.planning.backends import BACKENDS, Phase
 from tcdeploy.planning.decision import Decision, Decisions, decide_inputs, warn_about_packages
 from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment, find_cache_dir
 from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.recipe import Attention, CompileUnit, Device, DType, Graphs, LoadFormat, Mode, Programs, Recipe
-from tcdeploy.planning.sizes import (
-    DYNAMIC_MIN_SIZE,
-    capture_sizes,
-    decide_context,
-    decide_demand,
-    decide_memory,
-    decide_prefill_lengths,
-    decide_shapes,
-    graph_shapes,
-    max_prefill_sequences,
-    mixed_row_slots,
-)
 from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, candidate_variants
 
 # Fields that no program depends on: where the weights come from, so that CI can fill the cache without them (with
@@ -131,7 +111,7 @@ class Plan:
     def variants(self, bucket: Bucket) -> tuple[Variant, ...]:
         """The variants to try for a bucket. Last-token rows require `region` layer."""
         variants = candidate_variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
-        if bucket.is_prefill and bucket.size >= TUNED_ATTENTION_MIN_TOKENS:
+        if bucket.is_prefill and bucket.size >= attention.TUNED_ATTENTION_MIN_TOKENS:
             variants += tuple(map(attention_variant, self.alternative_attention))
         return tuple(variant for variant in variants if self.region == "layer" or not variant.last_token_rows)
 
@@ -139,24 +119,24 @@ class Plan:
         """Whether the bucket's step becomes a CUDA graph. Not if its attention backend reads tensors on the host."""
         if self.graphs != "step":
             return False
-        attention = (variant.attention or self.prefill_attention) if bucket.is_prefill else self.decode_attention
-        return BACKENDS[attention].is_capturable
+        backend = (variant.attention or self.prefill_attention) if bucket.is_prefill else self.decode_attention
+        return BACKENDS[backend].is_capturable
 
     def step_sizes(self, bucket: Bucket) -> tuple[int, ...]:
         """The token or row counts that steps of the bucket are padded to, ascending; () if they are not padded."""
         if bucket.min_size and not self.uses_cuda_graph(bucket):
             return ()
-        return capture_sizes(bucket.size, is_dynamic=bool(bucket.min_size))
+        return sizes.capture_sizes(bucket.size, is_dynamic=bool(bucket.min_size))
 
     def row_slots(self, bucket: Bucket) -> tuple[int, ...]:
         """The numbers of decode rows that steps of the bucket have outputs for, ascending; 0 if none decode in it."""
         if not bucket.is_prefill or not self.mixed_steps:
             return (0,)
-        return mixed_row_slots(tuple(decode_bucket.size for decode_bucket in self.decode_buckets))
+        return sizes.mixed_row_slots(tuple(decode_bucket.size for decode_bucket in self.decode_buckets))
 
     def graph_shapes(self, bucket: Bucket) -> tuple[tuple[int, int], ...]:
         """(tokens or rows, row slots) of all graphs of a captured bucket, ascending."""
-        return graph_shapes(self.step_sizes(bucket), self.row_slots(bucket))
+        return sizes.graph_shapes(self.step_sizes(bucket), self.row_slots(bucket))
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -178,19 +158,19 @@ def make_plan(
     decisions = Decisions()
     warn_about_packages(environment, decisions)
     inputs = decide_inputs(recipe, environment, architecture, decisions)
-    prefill_attention = decide_prefill_attention(inputs, decisions)
-    decode_attention = decide_decode_attention(inputs, decisions)
-    graphs = decide_graphs(inputs, decode_attention, decisions)
-    context = decide_context(recipe, architecture, decisions)
-    inputs = decide_shapes(inputs, graphs, prefill_attention, context, decisions)
-    mixed_steps = decide_mixed_steps(inputs, graphs, prefill_attention, decisions)
-    lengths = decide_prefill_lengths(inputs.recipe, context, decisions)
-    demand = decide_demand(inputs, graphs, prefill_attention, lengths, context, mixed_steps, decisions)
-    workspace_bytes, memory = decide_memory(inputs, demand, decisions)
+    prefill_attention = attention.decide_prefill_attention(inputs, decisions)
+    decode_attention = attention.decide_decode_attention(inputs, decisions)
+    graphs = attention.decide_graphs(inputs, decode_attention, decisions)
+    context = sizes.decide_context(recipe, architecture, decisions)
+    inputs = sizes.decide_shapes(inputs, graphs, prefill_attention, context, decisions)
+    mixed_steps = attention.decide_mixed_steps(inputs, graphs, prefill_attention, decisions)
+    lengths = sizes.decide_prefill_lengths(inputs.recipe, context, decisions)
+    demand = sizes.decide_demand(inputs, graphs, prefill_attention, lengths, context, mixed_steps, decisions)
+    workspace_bytes, memory = sizes.decide_memory(inputs, demand, decisions)
     _explain_region_and_mode(recipe, decisions)
     cache_dir, reason = find_cache_dir(recipe.cache_dir, environment)
     decisions.add("cache folder", cache_dir, reason)
-    min_size = DYNAMIC_MIN_SIZE if inputs.recipe.shapes == "dynamic" else 0
+    min_size = sizes.DYNAMIC_MIN_SIZE if inputs.recipe.shapes == "dynamic" else 0
     prefill_buckets = tuple(Bucket("prefill", length, min_size) for length in lengths)
     plan = Plan(
         model=recipe.model,
@@ -203,7 +183,7 @@ def make_plan(
         compute_dtype=inputs.dtypes.compute,
         prefill_attention=prefill_attention,
         decode_attention=decode_attention,
-        alternative_attention=decide_alternative_attention(inputs, decisions),
+        alternative_attention=attention.decide_alternative_attention(inputs, decisions),
         region=recipe.region,
         mode=recipe.mode,
         programs=_decide_programs(recipe, environment, decisions),
@@ -211,10 +191,10 @@ def make_plan(
         is_hopper=inputs.device == "cuda" and environment.gpu_capability == (9, 0),
         tune_seconds=recipe.tune_seconds,
         mixed_steps=mixed_steps,
-        itl_target=decide_itl_target(recipe, mixed_steps, decisions),
+        itl_target=attention.decide_itl_target(recipe, mixed_steps, decisions),
         max_consecutive_prefills=recipe.max_consecutive_prefills,
         buckets=(*prefill_buckets, *(Bucket("decode", size) for size in demand.batch_sizes)),
-        max_prefill_sequences=max_prefill_sequences(demand.max_prefill_tokens),
+        max_prefill_sequences=sizes.max_prefill_sequences(demand.max_prefill_tokens),
         context=memory.context,
         block_size=demand.block_size,
         kv_blocks=memory.blocks,

@@ -21,15 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import check_task, model_class
-from tcdeploy.models.convert.quantisation import (
-    MODEL_OPTIMIZER_FILE,
-    TensorHeader,
-    check_method,
-    check_model_optimizer,
-    check_not_quantised,
-    dequantised_tensors,
-    is_dequantised,
-)
+from tcdeploy.models.convert import quantisation
+from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load_errors import is_failed_conversion
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.refusals import Refusals
@@ -117,9 +110,11 @@ def check_files(
     with refusals.collecting():
         check_task(model, config, names)
     with refusals.collecting():
-        check_method(model, config)
-        if MODEL_OPTIMIZER_FILE in names:
-            check_model_optimizer(model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder))
+        quantisation.check_method(model, config)
+        if quantisation.MODEL_OPTIMIZER_FILE in names:
+            quantisation.check_model_optimizer(
+                model, _path_of(quantisation.MODEL_OPTIMIZER_FILE, model, revision, folder)
+            )
     is_complete = Path(model).is_dir() or not folder or {item.name for item in folder.iterdir()} < names
     with refusals.collecting():
         if reads_weights and is_complete and not explicit_file(model, config):
@@ -147,9 +142,9 @@ def check_tensors(
     If a name or a shape differs, transformers' own renaming and conversion decides. With more than MAX_TENSORS tensors,
     and for modelling code from the repository, the tensors are only checked while loading. Raises ModelError.
     """
-    if is_mxfp4 := is_dequantised(config):
-        tensors = dequantised_tensors(tensors)
-    check_not_quantised(model, tensors, is_mxfp4)
+    if is_mxfp4 := quantisation.is_dequantised(config):
+        tensors = quantisation.dequantised_tensors(tensors)
+    quantisation.check_not_quantised(model, tensors, is_mxfp4)
     if expected.match(tensors):
         return True
     known_class = model_class(config, trust_remote_code)

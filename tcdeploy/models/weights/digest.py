@@ -1,11 +1,10 @@
 """A digest of a model's weights as they lie in memory, fast enough for every start.
 
 Two sums modulo 2^64 are computed over the 64-bit words x_i of each storage: of x_i * a_i, and of (x_i >> 32) * b_i.
-The factors a_i and b_i are random odd numbers, the same in every process. Changes of the top bits of two words cancel
-in the first sum, but not in the second. Words that swap places change the sums, because words at different positions
-have different factors, except by a negligible chance: a factor is that of the position in a chunk, times that of the
-chunk. The sums detect accidents, such as another checkpoint, a truncated file or a flipped bit. They are no protection
-against a file that was made to have the same sums. 1 GiB takes 0.5 s on two CPU cores.
+The factors a_i and b_i are random odd numbers, the same in every process; a factor is that of the position in a chunk,
+times that of the chunk. Changes of the top bits of two words cancel in the first sum, but not in the second. The sums
+detect accidents, such as another checkpoint, a truncated file or a flipped bit. They are no protection against a file
+that was made to have the same sums. 1 GiB takes 0.5 s on two CPU cores.
 """
 
 from __future__ import annotations

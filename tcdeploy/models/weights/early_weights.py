@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -48,8 +47,7 @@ log = logging.getLogger("tcdeploy.models")
 class PreloadedSlice:
     """A tensor with the interface of a safetensors slice, so that `from_pretrained` leaves it on its device.
 
-    transformers calls `slice[...]` with an Ellipsis, and then `to(device, dtype)`. Without a device map, `device` is
-    the CPU, and is ignored here.
+    transformers calls `slice[...]`, and then `to(device, dtype)`. Without a device map, `device` is the CPU.
     """
 
     tensor: Tensor
@@ -65,9 +63,7 @@ class EarlyWeights:
     """Reads the tensors of `paths`, which are in `folder`, to `device` in threads, from construction on.
 
     Nothing is read unless all floating-point tensors have one of `dtypes`. Leaving the `with` block stops the threads
-    and frees tensors that were not taken.
-
-    weights_read: bytes and seconds of the reading; None unless a model was loaded from the tensors.
+    and frees tensors that were not taken. weights_read: None unless a model was loaded from the tensors.
     """
 
     def __init__(self, folder: Path, paths: list[Path], device: torch.device, dtypes: tuple[str, ...]) -> None:
@@ -95,18 +91,16 @@ class EarlyWeights:
         tensors, self._tensors = self._tensors, {}
         if folder != self._folder:
             return {}
-        for tensor in tensors.values():
-            if tensor.device.type != device or (tensor.is_floating_point() and tensor.dtype != dtype):
-                return {}
+        values = tensors.values()
+        if any(item.device.type != device or (item.is_floating_point() and item.dtype != dtype) for item in values):
+            return {}
         self.weights_read = self._total if tensors else None
         return {name: PreloadedSlice(tensor) for name, tensor in tensors.items()}
 
     def __enter__(self) -> EarlyWeights:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self._tensors = {}

@@ -39,7 +39,7 @@ def check_format(model: str, names: set[str]) -> None:
 
     No weights at all are an error later, while they are loaded.
     """
-    if distributed := sorted(name for name in names if DISTRIBUTED.fullmatch(name)):
+    if distributed := sorted(filter(DISTRIBUTED.fullmatch, names)):
         raise ModelError(
             f"{model} is a distributed checkpoint ({distributed[0]}), which is not supported",
             "load it with transformers, call save_pretrained(), and pass the new folder",
@@ -108,10 +108,9 @@ def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> 
 
 
 def _safetensors_files(folder: Path, explicit_name: str | None) -> list[str] | None:
-    if explicit_name and (not explicit_name.endswith(".json") or not (folder / explicit_name).is_file()):
-        return [explicit_name]
     if explicit_name:
-        return _indexed_files(folder / explicit_name)
+        is_index = explicit_name.endswith(".json") and (folder / explicit_name).is_file()
+        return _indexed_files(folder / explicit_name) if is_index else [explicit_name]
     if (folder / WEIGHTS).is_file():  # transformers prefers it to an index
         return [WEIGHTS]
     return _indexed_files(folder / INDEX) if (folder / INDEX).is_file() else None

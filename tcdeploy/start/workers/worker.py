@@ -8,6 +8,7 @@ the bucket's files are in the journal of its staging folder by then. Its message
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import logging
 import os
@@ -31,10 +32,9 @@ log = logging.getLogger("tcdeploy.start")
 
 
 def write_report(reports: IO[str], record: BucketRecord) -> None:
-    """Write a line of JSON: the name of a finished bucket, and the fields of its `Compilation`."""
+    """Write the record of a finished bucket, as a line of JSON."""
     log.info("%s: %s, %.1f s", record.bucket, record.outcome, record.seconds)
-    report = {"bucket": record.bucket, "compilation": record.compilation._asdict()}
-    reports.write(json.dumps(report) + "\n")
+    reports.write(json.dumps(dataclasses.asdict(record)) + "\n")
     reports.flush()
 
 
