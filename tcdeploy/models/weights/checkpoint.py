@@ -14,8 +14,8 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import huggingface_hub
 import torch
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -74,7 +74,7 @@ def check_path(model: str) -> None:
 
 def check_repository(model: str, revision: str | None) -> None:
     """Refuse a Hub repository without config.json, by what it contains instead. `load_config` has failed for it."""
-    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    config = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
     # only the cache's "no such file" entry proves that the repository lacks a config.json
     if config is None or isinstance(config, str):
         return
@@ -235,7 +235,7 @@ def _file_names(model: str, revision: str | None, folder: Path | None) -> set[st
     names = {item.name for item in folder.iterdir()} if folder else set()
     if not Path(model).is_dir() and not any(name.endswith((".safetensors", ".bin")) for name in names):
         with contextlib.suppress(Exception):  # huggingface_hub raises many types without a network
-            info = HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
+            info = huggingface_hub.HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
             names |= {item.rfilename for item in info.siblings or ()}
     return names
 
@@ -245,7 +245,7 @@ def _path_of(name: str, model: str, revision: str | None, folder: Path | None) -
     if folder and (folder / name).is_file():
         return folder / name
     with contextlib.suppress(Exception):  # huggingface_hub raises many types, also if there is no such file
-        return Path(hf_hub_download(model, name, revision=revision))
+        return Path(huggingface_hub.hf_hub_download(model, name, revision=revision))
     return None
 
 
