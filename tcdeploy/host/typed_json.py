@@ -1,10 +1,8 @@
 """Converts parsed JSON to dataclasses, and refuses values of another type.
 
-Files of a cache folder may hold anything. Code that reads a record relies on the types of its fields, so a field of
-another type must be an error that names it, and not an AttributeError somewhere in the planner. The types come from the
-annotations of the dataclass. pydantic does the same and more, but it is not installed where a bundle is only run.
-
-Does not import torch.
+Files of a cache folder may hold anything, so a field of another type must be an error that names it, and not an
+AttributeError somewhere in the planner. The types come from the annotations of the dataclass. pydantic does the same
+and more, but it is not installed where a bundle is only run. Does not import torch.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ def from_json(kind: type[T], value: Any, name: str = "it") -> T:
 def check_fields(kind: type[Any], value: Any, name: str = "it") -> None:
     """Check the types of those fields of a JSON object that the dataclass `kind` has. Raises ValueError.
 
-    Another version may have written the object, so fields may be missing, and there may be others, in nested objects
-    too.
+    Another version may have written the object, so fields may be missing or unknown, in nested objects too.
     """
     if not isinstance(value, dict):
         raise _wrong_type("a JSON object", value, name)

@@ -2,13 +2,12 @@
 
 AutoModelForMultimodalLM is used if the model's type has a multimodal class, else AutoModelForCausalLM. Multimodal
 models are served as text only: image and audio towers are loaded but never run. A few types also have a causal LM class
-that loads the text model alone (Emu3, Llama 4). It is not used, because it leaves the towers' tensors unused, and the
-checkpoint check could not distinguish them from text tensors that the model lacks.
+that loads the text model alone (Emu3, Llama 4). It is not used: the checkpoint check could not distinguish the towers'
+unused tensors from text tensors that the model lacks.
 
 A checkpoint of a reward, classification or embedding model has the same `model_type` as a text generator, and
-transformers would load it as one: without its own head, and with a random or a tied language model head.
-`architectures` in config.json names the class that it was saved from, and the files of sentence-transformers mark an
-embedding model.
+transformers would load it as one, with a random or a tied language model head. `architectures` in config.json names the
+class that it was saved from, and the files of sentence-transformers mark an embedding model.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ OFFLINE = (
     r"\b(?:Connect(?:ion)?Error|ConnectTimeout|LocalEntryNotFoundError|OfflineModeIsEnabled): |couldn't connect"
     "|(?i:offline mode)"
 )
-CONVERSION = "issues during automatic conversion"
+CONVERSION = "issues during automatic conversion"  # it could not stack or split tensors, and names them only in a log
 # A pattern of the exceptions' types and texts, the message with the pattern's groups, and the hint.
 Causes = tuple[tuple[str, str, str], ...]
 HUB_CAUSES: Causes = (
@@ -102,11 +102,6 @@ def _find_cause(causes: Causes, model: str, error: BaseException) -> TcdeployErr
             message = message.format(*match.groups(), model=model, version=transformers.__version__)
             return (NetworkError if pattern == OFFLINE else ModelError)(message, hint.format(model=model))
     return None
-
-
-def is_failed_conversion(error: BaseException) -> bool:
-    """Whether transformers could not stack or split tensors of a checkpoint. It names them only in a log message."""
-    return CONVERSION in str(error)
 
 
 def missing_package_error(model: str, packages: list[str]) -> ModelError:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,14 +49,14 @@ log = logging.getLogger("tcdeploy.models")
 class _LinearRecorder:
     """A forward pre-hook that records which linear layers read which tensor (by id), in call order."""
 
-    readers: dict[int, list[Any]] = field(default_factory=dict)
-    calls: dict[int, int] = field(default_factory=dict)
+    readers: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    calls: Counter[int] = field(default_factory=Counter)
     keep_alive: list[Tensor] = field(default_factory=list)  # so that no id is reused
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.keep_alive.append(args[0])
-        self.readers.setdefault(id(args[0]), []).append(module)
-        self.calls[id(module)] = self.calls.get(id(module), 0) + 1
+        self.readers[id(args[0])].append(module)
+        self.calls[id(module)] += 1
 
 
 class ProbedModel(NamedTuple):

@@ -93,9 +93,12 @@ def decide_mixed_steps(inputs: PlanInputs, graphs: Graphs, attention: Attention,
     """Whether running sequences decode in the steps in which prompts are computed.
 
     `attention`: of prefill. Raises UsageError if that is requested together with a CUDA graph per region, whose shapes
-    would depend on the rows.
+    would depend on the rows, and for a limit of prefill steps below 1.
     """
-    requested = inputs.recipe.mixed_steps
+    requested, consecutive_prefills = inputs.recipe.mixed_steps, inputs.recipe.max_consecutive_prefills
+    if consecutive_prefills < 1:
+        message = f"max_consecutive_prefills is {consecutive_prefills}; it must be at least 1"
+        raise UsageError(message, "--max-consecutive-prefills 4")
     if graphs == "region" and requested == "on":
         raise UsageError(
             "--mixed-steps on cannot be combined with --graphs region: it would capture a graph for each number of "

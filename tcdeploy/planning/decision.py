@@ -95,18 +95,17 @@ def _decide_device(recipe: Recipe, environment: Environment, decisions: Decision
 
 def _decide_dtypes(recipe: Recipe, architecture: Architecture, device: Device, decisions: Decisions) -> DTypes:
     """One dtype for weights, KV and computation: nothing quantises yet."""
-    dtype, reason = _decide_dtype(recipe, architecture, device)
+    stored = architecture.dtype
+    default: DType = "float32" if device == "cpu" else "float16" if stored == "float16" else "bfloat16"
+    dtype = recipe.dtype or default
+    if recipe.dtype:
+        reason = "requested"
+    elif device == "cpu":
+        reason = "default on a CPU; generates the same text as transformers"
+    elif stored in HALF_DTYPES:
+        reason = "the checkpoint's dtype"
+    else:
+        described = f"the checkpoint is {stored}" if stored else "the checkpoint's dtype is unknown"
+        reason = f"{described}; bfloat16 halves the bytes read per token"
     decisions.add("dtype", dtype, reason)
     return DTypes(weight=dtype, kv=dtype, compute=dtype)
-
-
-def _decide_dtype(recipe: Recipe, architecture: Architecture, device: Device) -> tuple[DType, str]:
-    if recipe.dtype:
-        return recipe.dtype, "requested"
-    if device == "cpu":
-        return "float32", "default on a CPU; generates the same text as transformers"
-    for half_dtype in HALF_DTYPES:
-        if half_dtype == architecture.dtype:
-            return half_dtype, "the checkpoint's dtype"
-    stored = f"the checkpoint is {architecture.dtype}" if architecture.dtype else "the checkpoint's dtype is unknown"
-    return "bfloat16", f"{stored}; bfloat16 halves the bytes read per token"

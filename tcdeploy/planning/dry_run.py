@@ -1,8 +1,7 @@
 """Makes the plan of a dry run, and lists what the machine lacks for it. Does not import torch.
 
-`--dry-run` answers whether a model would be served, for example in CI on a host that cannot serve it. A start raises
-MemoryShortage. A dry run makes the plan of the same machine with just enough memory, and reports the shortage as a
-finding.
+`--dry-run` answers whether a model would be served, for example in CI on a host that cannot serve it. Where a start
+raises MemoryShortage, it makes the plan of the same machine with just enough memory, and reports the shortage.
 """
 
 from __future__ import annotations

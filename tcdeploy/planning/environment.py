@@ -91,10 +91,10 @@ class Environment:
         return f"{len(self.gpus)} x {self.gpu}" if len(self.gpus) > 1 else self.gpu
 
     def cache_factors(self) -> dict[str, object]:
-        """The fields that compiled programs depend on, by name; not cache folders, the driver or memory sizes.
+        """The fields that compiled programs depend on, by name. Python counts as major.minor, and only the first GPU.
 
-        Of the GPUs only the first counts. With a GPU the C++ compiler and the CPU are left out: a serving image needs
-        no compiler, and a machine with more cores can start from the same cache. Python counts as major.minor.
+        With a GPU the C++ compiler and the CPU are left out: a serving image needs no compiler, and a machine with more
+        cores can start from the same cache.
         """
         ignored = IGNORED_FACTORS | (CPU_ONLY_FACTORS if self.gpus else set())
         factors: dict[str, object] = {}
@@ -221,9 +221,8 @@ def find_cache_dir(requested: str | None, environment: Environment | None = None
 def requested_inductor_cache_dir() -> str:
     """The cache folder that the user has set in TORCHINDUCTOR_CACHE_DIR; empty if the user has set none.
 
-    When torch 2.13 is imported, it sets the variable to torchinductor_USER in the temporary folder, and child processes
-    inherit the value. It is ignored, because another user may own that folder. A start sets the variable to a staging
-    folder (cache/staging/folder.py); then the cache folder around it is returned.
+    torch 2.13 sets the variable to torchinductor_USER in the temporary folder, which another user may own: that is
+    ignored. A start sets it to a staging folder (cache/staging/folder.py); then the folder around that is returned.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     parent, name = os.path.split(os.path.abspath(folder))

@@ -1,8 +1,8 @@
 """Sizes the KV cache: arithmetic over bytes. Does not import torch.
 
 Weights come first, then the workspace that running the model needs; KV blocks take the rest, but no more than the
-largest batch can use at full context. The workspace is predicted part by part (`Workspace`) before anything is loaded.
-After warm-up the manifest records the measured value beside it (start/deployment.py).
+largest batch can use at full context. The workspace is predicted part by part before anything is loaded, and the
+manifest records the measured value after warm-up.
 """
 
 from __future__ import annotations
@@ -35,17 +35,13 @@ HOST_KV_FRACTION = 0.25  # of host memory beyond the weights, on a CPU
 
 
 class CacheDemand(NamedTuple):
-    """What the buckets require of memory: context and prefill in tokens, batch sizes in sequences, blocks in slots.
-
-    captured_sizes: for each captured prefill bucket, the token counts of its CUDA graphs.
-    captures_decode: whether decode steps are captured as CUDA graphs.
-    """
+    """What the buckets require of memory: context and prefill in tokens, batch sizes in sequences, blocks in slots."""
 
     context: int
     batch_sizes: tuple[int, ...]
     max_prefill_tokens: int
-    captured_sizes: tuple[tuple[int, ...], ...]
-    captures_decode: bool
+    captured_sizes: tuple[tuple[int, ...], ...]  # for each captured prefill bucket, the token counts of its CUDA graphs
+    captures_decode: bool  # as CUDA graphs
     mixed_steps: bool
     block_size: int
 

@@ -150,11 +150,6 @@ def make_plan(
 
     `model_decisions` were made while the model's files were read; the printed plan ends with them.
     """
-    if recipe.max_consecutive_prefills < 1:
-        raise UsageError(
-            f"max_consecutive_prefills is {recipe.max_consecutive_prefills}; it must be at least 1",
-            "--max-consecutive-prefills 4",
-        )
     decisions = Decisions()
     warn_about_packages(environment, decisions)
     inputs = decide_inputs(recipe, environment, architecture, decisions)

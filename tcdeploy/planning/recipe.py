@@ -1,13 +1,10 @@
 """The Recipe: what the user requested, merged from a YAML file, environment variables and flags.
 
 Precedence: flags, then environment (`TCDEPLOY_*`), then the recipe file, then the recipe of a bundle, then the defaults
-of the fields below. None means that planning decides and gives its reason. An unknown key is an error that suggests the
-nearest known one, because a recipe that is half ignored is worse than none.
+of the fields below. None means that planning decides and gives its reason. The flags, their help and the reference
+documentation are derived from the fields (option.py).
 
-The flags, their help and the reference documentation are derived from the fields (option.py).
-
-Rejected: pydantic. It would be the heaviest import on the path to `--help`, and the fields have only five types, each
-with a short parser.
+Rejected: pydantic, the heaviest import on the path to `--help`. The fields have only five types.
 """
 
 from __future__ import annotations
@@ -262,6 +259,8 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
         return value
     parse, type_name = _PARSERS[kind]
     try:
+        if isinstance(value, bool) and kind is not bool:
+            raise ValueError(value)
         return parse(value)
     except (TypeError, ValueError, OverflowError) as error:
         text = f"{_label(key, source)} is {_SHORT.repr(value)}, which is not {type_name}"
@@ -288,22 +287,16 @@ def _parse_bool(value: Any) -> bool:
 
 
 def _parse_text(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if not isinstance(value, str | int | float):
         raise ValueError(value)
     return str(value)
-
-
-def _parse_float(value: Any) -> float:
-    if isinstance(value, bool):
-        raise ValueError(value)
-    return float(value)
 
 
 _PARSERS: dict[Any, tuple[Callable[[Any], Any], str]] = {  # by type of the field, with what an error calls it
     int: (_parse_int, "a whole number"),
     tuple[int, ...]: (_parse_ints, "a list of whole numbers such as 128,512,2048"),
     bool: (_parse_bool, "true or false"),
-    float: (_parse_float, "a number"),
+    float: (float, "a number"),
     str: (_parse_text, "text"),
 }
 # A few lines of YAML with anchors give a value whose whole text would fill the memory.

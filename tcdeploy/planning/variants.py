@@ -54,8 +54,7 @@ class Variant:
 PDL = ("triton.enable_pdl", True)  # programmatic dependent launch: a kernel starts before its predecessor has ended
 COMBO_KERNELS = ("combo_kernels", True)  # independent small kernels share one launch
 # A warm start does not repeat coordinate descent under three conditions (torch 2.11):
-# 1. use_static_cuda_launcher is off: the result is not read from the cache for statically launched kernels. With PDL no
-#    kernel is launched statically.
+# 1. use_static_cuda_launcher is off: the result is not read from the cache for statically launched kernels.
 # 2. dynamic_scale_rblock is off: torch halves blocks after tuning, and saves the halved config as not tuned.
 # 3. Kernels are compiled in this process (torch_compat/dynamo/compile_threads.py): pickling drops the mark of a tuned
 #   config.

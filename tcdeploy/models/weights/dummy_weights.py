@@ -7,11 +7,9 @@ so a parity check on it proves little. The weights drawn here keep the activatio
 - A matrix preserves the scale of its input: its standard deviation is 1 / sqrt(inputs).
 - Queries and keys are scaled so that attention scores have the standard deviation ATTENTION_STD. Larger scores would
   amplify bfloat16 rounding errors from layer to layer and hide faults, so only the first SOFTCAPPED_LAYERS layers have
-  scores near their soft-cap. Attention averages many values, so its output is scaled by ATTENTION_OUTPUT_GAIN to match
-  the MLP's.
+  scores near their soft-cap. Attention averages many values; ATTENTION_OUTPUT_GAIN makes its output match the MLP's.
 - Logits have the standard deviation LOGITS_STD, and more if they are soft-capped.
-- Norms, biases, sinks and other vectors differ from their neutral values by random amounts.
-- Routers of experts are scaled by ROUTER_GAIN, so that the selected experts have different weights.
+- Norms, biases, sinks and other vectors differ from their neutral values, and selected experts have different weights.
 - Embeddings have unequal norms. Some are so small that the epsilon of the first norm matters.
 
 Every tensor starts from transformers' own initialisation, so zeros that it sets (padding) stay zeros.

@@ -86,10 +86,13 @@ def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> 
     `explicit_name`: as `explicit_file` returns it. None if the folder has no such files, or not all files of a Hub
     model have been downloaded.
     """
+    is_local = Path(model).is_dir()
     names = _safetensors_files(folder, explicit_name)
     if names is None:
-        if Path(model).is_dir():
-            _check_torch_files(model, folder)
+        if is_local and (folder / TORCH_INDEX).is_file() and not (folder / TORCH_WEIGHTS).is_file():
+            for name in _indexed_files(folder / TORCH_INDEX):
+                if not (folder / name).is_file():
+                    raise ModelError(f"{model} lacks {name}, which its index lists", DOWNLOAD_HINT)
         return None
     tensors: dict[str, TensorHeader] = {}
     files: dict[str, str] = {}
@@ -100,7 +103,7 @@ def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> 
                     raise ModelError(f"{model} has the tensor {key} in two files: {files[key]}, {name}", DOWNLOAD_HINT)
                 tensors[key], files[key] = tensor, name
         except FileNotFoundError:
-            if not Path(model).is_dir():  # a download that is running or was interrupted
+            if not is_local:  # a download that is running or was interrupted
                 return None
             source = "transformers_weights in config.json names" if name == explicit_name else "its index lists"
             raise ModelError(f"{model} lacks {name}, which {source}", DOWNLOAD_HINT) from None
@@ -114,15 +117,6 @@ def _safetensors_files(folder: Path, explicit_name: str | None) -> list[str] | N
     if (folder / WEIGHTS).is_file():  # transformers prefers it to an index
         return [WEIGHTS]
     return _indexed_files(folder / INDEX) if (folder / INDEX).is_file() else None
-
-
-def _check_torch_files(model: str, folder: Path) -> None:
-    """Raise ModelError if a local folder has a broken index of .bin files, or lacks one of them."""
-    if (folder / TORCH_WEIGHTS).is_file() or not (folder / TORCH_INDEX).is_file():
-        return
-    for name in _indexed_files(folder / TORCH_INDEX):
-        if not (folder / name).is_file():
-            raise ModelError(f"{model} lacks {name}, which its index lists", DOWNLOAD_HINT)
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorHeader]]:
