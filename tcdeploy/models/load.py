@@ -126,10 +126,8 @@ def _check_layer_count(model: str, config: Any) -> None:
         return
     for name, value in config.items():
         if name in LAYER_COUNT_NAMES and isinstance(value, int) and value > MAX_LAYERS:
-            raise UnsupportedModelError(
-                f"{model} has {value} layers; at most {MAX_LAYERS} are supported",
-                f"check {name} in the model's config.json",
-            )
+            message = f"{model} has {value} layers; at most {MAX_LAYERS} are supported"
+            raise UnsupportedModelError(message, f"check {name} in the model's config.json")
         _check_layer_count(model, value)
 
 
@@ -259,10 +257,8 @@ def _translate_errors(model: str) -> Iterator[None]:
     except TcdeployError:
         raise
     except torch.OutOfMemoryError as error:
-        raise SpaceError(
-            f"the weights of {model} do not fit into the GPU's free memory: {first_line(error)}",
-            "free GPU memory (nvidia-smi lists the processes), or use a smaller model",
-        ) from error
+        message = f"the weights of {model} do not fit into the GPU's free memory: {first_line(error)}"
+        raise SpaceError(message, "free GPU memory (nvidia-smi lists the processes), or use a smaller model") from error
     except Exception as error:  # libraries raise many types for bad files
         raise translate_error(model, error) from error
     except SystemExit as error:

@@ -143,14 +143,11 @@ def _failed_code(model: str, chain: list[BaseException]) -> ModelError | None:
     """The error of modelling code that fails while it is imported, or lacks the class that auto_map names."""
     for link in chain:
         if isinstance(link, SyntaxError):
-            return ModelError(
-                f"the modelling code of {model} is not valid Python: {link.msg} (line {link.lineno})", CODE_HINT
-            )
+            message = f"the modelling code of {model} is not valid Python: {link.msg} (line {link.lineno})"
+            return ModelError(message, CODE_HINT)
         if lacking := re.search(rf"module '{REMOTE_CODE}\.\S*?(\w+)' has no attribute '(\w+)'", str(link)):
-            return ModelError(
-                f"{lacking[1]}.py of {model} has no class {lacking[2]}, which auto_map of its config.json names",
-                DOWNLOAD_HINT,
-            )
+            message = f"{lacking[1]}.py of {model} has no class {lacking[2]}, which auto_map of its config.json names"
+            return ModelError(message, DOWNLOAD_HINT)
         frames = [frame for frame in traceback.extract_tb(link.__traceback__) if REMOTE_CODE in frame.filename]
         if imported := [frame for frame in frames if frame.name == "<module>"]:
             where = f"{Path(imported[-1].filename).name}, line {imported[-1].lineno}"

@@ -77,10 +77,8 @@ def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pr
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         refusals.raise_all()  # the exception may be a consequence of these reasons
-        raise UnsupportedModelError(
-            f"the config of {config.model_type} has a value that cannot be used: {describe_exception(error)}",
-            CONFIG_HINT,
-        ) from error
+        message = f"the config of {config.model_type} has a value that cannot be used: {describe_exception(error)}"
+        raise UnsupportedModelError(message, CONFIG_HINT) from error
 
 
 def _probe(config: PreTrainedConfig, trust_remote_code: bool, refusals: Refusals) -> ProbedModel:

@@ -60,9 +60,8 @@ def _explain(name: str, implementation: str, model: nn.Module | None, error: Exc
     if problem := untraceable.get(type(error).__name__):
         return UnsupportedModelError(f"{name} {UNTRACEABLE} {problem} ({first_line(error)})", EXPLAIN_HINT)
     if model is None:
-        return UnexplainedFailureError(
-            f"{name} cannot be built from its config.json: {describe_exception(error)}", CONFIG_HINT
-        )
+        message = f"{name} cannot be built from its config.json: {describe_exception(error)}"
+        return UnexplainedFailureError(message, CONFIG_HINT)
     inputs = missing_inputs(error)
     if inputs and inputs != [MASK]:
         return UnsupportedArchitectureError(f"{name} requires inputs other than text: {', '.join(inputs)}")

@@ -34,10 +34,8 @@ def shorten_config(config: PreTrainedConfig, num_layers: int, count: int) -> Pre
     short = copy.deepcopy(config)
     text = short.get_text_config(decoder=True)
     if getattr(text, "num_hidden_layers", None) != num_layers:
-        raise ModelError(
-            f"the config of {config.model_type} does not state its {num_layers} layers, so it cannot be shortened",
-            "serve it with --start warm",
-        )
+        message = f"the config of {config.model_type} does not state its {num_layers} layers, so it cannot be shortened"
+        raise ModelError(message, "serve it with --start warm")
     for name, value in text.to_dict().items():
         if isinstance(value, list) and len(value) == num_layers and hasattr(text, name):
             setattr(text, name, value[:count])

@@ -53,7 +53,7 @@ def source_files(model: nn.Module) -> set[str]:
     files: set[str] = set()
     for kind in {type(module) for module in model.modules()}:
         with suppress(TypeError):  # a class of a C extension
-            files |= {inspect.getsourcefile(kind)} - {None}
+            files |= {file for file in [inspect.getsourcefile(kind)] if file}
     return files
 
 

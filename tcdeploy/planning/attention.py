@@ -25,9 +25,8 @@ def decide_prefill_attention(inputs: PlanInputs, decisions: Decisions) -> Attent
     if requested is None:
         return _first_supported("prefill", inputs, decisions)
     if reason := why_unsupported(requested, inputs):
-        raise UsageError(
-            f"attention {requested} cannot be used: {reason}", "omit --attention to use the best supported backend"
-        )
+        message = f"attention {requested} cannot be used: {reason}"
+        raise UsageError(message, "omit --attention to use the best supported backend")
     return decisions.add("prefill attention", requested, "requested")
 
 
@@ -63,25 +62,19 @@ def decide_graphs(inputs: PlanInputs, decode_attention: Attention, decisions: De
     recipe, requested = inputs.recipe, inputs.recipe.graphs
     is_requested = requested not in (None, "none")
     if requested == "region" and recipe.shapes == "dynamic":
-        raise UsageError(
-            "--graphs region cannot be combined with --shapes dynamic: it would capture a graph for every length",
-            "--graphs step --shapes dynamic",
-        )
+        message = "--graphs region cannot be combined with --shapes dynamic: it would capture a graph for every length"
+        raise UsageError(message, "--graphs step --shapes dynamic")
     if inputs.device == "cpu":
         return decisions.add("graphs", "none", "CUDA graphs require a GPU", is_fallback=is_requested)
     if not BACKENDS[decode_attention].is_capturable:
         if is_requested:
-            raise UsageError(
-                f"graphs {requested} cannot capture {decode_attention} attention: it reads lengths on the host",
-                "--graphs none",
-            )
+            message = f"graphs {requested} cannot capture {decode_attention} attention: it reads lengths on the host"
+            raise UsageError(message, "--graphs none")
         return decisions.add("graphs", "none", f"{decode_attention} attention reads lengths on the host", True)
     if recipe.mode == "default":
         if is_requested:
-            raise UsageError(
-                f"mode default does not use CUDA graphs, but graphs {requested} was requested",
-                f"--mode reduce-overhead --graphs {requested}",
-            )
+            message = f"mode default does not use CUDA graphs, but graphs {requested} was requested"
+            raise UsageError(message, f"--mode reduce-overhead --graphs {requested}")
         return decisions.add("graphs", "none", "mode default does not use CUDA graphs")
     if requested:
         return decisions.add("graphs", requested, "requested")

@@ -81,9 +81,8 @@ def decide_inputs(
 
 def _decide_device(recipe: Recipe, environment: Environment, decisions: Decisions) -> Device:
     if recipe.device == "cuda" and not environment.gpus:
-        raise UsageError(
-            "device cuda was requested, but torch sees no GPU", "remove --device cuda, or pass --device cpu"
-        )
+        message = "device cuda was requested, but torch sees no GPU"
+        raise UsageError(message, "remove --device cuda, or pass --device cpu")
     reason = f"{environment.gpu} is present" if environment.gpus else "torch sees no GPU"
     if recipe.device:
         reason = "requested"

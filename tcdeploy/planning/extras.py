@@ -31,10 +31,8 @@ def check_interpreter() -> None:
     transformers 5 reads docstrings when it imports a model's classes.
     """
     if sys.platform != "linux":
-        raise UsageError(
-            f"tcdeploy runs models on Linux only, and this system is {sys.platform}",
-            "run it on a Linux machine, in a container or in WSL 2",
-        )
+        message = f"tcdeploy runs models on Linux only, and this system is {sys.platform}"
+        raise UsageError(message, "run it on a Linux machine, in a container or in WSL 2")
     if sys.flags.optimize >= WITHOUT_DOCSTRINGS:
         raise UsageError(
             f"Python runs with optimization level {sys.flags.optimize} (-OO or PYTHONOPTIMIZE), which removes the "
@@ -47,9 +45,8 @@ def require_extra(extra: str, purpose: str, hint: str = "") -> None:
     """Raise UsageError if a package of `extra` is not installed. `purpose` completes "NAME is needed to ..."."""
     for name in EXTRA_MODULES[extra]:
         if not is_installed(name):
-            raise UsageError(
-                f"{name} is not installed, and it is needed to {purpose}", hint or f"pip install 'tcdeploy[{extra}]'"
-            )
+            message = f"{name} is not installed, and it is needed to {purpose}"
+            raise UsageError(message, hint or f"pip install 'tcdeploy[{extra}]'")
 
 
 def require_compile_extra() -> None:

@@ -226,9 +226,8 @@ def _decide_programs(recipe: Recipe, environment: Environment, decisions: Decisi
     if recipe.programs == "jit":
         return "jit"
     if recipe.region != "layer":
-        raise UsageError(
-            f"--programs aot requires --region layer, not {recipe.region}", "omit --region, or use --programs jit"
-        )
+        message = f"--programs aot requires --region layer, not {recipe.region}"
+        raise UsageError(message, "omit --region, or use --programs jit")
     missing = [name for name in (AOT_PACKAGES, DYNAMIC_SIZES) if name in dict(environment.missing_internals)]
     if missing:
         reason = f"--programs aot needs a private interface that this torch lacks: see the warning '{missing[0]}'"

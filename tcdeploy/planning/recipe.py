@@ -153,9 +153,8 @@ def build_recipe(
     merged.update(_validate(_from_environment(environ, other_variables), ENVIRONMENT, other_variables))
     merged.update(_validate({key: value for key, value in flags.items() if value is not None}, "flags"))
     if "model" not in merged:
-        raise RecipeError(
-            "no model was named", "give a Hub id, a local folder or builtin:tiny as MODEL, or pass --recipe NAME"
-        )
+        message = "no model was named"
+        raise RecipeError(message, "give a Hub id, a local folder or builtin:tiny as MODEL, or pass --recipe NAME")
     return Recipe(**merged)
 
 

@@ -106,10 +106,8 @@ def max_prefill_sequences(max_prefill_tokens: int) -> int:
 def decide_context(recipe: Recipe, architecture: Architecture, decisions: Decisions) -> int:
     limit = architecture.rope_limit or architecture.context
     if recipe.context is not None and not 2 <= recipe.context <= limit:
-        raise UsageError(
-            f"context {recipe.context} is not between 2 and {limit}, the longest that this model supports",
-            f"--context {limit}",
-        )
+        message = f"context {recipe.context} is not between 2 and {limit}, the longest that this model supports"
+        raise UsageError(message, f"--context {limit}")
     if recipe.context is not None:
         return decisions.add("context", recipe.context, "requested")
     if architecture.rope_limit:
@@ -207,18 +205,14 @@ def decide_prefill_lengths(recipe: Recipe, context: int, decisions: Decisions) -
         lengths, reason = recipe.buckets, "requested"
         _check_ascending("buckets", lengths)
         if lengths[-1] > context:
-            raise UsageError(
-                f"bucket {lengths[-1]} exceeds the context of {context} tokens",
-                "remove that bucket: longer prompts are prefilled in chunks",
-            )
+            message = f"bucket {lengths[-1]} exceeds the context of {context} tokens"
+            raise UsageError(message, "remove that bucket: longer prompts are prefilled in chunks")
     if recipe.shapes != "dynamic":
         decisions.add("prefill buckets", _comma_separated(lengths), reason)
         return lengths
     if lengths[-1] <= DYNAMIC_MIN_SIZE:
-        raise UsageError(
-            f"a dynamic range cannot end at {lengths[-1]} tokens: it starts at {DYNAMIC_MIN_SIZE}",
-            "--buckets 512 --shapes dynamic",
-        )
+        message = f"a dynamic range cannot end at {lengths[-1]} tokens: it starts at {DYNAMIC_MIN_SIZE}"
+        raise UsageError(message, "--buckets 512 --shapes dynamic")
     reason = "one program with a symbolic size, captured at many sizes on a GPU"
     decisions.add("prefill buckets", f"{DYNAMIC_MIN_SIZE}-{lengths[-1]}", reason)
     return lengths[-1:]
@@ -228,10 +222,8 @@ def _check_ascending(name: str, values: tuple[int, ...]) -> None:
     if not values or values[0] < 1:
         raise UsageError(f"{name} must be 1 or more, not {_comma_separated(values) or 'none'}", "such as 1,4,16")
     if any(low >= high for low, high in zip(values, values[1:], strict=False)):
-        raise UsageError(
-            f"{name} {_comma_separated(values)} are not in ascending order",
-            _comma_separated(tuple(sorted(set(values)))),
-        )
+        message = f"{name} {_comma_separated(values)} are not in ascending order"
+        raise UsageError(message, _comma_separated(tuple(sorted(set(values)))))
 
 
 def _decide_block_size(recipe: Recipe, decisions: Decisions) -> int:

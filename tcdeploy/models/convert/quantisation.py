@@ -90,10 +90,8 @@ def check_not_quantised(model: str, tensors: dict[str, TensorHeader], is_mxfp4: 
     for name, tensor in tensors.items():
         is_quantised = tensor.dtype not in FLOAT_DTYPES and name.endswith(weights)
         if is_quantised or name.endswith(QUANTISED_SUFFIXES):
-            raise UnsupportedModelError(
-                f"{model} has quantised weights, which are not supported yet: {name} has the dtype {tensor.dtype}",
-                NOT_QUANTISED_HINT,
-            )
+            message = f"{model} has quantised weights, which are not supported yet: {name} has the dtype {tensor.dtype}"
+            raise UnsupportedModelError(message, NOT_QUANTISED_HINT)
 
 
 def dequantised_tensors(tensors: dict[str, TensorHeader]) -> dict[str, TensorHeader]:

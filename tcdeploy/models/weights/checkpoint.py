@@ -170,10 +170,8 @@ def _check_prefixes(model: str, tensors: dict[str, TensorHeader], expected: Expe
     for name in tensors:
         names = {name, f"{prefix}.{name}"}
         if names <= tensors.keys() and len(names & expected.shapes.keys()) == 1:
-            raise ModelError(
-                f"{model} has two tensors for one of the model: {name}, {prefix}.{name}",
-                "save the model again with only one of them; transformers would have used either",
-            )
+            message = f"{model} has two tensors for one of the model: {name}, {prefix}.{name}"
+            raise ModelError(message, "save the model again with only one of them; transformers would have used either")
 
 
 def stored_dtype(tensors: dict[str, TensorHeader]) -> str:
@@ -207,10 +205,8 @@ def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, 
     declares ignorable are not in the report.
     """
     if missing := sorted(report["missing_keys"]):
-        raise ModelError(
-            f"the checkpoint of {model} lacks {len(missing)} of the model's tensors: {_first(missing)}",
-            "download it again; transformers would have used random weights for them",
-        )
+        message = f"the checkpoint of {model} lacks {len(missing)} of the model's tensors: {_first(missing)}"
+        raise ModelError(message, "download it again; transformers would have used random weights for them")
     mismatches = (f"{name} ({[*stored]} instead of {[*shape]})" for name, stored, shape in report["mismatched_keys"])
     if mismatched := sorted(mismatches):
         raise ModelError(

@@ -40,10 +40,8 @@ def check_format(model: str, names: set[str]) -> None:
     No weights at all are an error later, while they are loaded.
     """
     if distributed := sorted(filter(DISTRIBUTED.fullmatch, names)):
-        raise ModelError(
-            f"{model} is a distributed checkpoint ({distributed[0]}), which is not supported",
-            "load it with transformers, call save_pretrained(), and pass the new folder",
-        )
+        message = f"{model} is a distributed checkpoint ({distributed[0]}), which is not supported"
+        raise ModelError(message, "load it with transformers, call save_pretrained(), and pass the new folder")
     if names & {WEIGHTS, INDEX, TORCH_WEIGHTS, TORCH_INDEX}:
         return
     for name in sorted(names):
@@ -54,10 +52,8 @@ def check_format(model: str, names: set[str]) -> None:
         suffix = Path(name).suffix
         other = "mistral-inference" if name == "consolidated.safetensors" else OTHER_FORMATS.get(suffix)
         if other:
-            raise ModelError(
-                f"{model} has weights in the format {other} ({name}), which is not supported, and no {WEIGHTS}",
-                FORMAT_HINT,
-            )
+            message = f"{model} has weights in the format {other} ({name}), which is not supported, and no {WEIGHTS}"
+            raise ModelError(message, FORMAT_HINT)
         if suffix == ".safetensors":
             raise ModelError(
                 f"{model} has {name}, but no {WEIGHTS} and no index",
@@ -141,11 +137,9 @@ def _indexed_files(index: Path) -> list[str]:
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ModelError(
-            f"{index} is damaged: weight_map must name the file of each tensor", "download it again"
-        ) from None
+        message = f"{index} is damaged: weight_map must name the file of each tensor"
+        raise ModelError(message, "download it again") from None
     if not isinstance(values.get("metadata"), dict):
-        raise ModelError(
-            f"{index} has no metadata, which transformers requires", 'download it again, or add "metadata": {}'
-        )
+        message = f"{index} has no metadata, which transformers requires"
+        raise ModelError(message, 'download it again, or add "metadata": {}')
     return sorted(names)
