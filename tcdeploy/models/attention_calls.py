@@ -83,9 +83,8 @@ def refused_layers(config: PreTrainedConfig) -> dict[int, str]:
 def check_layers(config: PreTrainedConfig) -> None:
     """Raise UnsupportedArchitectureError for kinds of layers that the config names, before the model is built."""
     if types := sorted({*refused_layers(config).values()}):
-        raise UnsupportedArchitectureError(
-            f"{config.model_type} has layers of type {', '.join(types)}, which a KV cache cannot serve"
-        )
+        message = f"{config.model_type} has layers of type {', '.join(types)}, which a KV cache cannot serve"
+        raise UnsupportedArchitectureError(message)
     text_config = config.get_text_config()
     shared = getattr(text_config, "num_kv_shared_layers", None)
     if isinstance(shared, int) and shared >= text_config.num_hidden_layers > 0:

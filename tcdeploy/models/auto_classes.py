@@ -46,18 +46,14 @@ def auto_class(config: PreTrainedConfig, trust_remote_code: bool, model: str = "
     name, model = config.model_type, model or config.model_type
     chosen, _ = _classes(config, trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedArchitectureError(
-            f"{model} is an encoder-decoder model ({name}); only models without an encoder are supported"
-        )
-    if chosen:
+        problem = f"an encoder-decoder model ({name}); only models without an encoder are supported"
+    elif chosen:
         return chosen
-    if config.get_text_config() is not config:
-        raise UnsupportedArchitectureError(
-            f"{model} is a multimodal model ({name}) that transformers does not load as a text generator"
-        )
-    raise UnsupportedArchitectureError(
-        f"{model} is not a causal LM: transformers has no causal LM or multimodal LM class for {name}"
-    )
+    elif config.get_text_config() is not config:
+        problem = f"a multimodal model ({name}) that transformers does not load as a text generator"
+    else:
+        problem = f"not a causal LM: transformers has no causal LM or multimodal LM class for {name}"
+    raise UnsupportedArchitectureError(f"{model} is {problem}")
 
 
 def model_class(config: PreTrainedConfig, trust_remote_code: bool) -> Any | None:

@@ -209,9 +209,8 @@ def _build(config: PreTrainedConfig, trust_remote_code: bool) -> nn.Module:
     """The model with fake tensors, in PROBE_DTYPE."""
     chosen_class, known_class = auto_class(config, trust_remote_code), model_class(config, trust_remote_code)
     if known_class is not None and known_class.forward is nn.Module.forward:
-        raise UnsupportedArchitectureError(
-            f"{config.model_type} combines several models: {known_class.__name__} has no forward pass of its own"
-        )
+        message = f"{config.model_type} combines several models: {known_class.__name__} has no forward pass of its own"
+        raise UnsupportedArchitectureError(message)
     # Some models read their weights while they initialise them. Code from a repository may use what torch.nn.init
     # returns, which is nothing without initialisation.
     with (

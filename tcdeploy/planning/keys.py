@@ -23,19 +23,17 @@ DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunction
 
 def source_digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
     """The digest of each file, by its path relative to `root`, in sorted order. Raises OSError and SyntaxError."""
-    return {path.relative_to(root).as_posix(): _source_digest(path) for path in sorted(paths)}
+    digests: dict[str, str] = {}
+    for path in sorted(paths):
+        drop_docstrings(tree := ast.parse(path.read_bytes()))
+        digests[path.relative_to(root).as_posix()] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+    return digests
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:
     """One sha256, in hex, over the names and digests of several files."""
     text = "".join(f"{path} {digest}\n" for path, digest in digests.items())
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _source_digest(path: Path) -> str:
-    tree = ast.parse(path.read_bytes())
-    drop_docstrings(tree)
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 def drop_docstrings(tree: ast.AST) -> None:

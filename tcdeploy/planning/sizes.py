@@ -163,20 +163,16 @@ def _batch_sizes_that_fit(inputs: PlanInputs, demand: CacheDemand) -> tuple[tupl
     blocks_per_sequence = -(-typical_tokens // demand.block_size)
     for count in range(len(GPU_BATCH_SIZES), MIN_GPU_BATCH_SIZES - 1, -1):
         sizes = GPU_BATCH_SIZES[:count]
-        held = _count_kv_blocks(inputs, demand._replace(batch_sizes=sizes)) // blocks_per_sequence
+        sized = demand._replace(batch_sizes=sizes)
+        blocks = count_affordable_blocks(inputs, sized, _predict_workspace(inputs, sized))
+        blocks = blocks if inputs.recipe.kv_blocks is None else min(blocks, inputs.recipe.kv_blocks)
+        held = (blocks - 1) // blocks_per_sequence  # one block is for padding
         if held >= sizes[-1]:
             break
     if held < sizes[-1]:
         return sizes, f"the smallest default; the KV cache holds {max(held, 0)} sequences of {typical_tokens} tokens"
     few_sizes = "few sizes below 16, where more rows add little time to a step"
     return sizes, f"the KV cache holds {held} sequences of {typical_tokens} tokens; {few_sizes}"
-
-
-def _count_kv_blocks(inputs: PlanInputs, demand: CacheDemand) -> int:
-    """Blocks for sequences: those requested or those that memory affords, without the one for padding."""
-    affordable_blocks = count_affordable_blocks(inputs, demand, _predict_workspace(inputs, demand))
-    requested = inputs.recipe.kv_blocks
-    return (affordable_blocks if requested is None else min(requested, affordable_blocks)) - 1
 
 
 def decide_shapes(

@@ -26,17 +26,17 @@ def tested_range(package: str) -> str:
 
 def untested_packages(versions: Mapping[str, str]) -> list[str]:
     """Those of `versions` (package -> version, empty if not installed) that are outside the tested range."""
-    return [package for package, version in versions.items() if version and not _is_tested(package, version)]
+    untested = []
+    for package, version in versions.items():
+        oldest, newest = map(_major_minor, TESTED_VERSIONS[package])
+        if version and not oldest <= _major_minor(version) <= newest:
+            untested.append(package)
+    return untested
 
 
 def is_older_than_tested(package: str, version: str) -> bool:
     """Whether a version is older than the oldest tested one. False for text that is not a version."""
     return () < _major_minor(version) < _major_minor(TESTED_VERSIONS[package][0])
-
-
-def _is_tested(package: str, version: str) -> bool:
-    oldest, newest = map(_major_minor, TESTED_VERSIONS[package])
-    return oldest <= _major_minor(version) <= newest
 
 
 def _major_minor(version: str) -> tuple[int, ...]:

@@ -53,7 +53,10 @@ def pack_linears(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) 
         is_plain = all(map(_is_plain_linear, layers))
         if is_plain and len({(layer.weight.dtype, layer.weight.device) for layer in layers}) == 1:
             _pack(layers, model, paths)
-            _empty_cuda_cache()
+            if torch.cuda.is_available():
+                unused_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+                if unused_bytes > EMPTY_CACHE_ABOVE_BYTES:
+                    torch.cuda.empty_cache()
 
 
 def _parameter_count(model: nn.Module, paths: tuple[str, ...]) -> int:
@@ -82,9 +85,3 @@ def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, PackedSlice(weight, bias, start, stop))
         start = stop
-
-
-def _empty_cuda_cache() -> None:
-    unused_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    if unused_bytes > EMPTY_CACHE_ABOVE_BYTES:
-        torch.cuda.empty_cache()

@@ -74,11 +74,8 @@ def check_model_optimizer(model: str, path: Path | None) -> None:
     if not isinstance(settings, dict) or "quant_algo" not in settings:
         raise ModelError(f"{path} does not state quant_algo, the format of the weights", HINT)
     if settings["quant_algo"] is not None:
-        raise UnsupportedModelError(
-            f"{model} is quantised with TensorRT Model Optimizer (it has {MODEL_OPTIMIZER_FILE}), which is not "
-            "supported yet",
-            NOT_QUANTISED_HINT,
-        )
+        message = f"{model} is quantised with TensorRT Model Optimizer (it has {MODEL_OPTIMIZER_FILE})"
+        raise UnsupportedModelError(f"{message}, which is not supported yet", NOT_QUANTISED_HINT)
 
 
 def check_not_quantised(model: str, tensors: dict[str, TensorHeader], is_mxfp4: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 transformers ignores tensors that it does not know, such as the scales of quantised weights, or a bias that the config
 does not declare. Such a model would start, pass the parity check (which compares it with the same weights), and
-generate wrong text. It is refused here instead. Only the headers of safetensors files are read.
+generate wrong text. Only the headers of safetensors files are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tcdeploy.models.load_errors import CONVERSION
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights.files import FORMAT_HINT, OTHER_FORMATS, check_format, explicit_file, read_headers
-from tcdeploy.models.weights.tensor_names import check_experts, conversion_error, text_depends_on
+from tcdeploy.models.weights.tensor_names import check_experts, conversion_error, first_names, text_depends_on
 from tcdeploy.torch_compat.dynamo import fake_tensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
@@ -112,9 +112,8 @@ def check_files(
     with refusals.collecting():
         quantisation.check_method(model, config)
         if quantisation.MODEL_OPTIMIZER_FILE in names:
-            quantisation.check_model_optimizer(
-                model, _path_of(quantisation.MODEL_OPTIMIZER_FILE, model, revision, folder)
-            )
+            path = _path_of(quantisation.MODEL_OPTIMIZER_FILE, model, revision, folder)
+            quantisation.check_model_optimizer(model, path)
     is_complete = Path(model).is_dir() or not folder or {item.name for item in folder.iterdir()} < names
     with refusals.collecting():
         if reads_weights and is_complete and not explicit_file(model, config):
@@ -205,25 +204,21 @@ def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, 
     declares ignorable are not in the report.
     """
     if missing := sorted(report["missing_keys"]):
-        message = f"the checkpoint of {model} lacks {len(missing)} of the model's tensors: {_first(missing)}"
+        message = f"the checkpoint of {model} lacks {len(missing)} of the model's tensors: {first_names(missing)}"
         raise ModelError(message, "download it again; transformers would have used random weights for them")
     mismatches = (f"{name} ({[*stored]} instead of {[*shape]})" for name, stored, shape in report["mismatched_keys"])
     if mismatched := sorted(mismatches):
         raise ModelError(
             f"tensors of {model} have other shapes than config.json describes ({len(mismatched)}): "
-            f"{_first(mismatched)}",
+            f"{first_names(mismatched)}",
             "use the config.json that belongs to these weights",
         )
     if unexpected := text_depends_on(report["unexpected_keys"], loaded.config):
         raise ModelError(
             f"the checkpoint of {model} has tensors that the model does not use ({len(unexpected)}): "
-            f"{_first(unexpected)}",
+            f"{first_names(unexpected)}",
             "use the config.json that belongs to these weights; transformers would have ignored the tensors",
         )
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3])
 
 
 def _file_names(model: str, revision: str | None, folder: Path | None) -> set[str]:

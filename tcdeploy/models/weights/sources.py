@@ -75,9 +75,8 @@ def describe_weights(
             source = ["same", names[memory]]
         elif (source := finder.find(name, tensor) if tensor.is_contiguous() else None) is None:
             if name in parameters or tensor.nbytes + sum(item.nbytes for item in stored.values()) > MAX_STORED_BYTES:
-                raise WeightNotInCheckpointError(
-                    f"{name} is not in the checkpoint, or is equal to several tensors of it"
-                )
+                message = f"{name} is not in the checkpoint, or is equal to several tensors of it"
+                raise WeightNotInCheckpointError(message)
             stored[name], source = tensor.detach().cpu().contiguous(), ["stored", name]
         names.setdefault(memory, name)
         sources[name] = WeightSource(_dtype_name(tensor.dtype), tuple(tensor.shape), source)

@@ -46,13 +46,11 @@ def check_experts(model: str, tensors: dict[str, TensorHeader]) -> None:
         for number, names in experts.items():
             missing += [f"{path}.{number}.{name}" for name in usual - names.keys()]
             surplus += [f"{path}.{number}.{name}" for name in names.keys() - usual]
-    for names, problem in (
-        (missing, "lacks tensors that other experts have"),
-        (surplus, "has tensors that other experts do not have"),
-    ):
-        if names:
-            message = f"the checkpoint of {model} {problem} ({len(names)}): {_first(names)}"
-            raise ModelError(message, DOWNLOAD_HINT)
+    if missing or surplus:
+        problem = "lacks tensors that other experts have" if missing else "has tensors that other experts do not have"
+        wrong = missing or surplus
+        message = f"the checkpoint of {model} {problem} ({len(wrong)}): {first_names(wrong)}"
+        raise ModelError(message, DOWNLOAD_HINT)
 
 
 def conversion_error(
@@ -70,10 +68,9 @@ def conversion_error(
                 if shape != usual
             ]
     unusual = unusual or [name for name, tensor in tensors.items() if known_shapes.get(name) != tensor.shape]
-    return ModelError(
-        f"transformers cannot convert the tensors of {model} to those that config.json describes: {_first(unusual)}",
-        "use the config.json that belongs to these weights, or download the model again",
-    )
+    message = f"transformers cannot convert the tensors of {model} to those that config.json describes"
+    hint = "use the config.json that belongs to these weights, or download the model again"
+    return ModelError(f"{message}: {first_names(unusual)}", hint)
 
 
 def _experts(tensors: dict[str, TensorHeader]) -> dict[str, dict[str, dict[str, TensorHeader]]]:
@@ -85,7 +82,7 @@ def _experts(tensors: dict[str, TensorHeader]) -> dict[str, dict[str, dict[str, 
     return lists
 
 
-def _first(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     return ", ".join(sorted(names)[:3])
 
 
