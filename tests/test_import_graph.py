@@ -43,7 +43,7 @@ TORCH_FREE = (
     "host.gc_policy", "planning.recipe", "planning.environment", "planning.architecture",
     "planning.variants", "planning.memory", "planning.keys", "planning.plan",
     "planning.tested_versions", "planning.attention", "planning.backends", "planning.decision", 
-    "planning.sizes", "host.progress", "host.stages", "start.prepare", "start.record.factors", "start.record.record",
+    "planning.sizes", "host.progress", "host.stages", "start.planned", "start.prepare", "start.record.factors", "start.record.record",
     "torch_compat.internal", "torch_compat.inductor.compiler_queries", "torch_compat.transformers.fast_import",
     "cache.record.compatibility", "cache.files.records", "cache.record.manifest", "cache.record.toolchain",
     "cache.staging.activate", "engine.schedule.sequence", "engine.schedule.blocks", "engine.schedule.scheduler",

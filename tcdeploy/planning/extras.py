@@ -16,7 +16,7 @@ EXTRA_MODULES = {
     "compile": ("transformers",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "ray": ("ray",),
-    "serve": ("pydantic", "starlette", "uvicorn", "httptools", "prometheus_client"),
+    "serve": ("pydantic", "starlette", "uvicorn", "httptools", "prometheus_client", "typing_extensions"),
 }
 COMPILE_HINT = (
     "pip install 'tcdeploy[compile]'; without it, a model starts only from ahead-of-time packages in the cache folder "
