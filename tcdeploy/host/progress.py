@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 class Progress(Protocol):
     """Callbacks in call order: `stage` when a stage starts, `planned` once, then two calls for each bucket.
 
-    If a bucket differs from a stored reference, its second call is missing: the stages `load`, `reference` and
-    `compile` follow again, with all buckets.
+    If a bucket differs from a stored reference, `load`, `reference` and `compile` follow again, with all buckets.
     """
 
     def stage(self, name: str) -> None:

@@ -68,8 +68,7 @@ def resolve_model_path(model: str) -> str:
 def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedConfig:
     """Load the model's config. Raises ModelError, and UsageError under `python -OO`.
 
-    `refusals`: collects the reasons for which the checkpoint is refused, instead of an error, so that the architecture
-    can still be probed.
+    `refusals`: collects the reasons for which the checkpoint is refused, so that the architecture can still be probed.
     """
     collected = refusals or Refusals(recipe.model)
     check_interpreter()
@@ -106,8 +105,7 @@ def _read_config(path: str, recipe: Recipe) -> PreTrainedConfig:
 def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: checkpoint.ExpectedTensors) -> str:
     """Check the tensors of a model's downloaded files against its config, before they are loaded (checkpoint.py).
 
-    Returns the dtype in which they are stored, or "" if it is not known. Raises ModelError. A builtin model and random
-    weights are not checked.
+    Returns the dtype in which they are stored, or "" if it is not known, or nothing is loaded. Raises ModelError.
     """
     if recipe.model in BUILTIN_MODELS or recipe.load_format == "dummy":
         return ""
@@ -143,8 +141,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The model in eval mode, on the plan's device and in its weight_dtype.
 
-    `early_weights`: tensors of the plan's checkpoint; used by the first call only. Raises ModelError, NetworkError or
-    SpaceError.
+    `early_weights`: of the plan's checkpoint; used by the first call only. Raises ModelError, NetworkError, SpaceError.
     """
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, plan.weight_dtype)

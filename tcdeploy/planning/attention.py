@@ -93,11 +93,8 @@ def decide_mixed_steps(inputs: PlanInputs, graphs: Graphs, attention: Attention,
         message = f"max_consecutive_prefills is {consecutive_prefills}; it must be at least 1"
         raise UsageError(message, "--max-consecutive-prefills 4")
     if graphs == "region" and requested == "on":
-        raise UsageError(
-            "--mixed-steps on cannot be combined with --graphs region: it would capture a graph for each number of "
-            "rows",
-            "--mixed-steps on --graphs step",
-        )
+        message = "--mixed-steps on cannot be combined with --graphs region: it would capture a graph for each number"
+        raise UsageError(f"{message} of rows", "--mixed-steps on --graphs step")
     value, reason = "on", "sequences decode while prompts are computed"
     if graphs == "region":
         value, reason = "off", "one CUDA graph per region"

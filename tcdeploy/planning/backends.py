@@ -37,9 +37,8 @@ class Backend:
     is_capturable: it reads nothing on the host, so a CUDA graph can contain it.
     selection: `default` rows are chosen in table order, `tuned` ones only when timed by `--mode auto` or requested,
         and a `fallback` only when no other row is supported.
-    prefill_reason, decode_reason: why it is chosen, as the Plan prints it; "" if it does not serve decode. A decode
-        backend implements `tcdeploy::kv_write` too: prefill writes K and V with the decode backend's kernel, so that
-        one cache layout serves both.
+    prefill_reason, decode_reason: why it is chosen; "" if it does not serve decode. A decode backend implements
+        `tcdeploy::kv_write` too, with which prefill writes K and V, so that one cache layout serves both.
     """
 
     name: Attention

@@ -276,10 +276,9 @@ def installed_flash_packages() -> tuple[tuple[str, str], ...]:
 def _has_module(backend: Backend) -> bool:
     """Whether `backend.module` exists and belongs to the backend's distribution.
 
-    FlashAttention-4 ships a `flash_attn` folder without an __init__.py. Python treats it as a namespace package, so its
-    presence does not mean that FlashAttention-2 (`flash_attn`) is installed. flash-attn 2.8 ships an early
-    `flash_attn.cute` of its own, with another interface and without its dependencies. A submodule therefore counts only
-    if the distribution is installed.
+    FlashAttention-4 ships a `flash_attn` folder without an __init__.py, a namespace package for Python, which does not
+    mean that FlashAttention-2 (`flash_attn`) is installed. flash-attn 2.8 ships an early `flash_attn.cute` with another
+    interface. A submodule therefore counts only if the distribution is installed.
     """
     parent, _, child = backend.module.rpartition(".")
     spec = importlib.util.find_spec(parent or child)
@@ -304,8 +303,7 @@ def cpu_name() -> str:
 def describe_cpu(capability: str, machine: str, flags: Collection[str]) -> str:
     """torch's name of the instruction set, and the extensions that Inductor may use with it.
 
-    `capability`: as torch names it. `machine`, `flags`: of the CPU, as Linux names them. On x86, AVX2 and DEFAULT have
-    no extensions.
+    `machine`, `flags`: of the CPU, as Linux names them. On x86, AVX2 and DEFAULT have no extensions.
     """
     if machine == "x86_64" and capability != "AVX512":
         return capability

@@ -34,11 +34,9 @@ def check_interpreter() -> None:
         message = f"tcdeploy runs models on Linux only, and this system is {sys.platform}"
         raise UsageError(message, "run it on a Linux machine, in a container or in WSL 2")
     if sys.flags.optimize >= WITHOUT_DOCSTRINGS:
-        raise UsageError(
-            f"Python runs with optimization level {sys.flags.optimize} (-OO or PYTHONOPTIMIZE), which removes the "
-            "docstrings that transformers needs to build a model",
-            "use PYTHONOPTIMIZE=1 or -O, which removes only assertions",
-        )
+        level = f"optimization level {sys.flags.optimize} (-OO or PYTHONOPTIMIZE)"
+        message = f"Python runs with {level}, which removes the docstrings that transformers needs to build a model"
+        raise UsageError(message, "use PYTHONOPTIMIZE=1 or -O, which removes only assertions")
 
 
 def require_extra(extra: str, purpose: str, hint: str = "") -> None:

@@ -107,8 +107,7 @@ def attention_variant(backend: Attention) -> Variant:
 def candidate_variants(mode: Mode, device: Device, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Variant, ...]:
     """The candidates of `mode` for a bucket of `size` tokens or rows, in order; one for every mode but `auto`.
 
-    Skinny GEMMs and PDL are tried only on Hopper: other GPUs lack the shared memory or the instruction, or were not
-    measured.
+    Skinny GEMMs and PDL are tried only on Hopper: other GPUs lack what they need, or were not measured.
     """
     if mode == "max-autotune":
         return (MAX_AUTOTUNE,)

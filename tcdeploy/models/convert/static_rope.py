@@ -18,8 +18,7 @@ STATIC = "default"
 def freeze_rope(model: nn.Module) -> None:
     """Change `rope_type` of each rotary embedding, which transformers reads in every forward pass.
 
-    The frequencies stay as they were built. Modelling code from a repository may read `rope_type` for other purposes,
-    so its modules are not changed.
+    Modules of code from a repository are not changed, because it may read `rope_type` for other purposes.
     """
     for module in model.modules():
         if not type(module).__module__.startswith("transformers."):

@@ -200,25 +200,20 @@ def _load_on_fake_tensors(
 def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -> None:
     """Raise ModelError if tensors are missing, have another shape, or are not used by the model.
 
-    `loaded` and `report`: as transformers returns them with `output_loading_info`. Tensors that the model's class
-    declares ignorable are not in the report.
+    `report`: as transformers returns it with `output_loading_info`, without tensors that the class declares ignorable.
     """
     if missing := sorted(report["missing_keys"]):
         message = f"the checkpoint of {model} lacks {len(missing)} of the model's tensors: {first_names(missing)}"
         raise ModelError(message, "download it again; transformers would have used random weights for them")
     mismatches = (f"{name} ({[*stored]} instead of {[*shape]})" for name, stored, shape in report["mismatched_keys"])
     if mismatched := sorted(mismatches):
-        raise ModelError(
-            f"tensors of {model} have other shapes than config.json describes ({len(mismatched)}): "
-            f"{first_names(mismatched)}",
-            "use the config.json that belongs to these weights",
-        )
+        message = f"tensors of {model} have other shapes than config.json describes ({len(mismatched)})"
+        hint = "use the config.json that belongs to these weights"
+        raise ModelError(f"{message}: {first_names(mismatched)}", hint)
     if unexpected := text_depends_on(report["unexpected_keys"], loaded.config):
-        raise ModelError(
-            f"the checkpoint of {model} has tensors that the model does not use ({len(unexpected)}): "
-            f"{first_names(unexpected)}",
-            "use the config.json that belongs to these weights; transformers would have ignored the tensors",
-        )
+        message = f"the checkpoint of {model} has tensors that the model does not use ({len(unexpected)})"
+        hint = "use the config.json that belongs to these weights; transformers would have ignored the tensors"
+        raise ModelError(f"{message}: {first_names(unexpected)}", hint)
 
 
 def _file_names(model: str, revision: str | None, folder: Path | None) -> set[str]:

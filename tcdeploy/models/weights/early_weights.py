@@ -125,8 +125,7 @@ class EarlyWeights:
 def start_reading(recipe: Recipe, folder: Path, paths: list[Path]) -> EarlyWeights | None:
     """Start threads that read the weight files `paths` to the GPU. None if the model needs more than these tensors.
 
-    Excludes `trust_remote_code`: transformers looks for the code in the model's folder, and a load from a state dict
-    passes no folder.
+    Excludes `trust_remote_code`: transformers looks for the code in a folder, and a state dict has none.
     """
     if not paths or recipe.trust_remote_code or not torch.cuda.is_available():
         return None

@@ -55,10 +55,8 @@ def check_format(model: str, names: set[str]) -> None:
             message = f"{model} has weights in the format {other} ({name}), which is not supported, and no {WEIGHTS}"
             raise ModelError(message, FORMAT_HINT)
         if suffix == ".safetensors":
-            raise ModelError(
-                f"{model} has {name}, but no {WEIGHTS} and no index",
-                f"rename it to {WEIGHTS} if its tensors have the names that transformers gives them",
-            )
+            hint = f"rename it to {WEIGHTS} if its tensors have the names that transformers gives them"
+            raise ModelError(f"{model} has {name}, but no {WEIGHTS} and no index", hint)
 
 
 def explicit_file(model: str, config: PreTrainedConfig) -> str | None:
@@ -68,19 +66,15 @@ def explicit_file(model: str, config: PreTrainedConfig) -> str | None:
         return None
     is_inside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
     if not is_inside or not name.endswith((".safetensors", ".safetensors.index.json")):
-        raise ModelError(
-            f"config.json of {model}: transformers_weights is {name!r:.80}; it must name a safetensors file, or an "
-            "index of such files, in the folder",
-            HINT,
-        )
+        expected = "it must name a safetensors file, or an index of such files, in the folder"
+        raise ModelError(f"config.json of {model}: transformers_weights is {name!r:.80}; {expected}", HINT)
     return str(name)
 
 
 def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> dict[str, TensorHeader] | None:
     """The tensors in a folder's safetensors files, by name. Raises ModelError for broken files.
 
-    `explicit_name`: as `explicit_file` returns it. None if the folder has no such files, or not all files of a Hub
-    model have been downloaded.
+    `explicit_name`: as `explicit_file` returns it. None if there are no such files, or not all have been downloaded.
     """
     is_local = Path(model).is_dir()
     names = _safetensors_files(folder, explicit_name)

@@ -89,9 +89,8 @@ def loading_weights(
 ) -> Iterator[LoadingWeights]:
     """The tensors of a model, which are read from its checkpoint while the block runs.
 
-    They are complete after the block, except those that `copy_stored` fills. Before that, each element is zero or the
-    value in the checkpoint. Raises KeyError or ValueError if the checkpoint lacks a tensor or has another shape, and as
-    `copying_tensors`.
+    They are complete after the block, except those that `copy_stored` fills; before, each element is zero or complete.
+    Raises KeyError or ValueError if the checkpoint lacks a tensor or has another shape, and as `copying_tensors`.
     """
     tensors, copies = _allocate(sources, device), list[Copy]()
     for name, (_, _, source) in sources.items():
