@@ -41,17 +41,24 @@ def local_folder(model: str, revision: str | None) -> Path | None:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """The content of a config.json. Raises ModelError."""
-    if problem := json_problem(path):
-        raise ModelError(f"{path} {problem}", LFS_HINT if problem == LFS_PROBLEM else HINT)
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    _check_type(path, values, "model_type", str, "a string")
-    _check_type(path, values, "auto_map", dict, "an object")
+    values = read_json_object(path)
+    expected = {"model_type": str, "auto_map": dict, "quantization_config": dict, "compression_config": dict}
+    for name, kind in expected.items():
+        if (value := values.get(name)) is not None and not isinstance(value, kind):
+            text = "a string" if kind is str else "an object"
+            raise ModelError(f"{path}: {name} is {value!r:.80}; it must be {text}", HINT)
     for name, value in (values.get("auto_map") or {}).items():
         for reference in value if isinstance(value, list) else [value]:
             if reference is not None and (not isinstance(reference, str) or "." not in reference):
                 raise ModelError(f"{path}: {name} in auto_map is {reference!r:.80}; it must name FILE.CLASS", HINT)
-    for name in ("quantization_config", "compression_config"):
-        _check_type(path, values, name, dict, "an object")
+    return values
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Raises ModelError."""
+    if problem := json_problem(path):
+        raise ModelError(f"{path} {problem}", LFS_HINT if problem == LFS_PROBLEM else HINT)
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return values
 
 
@@ -66,9 +73,3 @@ def json_problem(path: Path) -> str:
         return f"cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
         return f"is not JSON: {error}" if path.stat().st_size else "is empty"
-
-
-def _check_type(path: Path, values: dict[str, Any], name: str, expected_type: type, expected: str) -> None:
-    value = values.get(name)
-    if value is not None and not isinstance(value, expected_type):
-        raise ModelError(f"{path}: {name} is {value!r:.80}; it must be {expected}", HINT)

@@ -38,16 +38,7 @@ class GPU:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Versions and hardware of one machine. `gpus` lists all GPUs that torch sees; deployments use the first.
-
-    cpu: the instruction set that torch uses, which ATEN_CPU_CAPABILITY limits, and the extensions of AVX-512 and SVE.
-    compiler: first line of `g++ --version`, or of the compiler that CXX names; empty without it.
-    flash_packages: (backend, version) of each installed package.
-    install_paths: of Python's headers and of torch; they enter the cache keys of CPU programs.
-    inductor_cache_dir: TORCHINDUCTOR_CACHE_DIR, if the user set it.
-    user_cache_dir: $XDG_CACHE_HOME, or ~/.cache.
-    torch_settings: digest of the settings that torch_compat/inductor/settings.py reads; empty if they were not read.
-    """
+    """Versions and hardware of one machine."""
 
     python: str
     torch: str
@@ -55,17 +46,17 @@ class Environment:
     triton: str
     cuda: str
     driver: str
-    gpus: tuple[GPU, ...]
-    cpu: str
+    gpus: tuple[GPU, ...]  # all that torch sees; deployments use the first
+    cpu: str  # torch's instruction set, which ATEN_CPU_CAPABILITY limits, and the extensions of AVX-512 and SVE
     cpu_threads: int
     host_memory_bytes: int
-    compiler: str
-    flash_packages: tuple[tuple[str, str], ...]
-    install_paths: str = ""
-    inductor_cache_dir: str = ""
-    user_cache_dir: str = ""
+    compiler: str  # first line of `g++ --version`, or of the compiler that CXX names; empty without it
+    flash_packages: tuple[tuple[str, str], ...]  # (backend, version) of each installed package
+    install_paths: str = ""  # of Python's headers and of torch; they enter the cache keys of CPU programs
+    inductor_cache_dir: str = ""  # TORCHINDUCTOR_CACHE_DIR, if the user set it
+    user_cache_dir: str = ""  # $XDG_CACHE_HOME, or ~/.cache
     missing_internals: tuple[tuple[str, str], ...] = ()  # (name, consequence) of what torch_compat does not find
-    torch_settings: str = ""
+    torch_settings: str = ""  # digest of what torch_compat/inductor/settings.py reads; empty if it was not read
 
     @property
     def gpu(self) -> str:

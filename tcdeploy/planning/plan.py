@@ -53,17 +53,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that `prepare` needs to know. Lengths in tokens, batch sizes in sequences, memory in bytes.
-
-    alternative_attention: prefill backends that `--mode auto` times in long buckets if it has tuning time.
-    is_hopper: compute capability 9.0, for which the kernels in kernels/linear/ were written.
-    itl_target: milliseconds that a mixed step may take; None: a multiple of a decode step, measured at start-up.
-    max_consecutive_prefills: prefill steps in a row while running sequences wait for a token, if steps are not mixed.
-    workspace_bytes: predicted device memory beyond weights and KV while serving; 0 on a CPU.
-    rank, world_size: of tensor parallelism; sizes and bytes are those of one rank.
-    environment_key: `Environment.cache_key`, which is part of torch's key of each program.
-    key: names the manifest and the lease. Plans that compile the same programs on equal machines have equal keys.
-    """
+    """Everything that `prepare` needs to know. Lengths in tokens, batch sizes in sequences, memory in bytes."""
 
     model: str
     revision: str | None
@@ -75,16 +65,16 @@ class Plan:
     compute_dtype: DType
     prefill_attention: Attention
     decode_attention: Attention
-    alternative_attention: tuple[Attention, ...]
+    alternative_attention: tuple[Attention, ...]  # prefill backends that `--mode auto` may time in long buckets
     region: CompileUnit
     mode: Mode
     programs: Programs
     graphs: Graphs
-    is_hopper: bool
+    is_hopper: bool  # compute capability 9.0, for which the kernels in kernels/linear/ were written
     tune_seconds: float
     mixed_steps: bool
-    itl_target: float | None
-    max_consecutive_prefills: int
+    itl_target: float | None  # ms that a mixed step may take; None: a multiple of a decode step, measured at start-up
+    max_consecutive_prefills: int  # while running sequences wait for a token, if steps are not mixed
     buckets: tuple[Bucket, ...]
     max_prefill_sequences: int
     context: int
@@ -92,13 +82,13 @@ class Plan:
     kv_blocks: int
     weight_bytes: int
     kv_bytes: int
-    workspace_bytes: int
-    rank: int = 0
+    workspace_bytes: int  # predicted device memory beyond weights and KV while serving; 0 on a CPU
+    rank: int = 0  # of tensor parallelism; sizes and bytes are those of one rank
     world_size: int = 1
-    environment_key: str
+    environment_key: str  # `Environment.cache_key`, which is part of torch's key of each program
     cache_dir: str
     decisions: tuple[Decision, ...]
-    key: str = ""
+    key: str = ""  # equal for plans that compile the same programs on equal machines; names the manifest and the lease
 
     @property
     def prefill_buckets(self) -> tuple[Bucket, ...]:

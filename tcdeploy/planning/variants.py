@@ -20,30 +20,22 @@ from tcdeploy.planning.recipe import Attention, Device, Mode
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to build a bucket's step.
-
-    inductor_config: settings of torch._inductor.config, by dotted name.
-    skinny_gemm: use the Triton kernels in kernels/linear/ for few-row GEMMs instead of cuBLAS.
-    inplace_residual: cuBLAS accumulates a layer's last GEMM into the residual (beta = 1).
-    fused_epilogues: fuse SwiGLU into the skinny GEMM's output, RMSNorm into the GEMV's input, and RoPE into decode
-        attention.
-    compile_head: also compile the final norm, the rotary factors and the LM head of a decode step. Saves about 50 us
-        a step and adds 0.3 s to each start.
-    last_token_rows: after the attention of a prefill step's last layer, compute only the rows that are sampled from.
-        Adds one program (programs/passes/last_token_rows.py).
-    attention: prefill backend, if it differs from the plan's.
-    required_speedup: its measured time is multiplied by this before it is compared with the others.
-    """
+    """One way to build a bucket's step."""
 
     name: str
-    inductor_config: tuple[tuple[str, bool | str], ...] = ()
-    skinny_gemm: bool = False
-    inplace_residual: bool = False
+    inductor_config: tuple[tuple[str, bool | str], ...] = ()  # settings of torch._inductor.config, by dotted name
+    skinny_gemm: bool = False  # use the Triton kernels in kernels/linear/ for few-row GEMMs instead of cuBLAS
+    inplace_residual: bool = False  # cuBLAS accumulates a layer's last GEMM into the residual (beta = 1)
+    # Fuse SwiGLU into the skinny GEMM's output, RMSNorm into the GEMV's input, and RoPE into decode attention.
     fused_epilogues: bool = False
+    # Also compile the final norm, the rotary factors and the LM head of a decode step. Saves about 50 us a step and
+    # adds 0.3 s to each start.
     compile_head: bool = True
+    # After the attention of a prefill step's last layer, compute only the rows that are sampled from. Adds one program
+    # (programs/passes/last_token_rows.py).
     last_token_rows: bool = False
-    attention: Attention | None = None
-    required_speedup: float = 1.0
+    attention: Attention | None = None  # prefill backend, if it differs from the plan's
+    required_speedup: float = 1.0  # its measured time is multiplied by this before it is compared with the others
 
     def shares_programs_with(self, other: Variant) -> bool:
         """Whether both use the same programs for the layers that compute all rows."""

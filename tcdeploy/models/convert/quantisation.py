@@ -8,7 +8,6 @@ that call kernels from the Hub inside a compiled region.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
-from tcdeploy.models.location import HINT, LFS_HINT, LFS_PROBLEM, json_problem
+from tcdeploy.models.location import HINT, read_json_object
 
 MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
@@ -68,9 +67,7 @@ def check_model_optimizer(model: str, path: Path | None) -> None:
 
     `path`: None if the file cannot be read, because the model has not been downloaded.
     """
-    if path and (problem := json_problem(path)):
-        raise ModelError(f"{path} {problem}", LFS_HINT if problem == LFS_PROBLEM else HINT)
-    settings = json.loads(path.read_text(encoding="utf-8")).get("quantization") if path else {"quant_algo": "unknown"}
+    settings = read_json_object(path).get("quantization") if path else {"quant_algo": "unknown"}
     if not isinstance(settings, dict) or "quant_algo" not in settings:
         raise ModelError(f"{path} does not state quant_algo, the format of the weights", HINT)
     if settings["quant_algo"] is not None:
