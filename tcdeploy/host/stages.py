@@ -26,16 +26,11 @@ MANY_UNCOMPILED = 200  # modules; compiling them takes about a second
 
 
 class ImportTimer:
-    """Measures the imports of the thread that calls `start`, until `stop`.
-
-    seconds: by top-level package, the time in which its modules were executed and its libraries loaded, without that of
-        the modules that they imported.
-    uncompiled: modules without a bytecode file, by top-level package.
-    """
+    """Measures the imports of the thread that calls `start`, until `stop`, by top-level package."""
 
     def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.uncompiled: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # without those of modules that a module imports
+        self.uncompiled: Counter[str] = Counter()  # modules without a bytecode file
         self._nested = [0.0]  # seconds of the modules that each module being imported has imported so far
         self._thread = 0
         self._originals: list[tuple[type, str, Any]] = []

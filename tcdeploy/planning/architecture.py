@@ -37,16 +37,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A causal LM.
-
-    extra_weight_bytes: by model dtype, bytes beyond `parameters` times the element size: buffers, and tensors that
-        transformers keeps in float32. A missing dtype means 0.
-    rope_limit: longest sequence, in tokens, before longrope or dynamic rope changes the rotary frequencies of the whole
-        batch, so that sequences would affect each other's output; 0 for other models.
-    peak_activation_elements: elements per token that a layer holds at its widest, estimated from its linear layers.
-    packed_linears: groups of linear layers that read the same input, so that one matrix can hold their weights, as
-        module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj).
-    """
+    """A causal LM."""
 
     model_type: str
     class_name: str
@@ -55,12 +46,16 @@ class Architecture:
     vocab_size: int
     dtype: str  # of the checkpoint; "" if neither the config nor the checkpoint states one
     attention_layers: tuple[AttentionSpec, ...]
+    # By model dtype, bytes beyond `parameters` times the element size: buffers, and tensors that transformers keeps in
+    # float32. A missing dtype means 0.
     extra_weight_bytes: Mapping[str, int] = field(default_factory=dict)
     quantisation: str = ""  # method of the checkpoint, which is dequantised while it is loaded
     is_multimodal: bool = False  # it also has parts for images, audio or video, which are not run
+    # Longest sequence, in tokens, before longrope or dynamic rope changes the rotary frequencies of the whole batch, so
+    # that sequences would affect each other's output; 0 for other models.
     rope_limit: int = 0
-    peak_activation_elements: int = 0
-    packed_linears: tuple[tuple[str, ...], ...] = ()
+    peak_activation_elements: int = 0  # per token, that a layer holds at its widest, estimated from its linear layers
+    packed_linears: tuple[tuple[str, ...], ...] = ()  # module paths of linear layers that one matrix can hold
     config_digest: str = ""  # as `digest_config` returns it
 
     @property
