@@ -42,10 +42,10 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
     "host.cuda_context", "errors", "host.regular_file", "host.typed_json", "cache.record.listed_files",
-    "host.gc_policy", "host.import_times", "planning.recipe", "planning.environment", "planning.architecture",
-    "planning.variants", "planning.capability", "planning.memory", "planning.keys", "planning.plan",
-    "planning.tested_versions", "planning.attention", "planning.backends", "planning.decision", "planning.machine",
-    "planning.sizes", "host.progress", "host.stages", "start.prepare", "start.record.factors", "start.record.record",
+    "host.gc_policy", "planning.recipe", "planning.environment", "planning.architecture",
+    "planning.variants", "planning.memory", "planning.keys", "planning.plan", "planning.tested_versions",
+    "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "host.progress", "host.stages",
+    "start.planned", "start.prepare", "start.record.factors", "start.record.record",
     "torch_compat.internal", "torch_compat.inductor.compiler_queries", "torch_compat.transformers.fast_import",
     "cache.record.compatibility", "cache.files.records", "cache.record.manifest", "cache.record.toolchain",
     "cache.staging.activate", "engine.schedule.sequence", "engine.schedule.blocks", "engine.schedule.scheduler",

@@ -20,7 +20,7 @@ from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.process import configure_process
 from tcdeploy.cli.text_input import check_encoding
 from tcdeploy.errors import BrokenPipe, TcdeployError
-from tcdeploy.host.interpreter import WITHOUT_DOCSTRINGS
+from tcdeploy.planning.extras import WITHOUT_DOCSTRINGS
 
 PROGRAM = "tcdeploy"  # also after `python -m tcdeploy`; the shell's completion is set up for this name
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from tcdeploy.bench.report import FailedRow, Report
 from tcdeploy.cli.tables import Column, Table, shorten
-from tcdeploy.host.import_times import describe_imports
+from tcdeploy.host.stages import describe_imports
 
 NO_VALUE = "-"
 MAX_KERNEL_NAME = 80  # characters; C++ templates have names of several hundred

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.environment import default_cache_dir
+from tcdeploy.planning.environment import find_cache_dir
 
 if TYPE_CHECKING:
     from tcdeploy.cache.record.manifest import Manifest
@@ -51,7 +51,7 @@ def require_cache_folder(folder: Path) -> Path:
 
 def find_cache_folder(folder: Path | None, cache_dir: Path | None) -> Path:
     """FOLDER, else --cache-dir, else the default folder. Raises UsageError if it is not a cache folder."""
-    return require_cache_folder(folder or (cache_dir or Path(default_cache_dir())).expanduser())
+    return require_cache_folder(folder or (cache_dir or Path(find_cache_dir(None)[0])).expanduser())
 
 
 def read_manifests(target: Path) -> list[Manifest]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from tcdeploy.cli.start_tables import compile_table, plan_table, warm_table
 from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, fit_all, wrap
 from tcdeploy.errors import OutputError, SpaceError
-from tcdeploy.host.import_times import describe_imports
+from tcdeploy.host.stages import describe_imports
 from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:

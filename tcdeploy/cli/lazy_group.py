@@ -17,7 +17,7 @@ from typer.main import get_command, get_group
 
 from tcdeploy.cli.docstrings import restore_docstring
 from tcdeploy.cli.option_values import Command, HelpWithoutConversion
-from tcdeploy.host.interpreter import WITHOUT_DOCSTRINGS
+from tcdeploy.planning.extras import WITHOUT_DOCSTRINGS
 
 
 class LazyGroup(HelpWithoutConversion, TyperGroup):

@@ -20,7 +20,7 @@ import typer
 from tcdeploy.cli.help_panels import ADVANCED
 from tcdeploy.cli.interrupts import repeating_ignored_interrupts
 from tcdeploy.errors import Interrupted, UsageError
-from tcdeploy.host.interpreter import check_interpreter
+from tcdeploy.planning.extras import check_interpreter
 from tcdeploy.planning.option import Option, field_type, flag_name, options_of, variable_name
 from tcdeploy.planning.recipe import Recipe, build_recipe
 

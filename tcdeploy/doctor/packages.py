@@ -14,11 +14,10 @@ from pathlib import Path
 from tcdeploy.doctor.host import existing_parent
 from tcdeploy.doctor.result import Request, Result, blocking, finding, note, ok, unchecked
 from tcdeploy.errors import UsageError
-from tcdeploy.host.import_times import MANY_UNCOMPILED
-from tcdeploy.host.interpreter import check_interpreter
+from tcdeploy.host.stages import MANY_UNCOMPILED
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import installed_flash_packages
-from tcdeploy.planning.extras import COMPILE_HINT, EXTRA_MODULES, is_installed
+from tcdeploy.planning.extras import COMPILE_HINT, EXTRA_MODULES, check_interpreter, is_installed
 from tcdeploy.planning.tested_versions import is_older_than_tested, tested_range, untested_packages
 
 MAX_MISSING_NAMES = 5  # private names that are reported with their consequences

@@ -9,8 +9,7 @@ from typing import Literal
 
 from tcdeploy.doctor.torch_probe import TorchProbe, run_torch_probe
 from tcdeploy.host.resources import cpu_contention
-from tcdeploy.planning.environment import requested_inductor_cache_dir, user_cache_dir
-from tcdeploy.planning.plan import find_cache_dir
+from tcdeploy.planning.environment import find_cache_dir
 
 State = Literal["ok", "note", "finding"]
 
@@ -81,7 +80,7 @@ class Request:
 
     @property
     def cache_folder(self) -> str:
-        return find_cache_dir(self.cache_dir, requested_inductor_cache_dir(), user_cache_dir())[0]
+        return find_cache_dir(self.cache_dir)[0]
 
 
 Check = Callable[[Request], Result | list[Result]]  # examination.py fills in the name of the check

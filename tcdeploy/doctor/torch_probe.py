@@ -128,7 +128,7 @@ def _parse_lines(text: str) -> Iterator[dict[str, Any]]:
 
 def write_sections() -> None:
     """Write each section to stdout. Whatever libraries write to stdout goes to stderr."""
-    from tcdeploy.host.import_times import ImportTimer
+    from tcdeploy.host.stages import ImportTimer
 
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

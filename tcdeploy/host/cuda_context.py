@@ -5,9 +5,8 @@ import. It uses the primary context of the device, so it finds the one that this
 took 2.4 instead of 2.9 s together (H100, torch 2.11). ctypes releases the GIL during the calls.
 
 Nothing is done if torch is imported already, because the process may have selected another device, nor if torch was
-built without CUDA.
-Supervising processes must not call this module: a context takes some 0.5 GiB of the GPU, and a child that is forked
-later cannot use CUDA. Imports no torch.
+built without CUDA. Supervising processes must not call this module: a context takes some 0.5 GiB of the GPU, and a
+child that is forked later cannot use CUDA. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,19 +21,14 @@ from pathlib import Path
 
 DRIVER = "libcuda.so.1"
 TORCH = "libtorch_cuda.so"  # in builds with CUDA
-log = logging.getLogger("tcdeploy.start")
-
-
-class _DriverError(Exception):
-    """A call of the driver failed: its name, and its CUresult."""
+log = logging.getLogger("tcdeploy.host")
 
 
 def start_context(driver: str = DRIVER) -> threading.Thread | None:
     """Create the primary context of device 0 in a thread. The start need not wait for it. None if nothing is done.
 
-    The device is the first of those in CUDA_VISIBLE_DEVICES. Errors are only logged: without a driver or a GPU there is
-    nothing to do, and torch reports a busy or broken GPU. The interpreter waits for the thread before it exits, because
-    the driver must not be unloaded during a call.
+    The device is the first in CUDA_VISIBLE_DEVICES. Errors are only logged: torch reports a busy or broken GPU. The
+    interpreter waits for the thread before it exits, because the driver must not be unloaded during a call.
     """
     if "torch" in sys.modules or not _torch_has_cuda():
         return None
@@ -53,16 +47,16 @@ def _torch_has_cuda() -> bool:
 
 
 def _create_context(driver: str) -> None:
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    calls = {
+        "cuInit": (0,),
+        "cuDeviceGet": (ctypes.byref(device), 0),
+        "cuDevicePrimaryCtxRetain": (ctypes.byref(context), device),
+    }
     try:
         cuda = ctypes.CDLL(driver)
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        _call(cuda, "cuInit", 0)
-        _call(cuda, "cuDeviceGet", ctypes.byref(device), 0)
-        _call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    except (OSError, AttributeError, _DriverError) as error:  # no library, or one without these functions
+        for name, arguments in calls.items():
+            if code := getattr(cuda, name)(*arguments):
+                raise OSError(f"{name} returned {code}")
+    except (OSError, AttributeError) as error:  # no library, or one without these functions
         log.debug("the CUDA context could not be created in advance: %s", error)
-
-
-def _call(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:
-    if code := getattr(cuda, name)(*arguments):
-        raise _DriverError(f"{name} returned {code}")

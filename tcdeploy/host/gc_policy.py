@@ -2,19 +2,15 @@
 
 A start creates about two million long-lived objects, which the collector visits repeatedly while they are created:
 1.5 s of the 6.7 s that importing torch, Inductor and transformers takes (docs/performance-log.md). A higher threshold
-avoids that and uses no more memory. After start-up the objects are frozen, because a full collection would visit half a
-million of them and delay tokens by 0.3 s. Objects created by imports are frozen right after the imports: they live as
-long as the process, and the collection before the first token would spend 0.1 to 0.3 s on them. About 3,000 of them are
-garbage, which is not freed (less than 1 MB). `gc.unfreeze` makes all of them collectable again.
+avoids that and uses no more memory. After start-up the objects are frozen, because a full collection would delay tokens
+by 0.3 s; those created by imports right after the imports. Less than 1 MB of them is garbage, which is not freed.
 """
 
 from __future__ import annotations
 
 import gc
 
-STARTUP_THRESHOLD = (
-    50_000  # allocations before a collection of the youngest generation; Python's default is 700, or 2,000 from 3.13 on
-)
+STARTUP_THRESHOLD = 50_000  # allocations before a collection of the youngest generation; Python's default is 700
 _saved_threshold: tuple[int, int, int] | None = None  # thresholds before relax_gc_for_startup
 
 

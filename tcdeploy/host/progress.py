@@ -12,30 +12,21 @@ if TYPE_CHECKING:
 class Progress(Protocol):
     """Callbacks in call order: `stage` when a stage starts, `planned` once, then two calls for each bucket.
 
-    If a bucket differs from a stored reference, its second call is missing: the stages `load`, `reference` and
-    `compile` follow again, with all buckets.
+    If a bucket differs from a stored reference, `load`, `reference` and `compile` follow again, with all buckets.
     """
 
-    def stage(self, name: str) -> None: ...
-
-    def planned(self, plan: Plan) -> None: ...
-
-    def bucket_started(self, bucket: str, number: int, total: int) -> None: ...
-
-    def bucket_finished(self, record: BucketRecord) -> None: ...
-
-
-class NullProgress:
-    """Ignores all reports; the default for library callers."""
-
     def stage(self, name: str) -> None:
-        pass
+        return
 
     def planned(self, plan: Plan) -> None:
-        pass
+        return
 
     def bucket_started(self, bucket: str, number: int, total: int) -> None:
-        pass
+        return
 
     def bucket_finished(self, record: BucketRecord) -> None:
-        pass
+        return
+
+
+class NullProgress(Progress):
+    """Ignores all reports; the default for library callers."""

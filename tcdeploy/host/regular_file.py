@@ -3,9 +3,7 @@
 A name in such a folder may be a FIFO, and opening that waits for another process; a device such as /dev/zero, which has
 no end; a link to a private file; or a file of another user. `open_regular` follows no link and does not wait. It
 examines the descriptor and not the name, so nothing can be replaced between the check and the use. Every module that
-opens files of a cache folder calls it; tests/cache/test_opened_files.py lists the exceptions.
-
-Reading waits for the disk, so the event loop of a server opens no file of a cache folder. Does not import torch.
+opens files of a cache folder calls it; tests/cache/test_opened_files.py lists the exceptions. Does not import torch.
 """
 
 from __future__ import annotations
@@ -59,7 +57,13 @@ def open_regular(
             raise _unsafe(path, "it is not a regular file") from error
         raise
     try:
-        _check(path, os.fstat(descriptor), must_own)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _unsafe(path, "it is not a regular file")
+        if must_own and status.st_uid not in (0, os.geteuid()):
+            raise _unsafe(path, f"it belongs to another user, with the id {status.st_uid}")
+        if must_own and status.st_nlink > 1:
+            raise _unsafe(path, f"it has {status.st_nlink} hard links")
         return os.fdopen(descriptor, mode.replace("x", "w"))
     except BaseException:
         os.close(descriptor)
@@ -79,22 +83,10 @@ def read_regular(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES, *, follo
 
 
 def write_new(path: str | Path, content: bytes) -> None:
-    """Write a temporary file that the caller renames. An existing file, for example of a killed process, is removed.
-
-    Raises OSError.
-    """
+    """Write a temporary file that the caller renames. Removes an existing one, of a killed process. Raises OSError."""
     Path(path).unlink(missing_ok=True)
     with open_regular(path, "xb") as file:
         file.write(content)
-
-
-def _check(path: str | Path, status: os.stat_result, must_own: bool) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise _unsafe(path, "it is not a regular file")
-    if must_own and status.st_uid not in (0, os.geteuid()):
-        raise _unsafe(path, f"it belongs to another user, with the id {status.st_uid}")
-    if must_own and status.st_nlink > 1:
-        raise _unsafe(path, f"it has {status.st_nlink} hard links")
 
 
 def _unsafe(path: str | Path, reason: str) -> UnsafeFileError:

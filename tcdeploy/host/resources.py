@@ -6,6 +6,7 @@ the host. The kernel's pressure (PSI) is also measured for a container, and coun
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -53,9 +54,6 @@ def cpu_contention() -> str:
 def _cpu_pressure() -> float:
     """Percent of the last 10 s; 0 if the kernel does not measure it."""
     for path in CPU_PRESSURE:
-        try:
-            words = path.read_text().split()  # some avg10=1.23 avg60=...
-            return float(words[1].removeprefix("avg10="))
-        except (OSError, ValueError, IndexError):
-            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return float(path.read_text().split()[1].removeprefix("avg10="))  # some avg10=1.23 avg60=...
     return 0.0

@@ -1,15 +1,114 @@
-"""The time of a start by stage, and that of its imports by package. Does not import torch."""
+"""Measures the time of a start by stage, and that of its imports by package.
+
+Imports can take half of a warm start, and much of that is for packages that torch and transformers import. Without
+bytecode, for example in a container image that was built with PYTHONDONTWRITEBYTECODE, they take up to three times as
+long. Does not import torch.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
+from types import ModuleType
+from typing import Any
 
 from tcdeploy.host.gc_policy import freeze_imported_objects
-from tcdeploy.host.import_times import ImportTimer
 from tcdeploy.host.progress import Progress
+
+SHOWN_PACKAGES = 3
+MANY_UNCOMPILED = 200  # modules; compiling them takes about a second
+
+
+class ImportTimer:
+    """Measures the imports of the thread that calls `start`, until `stop`, by top-level package."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # without those of modules that a module imports
+        self.uncompiled: Counter[str] = Counter()  # modules without a bytecode file
+        self._nested = [0.0]  # seconds of the modules that each module being imported has imported so far
+        self._thread = 0
+        self._originals: list[tuple[type, str, Any]] = []
+        self._depth = 0  # calls of `start` without their `stop`
+
+    def start(self) -> None:
+        """Patch the loaders of Python, which have no hook for this, until the `stop` that belongs to this call."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._thread = threading.get_ident()
+        for loader in (SourceFileLoader, ExtensionFileLoader):
+            for name in ("create_module", "exec_module"):
+                self._originals.append((loader, name, loader.__dict__.get(name)))
+                setattr(loader, name, self._timed(getattr(loader, name)))
+
+    def stop(self) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        for loader, name, original in reversed(self._originals):
+            if original is None:  # inherited
+                delattr(loader, name)
+            else:
+                setattr(loader, name, original)
+        self._originals.clear()
+
+    def sorted_seconds(self) -> dict[str, float]:
+        """`seconds`, longest first."""
+        return dict(sorted(self.seconds.items(), key=lambda item: item[1], reverse=True))
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def _timed(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """`load` is called with the loader, and with a module to execute or the specification of one to create."""
+
+        def timed_load(loader: Any, target: ModuleType | ModuleSpec) -> Any:
+            spec = target.__spec__ if isinstance(target, ModuleType) else target
+            if spec is None or threading.get_ident() != self._thread:
+                return load(loader, target)
+            package = spec.name.partition(".")[0]
+            if isinstance(target, ModuleType) and spec.cached and not os.path.exists(spec.cached):
+                self.uncompiled[package] += 1
+            start = time.perf_counter()
+            self._nested.append(0.0)
+            try:
+                return load(loader, target)
+            finally:
+                seconds = time.perf_counter() - start
+                self.seconds[package] += seconds - self._nested.pop()
+                self._nested[-1] += seconds
+
+        return timed_load
+
+
+def describe_imports(seconds: Mapping[str, float]) -> str:
+    """The packages that took longest to import, and all others together."""
+    shown = sorted(seconds.items(), key=lambda item: item[1], reverse=True)[:SHOWN_PACKAGES]
+    others = sum(seconds.values()) - sum(value for _, value in shown)
+    return ", ".join([*(f"{name} {value:.1f} s" for name, value in shown), f"others {others:.1f} s"])
+
+
+def describe_uncompiled(uncompiled: Counter[str]) -> str:
+    """A warning if many modules had no bytecode; empty otherwise."""
+    if uncompiled.total() < MANY_UNCOMPILED:
+        return ""
+    packages = ", ".join(f"{name} {count}" for name, count in uncompiled.most_common(3))
+    return (
+        f"Python compiled {uncompiled.total()} modules from source ({packages}), which delays the start by seconds; "
+        "keep their bytecode: unset PYTHONDONTWRITEBYTECODE, or run `python -m compileall` on the installed packages"
+    )
+
 
 import_timer = ImportTimer()  # of this process
 _import_seconds = 0.0

@@ -1,10 +1,8 @@
 """Converts parsed JSON to dataclasses, and refuses values of another type.
 
-Files of a cache folder may hold anything. Code that reads a record relies on the types of its fields, so a field of
-another type must be an error that names it, and not an AttributeError somewhere in the planner. The types come from the
-annotations of the dataclass. pydantic does the same and more, but it is not installed where a bundle is only run.
-
-Does not import torch.
+Files of a cache folder may hold anything, so a field of another type must be an error that names it, and not an
+AttributeError somewhere in the planner. The types come from the annotations of the dataclass. pydantic does the same
+and more, but it is not installed where a bundle is only run. Does not import torch.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ def from_json(kind: type[T], value: Any, name: str = "it") -> T:
 def check_fields(kind: type[Any], value: Any, name: str = "it") -> None:
     """Check the types of those fields of a JSON object that the dataclass `kind` has. Raises ValueError.
 
-    Another version may have written the object, so fields may be missing, and there may be others, in nested objects
-    too.
+    Another version may have written the object, so fields may be missing or unknown, in nested objects too.
     """
     if not isinstance(value, dict):
         raise _wrong_type("a JSON object", value, name)
@@ -51,12 +48,14 @@ def _convert(kind: Any, value: Any, name: str, is_exact: bool = True) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _to_dataclass(kind, value, name) if is_exact else check_fields(kind, value, name)
+    if dataclasses.is_dataclass(kind):
+        return _to_dataclass(kind, value, name) if is_exact else check_fields(kind, value, name)  # type: ignore[arg-type]
     if origin in (Union, types.UnionType):
         return _to_union(arguments, value, name, is_exact)
     if origin is Literal:
-        return _to_literal(arguments, value, name, is_exact)
+        if type(value) not in map(type, arguments) or (is_exact and value not in arguments):
+            raise ValueError(f"{name} is {value!r:.50}; it must be one of {', '.join(map(repr, arguments))}")
+        return value
     if origin is tuple:
         return _to_tuple(arguments, value, name, is_exact)
     if origin in (dict, Mapping):
@@ -85,12 +84,6 @@ def _to_union(kinds: tuple[Any, ...], value: Any, name: str, is_exact: bool) -> 
     raise problems[0]
 
 
-def _to_literal(values: tuple[Any, ...], value: Any, name: str, is_exact: bool) -> Any:
-    if type(value) not in map(type, values) or (is_exact and value not in values):
-        raise ValueError(f"{name} is {value!r:.50}; it must be one of {', '.join(map(repr, values))}")
-    return value
-
-
 def _to_tuple(kinds: tuple[Any, ...], value: Any, name: str, is_exact: bool) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise _wrong_type("a list", value, name)
@@ -107,9 +100,8 @@ def _to_scalar(kind: Any, value: Any, name: str) -> Any:
         if value is not None:
             raise _wrong_type("null", value, name)
         return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return value  # as JSON has it, so that equal documents give equal text
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    # an int for a float stays one, so that equal documents give equal text
+    if not isinstance(value, int | float if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
         raise _wrong_type(f"of type {kind.__name__}", value, name)
     return value
 

@@ -7,8 +7,8 @@ by `layer_types` in the config. All problems are collected, so that one error li
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -21,43 +21,54 @@ from tcdeploy.planning.architecture import AttentionSpec
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 SUPPORTED_KEYWORDS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
 IGNORED_KEYWORDS = {
-    "dropout",
-    "position_ids",
-    "use_cache",
-    "output_attentions",
-    "cache_position",
-    "output_hidden_states",
+    "dropout", "position_ids", "use_cache", "output_attentions", "cache_position", "output_hidden_states",
     "logits_to_keep",
-}
-
-
-class AttentionCall(NamedTuple):
-    """One call of the attention function; the tensors have the shape [1, heads, tokens, head_dim]."""
-
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Any
-    keywords: dict[str, Any]
+}  # fmt: skip
 
 
 @dataclass
 class AttentionRecorder:
-    """An attention function that records its calls by module and returns zeros."""
+    """An attention function that records its calls by module, with their problems, and returns zeros."""
 
     positions: PositionTracer
-    calls: dict[int, list[AttentionCall]] = field(default_factory=dict)
+    calls: dict[int, list[tuple[AttentionSpec, list[str]]]] = field(default_factory=dict)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        self.calls.setdefault(id(module), []).append(AttentionCall(module, query, key, value, attention_mask, kwargs))
-        batch, heads, tokens, _ = query.shape
+        batch, heads, tokens, head_dim = query.shape  # K and V: [1, kv_heads, tokens, head_dim]
+        problems = _keyword_problems(module, kwargs)
+        if attention_mask is not None:
+            problems.append("passes its own attention mask")
+        if not tokens == key.shape[2] == self.positions.row_length:
+            problems.append("attends to tokens other than the layer's input")
+        spec = AttentionSpec(
+            path="",
+            heads=heads,
+            kv_heads=key.shape[1],
+            head_dim=head_dim,
+            v_head_dim=value.shape[3],
+            window=int(kwargs.get("sliding_window") or 0),
+            softcap=float(kwargs.get("softcap") or 0.0),
+            has_sinks=kwargs.get("s_aux") is not None,
+        )
+        self.calls.setdefault(id(module), []).append((spec, problems))
         output = query.new_zeros(batch, tokens, heads, value.shape[-1])
         self.positions.check(query, key, value)
         self.positions.copy_origins(output, query, key, value)
         return output, None
+
+
+def _keyword_problems(module: nn.Module, keywords: dict[str, Any]) -> list[str]:
+    """What the paged ops do not support, as phrases that follow the module's path."""
+    problems = [
+        f"passes {keyword} to attention, which the paged ops do not support"
+        for keyword, argument in keywords.items()
+        if keyword not in SUPPORTED_KEYWORDS | IGNORED_KEYWORDS and argument is not None and argument is not False
+    ]
+    if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        problems.append("is not causal")
+    return problems
 
 
 def refused_layers(config: PreTrainedConfig) -> dict[int, str]:
@@ -72,9 +83,8 @@ def refused_layers(config: PreTrainedConfig) -> dict[int, str]:
 def check_layers(config: PreTrainedConfig) -> None:
     """Raise UnsupportedArchitectureError for kinds of layers that the config names, before the model is built."""
     if types := sorted({*refused_layers(config).values()}):
-        raise UnsupportedArchitectureError(
-            f"{config.model_type} has layers of type {', '.join(types)}, which a KV cache cannot serve"
-        )
+        message = f"{config.model_type} has layers of type {', '.join(types)}, which a KV cache cannot serve"
+        raise UnsupportedArchitectureError(message)
     text_config = config.get_text_config()
     shared = getattr(text_config, "num_kv_shared_layers", None)
     if isinstance(shared, int) and shared >= text_config.num_hidden_layers > 0:
@@ -99,10 +109,10 @@ def read_attention(
         calls = recorder.calls.get(id(module), [])
         if len(calls) > 1:
             problems.setdefault(f"calls attention {len(calls)} times in one forward pass", path)
-        for call in calls:
-            for problem in _problems(call, recorder.positions.row_length):
+        for spec, found in calls:
+            for problem in found:
                 problems.setdefault(problem, path)
-            specs.append(_read_call(path, call))
+            specs.append(replace(spec, path=path))
     for problem, path in problems.items():
         refusals.add(UnsupportedArchitectureError(f"{name}: {path} {problem}"))
     with refusals.collecting():
@@ -112,35 +122,6 @@ def read_attention(
     return tuple(specs)
 
 
-def _problems(call: AttentionCall, num_tokens: int) -> list[str]:
-    """What the paged ops do not support, as phrases that follow the module's path."""
-    problems = [
-        f"passes {keyword} to attention, which the paged ops do not support"
-        for keyword, argument in call.keywords.items()
-        if keyword not in SUPPORTED_KEYWORDS | IGNORED_KEYWORDS and argument is not None and argument is not False
-    ]
-    if call.mask is not None:
-        problems.append("passes its own attention mask")
-    if call.keywords.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
-        problems.append("is not causal")
-    if call.query.shape[2] != num_tokens or call.key.shape[2] != num_tokens:
-        problems.append("attends to tokens other than the layer's input")
-    return problems
-
-
-def _read_call(path: str, call: AttentionCall) -> AttentionSpec:
-    return AttentionSpec(
-        path=path,
-        heads=call.query.shape[1],
-        kv_heads=call.key.shape[1],
-        head_dim=call.query.shape[3],
-        v_head_dim=call.value.shape[3],
-        window=int(call.keywords.get("sliding_window") or 0),
-        softcap=float(call.keywords.get("softcap") or 0.0),
-        has_sinks=call.keywords.get("s_aux") is not None,
-    )
-
-
 def _check_layers_attend(
     model: nn.Module, specs: list[AttentionSpec], name: str, skipped_layers: Collection[int]
 ) -> None:
@@ -148,8 +129,7 @@ def _check_layers_attend(
     stack_path, _ = decoder_layer_position(model, specs[0].path)
     attending = {decoder_layer_position(model, spec.path) for spec in specs}
     layers = set(range(len(model.get_submodule(stack_path)))) - {*skipped_layers}  # type: ignore[arg-type]
-    missing = sorted(layer for layer in layers if (stack_path, layer) not in attending)
-    if missing:
+    if missing := sorted(layer for layer in layers if (stack_path, layer) not in attending):
         raise UnsupportedArchitectureError(f"{name}: layers {missing} never call the AttentionInterface")
     if len(attending) != len({spec.path for spec in specs}):
         raise UnsupportedArchitectureError(f"{name}: a layer calls attention from more than one module")

@@ -1,8 +1,7 @@
 """Loads a model: a Hub id, a local folder, `builtin:tiny`, or a config with random weights.
 
-Errors of other libraries (no network, a gated or missing repository, a folder without a model, too little GPU memory)
-are translated here into TcdeployErrors with the next command. Modelling code from a repository runs only if
-`trust_remote_code` was requested.
+Errors of other libraries are raised as TcdeployErrors with the next command. Modelling code from a repository runs only
+if `trust_remote_code` was requested.
 """
 
 from __future__ import annotations
@@ -17,36 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, GenerationConfig, Mxfp4Config, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
-from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
-from tcdeploy.host.interpreter import check_interpreter
+from tcdeploy.errors import ModelError, SpaceError, TcdeployError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, model_class, remote_class
-from tcdeploy.models.config_file import read_config_file
-from tcdeploy.models.convert.quantisation import cast_experts, dequantisation, is_dequantised
+from tcdeploy.models.convert.quantisation import cast_experts, is_dequantised
 from tcdeploy.models.convert.static_rope import freeze_rope
-from tcdeploy.models.load_errors import exception_chain, first_line, recognise
-from tcdeploy.models.location import BUILTIN_MODELS, local_folder
+from tcdeploy.models.load_errors import first_line, translate_error
+from tcdeploy.models.location import BUILTIN_MODELS, local_folder, read_config_file
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.weights.checkpoint import (
-    ExpectedTensors,
-    check_files,
-    check_loading_report,
-    check_path,
-    check_repository,
-    check_tensors,
-    read_stored_tensors,
-    stored_dtype,
-)
+from tcdeploy.models.weights import checkpoint
 from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
 from tcdeploy.models.weights.early_weights import EarlyWeights, PreloadedSlice
+from tcdeploy.planning.extras import check_interpreter
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors
@@ -65,10 +49,14 @@ def resolve_model_path(model: str) -> str:
         if model not in BUILTIN_MODELS:
             raise ModelError(f"unknown builtin model {model}", f"builtin models: {', '.join(BUILTIN_MODELS)}")
         return str(BUILTIN_MODELS[model])
-    check_path(model)
+    checkpoint.check_path(model)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"folder {model} is not a model: it has no config.json", _hint_of_folder(path))
+        hint = "pass the folder that contains config.json"
+        with contextlib.suppress(OSError):  # such a folder in it, as in the Hub's cache
+            configs = [*sorted(path.glob("*/config.json")), *sorted(path.glob("snapshots/*/config.json"))]
+            hint += f": {configs[0].parent}" if configs else ""
+        raise ModelError(f"folder {model} is not a model: it has no config.json", hint)
     if model.startswith(HUB_URLS):
         hub_id = "/".join(model.split("/")[3:5])
         raise ModelError(f"{model} is a URL, not a hub id", f"pass the hub id: {hub_id}")
@@ -77,20 +65,10 @@ def resolve_model_path(model: str) -> str:
     return model
 
 
-def _hint_of_folder(path: Path) -> str:
-    """Names a model folder inside the folder, if there is one, as in the Hub's cache."""
-    with contextlib.suppress(OSError):
-        for pattern in ("*/config.json", "snapshots/*/config.json"):
-            for config in sorted(path.glob(pattern)):
-                return f"pass the folder that contains config.json: {config.parent}"
-    return "pass the folder that contains config.json"
-
-
 def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedConfig:
     """Load the model's config. Raises ModelError, and UsageError under `python -OO`.
 
-    `refusals`: collects the reasons for which the checkpoint is refused, instead of an error, so that the architecture
-    can still be probed.
+    `refusals`: collects the reasons for which the checkpoint is refused, so that the architecture can still be probed.
     """
     collected = refusals or Refusals(recipe.model)
     check_interpreter()
@@ -101,10 +79,10 @@ def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedC
             _check_layer_count(recipe.model, read_config_file(local_config))
         config = _read_config(path, recipe)
         auto_class(config, recipe.trust_remote_code, recipe.model)  # raises for other kinds of models
-        if recipe.trust_remote_code:
-            _import_remote_code(path, recipe.revision, config)
+        if recipe.trust_remote_code and (reference := remote_class(config)):  # code that cannot be imported fails here
+            get_class_from_dynamic_module(reference, path, revision=recipe.revision)
         if recipe.model not in BUILTIN_MODELS:
-            check_files(recipe.model, recipe.revision, config, collected, recipe.load_format != "dummy")
+            checkpoint.check_files(recipe.model, recipe.revision, config, collected, recipe.load_format != "dummy")
     try:
         _check_layer_count(recipe.model, config.to_dict())
     except ModelError as error:  # the architecture cannot be examined
@@ -120,31 +98,24 @@ def _read_config(path: str, recipe: Recipe) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
     except (OSError, ValueError):
         if not Path(path).is_dir():
-            check_repository(recipe.model, recipe.revision)
+            checkpoint.check_repository(recipe.model, recipe.revision)
         raise
 
 
-def _import_remote_code(path: str, revision: str | None, config: PreTrainedConfig) -> None:
-    """Import the model's class if it comes from a repository, so that code which cannot be imported fails here."""
-    if reference := remote_class(config):
-        get_class_from_dynamic_module(reference, path, revision=revision)
-
-
-def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: ExpectedTensors) -> str:
+def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: checkpoint.ExpectedTensors) -> str:
     """Check the tensors of a model's downloaded files against its config, before they are loaded (checkpoint.py).
 
-    Returns the dtype in which they are stored, or "" if it is not known. Raises ModelError. A builtin model and random
-    weights are not checked.
+    Returns the dtype in which they are stored, or "" if it is not known, or nothing is loaded. Raises ModelError.
     """
     if recipe.model in BUILTIN_MODELS or recipe.load_format == "dummy":
         return ""
     transformers_logging.disable_progress_bar()
     with quiet_transformers(), _translate_errors(recipe.model):
-        tensors = read_stored_tensors(recipe.model, recipe.revision, config)
+        tensors = checkpoint.read_stored_tensors(recipe.model, recipe.revision, config)
         if tensors is None:
             return ""
-        check_tensors(recipe.model, config, tensors, expected, recipe.trust_remote_code)
-        return stored_dtype(tensors)
+        checkpoint.check_tensors(recipe.model, config, tensors, expected, recipe.trust_remote_code)
+        return checkpoint.stored_dtype(tensors)
 
 
 def _check_layer_count(model: str, config: Any) -> None:
@@ -153,10 +124,8 @@ def _check_layer_count(model: str, config: Any) -> None:
         return
     for name, value in config.items():
         if name in LAYER_COUNT_NAMES and isinstance(value, int) and value > MAX_LAYERS:
-            raise UnsupportedModelError(
-                f"{model} has {value} layers; at most {MAX_LAYERS} are supported",
-                f"check {name} in the model's config.json",
-            )
+            message = f"{model} has {value} layers; at most {MAX_LAYERS} are supported"
+            raise UnsupportedModelError(message, f"check {name} in the model's config.json")
         _check_layer_count(model, value)
 
 
@@ -172,20 +141,18 @@ def load_model(
 ) -> PreTrainedModel:
     """The model in eval mode, on the plan's device and in its weight_dtype.
 
-    `early_weights`: tensors of the plan's checkpoint; used by the first call only. Raises ModelError, NetworkError or
-    SpaceError.
+    `early_weights`: of the plan's checkpoint; used by the first call only. Raises ModelError, NetworkError, SpaceError.
     """
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, plan.weight_dtype)
     with quiet_transformers(), _translate_errors(plan.model):
+        model = None
         if plan.load_format == "dummy":
             model = _dummy_model(plan, config, dtype, attn_implementation)
-        else:
-            model = None
-            if early_weights is not None:
-                model = _model_from_early_weights(plan, config, dtype, attn_implementation, early_weights)
-            if model is None:
-                model = _pretrained_model(plan, config, dtype, attn_implementation)
+        elif early_weights is not None:
+            model = _model_from_early_weights(plan, config, dtype, attn_implementation, early_weights)
+        if model is None:
+            model = _pretrained_model(plan, config, dtype, attn_implementation)
     model.requires_grad_(False)
     freeze_rope(model)
     return model.eval()
@@ -241,11 +208,14 @@ def _pretrained_model(
     Files are read directly to the device if accelerate is installed; otherwise through host memory.
     """
     loader_class, path, placement = auto_class(config, plan.trust_remote_code), None, {}
-    if tensors is not None:
-        loader_class = _concrete_class(config)
-    else:
+    if tensors is None:
         path = resolve_model_path(plan.model)
         placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
+    else:  # an auto class needs a path, which a state dict does not have
+        loader_class = model_class(config, trust_remote_code=False)
+        if loader_class is None or loader_class.config_class is not type(config):  # it takes the text model's config
+            message = f"{config.model_type} cannot be loaded from a state dict"
+            raise UnsupportedModelError(message, "load it from its files")
     model, report = loader_class.from_pretrained(
         path,
         state_dict=tensors,
@@ -258,23 +228,12 @@ def _pretrained_model(
         ignore_mismatched_sizes=True,  # they are in the report, and refused below with their names
         generation_config=GenerationConfig(),  # otherwise its file is read, see generation_config.py
         **placement,
-        **dequantisation(config),
+        **({"quantization_config": Mxfp4Config(dequantize=True)} if is_dequantised(config) else {}),
     )
     if is_dequantised(config):
         cast_experts(model, dtype)
-    check_loading_report(plan.model, model, report)
+    checkpoint.check_loading_report(plan.model, model, report)
     return model.to(plan.device)
-
-
-def _concrete_class(config: PreTrainedConfig) -> Any:
-    """The model class that `auto_class` resolves to. An auto class needs a path, which a state dict does not have.
-
-    Raises UnsupportedModelError if transformers has no such class, or if it takes another config (the text model's).
-    """
-    known_class = model_class(config, trust_remote_code=False)
-    if known_class is None or known_class.config_class is not type(config):
-        raise UnsupportedModelError(f"{config.model_type} cannot be loaded from a state dict", "load it from its files")
-    return known_class
 
 
 @contextlib.contextmanager
@@ -295,54 +254,9 @@ def _translate_errors(model: str) -> Iterator[None]:
     except TcdeployError:
         raise
     except torch.OutOfMemoryError as error:
-        raise SpaceError(
-            f"the weights of {model} do not fit into the GPU's free memory: {first_line(error)}",
-            "free GPU memory (nvidia-smi lists the processes), or use a smaller model",
-        ) from error
+        message = f"the weights of {model} do not fit into the GPU's free memory: {first_line(error)}"
+        raise SpaceError(message, "free GPU memory (nvidia-smi lists the processes), or use a smaller model") from error
     except Exception as error:  # libraries raise many types for bad files
         raise translate_error(model, error) from error
     except SystemExit as error:
         raise ModelError(f"the modelling code of {model} calls sys.exit()", "review the code") from error
-
-
-def translate_error(model: str, error: Exception) -> TcdeployError:
-    """The error to raise instead of one of a library, with the next command."""
-    names = {type(link).__name__ for link in exception_chain(error)}
-    text = " ".join(str(link) for link in exception_chain(error))
-    if "GatedRepoError" in names:
-        return ModelError(f"{model} is gated", f"accept the licence of {model} on the hub, then: hf auth login")
-    if "RepositoryNotFoundError" in names:
-        return ModelError(
-            f"the hub has no model {model}, or it is private", "check the id; for a private model: hf auth login"
-        )
-    if "RevisionNotFoundError" in names:
-        return ModelError(f"{model} has no such revision", "leave --revision out for the default branch")
-    if names & _NETWORK_ERRORS or "couldn't connect" in text or "offline mode" in text.lower():
-        return NetworkError(
-            f"{model} is not a local folder, and the hub cannot be reached",
-            "check the network, or pass a local folder or builtin:tiny as MODEL",
-        )
-    if known := recognise(model, error):
-        return known
-    if "Repo id must" in text or "HFValidationError" in names:
-        return ModelError(
-            f"{model} is neither a local folder nor a hub id", "check the path, or pass an id such as Qwen/Qwen2.5-7B"
-        )
-    if "trust_remote_code" in text:
-        return ModelError(
-            f"{model} requires modelling code from its repository", "review that code, then: --trust-remote-code"
-        )
-    if "Weights only load failed" in text or "PytorchStreamReader" in text:
-        return ModelError(f"the .bin weights of {model} are damaged, or are not tensors", "download them again")
-    if "safetensors" in text and ("no file named" in text or "not appear to have a file named" in text):
-        return ModelError(f"{model} has a config but no weights", "--load-format dummy runs it with random weights")
-    return ModelError(f"{model} cannot be loaded: {first_line(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")
-
-
-_NETWORK_ERRORS = {
-    "ConnectError",
-    "ConnectionError",
-    "ConnectTimeout",
-    "LocalEntryNotFoundError",
-    "OfflineModeIsEnabled",
-}

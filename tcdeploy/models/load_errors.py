@@ -1,8 +1,7 @@
-"""Recognises common causes of a failed load in the exceptions of transformers and of modelling code.
+"""Translates exceptions of transformers, huggingface_hub and modelling code to errors with the next command.
 
-A missing package, modelling code that cannot be imported, a model type that is newer than transformers, and invalid
-values in config.json are raised as many types, often with the fact in the middle of a long text. `recognise` returns a
-ModelError with the cause and the command that fixes it, or None.
+They raise many types for one fact, such as a missing package, modelling code that cannot be imported, or a model type
+that is newer than transformers, often with the fact in the middle of a long text.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import transformers
 
-from tcdeploy.errors import ModelError
+from tcdeploy.errors import ModelError, NetworkError, TcdeployError
 
 # Names on PyPI of modules that are imported under another name. "_" and "-" are the same to pip.
 PIP_NAMES = {
@@ -26,6 +25,42 @@ PIP_NAMES = {
 REMOTE_CODE = "transformers_modules"  # the package in which transformers imports code of model repositories
 CODE_HINT = "the code may need another version of transformers; TCDEPLOY_DEBUG=1 shows the traceback"
 DOWNLOAD_HINT = "download the model again, with all its files"
+OFFLINE = (
+    r"\b(?:Connect(?:ion)?Error|ConnectTimeout|LocalEntryNotFoundError|OfflineModeIsEnabled): |couldn't connect"
+    "|(?i:offline mode)"
+)
+CONVERSION = "issues during automatic conversion"  # it could not stack or split tensors, and names them only in a log
+# A pattern of the exceptions' types and texts, the message with the pattern's groups, and the hint.
+Causes = tuple[tuple[str, str, str], ...]
+HUB_CAUSES: Causes = (
+    (r"\bGatedRepoError: ", "{model} is gated", "accept the licence of {model} on the hub, then: hf auth login"),
+    (r"\bRepositoryNotFoundError: ", "the hub has no model {model}, or it is private",
+        "check the id; for a private model: hf auth login"),
+    (r"\bRevisionNotFoundError: ", "{model} has no such revision", "leave --revision out for the default branch"),
+    (OFFLINE, "{model} is not a local folder, and the hub cannot be reached",
+        "check the network, or pass a local folder or builtin:tiny as MODEL"),
+)  # fmt: skip
+MODEL_CAUSES: Causes = (
+    ("model type `(.+?)` but Transformers does not recognize",
+        "transformers {version} does not know the model type {0} of {model}",
+        "a newer version may: pip install -U transformers; or check model_type in config.json"),
+    ("Should have a `model_type` key", "config.json of {model} has no model_type",
+        "use the config.json that transformers saved with the model"),
+    (r"not appear to have a file named (\S+\.py)\b", "{model} lacks {0}, which auto_map of its config.json names",
+        DOWNLOAD_HINT),
+    (CONVERSION, "transformers cannot convert the tensors of {model} to those that config.json describes",
+        "use the config.json that belongs to these weights, or download the model again"),
+)  # fmt: skip
+OTHER_CAUSES: Causes = (
+    (r"Repo id must|\bHFValidationError: ", "{model} is neither a local folder nor a hub id",
+        "check the path, or pass an id such as Qwen/Qwen2.5-7B"),
+    ("trust_remote_code", "{model} requires modelling code from its repository",
+        "review that code, then: --trust-remote-code"),
+    ("Weights only load failed|PytorchStreamReader", "the .bin weights of {model} are damaged, or are not tensors",
+        "download them again"),
+    (r"(?=[\s\S]*safetensors)[\s\S]*(?:no file named|not appear to have a file named)",
+        "{model} has a config but no weights", "--load-format dummy runs it with random weights"),
+)  # fmt: skip
 
 
 def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -42,34 +77,31 @@ def first_line(error: BaseException) -> str:
     return text[:300] or type(error).__name__
 
 
-def recognise(model: str, error: BaseException) -> ModelError | None:
-    """The error to raise instead of `error`. `model`: the name in the message, and a folder or Hub id."""
+def translate_error(model: str, error: Exception) -> TcdeployError:
+    """The error to raise instead of one of a library. `model`: its name in the message, and a folder or Hub id."""
+    return (
+        _find_cause(HUB_CAUSES, model, error)
+        or recognise(model, error)
+        or _find_cause(OTHER_CAUSES, model, error)
+        or ModelError(f"{model} cannot be loaded: {first_line(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")
+    )
+
+
+def recognise(model: str, error: BaseException) -> TcdeployError | None:
+    """The error for a known problem of the model's files or code; None for any other."""
     chain = list(exception_chain(error))
-    text = " ".join(str(link) for link in chain)
     if packages := missing_packages(chain):
         return missing_package_error(model, packages)
-    if unknown := re.search(r"model type `(.+?)` but Transformers does not recognize", text):
-        return ModelError(
-            f"transformers {transformers.__version__} does not know the model type {unknown[1]} of {model}",
-            "a newer version may: pip install -U transformers; or check model_type in config.json",
-        )
-    if "Should have a `model_type` key" in text:
-        return ModelError(
-            f"config.json of {model} has no model_type", "use the config.json that transformers saved with the model"
-        )
-    if lacking := re.search(r"not appear to have a file named (\S+\.py)\b", text):
-        return ModelError(f"{model} lacks {lacking[1]}, which auto_map of its config.json names", DOWNLOAD_HINT)
-    if is_failed_conversion(error):
-        return ModelError(
-            f"transformers cannot convert the tensors of {model} to those that config.json describes",
-            "use the config.json that belongs to these weights, or download the model again",
-        )
-    return _failed_files(model, chain) or _failed_code(model, chain)
+    return _find_cause(MODEL_CAUSES, model, error) or _failed_files(model, chain) or _failed_code(model, chain)
 
 
-def is_failed_conversion(error: BaseException) -> bool:
-    """Whether transformers could not stack or split tensors of a checkpoint. It names them only in a log message."""
-    return "issues during automatic conversion" in str(error)
+def _find_cause(causes: Causes, model: str, error: BaseException) -> TcdeployError | None:
+    text = " ".join(f"{type(link).__name__}: {link}" for link in exception_chain(error))
+    for pattern, message, hint in causes:
+        if match := re.search(pattern, text):
+            message = message.format(*match.groups(), model=model, version=transformers.__version__)
+            return (NetworkError if pattern == OFFLINE else ModelError)(message, hint.format(model=model))
+    return None
 
 
 def missing_package_error(model: str, packages: list[str]) -> ModelError:
@@ -111,17 +143,13 @@ def _failed_code(model: str, chain: list[BaseException]) -> ModelError | None:
     """The error of modelling code that fails while it is imported, or lacks the class that auto_map names."""
     for link in chain:
         if isinstance(link, SyntaxError):
-            return ModelError(
-                f"the modelling code of {model} is not valid Python: {link.msg} (line {link.lineno})", CODE_HINT
-            )
+            message = f"the modelling code of {model} is not valid Python: {link.msg} (line {link.lineno})"
+            return ModelError(message, CODE_HINT)
         if lacking := re.search(rf"module '{REMOTE_CODE}\.\S*?(\w+)' has no attribute '(\w+)'", str(link)):
-            return ModelError(
-                f"{lacking[1]}.py of {model} has no class {lacking[2]}, which auto_map of its config.json names",
-                DOWNLOAD_HINT,
-            )
+            message = f"{lacking[1]}.py of {model} has no class {lacking[2]}, which auto_map of its config.json names"
+            return ModelError(message, DOWNLOAD_HINT)
         frames = [frame for frame in traceback.extract_tb(link.__traceback__) if REMOTE_CODE in frame.filename]
-        imported = [frame for frame in frames if frame.name == "<module>"]
-        if imported:
+        if imported := [frame for frame in frames if frame.name == "<module>"]:
             where = f"{Path(imported[-1].filename).name}, line {imported[-1].lineno}"
             problem = f"{type(link).__name__}: {first_line(link)} ({where})"
             return ModelError(f"the modelling code of {model} cannot be imported: {problem}", CODE_HINT)

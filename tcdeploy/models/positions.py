@@ -2,9 +2,7 @@
 
 A prefill row packs several sequences and a decode step holds one token of each, so only `position_ids` has the right
 positions. A model that counts tokens (`torch.arange(seq_len)`, a cumulative sum over a mask, the first rows of a table)
-would generate wrong tokens without an error.
-
-Each tensor of the forward pass carries a set of origins, which each operation propagates to its result.
+would generate wrong tokens without an error. So each tensor carries a set of origins, which operations propagate.
 
     DATA    token ids, and what is computed from them with the weights: hidden states, router logits
     GIVEN   position_ids, and rotary tables computed from them
@@ -24,6 +22,8 @@ that combine neighbouring tokens, such as a convolution.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,13 +108,13 @@ class PositionTracer:
 
     def _counts_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a cumulative sum runs along the row over values other than hidden states."""
-        values, dim = args[0], _argument(args, kwargs, 1, "dim", 0)
+        values, dim = args[0], _dim(args, kwargs)
         is_hidden_state = values.is_floating_point() and self._get(values) & DATA
         return values.ndim > 0 and values.shape[dim] == self.row_length and not is_hidden_state
 
     def _takes_first_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> bool:
         """Whether a table of weights or constants is cut to the length of the row."""
-        table, dim = args[0], _argument(args, kwargs, 1, "dim", 0)
+        table, dim = args[0], _dim(args, kwargs)
         is_cut = result.shape[dim] == self.row_length != table.shape[dim]
         return is_cut and not self._get(table) & (DATA | GIVEN)
 
@@ -129,23 +129,19 @@ class PositionTracer:
 
 def _combine(operands: list[int], result: Tensor) -> int:
     """The union. Floating-point data combined with counts is MIXED."""
-    origins = 0
-    for operand in operands:
-        origins |= operand
+    origins = functools.reduce(operator.or_, operands, 0)
     if origins & COUNT and origins & DATA and result.is_floating_point():
         return (origins & ~COUNT) | MIXED
     return origins
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], number: int, name: str, default: Any) -> Any:
-    return args[number] if len(args) > number else kwargs.get(name, default)
+def _dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("dim", 0)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

@@ -1,8 +1,8 @@
 """Determines the Architecture of a model by running it on fake tensors and recording its calls of attention.
 
 There is no list of model names. The model is built from its config under FakeTensorMode (no memory, about 0.1 s for
-8B), one forward pass runs, and a recording attention function stores each call. Calls that the paged ops can serve
-become an `Architecture` (attention_calls.py); otherwise one error lists all reasons why the model is refused.
+8B) and runs once. If the paged ops can serve its calls of attention, they become an `Architecture`; otherwise one error
+lists all reasons why the model is refused.
 
 Rejected: reading head counts from the config. Attribute names differ between families, and no config says whether a
 model calls the AttentionInterface at all, or passes a sink or a bias.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,13 +30,7 @@ from tcdeploy.models.convert.quantisation import quantisation_method
 from tcdeploy.models.convert.static_rope import freeze_rope
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
-from tcdeploy.models.probe_failure import (
-    CONFIG_HINT,
-    UnexplainedFailureError,
-    describe_exception,
-    explaining_failures,
-    has_forward,
-)
+from tcdeploy.models.probe_failure import CONFIG_HINT, UnexplainedFailureError, describe_exception, explaining_failures
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights.checkpoint import ExpectedTensors, expected_tensors
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
@@ -54,14 +49,14 @@ log = logging.getLogger("tcdeploy.models")
 class _LinearRecorder:
     """A forward pre-hook that records which linear layers read which tensor (by id), in call order."""
 
-    readers: dict[int, list[Any]] = field(default_factory=dict)
-    calls: dict[int, int] = field(default_factory=dict)
+    readers: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    calls: Counter[int] = field(default_factory=Counter)
     keep_alive: list[Tensor] = field(default_factory=list)  # so that no id is reused
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.keep_alive.append(args[0])
-        self.readers.setdefault(id(args[0]), []).append(module)
-        self.calls[id(module)] = self.calls.get(id(module), 0) + 1
+        self.readers[id(args[0])].append(module)
+        self.calls[id(module)] += 1
 
 
 class ProbedModel(NamedTuple):
@@ -82,10 +77,8 @@ def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pr
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         refusals.raise_all()  # the exception may be a consequence of these reasons
-        raise UnsupportedModelError(
-            f"the config of {config.model_type} has a value that cannot be used: {describe_exception(error)}",
-            CONFIG_HINT,
-        ) from error
+        message = f"the config of {config.model_type} has a value that cannot be used: {describe_exception(error)}"
+        raise UnsupportedModelError(message, CONFIG_HINT) from error
 
 
 def _probe(config: PreTrainedConfig, trust_remote_code: bool, refusals: Refusals) -> ProbedModel:
@@ -95,11 +88,8 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool, refusals: Refusals
     positions, linear_recorder = PositionTracer(PROBE_TOKENS), _LinearRecorder()
     model, attention_layers = _record_attention(config, trust_remote_code, positions, linear_recorder, refusals)
     if positions.counts_tokens:
-        refusals.add(
-            UnsupportedArchitectureError(
-                f"{name} computes token positions of its own instead of using position_ids, so prompts cannot be packed"
-            )
-        )
+        problem = "computes token positions of its own instead of using position_ids, so prompts cannot be packed"
+        refusals.add(UnsupportedArchitectureError(f"{name} {problem}"))
     context = getattr(text_config, "max_position_embeddings", None)
     if not context:
         refusals.add(UnsupportedArchitectureError(f"{name} has no max_position_embeddings in its config"))
@@ -179,9 +169,8 @@ def _peak_activation_elements(recorder: _LinearRecorder, text_config: Any) -> in
     """
     vocab_size = text_config.vocab_size
     groups = [[layer for layer in readers if layer.out_features != vocab_size] for readers in recorder.readers.values()]
-    groups = [readers for readers in groups if readers]
     widest_outputs = max((sum(layer.out_features for layer in readers) for readers in groups), default=0)
-    widest_input = max((readers[0].in_features for readers in groups), default=0)
+    widest_input = max((layer.in_features for readers in groups for layer in readers), default=0)
     return int(widest_outputs + widest_input + 2 * text_config.hidden_size)
 
 
@@ -219,10 +208,9 @@ def _rope_limit(text_config: Any) -> int:
 def _build(config: PreTrainedConfig, trust_remote_code: bool) -> nn.Module:
     """The model with fake tensors, in PROBE_DTYPE."""
     chosen_class, known_class = auto_class(config, trust_remote_code), model_class(config, trust_remote_code)
-    if known_class is not None and not has_forward(known_class):
-        raise UnsupportedArchitectureError(
-            f"{config.model_type} combines several models: {known_class.__name__} has no forward pass of its own"
-        )
+    if known_class is not None and known_class.forward is nn.Module.forward:
+        message = f"{config.model_type} combines several models: {known_class.__name__} has no forward pass of its own"
+        raise UnsupportedArchitectureError(message)
     # Some models read their weights while they initialise them. Code from a repository may use what torch.nn.init
     # returns, which is nothing without initialisation.
     with (

@@ -14,8 +14,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from torch import nn
 
@@ -55,32 +53,24 @@ def _explain(name: str, implementation: str, model: nn.Module | None, error: Exc
         return UnsupportedArchitectureError(f"{name} does not look its attention up in the AttentionInterface")
     if packages := missing_packages(list(exception_chain(error))):
         return missing_package_error(name, packages)
-    kind = type(error).__name__
-    if kind == VALUE_ERROR:
-        return UnsupportedModelError(
-            f"{name} {UNTRACEABLE} reads values of tensors on the host ({first_line(error)})", EXPLAIN_HINT
-        )
-    if kind == SIZE_ERROR:
-        text = f"has tensors whose size depends on values of other tensors ({first_line(error)})"
-        return UnsupportedModelError(f"{name} {UNTRACEABLE} {text}", EXPLAIN_HINT)
+    untraceable = {
+        VALUE_ERROR: "reads values of tensors on the host",
+        SIZE_ERROR: "has tensors whose size depends on values of other tensors",
+    }
+    if problem := untraceable.get(type(error).__name__):
+        return UnsupportedModelError(f"{name} {UNTRACEABLE} {problem} ({first_line(error)})", EXPLAIN_HINT)
     if model is None:
-        return UnexplainedFailureError(
-            f"{name} cannot be built from its config.json: {describe_exception(error)}", CONFIG_HINT
-        )
+        message = f"{name} cannot be built from its config.json: {describe_exception(error)}"
+        return UnexplainedFailureError(message, CONFIG_HINT)
     inputs = missing_inputs(error)
     if inputs and inputs != [MASK]:
         return UnsupportedArchitectureError(f"{name} requires inputs other than text: {', '.join(inputs)}")
-    if not uses_interface(model):
+    sources = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    if not any(hasattr(source, INTERFACE) for source in sources):
         return UnsupportedArchitectureError(f"{name} never calls transformers' AttentionInterface")
     if inputs:
         return UnexplainedFailureError(f"{name} requires an attention mask, and packed prompts have none")
     return UnexplainedFailureError(f"{name} cannot be run on fake tensors: {describe_exception(error)}")
-
-
-def uses_interface(model: nn.Module) -> bool:
-    """Whether the source of a module of the model refers to transformers' AttentionInterface."""
-    sources = {sys.modules.get(type(module).__module__) for module in model.modules()}
-    return any(hasattr(source, INTERFACE) for source in sources)
 
 
 def missing_inputs(error: Exception) -> list[str]:
@@ -91,42 +81,29 @@ def missing_inputs(error: Exception) -> list[str]:
     """
     if arguments := MISSING_ARGUMENTS.search(str(error)):
         return [arguments[1]]
-    frame = _modelling_frame(error)
-    if frame is None:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _is_modelling(frame.f_code.co_filename)]
+    if not frames:
         return []
-    text = str(error)
-    if isinstance(error, AttributeError | TypeError) and "NoneType" in text:
-        text = _source_line(error)
+    is_none_used = isinstance(error, AttributeError | TypeError) and "NoneType" in str(error)
+    text = (_modelling_lines(error)[-1].line or "") if is_none_used else str(error)
     words = {word.lower() for word in re.findall(r"\w+", text)}
-    code = frame.f_code
+    code, values = frames[-1].f_code, frames[-1].f_locals
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    absent = [name for name in names if name in frame.f_locals and frame.f_locals[name] is None]
-    return [f"'{name}'" for name in absent if name.lower() in words]
+    return [f"'{name}'" for name in names if values.get(name, "") is None and name.lower() in words]
 
 
 def describe_exception(error: Exception) -> str:
     """The exception's type and text, and the line of the model's source that raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_modelling(frame.filename)]
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    lines = _modelling_lines(error)
+    place = f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""
     return f"{type(error).__name__}: {first_line(error)[:200]}{place}"
 
 
-def _source_line(error: Exception) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_modelling(frame.filename)]
-    return (frames[-1].line or "") if frames else ""
-
-
-def _modelling_frame(error: Exception) -> FrameType | None:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((frame for frame in reversed(frames) if _is_modelling(frame.f_code.co_filename)), None)
+def _modelling_lines(error: Exception) -> list[traceback.FrameSummary]:
+    return [line for line in traceback.extract_tb(error.__traceback__) if _is_modelling(line.filename)]
 
 
 def _is_modelling(filename: str) -> bool:
     """Whether a file has the code of a model, in transformers or from a repository."""
     path = Path(filename)
     return path.name.startswith(("modeling_", "modular_")) and path.name != "modeling_utils.py"
-
-
-def has_forward(model_class: Any) -> bool:
-    """False for a class without a forward pass, which only combines other models."""
-    return model_class.forward is not nn.Module.forward

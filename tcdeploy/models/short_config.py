@@ -1,8 +1,7 @@
 """A config with the first layers of a model, whose programs cover those of all layers.
 
-Layers of a kind share their programs, and torch's cache finds a program by its content. So the programs of a model can
-be compiled on a copy that has only a few layers. The first layers are kept rather than one of each kind, because a
-model may derive the kind of a layer from its number (dense layers before those with experts, for example).
+Layers of a kind share their programs, so these can be compiled on a copy that has only a few layers. The first layers
+are kept rather than one of each kind, because a model may derive the kind of a layer from its number.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ def shorten_config(config: PreTrainedConfig, num_layers: int, count: int) -> Pre
     short = copy.deepcopy(config)
     text = short.get_text_config(decoder=True)
     if getattr(text, "num_hidden_layers", None) != num_layers:
-        raise ModelError(
-            f"the config of {config.model_type} does not state its {num_layers} layers, so it cannot be shortened",
-            "serve it with --start warm",
-        )
+        message = f"the config of {config.model_type} does not state its {num_layers} layers, so it cannot be shortened"
+        raise ModelError(message, "serve it with --start warm")
     for name, value in text.to_dict().items():
         if isinstance(value, list) and len(value) == num_layers and hasattr(text, name):
             setattr(text, name, value[:count])

@@ -2,10 +2,10 @@
 
 If they are installed, transformers imports scikit-learn for assisted generation (up to 5.17), scipy for the losses of
 object detectors, and torchvision for images, with whatever these import. On an H100 machine, scipy and pandas took
-0.8 of 17.8 s of a start with compiled programs. While the modules that import them are loaded, transformers finds them
-not installed, and remembers that for the life of the process. So this is done only in processes of the command line,
-which need none of these uses. Other code may import the packages afterwards. transformers itself is imported with fewer
-reads of files (torch_compat/transformers/fast_import.py). Does not import torch.
+0.8 of 17.8 s of a start with compiled programs. transformers then takes them for not installed for the life of the
+process, so this is done only in processes of the command line. Other code may import the packages afterwards.
+transformers itself is imported with fewer reads of files (torch_compat/transformers/fast_import.py). Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def import_transformers() -> None:
 
     hidden = [name for name in PACKAGES if name not in sys.modules]
     for name in hidden:
-        # The import system takes None for a missing module.
-        sys.modules[name] = None  # type: ignore[assignment]
+        sys.modules[name] = None  # type: ignore[assignment]  # None is a missing module
     try:
         import_with_fewer_reads()
         for name in IMPORTERS:

@@ -1,8 +1,4 @@
-"""What planning needs to know about a model, as plain data. Does not import torch.
-
-`models/probe.py` fills in an `Architecture` by running the model on fake tensors, and plan.py reads it. Because it is
-plain data, a test can plan for any model on any machine, and a plan can be explained without loading weights.
-"""
+"""What planning needs to know about a model, as plain data that `models/probe.py` fills in. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,20 +19,15 @@ IGNORED_CONFIG_KEYS = {
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One attention block, as it calls the AttentionInterface.
+    """One attention block, as it calls the AttentionInterface."""
 
-    path: of the attention module inside the model, such as model.layers.0.self_attn.
-    window: keys that a query can attend to; 0 for all.
-    softcap: limit of the logits; 0 for none.
-    """
-
-    path: str
+    path: str  # of the attention module inside the model, such as model.layers.0.self_attn
     heads: int
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    window: int
-    softcap: float
+    window: int  # keys that a query can attend to; 0 for all
+    softcap: float  # limit of the logits; 0 for none
     has_sinks: bool
 
     @property
@@ -46,37 +37,26 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A causal LM.
-
-    parameters: number of weights; tied ones count once.
-    context: longest sequence, in tokens.
-    dtype: of the checkpoint; "" if neither the config nor the checkpoint states one.
-    extra_weight_bytes: by model dtype, bytes beyond `parameters` times the element size: buffers, and tensors that
-        transformers keeps in float32. A missing dtype means 0.
-    quantisation: method of the checkpoint, which is dequantised while it is loaded; "" if it is not quantised.
-    is_multimodal: it also has parts for images, audio or video, which are not run.
-    rope_limit: longest sequence, in tokens, before longrope or dynamic rope changes the rotary frequencies of the whole
-        batch, so that sequences would affect each other's output; 0 for other models.
-    peak_activation_elements: elements per token that a layer holds at its widest, estimated from its linear layers.
-    packed_linears: groups of linear layers that read the same input, so that one matrix can hold their weights, as
-        module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj).
-    config_digest: sha256 of the config, see `digest_config`.
-    """
+    """A causal LM."""
 
     model_type: str
     class_name: str
-    parameters: int
-    context: int
+    parameters: int  # number of weights; tied ones count once
+    context: int  # longest sequence, in tokens
     vocab_size: int
-    dtype: str
+    dtype: str  # of the checkpoint; "" if neither the config nor the checkpoint states one
     attention_layers: tuple[AttentionSpec, ...]
+    # By model dtype, bytes beyond `parameters` times the element size: buffers, and tensors that transformers keeps in
+    # float32. A missing dtype means 0.
     extra_weight_bytes: Mapping[str, int] = field(default_factory=dict)
-    quantisation: str = ""
-    is_multimodal: bool = False
+    quantisation: str = ""  # method of the checkpoint, which is dequantised while it is loaded
+    is_multimodal: bool = False  # it also has parts for images, audio or video, which are not run
+    # Longest sequence, in tokens, before longrope or dynamic rope changes the rotary frequencies of the whole batch, so
+    # that sequences would affect each other's output; 0 for other models.
     rope_limit: int = 0
-    peak_activation_elements: int = 0
-    packed_linears: tuple[tuple[str, ...], ...] = ()
-    config_digest: str = ""
+    peak_activation_elements: int = 0  # per token, that a layer holds at its widest, estimated from its linear layers
+    packed_linears: tuple[tuple[str, ...], ...] = ()  # module paths of linear layers that one matrix can hold
+    config_digest: str = ""  # as `digest_config` returns it
 
     @property
     def kv_elements_per_token(self) -> int:

@@ -1,6 +1,6 @@
 """The attention backends: one row each, with everything that planning needs to know about them. Does not import torch.
 
-The table is in order of preference. capability.py checks a row against a machine and a model, attention.py chooses, and
+The table is in order of preference. attention.py checks a row against a machine and a model, and chooses.
 kernels/attention/backends.py holds the functions that implement each row. To add a backend, add a row here, an
 implementation there, and its name to `recipe.Attention`. No other module compares backend names.
 """
@@ -21,27 +21,24 @@ TORCH_FLASH = "torch-flash attention"  # the private interface of torch, as torc
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What one attention backend requires and supports.
+    """What one attention backend requires and supports. Every backend serves prefill.
 
     module: importable module that holds its interface; empty if the backend ships with torch or with this package.
     distribution: package that `module` belongs to, as pip names it.
     internal: private interface of torch that it calls, as torch_compat names it; empty for none.
     requires_gpu: it has no CPU implementation.
-    uses_triton: its kernels are written in Triton. Decode steps then also use the Triton kernels of
-    engine/step/advance.py.
+    uses_triton: its kernels are written in Triton, and decode steps use those of engine/step/advance.py too.
     capability_majors: major compute capabilities that its kernels are built for; None for all.
     dtypes: dtypes of Q, K and V.
     max_head_dim: largest head dimension; None for no limit.
     head_dim_multiple: head dimensions must be a multiple of this.
     requires_equal_head_dims: K and V must have the same head dimension.
     supports_softcap: logit soft-capping.
-    supports_sinks: attention sinks. For FlashAttention they are applied to its output, from the log-sum-exp.
     is_capturable: it reads nothing on the host, so a CUDA graph can contain it.
-    serves_prefill, serves_decode: the steps that it implements. A decode backend implements `tcdeploy::kv_write` too:
-        prefill writes K and V with the decode backend's kernel, so that one cache layout serves both.
     selection: `default` rows are chosen in table order, `tuned` ones only when timed by `--mode auto` or requested,
         and a `fallback` only when no other row is supported.
-    prefill_reason, decode_reason: why it is chosen, as the Plan prints it.
+    prefill_reason, decode_reason: why it is chosen; "" if it does not serve decode. A decode backend implements
+        `tcdeploy::kv_write` too, with which prefill writes K and V, so that one cache layout serves both.
     """
 
     name: Attention
@@ -56,18 +53,17 @@ class Backend:
     head_dim_multiple: int = 8
     requires_equal_head_dims: bool = True
     supports_softcap: bool = True
-    supports_sinks: bool = True
     is_capturable: bool = False
-    serves_prefill: bool = True
-    serves_decode: bool = False
     selection: Selection = "default"
     prefill_reason: str = "installed"
     decode_reason: str = ""
 
-    def serves(self, phase: Phase) -> bool:
-        return self.serves_prefill if phase == "prefill" else self.serves_decode
+    @property
+    def serves_decode(self) -> bool:
+        return bool(self.decode_reason)
 
     def reason(self, phase: Phase) -> str:
+        """Why it is chosen; "" if it does not serve this phase."""
         return self.prefill_reason if phase == "prefill" else self.decode_reason
 
 
@@ -82,7 +78,6 @@ _ROWS = (
         max_head_dim=512,
         requires_equal_head_dims=False,
         is_capturable=True,
-        serves_decode=True,
         prefill_reason="reads the paged KV cache in place; measured faster than torch's FlashAttention-2",
         decode_reason="split-KV paged decode; FlashAttention-2 took 3 times as long on an H100",
     ),
@@ -93,12 +88,7 @@ _ROWS = (
         supports_softcap=False,
         prefill_reason="FlashAttention-2 as shipped with torch",
     ),
-    Backend(
-        name="flash-attn-2",
-        module="flash_attn",
-        distribution="flash-attn",
-        capability_majors=range(8, 100),
-    ),
+    Backend(name="flash-attn-2", module="flash_attn", distribution="flash-attn", capability_majors=range(8, 100)),
     Backend(
         name="flash-attn-4",
         module="flash_attn.cute",
@@ -114,7 +104,6 @@ _ROWS = (
         max_head_dim=None,
         head_dim_multiple=1,
         requires_equal_head_dims=False,
-        serves_decode=True,
         selection="fallback",
         prefill_reason="plain PyTorch",
         decode_reason="plain PyTorch",

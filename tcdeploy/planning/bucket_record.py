@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -49,17 +48,6 @@ class Trial:
     error: str = ""
 
 
-class Compilation(NamedTuple):
-    """Seconds and counts of compiling one bucket, from the process that compiled it. Field names as in BucketRecord."""
-
-    outcome: str
-    cold_seconds: float
-    cache_hits: int
-    cache_misses: int
-    kernels_timed: int
-    kernels_compiled: int
-
-
 @dataclass(frozen=True)
 class BucketRecord:
     """Costs and results of warming one bucket. None: not measured."""
@@ -98,29 +86,18 @@ class BucketRecord:
     def seconds(self) -> float:
         return self.compile_seconds + self.capture_seconds + self.check_seconds
 
-    @property
-    def compilation(self) -> Compilation:
-        """The compilation of this bucket.
-
-        `cold_seconds` is `compile_seconds` if the bucket was loaded from the cache and its compile time is not known.
-        """
-        seconds = self.compile_seconds if self.cold_seconds is None else self.cold_seconds
-        return Compilation(
-            self.outcome, seconds, self.cache_hits, self.cache_misses, self.kernels_timed, self.kernels_compiled
-        )
-
-    def with_compilation(self, compilation: Compilation) -> BucketRecord:
+    def with_compilation(self, other: BucketRecord) -> BucketRecord:
         """The record of a bucket that another process compiled during this start, before this process loaded it.
 
         It counts what both processes compiled. If the other one found all programs in the cache, nothing changes.
         """
-        if compilation.outcome != "miss":
+        if other.outcome != "miss":
             return self
         return replace(
             self,
             outcome="miss",
-            cache_hits=compilation.cache_hits,
-            cache_misses=compilation.cache_misses + self.cache_misses,
-            kernels_timed=compilation.kernels_timed + self.kernels_timed,
-            kernels_compiled=compilation.kernels_compiled + self.kernels_compiled,
+            cache_hits=other.cache_hits,
+            cache_misses=other.cache_misses + self.cache_misses,
+            kernels_timed=other.kernels_timed + self.kernels_timed,
+            kernels_compiled=other.kernels_compiled + self.kernels_compiled,
         )

@@ -1,13 +1,18 @@
-"""The inputs that planning decisions share, and the record of a decision. Does not import torch."""
+"""The record of a decision, and the first ones, which all others share: device and dtypes. Does not import torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.backends import HALF_DTYPES
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.recipe import Device, DType, Recipe
+from tcdeploy.planning.tested_versions import tested_range, untested_packages
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,15 @@ class Decision:
     value: str
     reason: str
     is_fallback: bool = False
+
+
+class Decisions(list[Decision]):
+    """The decisions so far, in the order in which they are printed."""
+
+    def add(self, name: str, value: T, reason: str, is_fallback: bool = False) -> T:
+        """Record a decision. Returns its value."""
+        self.append(Decision(name, str(value), reason, is_fallback))
+        return value
 
 
 class DTypes(NamedTuple):
@@ -37,3 +51,60 @@ class PlanInputs:
     architecture: Architecture
     device: Device
     dtypes: DTypes
+
+
+def warn_about_packages(environment: Environment, decisions: Decisions) -> None:
+    """A warning for all untested versions, and one for each private name that the packages lack."""
+    versions = {"torch": environment.torch, "triton": environment.triton, "transformers": environment.transformers}
+    if untested := untested_packages(versions):
+        value = ", ".join(f"{package} {versions[package]}" for package in untested)
+        ranges = ", ".join(f"{package} {tested_range(package)}" for package in untested)
+        decisions.add("versions", value, f"tested with {ranges}", is_fallback=True)
+    for name, consequence in environment.missing_internals:
+        decisions.add(name, "not available", consequence, is_fallback=True)
+
+
+def decide_inputs(
+    recipe: Recipe, environment: Environment, architecture: Architecture, decisions: Decisions
+) -> PlanInputs:
+    """Decide the device and the dtypes, on which all other decisions depend."""
+    if architecture.is_multimodal:
+        reason = f"{architecture.model_type} is multimodal; image, audio and video inputs are rejected"
+        decisions.add("inputs", "text only", reason)
+    device = _decide_device(recipe, environment, decisions)
+    dtypes = _decide_dtypes(recipe, architecture, device, decisions)
+    if architecture.quantisation:
+        method = f"{architecture.quantisation} dequantised to {dtypes.weight}"
+        decisions.add("weights", method, "GEMMs with quantised weights are not supported yet")
+    return PlanInputs(recipe, environment, architecture, device, dtypes)
+
+
+def _decide_device(recipe: Recipe, environment: Environment, decisions: Decisions) -> Device:
+    if recipe.device == "cuda" and not environment.gpus:
+        message = "device cuda was requested, but torch sees no GPU"
+        raise UsageError(message, "remove --device cuda, or pass --device cpu")
+    reason = f"{environment.gpu} is present" if environment.gpus else "torch sees no GPU"
+    if recipe.device:
+        reason = "requested"
+    device: Device = recipe.device or ("cuda" if environment.gpus else "cpu")
+    if device == "cuda" and len(environment.gpus) > 1:
+        reason += f"; GPU 0 of {environment.describe_gpus()}"
+    return decisions.add("device", device, reason)
+
+
+def _decide_dtypes(recipe: Recipe, architecture: Architecture, device: Device, decisions: Decisions) -> DTypes:
+    """One dtype for weights, KV and computation: nothing quantises yet."""
+    stored = architecture.dtype
+    default: DType = "float32" if device == "cpu" else "float16" if stored == "float16" else "bfloat16"
+    dtype = recipe.dtype or default
+    if recipe.dtype:
+        reason = "requested"
+    elif device == "cpu":
+        reason = "default on a CPU; generates the same text as transformers"
+    elif stored in HALF_DTYPES:
+        reason = "the checkpoint's dtype"
+    else:
+        described = f"the checkpoint is {stored}" if stored else "the checkpoint's dtype is unknown"
+        reason = f"{described}; bfloat16 halves the bytes read per token"
+    decisions.add("dtype", dtype, reason)
+    return DTypes(weight=dtype, kv=dtype, compute=dtype)

@@ -1,8 +1,7 @@
 """Makes the plan of a dry run, and lists what the machine lacks for it. Does not import torch.
 
-`--dry-run` answers whether a model would be served, for example in CI on a host that cannot serve it. A start raises
-MemoryShortage. A dry run makes the plan of the same machine with just enough memory, and reports the shortage as a
-finding.
+`--dry-run` answers whether a model would be served, for example in CI on a host that cannot serve it. Where a start
+raises MemoryShortage, it makes the plan of the same machine with just enough memory, and reports the shortage.
 """
 
 from __future__ import annotations
@@ -64,16 +63,13 @@ def plan_with_findings(
             environment = with_memory(environment, recipe, needed_bytes)
             continue
         if shortage is not None:
-            findings.append(_memory_finding(shortage, needed_bytes))
+            needed, available = gib(needed_bytes), gib(shortage.available_bytes)
+            message = f"{shortage.message}; this plan needs {needed} of memory, and {available} are available"
+            finding = PlanFinding("memory", message, shortage.hint, needed_bytes, shortage.available_bytes)
+            findings.append(finding)
         return DryRunPlan(plan, recipe, environment, tuple(findings))
     assert shortage is not None
     raise shortage
-
-
-def _memory_finding(shortage: MemoryShortage, needed_bytes: int) -> PlanFinding:
-    needed, available = gib(needed_bytes), gib(shortage.available_bytes)
-    message = f"{shortage.message}; this plan needs {needed} of memory, and {available} are available"
-    return PlanFinding("memory", message, shortage.hint, needed_bytes, shortage.available_bytes)
 
 
 def with_memory(environment: Environment, recipe: Recipe, memory_bytes: int) -> Environment:

@@ -1,11 +1,7 @@
-"""Describes the machine: its versions and hardware.
-
-The plan is made from this description, and the manifest of a cache stores it for comparison with another machine.
+"""Describes the machine: its versions and hardware. The plan is made from it, and a cache's manifest stores it.
 
 `Environment` is plain data without torch, so a test on a laptop can plan for an H100, and `diff_environments` can
 explain why a cache from another machine does not fit. `detect_environment` fills it in; only it imports torch.
-
-flash-attn packages are located without importing them: importing FlashAttention-4 takes 5 to 10 s on an H100 machine.
 """
 
 from __future__ import annotations
@@ -42,16 +38,7 @@ class GPU:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Versions and hardware of one machine. `gpus` lists all GPUs that torch sees; deployments use the first.
-
-    cpu: the instruction set that torch uses, which ATEN_CPU_CAPABILITY limits, and the extensions of AVX-512 and SVE.
-    compiler: first line of `g++ --version`, or of the compiler that CXX names; empty without it.
-    flash_packages: (backend, version) of each installed package.
-    install_paths: of Python's headers and of torch; they enter the cache keys of CPU programs.
-    inductor_cache_dir: TORCHINDUCTOR_CACHE_DIR, if the user set it.
-    user_cache_dir: $XDG_CACHE_HOME, or ~/.cache.
-    torch_settings: digest of the settings that torch_compat/inductor/settings.py reads; empty if they were not read.
-    """
+    """Versions and hardware of one machine."""
 
     python: str
     torch: str
@@ -59,17 +46,17 @@ class Environment:
     triton: str
     cuda: str
     driver: str
-    gpus: tuple[GPU, ...]
-    cpu: str
+    gpus: tuple[GPU, ...]  # all that torch sees; deployments use the first
+    cpu: str  # torch's instruction set, which ATEN_CPU_CAPABILITY limits, and the extensions of AVX-512 and SVE
     cpu_threads: int
     host_memory_bytes: int
-    compiler: str
-    flash_packages: tuple[tuple[str, str], ...]
-    install_paths: str = ""
-    inductor_cache_dir: str = ""
-    user_cache_dir: str = ""
+    compiler: str  # first line of `g++ --version`, or of the compiler that CXX names; empty without it
+    flash_packages: tuple[tuple[str, str], ...]  # (backend, version) of each installed package
+    install_paths: str = ""  # of Python's headers and of torch; they enter the cache keys of CPU programs
+    inductor_cache_dir: str = ""  # TORCHINDUCTOR_CACHE_DIR, if the user set it
+    user_cache_dir: str = ""  # $XDG_CACHE_HOME, or ~/.cache
     missing_internals: tuple[tuple[str, str], ...] = ()  # (name, consequence) of what torch_compat does not find
-    torch_settings: str = ""
+    torch_settings: str = ""  # digest of what torch_compat/inductor/settings.py reads; empty if it was not read
 
     @property
     def gpu(self) -> str:
@@ -95,10 +82,10 @@ class Environment:
         return f"{len(self.gpus)} x {self.gpu}" if len(self.gpus) > 1 else self.gpu
 
     def cache_factors(self) -> dict[str, object]:
-        """The fields that compiled programs depend on, by name; not cache folders, the driver or memory sizes.
+        """The fields that compiled programs depend on, by name. Python counts as major.minor, and only the first GPU.
 
-        Of the GPUs only the first counts. With a GPU the C++ compiler and the CPU are left out: a serving image needs
-        no compiler, and a machine with more cores can start from the same cache. Python counts as major.minor.
+        With a GPU the C++ compiler and the CPU are left out: a serving image needs no compiler, and a machine with more
+        cores can start from the same cache.
         """
         ignored = IGNORED_FACTORS | (CPU_ONLY_FACTORS if self.gpus else set())
         factors: dict[str, object] = {}
@@ -141,13 +128,10 @@ class Difference:
 
 
 def diff_environments(here: Environment, there: Environment) -> list[Difference]:
-    """The cache factors in which two environments differ, in field order.
-
-    Factors that only one of them has are skipped.
-    """
+    """The cache factors that both environments have and in which they differ, in field order."""
     factors, other_factors = here.cache_factors(), there.cache_factors()
-    shared = [name for name in factors if name in other_factors]
-    return diff_mappings({name: factors[name] for name in shared}, {name: other_factors[name] for name in shared})
+    shared = factors.keys() & other_factors.keys()
+    return [difference for difference in diff_mappings(factors, other_factors) if difference.name in shared]
 
 
 def diff_mappings(here: Mapping[str, object], there: Mapping[str, object], prefix: str = "") -> list[Difference]:
@@ -161,7 +145,7 @@ def diff_mappings(here: Mapping[str, object], there: Mapping[str, object], prefi
 
 def parse_environment(document: Mapping[str, Any]) -> Environment:
     """The Environment that a manifest holds as JSON. Raises TypeError or KeyError if it is not one."""
-    values = {name: lists_to_tuples(value) for name, value in document.items()}
+    values = lists_to_tuples(dict(document))
     return Environment(**{**values, "gpus": tuple(GPU(**gpu) for gpu in values["gpus"])})
 
 
@@ -181,11 +165,12 @@ def _describe_gpu(gpu: GPU) -> str:
 def detect_environment(device: str | None = None) -> Environment:
     """Describes this machine. Imports torch, and initialises CUDA if there is a GPU.
 
-    device: of the recipe. With "cpu", the environment has no GPUs: programs then depend on the CPU and the compiler.
+    With the recipe's `device` "cpu", it has no GPUs: programs then depend on the CPU and the compiler.
     """
     import torch
 
     gpus = () if device == "cpu" else _detect_gpus()
+    flags = _cpu_info("flags", "Features").split()
     return Environment(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -194,7 +179,7 @@ def detect_environment(device: str | None = None) -> Environment:
         cuda=torch.version.cuda or "" if gpus else "",
         driver=_driver_version() if gpus else "",
         gpus=gpus,
-        cpu=describe_cpu(torch.backends.cpu.get_cpu_capability(), platform.machine(), _cpu_flags()),
+        cpu=describe_cpu(torch.backends.cpu.get_cpu_capability(), platform.machine(), flags),
         cpu_threads=torch.get_num_threads(),
         host_memory_bytes=host_memory_bytes(),
         compiler=_first_output_line(os.environ.get("CXX", "g++"), "--version"),
@@ -210,17 +195,25 @@ def user_cache_dir() -> str:
     return os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache")
 
 
-def default_cache_dir() -> str:
-    """The cache folder of a recipe without `cache_dir`, as `decide_cache_dir` (plan.py) chooses it. Needs no torch."""
-    return requested_inductor_cache_dir() or f"{user_cache_dir()}/tcdeploy"
+def find_cache_dir(requested: str | None, environment: Environment | None = None) -> tuple[str, str]:
+    """The cache folder, and the reason for it: in the recipe, or in the environment, that of this process by default.
+
+    Needs no torch.
+    """
+    if requested:
+        return os.path.expanduser(requested), "requested"
+    folder = environment.inductor_cache_dir if environment else requested_inductor_cache_dir()
+    if folder:
+        return folder, "TORCHINDUCTOR_CACHE_DIR was already set"
+    parent = environment.user_cache_dir if environment else user_cache_dir()
+    return f"{parent}/tcdeploy", "default; use a separate folder for CI and images"
 
 
 def requested_inductor_cache_dir() -> str:
     """The cache folder that the user has set in TORCHINDUCTOR_CACHE_DIR; empty if the user has set none.
 
-    When torch 2.13 is imported, it sets the variable to torchinductor_USER in the temporary folder, and child processes
-    inherit the value. It is ignored, because another user may own that folder. A start sets the variable to a staging
-    folder (cache/staging/folder.py); then the cache folder around it is returned.
+    torch 2.13 sets the variable to torchinductor_USER in the temporary folder, which another user may own: that is
+    ignored. A start sets it to a staging folder (cache/staging/folder.py); then the folder around that is returned.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     parent, name = os.path.split(os.path.abspath(folder))
@@ -236,20 +229,19 @@ def _detect_gpus() -> tuple[GPU, ...]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(
         GPU(
-            name=properties.name,
-            capability=(properties.major, properties.minor),
-            memory_bytes=properties.total_memory,
-            multiprocessors=properties.multi_processor_count,
+            name=gpu.name,
+            capability=(gpu.major, gpu.minor),
+            memory_bytes=gpu.total_memory,
+            multiprocessors=gpu.multi_processor_count,
         )
-        for properties in map(torch.cuda.get_device_properties, range(count))
+        for gpu in map(torch.cuda.get_device_properties, range(count))
     )
 
 
 def installed_versions() -> dict[str, object]:
     """The cache factors that are available without importing torch; the first GPU as nvidia-smi names it, if any.
 
-    The version of Python is complete, although only its first two parts are a factor. A package that is not installed
-    has the version "".
+    Python's version is complete. A package that is not installed has the version "".
     """
     gpu = _first_output_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {
@@ -261,35 +253,30 @@ def installed_versions() -> dict[str, object]:
 
 
 def installed_flash_packages() -> tuple[tuple[str, str], ...]:
-    """(backend, version) of each installed flash-attn package, by backend name."""
+    """(backend, version) of each installed flash-attn package, by backend name.
+
+    They are not imported: importing FlashAttention-4 takes 5 to 10 s on an H100 machine.
+    """
     return tuple(
         (backend.name, _version(backend.distribution) or "unknown version")
         for backend in sorted(BACKENDS.values(), key=lambda backend: backend.name)
-        if backend.module and _is_importable(backend.module) and _owns_module(backend)
+        if backend.module and _has_module(backend)
     )
 
 
-def _owns_module(backend: Backend) -> bool:
-    """Whether `backend.module` belongs to the backend's distribution.
+def _has_module(backend: Backend) -> bool:
+    """Whether `backend.module` exists and belongs to the backend's distribution.
 
-    flash-attn 2.8 ships an early `flash_attn.cute` of its own, with another interface and without its dependencies. A
-    submodule therefore counts only if the distribution is installed.
+    FlashAttention-4 ships a `flash_attn` folder without an __init__.py, a namespace package for Python, which does not
+    mean that FlashAttention-2 (`flash_attn`) is installed. flash-attn 2.8 ships an early `flash_attn.cute` with another
+    interface. A submodule therefore counts only if the distribution is installed.
     """
-    return "." not in backend.module or bool(_version(backend.distribution))
-
-
-def _is_importable(module: str) -> bool:
-    """Whether `module` exists, without executing it or its parent.
-
-    FlashAttention-4 ships a `flash_attn` folder without an __init__.py. Python treats it as a namespace package, so
-    its presence does not mean that FlashAttention-2 (`flash_attn`) is installed.
-    """
-    parent, _, child = module.rpartition(".")
+    parent, _, child = backend.module.rpartition(".")
     spec = importlib.util.find_spec(parent or child)
     if not parent:
         return spec is not None and spec.origin is not None
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    return importlib.machinery.PathFinder.find_spec(module, folders) is not None
+    folders = list(spec.submodule_search_locations or ()) if spec and _version(backend.distribution) else []
+    return importlib.machinery.PathFinder.find_spec(backend.module, folders) is not None
 
 
 def _version(distribution: str) -> str:
@@ -301,35 +288,27 @@ def _version(distribution: str) -> str:
 
 def cpu_name() -> str:
     """The CPU's model as Linux names it, or what Python knows of it. No cache factor: `Environment.cpu` is."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def describe_cpu(capability: str, machine: str, flags: Collection[str]) -> str:
     """torch's name of the instruction set, and the extensions that Inductor may use with it.
 
-    `capability`: as torch names it. `machine`, `flags`: of the CPU, as Linux names them. On x86, AVX2 and DEFAULT have
-    no extensions.
+    `machine`, `flags`: of the CPU, as Linux names them. On x86, AVX2 and DEFAULT have no extensions.
     """
     if machine == "x86_64" and capability != "AVX512":
         return capability
     return " ".join([capability, *(name for name in CPU_EXTENSIONS if name in flags)])
 
 
-def _cpu_flags() -> set[str]:
-    """The features of the first core; empty outside of Linux."""
+def _cpu_info(*names: str) -> str:
+    """The first value of these names in /proc/cpuinfo, that of the first core; "" outside of Linux."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return set(value.split())
-    return set()
+            if name.strip() in names:
+                return value.strip()
+    return ""
 
 
 def _driver_version() -> str:

@@ -1,4 +1,4 @@
-"""Checks that the packages of an optional extra are installed. Does not import them, and no torch.
+"""Checks the interpreter, and that the packages of an optional extra are installed. Imports neither them nor torch.
 
 `pip install tcdeploy` is enough to unpack, verify and push bundles. Serving and compiling need more packages, and an
 image that only serves bundles should not contain transformers.
@@ -7,6 +7,7 @@ image that only serves bundles should not contain transformers.
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 from tcdeploy.errors import UsageError
 
@@ -15,21 +16,35 @@ EXTRA_MODULES = {
     "compile": ("transformers",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "ray": ("ray",),
-    "serve": ("pydantic", "starlette", "uvicorn", "httptools", "prometheus_client"),
+    "serve": ("pydantic", "starlette", "uvicorn", "httptools", "prometheus_client", "typing_extensions"),
 }
 COMPILE_HINT = (
     "pip install 'tcdeploy[compile]'; without it, a model starts only from ahead-of-time packages in the cache folder "
     "(--programs aot)"
 )
+WITHOUT_DOCSTRINGS = 2  # sys.flags.optimize of `python -OO`
+
+
+def check_interpreter() -> None:
+    """Raise UsageError on another system than Linux, and under `python -OO`.
+
+    transformers 5 reads docstrings when it imports a model's classes.
+    """
+    if sys.platform != "linux":
+        message = f"tcdeploy runs models on Linux only, and this system is {sys.platform}"
+        raise UsageError(message, "run it on a Linux machine, in a container or in WSL 2")
+    if sys.flags.optimize >= WITHOUT_DOCSTRINGS:
+        level = f"optimization level {sys.flags.optimize} (-OO or PYTHONOPTIMIZE)"
+        message = f"Python runs with {level}, which removes the docstrings that transformers needs to build a model"
+        raise UsageError(message, "use PYTHONOPTIMIZE=1 or -O, which removes only assertions")
 
 
 def require_extra(extra: str, purpose: str, hint: str = "") -> None:
     """Raise UsageError if a package of `extra` is not installed. `purpose` completes "NAME is needed to ..."."""
     for name in EXTRA_MODULES[extra]:
         if not is_installed(name):
-            raise UsageError(
-                f"{name} is not installed, and it is needed to {purpose}", hint or f"pip install 'tcdeploy[{extra}]'"
-            )
+            message = f"{name} is not installed, and it is needed to {purpose}"
+            raise UsageError(message, hint or f"pip install 'tcdeploy[{extra}]'")
 
 
 def require_compile_extra() -> None:

@@ -11,57 +11,35 @@ from __future__ import annotations
 import ipaddress
 import re
 
-_SERVICE = r"TCDEPLOY(?:_[A-Z0-9_]*[A-Z0-9])?"
-# Names of variables, by the form of their value.
-_HOST_NAME = re.compile(rf"{_SERVICE}_SERVICE_HOST")
-_NUMBER_NAME = re.compile(rf"{_SERVICE}_SERVICE_PORT(?:_[A-Z0-9_]+)?")  # the suffix is the name of a port
-_URL_NAME = re.compile(rf"{_SERVICE}_PORT")
-_PORT_NAME = re.compile(rf"{_SERVICE}_PORT_(?P<port>[0-9]+)_(?P<protocol>TCP|UDP|SCTP)(?:_(?P<part>PROTO|PORT|ADDR))?")
-_URL_VALUE = re.compile(r"(?P<protocol>tcp|udp|sctp)://(?P<host>[0-9.]+|\[[0-9a-f:.]+\]):(?P<port>[0-9]+)")
+_ADDRESS = r"(?P<address>[0-9a-f:.]+)"
+_NUMBER = "(?P<number>[1-9][0-9]{0,4})"
+_LINK = "PORT_(?P<port>[0-9]+)_(?P<protocol>TCP|UDP|SCTP)"
+_FORMS = [  # a name can have several: TCDEPLOY_SERVICE_PORT is a number for tcdeploy, and a URL for tcdeploy-service
+    re.compile(rf"TCDEPLOY(?:_[A-Z0-9_]*[A-Z0-9])?_{form}")
+    for form in (
+        rf"SERVICE_HOST={_ADDRESS}",
+        rf"SERVICE_PORT(?:_[A-Z0-9_]+)?={_NUMBER}",  # the suffix is the name of a port
+        rf"PORT=(?:tcp|udp|sctp)://\[?{_ADDRESS}\]?:{_NUMBER}",
+        rf"{_LINK}=(?P<scheme>tcp|udp|sctp)://\[?{_ADDRESS}\]?:(?P<number>(?P=port))",
+        rf"{_LINK}_PROTO=(?P<scheme>tcp|udp|sctp)",
+        rf"{_LINK}_PORT=(?P<number>(?P=port))",
+        rf"{_LINK}_ADDR={_ADDRESS}",
+    )
+]
 
 
 def is_service_variable(name: str, value: str) -> bool:
     """True for variables such as `TCDEPLOY_SERVICE_HOST=10.0.0.7` or `TCDEPLOY_PORT=tcp://10.0.0.7:8000`."""
-    # One name can match several patterns: TCDEPLOY_SERVICE_PORT is a number for the Service tcdeploy, and a URL for the
-    # Service tcdeploy-service.
-    return (
-        (_HOST_NAME.fullmatch(name) is not None and _is_address(value))
-        or (_NUMBER_NAME.fullmatch(name) is not None and _is_port(value))
-        or (_URL_NAME.fullmatch(name) is not None and _is_url(value))
-        or _is_port_variable(name, value)
-    )
+    matches = [match.groupdict() for form in _FORMS if (match := form.fullmatch(f"{name}={value}"))]
+    return any(_has_valid_parts(**match) for match in matches)
 
 
-def _is_port_variable(name: str, value: str) -> bool:
-    match = _PORT_NAME.fullmatch(name)
-    if match is None:
-        return False
-    port, protocol = match["port"], match["protocol"].lower()
-    if match["part"] == "PROTO":
-        return value == protocol
-    if match["part"] == "PORT":
-        return value == port and _is_port(value)
-    return _is_address(value) if match["part"] == "ADDR" else _is_url(value, protocol, port)
-
-
-def _is_url(value: str, protocol: str | None = None, port: str | None = None) -> bool:
-    match = _URL_VALUE.fullmatch(value)
-    return (
-        match is not None
-        and _is_address(match["host"].strip("[]"))
-        and _is_port(match["port"])
-        and match["protocol"] == (protocol or match["protocol"])
-        and match["port"] == (port or match["port"])
-    )
-
-
-def _is_address(value: str) -> bool:
+def _has_valid_parts(
+    address: str = "::", number: str = "1", scheme: str = "", protocol: str = "", port: str = ""
+) -> bool:
+    """Whether the number is a port, the address an IP address, and the scheme that of the name."""
     try:
-        ipaddress.ip_address(value)
+        ipaddress.ip_address(address)
     except ValueError:
         return False
-    return True
-
-
-def _is_port(value: str) -> bool:
-    return re.fullmatch(r"[1-9][0-9]{0,4}", value) is not None and int(value) <= 65535
+    return 0 < int(number) <= 65535 and scheme in ("", protocol.lower())

@@ -1,8 +1,8 @@
 """Sizes the KV cache: arithmetic over bytes. Does not import torch.
 
 Weights come first, then the workspace that running the model needs; KV blocks take the rest, but no more than the
-largest batch can use at full context. The workspace is predicted part by part (`Workspace`) before anything is loaded.
-After warm-up the manifest records the measured value beside it (start/deployment.py).
+largest batch can use at full context. The workspace is predicted part by part before anything is loaded, and the
+manifest records the measured value after warm-up.
 """
 
 from __future__ import annotations
@@ -35,17 +35,13 @@ HOST_KV_FRACTION = 0.25  # of host memory beyond the weights, on a CPU
 
 
 class CacheDemand(NamedTuple):
-    """What the buckets require of memory: context and prefill in tokens, batch sizes in sequences, blocks in slots.
-
-    captured_sizes: for each captured prefill bucket, the token counts of its CUDA graphs.
-    captures_decode: whether decode steps are captured as CUDA graphs.
-    """
+    """What the buckets require of memory: context and prefill in tokens, batch sizes in sequences, blocks in slots."""
 
     context: int
     batch_sizes: tuple[int, ...]
     max_prefill_tokens: int
-    captured_sizes: tuple[tuple[int, ...], ...]
-    captures_decode: bool
+    captured_sizes: tuple[tuple[int, ...], ...]  # for each captured prefill bucket, the token counts of its CUDA graphs
+    captures_decode: bool  # as CUDA graphs
     mixed_steps: bool
     block_size: int
 
@@ -81,11 +77,7 @@ def predict_weight_bytes(architecture: Architecture, dtype: DType) -> int:
 
 
 def predict_workspace(
-    architecture: Architecture,
-    compute_dtype: DType,
-    demand: CacheDemand,
-    max_prefill_sequences: int,
-    num_graphs: int,
+    architecture: Architecture, compute_dtype: DType, demand: CacheDemand, max_prefill_sequences: int, num_graphs: int
 ) -> Workspace:
     """Predict the memory on a GPU beside weights and KV cache.
 
@@ -93,23 +85,20 @@ def predict_workspace(
     activations, which the largest step determines. Each captured size of a prefill bucket has its own input buffers.
     num_graphs: CUDA graphs of all buckets once every size is captured.
     """
-    element_bytes = DTYPE_BYTES[compute_dtype]
-    rows = demand.max_batch + 1
-    activations_bytes = demand.max_prefill_tokens * architecture.peak_activation_elements * element_bytes
+    token_bytes = architecture.peak_activation_elements * DTYPE_BYTES[compute_dtype]
     output_rows = sum(demand.batch_sizes) + max_prefill_sequences + demand.max_batch * demand.mixed_steps
     input_sizes = [size for sizes in demand.captured_sizes for size in sizes]
-    block_table_bytes = (max_prefill_sequences + demand.mixed_steps) * demand.blocks_per_sequence * 4
+    table_bytes = demand.blocks_per_sequence * 4
+    row_bytes = architecture.vocab_size * SAMPLING_BYTES_PER_LOGIT + table_bytes
+    num_tables = len(input_sizes) * (max_prefill_sequences + demand.mixed_steps)
     return Workspace(
         cuda_context_bytes=CUDA_CONTEXT_BYTES + CUBLAS_BYTES,
-        activations_bytes=activations_bytes,
-        decode_rows_bytes=rows * (architecture.vocab_size * SAMPLING_BYTES_PER_LOGIT + demand.blocks_per_sequence * 4),
-        prefill_inputs_bytes=sum(input_sizes) * PREFILL_INPUT_BYTES_PER_TOKEN + len(input_sizes) * block_table_bytes,
-        logits_bytes=output_rows * architecture.vocab_size * element_bytes,
+        activations_bytes=demand.max_prefill_tokens * token_bytes,
+        decode_rows_bytes=(demand.max_batch + 1) * row_bytes,
+        prefill_inputs_bytes=sum(input_sizes) * PREFILL_INPUT_BYTES_PER_TOKEN + num_tables * table_bytes,
+        logits_bytes=output_rows * architecture.vocab_size * DTYPE_BYTES[compute_dtype],
         graphs_bytes=num_graphs * len(architecture.attention_layers) * GRAPH_BYTES_PER_LAYER,
-        parity_check_bytes=int(
-            PARITY_CHECK_FACTOR * _reference_tokens(architecture, demand) * architecture.peak_activation_elements
-        )
-        * element_bytes,
+        parity_check_bytes=int(PARITY_CHECK_FACTOR * _reference_tokens(architecture, demand) * token_bytes),
     )
 
 
@@ -147,32 +136,28 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
     block_bytes = _block_bytes(inputs, demand.block_size)
     affordable_blocks = count_affordable_blocks(inputs, demand, workspace)
     min_blocks = max(demand.max_batch, -(-demand.max_prefill_tokens // demand.block_size)) + 1
+    needed_bytes = max(min_blocks, recipe.kv_blocks or 0) * block_bytes
     if affordable_blocks < 1:
-        raise _shortage(
-            inputs,
-            workspace,
-            max(min_blocks, recipe.kv_blocks or 0) * block_bytes,
-            f"{gib(weight_bytes)} of {dtypes.weight} weights leave no memory for KV: {_describe_memory(inputs)}",
-            "use a smaller model, a smaller --dtype, or more memory",
-        )
+        problem = f"{gib(weight_bytes)} of {dtypes.weight} weights leave no memory for KV: {_describe_memory(inputs)}"
+        hint = "use a smaller model, a smaller --dtype, or more memory"
+        raise _shortage(inputs, workspace, needed_bytes, problem, hint)
     blocks, reason = _decide_kv_blocks(recipe.kv_blocks, affordable_blocks, demand)
-    too_few = (
-        f"{blocks} KV blocks of {gib(block_bytes)}: the buckets need {min_blocks}, memory holds {affordable_blocks}"
-    )
     if not min_blocks <= blocks <= affordable_blocks:
+        described = f"{blocks} KV blocks of {gib(block_bytes)}"
+        problem = f"{described}: the buckets need {min_blocks}, memory holds {affordable_blocks}"
         hint = "use smaller --buckets and --batch-sizes, or more memory"
         if recipe.kv_blocks is not None and min_blocks <= affordable_blocks:
             hint = f"--kv-blocks N with {min_blocks} <= N <= {affordable_blocks}, or omit --kv-blocks"
         if recipe.kv_blocks is not None and recipe.kv_blocks < min_blocks:
-            raise SpaceError(too_few, hint)  # more memory would not help
-        raise _shortage(inputs, workspace, max(min_blocks, recipe.kv_blocks or 0) * block_bytes, too_few, hint)
+            raise SpaceError(problem, hint)  # more memory would not help
+        raise _shortage(inputs, workspace, needed_bytes, problem, hint)
     capacity = (blocks - 1) * demand.block_size
     if capacity < demand.context and recipe.context is not None:
         problem = f"context {recipe.context} exceeds the {capacity} tokens that the KV cache holds"
         if recipe.kv_blocks is not None:
             raise SpaceError(problem, f"--context {capacity}")
-        needed_blocks = demand.blocks_per_sequence + 1
-        raise _shortage(inputs, workspace, needed_blocks * block_bytes, problem, f"--context {capacity}")
+        context_bytes = (demand.blocks_per_sequence + 1) * block_bytes
+        raise _shortage(inputs, workspace, context_bytes, problem, f"--context {capacity}")
     return KVSize(blocks, blocks * block_bytes, weight_bytes, min(demand.context, capacity), reason)
 
 
@@ -191,8 +176,14 @@ def count_affordable_blocks(inputs: PlanInputs, demand: CacheDemand, workspace: 
 
     Raises UsageError for a `memory_fraction` outside of 0 to 1.
     """
+    fraction, environment = inputs.recipe.memory_fraction, inputs.environment
+    if not 0.0 < fraction <= 1.0:
+        raise UsageError(f"memory fraction {fraction} is not between 0 and 1", "--memory-fraction 0.9")
     weight_bytes = predict_weight_bytes(inputs.architecture, inputs.dtypes.weight)
-    return _kv_budget(inputs, weight_bytes, sum(workspace)) // _block_bytes(inputs, demand.block_size)
+    kv_bytes = int(environment.gpu_memory_bytes * fraction) - weight_bytes - sum(workspace)
+    if inputs.device == "cpu":
+        kv_bytes = int((environment.host_memory_bytes - weight_bytes) * HOST_KV_FRACTION)
+    return kv_bytes // _block_bytes(inputs, demand.block_size)
 
 
 def _block_bytes(inputs: PlanInputs, block_size: int) -> int:
@@ -201,25 +192,13 @@ def _block_bytes(inputs: PlanInputs, block_size: int) -> int:
 
 def _decide_kv_blocks(requested_blocks: int | None, affordable_blocks: int, demand: CacheDemand) -> tuple[int, str]:
     needed_blocks = demand.max_batch * demand.blocks_per_sequence + 1
+    sequences = f"{demand.max_batch} sequences of {demand.context} tokens"
     if requested_blocks is not None:
         return requested_blocks, "requested"
     if needed_blocks <= affordable_blocks:
-        return needed_blocks, f"{demand.max_batch} sequences of {demand.context} tokens, and one block for padding"
-    tokens = (affordable_blocks - 1) * demand.block_size
-    sequences = f"{demand.max_batch} sequences of {demand.context} tokens"
-    return (
-        affordable_blocks,
-        f"all remaining memory, for {tokens} tokens; {sequences} would need {needed_blocks} blocks",
-    )
-
-
-def _kv_budget(inputs: PlanInputs, weight_bytes: int, workspace_bytes: int) -> int:
-    fraction, environment = inputs.recipe.memory_fraction, inputs.environment
-    if not 0.0 < fraction <= 1.0:
-        raise UsageError(f"memory fraction {fraction} is not between 0 and 1", "--memory-fraction 0.9")
-    if inputs.device == "cpu":
-        return int((environment.host_memory_bytes - weight_bytes) * HOST_KV_FRACTION)
-    return int(environment.gpu_memory_bytes * fraction) - weight_bytes - workspace_bytes
+        return needed_blocks, f"{sequences}, and one block for padding"
+    held = f"all remaining memory, for {(affordable_blocks - 1) * demand.block_size} tokens"
+    return affordable_blocks, f"{held}; {sequences} would need {needed_blocks} blocks"
 
 
 def _describe_memory(inputs: PlanInputs) -> str:

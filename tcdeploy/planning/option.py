@@ -22,22 +22,16 @@ RENAMED = {  # removed flags; if the new flag is of a recipe, its key and variab
 
 
 class Option(NamedTuple):
-    """What the type and the default of a field do not say.
-
-    panel: section of the help. is_advanced: whether only --help-all shows it. name: of the flag and of the variable, if
-    not that of the field. metavar: placeholder of the value in the help. choices: allowed texts; those of a Literal
-    follow from its type. parse: the field's value from text; raises UsageError. has_variable: whether an environment
-    variable sets it.
-    """
+    """What the type and the default of a field do not say."""
 
     help: str
-    panel: str
-    is_advanced: bool = False
-    name: str = ""
-    metavar: str | None = None
-    choices: tuple[str, ...] = ()
-    parse: Callable[[str], Any] | None = None
-    has_variable: bool = False
+    panel: str  # section of the help
+    is_advanced: bool = False  # whether only --help-all shows it
+    name: str = ""  # of the flag and of the variable, if not that of the field
+    metavar: str | None = None  # placeholder of the value in the help
+    choices: tuple[str, ...] = ()  # allowed texts; those of a Literal follow from its type
+    parse: Callable[[str], Any] | None = None  # the field's value from text; raises UsageError
+    has_variable: bool = False  # whether an environment variable sets it
 
 
 def option(default: Any, help: str, panel: str, **attributes: Any) -> Any:

@@ -10,38 +10,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 
 from tcdeploy.errors import UsageError
+from tcdeploy.planning import attention, sizes
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.attention import (
-    TUNED_ATTENTION_MIN_TOKENS,
-    decide_alternative_attention,
-    decide_decode_attention,
-    decide_graphs,
-    decide_itl_target,
-    decide_mixed_steps,
-    decide_prefill_attention,
-)
 from tcdeploy.planning.backends import BACKENDS, Phase
-from tcdeploy.planning.decision import Decision
-from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment
+from tcdeploy.planning.decision import Decision, Decisions, decide_inputs, warn_about_packages
+from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment, find_cache_dir
 from tcdeploy.planning.keys import CACHE_EPOCH
-from tcdeploy.planning.machine import decide_inputs, warn_about_packages
 from tcdeploy.planning.recipe import Attention, CompileUnit, Device, DType, Graphs, LoadFormat, Mode, Programs, Recipe
-from tcdeploy.planning.sizes import (
-    DYNAMIC_MIN_SIZE,
-    capture_sizes,
-    decide_context,
-    decide_demand,
-    decide_memory,
-    decide_prefill_lengths,
-    decide_shapes,
-    graph_shapes,
-    max_prefill_sequences,
-    mixed_row_slots,
-)
 from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, candidate_variants
 
 # Fields that no program depends on: where the weights come from, so that CI can fill the cache without them (with
@@ -75,20 +53,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that `prepare` needs to know. Lengths in tokens, batch sizes in sequences, memory in bytes.
-
-    alternative_attention: prefill backends that `--mode auto` times in long buckets if it has tuning time.
-    is_hopper: compute capability 9.0, for which the kernels in kernels/linear/ were written.
-    mixed_steps: whether running sequences decode in the steps in which prompts are computed.
-    itl_target: milliseconds that a mixed step may take; None: a multiple of a decode step, measured at start-up.
-    max_consecutive_prefills: prefill steps in a row while running sequences wait for their next token; only if steps
-        are not mixed.
-    workspace_bytes: predicted device memory beyond weights and KV while serving; 0 on a CPU.
-    rank, world_size: of tensor parallelism; sizes and bytes are those of one rank.
-    environment_key: `Environment.cache_key`, which is part of torch's key of each program
-    (programs/passes/post_grad.py).
-    key: names the manifest and the lease. Plans that compile the same programs on equal machines have equal keys.
-    """
+    """Everything that `prepare` needs to know. Lengths in tokens, batch sizes in sequences, memory in bytes."""
 
     model: str
     revision: str | None
@@ -100,16 +65,16 @@ class Plan:
     compute_dtype: DType
     prefill_attention: Attention
     decode_attention: Attention
-    alternative_attention: tuple[Attention, ...]
+    alternative_attention: tuple[Attention, ...]  # prefill backends that `--mode auto` may time in long buckets
     region: CompileUnit
     mode: Mode
     programs: Programs
     graphs: Graphs
-    is_hopper: bool
+    is_hopper: bool  # compute capability 9.0, for which the kernels in kernels/linear/ were written
     tune_seconds: float
     mixed_steps: bool
-    itl_target: float | None
-    max_consecutive_prefills: int
+    itl_target: float | None  # ms that a mixed step may take; None: a multiple of a decode step, measured at start-up
+    max_consecutive_prefills: int  # while running sequences wait for a token, if steps are not mixed
     buckets: tuple[Bucket, ...]
     max_prefill_sequences: int
     context: int
@@ -117,13 +82,13 @@ class Plan:
     kv_blocks: int
     weight_bytes: int
     kv_bytes: int
-    workspace_bytes: int
-    rank: int = 0
+    workspace_bytes: int  # predicted device memory beyond weights and KV while serving; 0 on a CPU
+    rank: int = 0  # of tensor parallelism; sizes and bytes are those of one rank
     world_size: int = 1
-    environment_key: str
+    environment_key: str  # `Environment.cache_key`, which is part of torch's key of each program
     cache_dir: str
     decisions: tuple[Decision, ...]
-    key: str = ""
+    key: str = ""  # equal for plans that compile the same programs on equal machines; names the manifest and the lease
 
     @property
     def prefill_buckets(self) -> tuple[Bucket, ...]:
@@ -135,34 +100,33 @@ class Plan:
 
     def variants(self, bucket: Bucket) -> tuple[Variant, ...]:
         """The variants to try for a bucket. Last-token rows require `region` layer."""
-        bucket_variants = candidate_variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
-        if bucket.is_prefill and bucket.size >= TUNED_ATTENTION_MIN_TOKENS:
-            bucket_variants += tuple(map(attention_variant, self.alternative_attention))
-        allows_last_token_rows = self.region == "layer"
-        return tuple(variant for variant in bucket_variants if allows_last_token_rows or not variant.last_token_rows)
+        variants = candidate_variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
+        if bucket.is_prefill and bucket.size >= attention.TUNED_ATTENTION_MIN_TOKENS:
+            variants += tuple(map(attention_variant, self.alternative_attention))
+        return tuple(variant for variant in variants if self.region == "layer" or not variant.last_token_rows)
 
     def uses_cuda_graph(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
         """Whether the bucket's step becomes a CUDA graph. Not if its attention backend reads tensors on the host."""
         if self.graphs != "step":
             return False
-        attention = (variant.attention or self.prefill_attention) if bucket.is_prefill else self.decode_attention
-        return BACKENDS[attention].is_capturable
+        backend = (variant.attention or self.prefill_attention) if bucket.is_prefill else self.decode_attention
+        return BACKENDS[backend].is_capturable
 
     def step_sizes(self, bucket: Bucket) -> tuple[int, ...]:
         """The token or row counts that steps of the bucket are padded to, ascending; () if they are not padded."""
         if bucket.min_size and not self.uses_cuda_graph(bucket):
             return ()
-        return capture_sizes(bucket.size, is_dynamic=bool(bucket.min_size))
+        return sizes.capture_sizes(bucket.size, is_dynamic=bool(bucket.min_size))
 
     def row_slots(self, bucket: Bucket) -> tuple[int, ...]:
         """The numbers of decode rows that steps of the bucket have outputs for, ascending; 0 if none decode in it."""
         if not bucket.is_prefill or not self.mixed_steps:
             return (0,)
-        return mixed_row_slots(tuple(decode_bucket.size for decode_bucket in self.decode_buckets))
+        return sizes.mixed_row_slots(tuple(decode_bucket.size for decode_bucket in self.decode_buckets))
 
     def graph_shapes(self, bucket: Bucket) -> tuple[tuple[int, int], ...]:
         """(tokens or rows, row slots) of all graphs of a captured bucket, ascending."""
-        return graph_shapes(self.step_sizes(bucket), self.row_slots(bucket))
+        return sizes.graph_shapes(self.step_sizes(bucket), self.row_slots(bucket))
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -176,20 +140,23 @@ def make_plan(
 
     `model_decisions` were made while the model's files were read; the printed plan ends with them.
     """
-    _check_max_consecutive_prefills(recipe)
-    decisions = warn_about_packages(environment)
+    decisions = Decisions()
+    warn_about_packages(environment, decisions)
     inputs = decide_inputs(recipe, environment, architecture, decisions)
-    prefill_attention = decide_prefill_attention(inputs, decisions)
-    decode_attention = decide_decode_attention(inputs, decisions)
-    graphs = decide_graphs(inputs, decode_attention, decisions)
-    context = decide_context(recipe, architecture, decisions)
-    inputs = decide_shapes(inputs, graphs, prefill_attention, context, decisions)
-    mixed_steps = decide_mixed_steps(inputs, graphs, prefill_attention, decisions)
-    lengths = decide_prefill_lengths(inputs.recipe, context, decisions)
-    demand = decide_demand(inputs, graphs, prefill_attention, lengths, context, mixed_steps, decisions)
-    workspace_bytes, memory = decide_memory(inputs, demand, decisions)
+    prefill_attention = attention.decide_prefill_attention(inputs, decisions)
+    decode_attention = attention.decide_decode_attention(inputs, decisions)
+    graphs = attention.decide_graphs(inputs, decode_attention, decisions)
+    context = sizes.decide_context(recipe, architecture, decisions)
+    inputs = sizes.decide_shapes(inputs, graphs, prefill_attention, context, decisions)
+    mixed_steps = attention.decide_mixed_steps(inputs, graphs, prefill_attention, decisions)
+    lengths = sizes.decide_prefill_lengths(inputs.recipe, context, decisions)
+    demand = sizes.decide_demand(inputs, graphs, prefill_attention, lengths, context, mixed_steps, decisions)
+    workspace_bytes, memory = sizes.decide_memory(inputs, demand, decisions)
     _explain_region_and_mode(recipe, decisions)
-    cache_dir = decide_cache_dir(recipe, environment, decisions)
+    cache_dir, reason = find_cache_dir(recipe.cache_dir, environment)
+    decisions.add("cache folder", cache_dir, reason)
+    min_size = sizes.DYNAMIC_MIN_SIZE if inputs.recipe.shapes == "dynamic" else 0
+    prefill_buckets = tuple(Bucket("prefill", length, min_size) for length in lengths)
     plan = Plan(
         model=recipe.model,
         revision=recipe.revision,
@@ -201,7 +168,7 @@ def make_plan(
         compute_dtype=inputs.dtypes.compute,
         prefill_attention=prefill_attention,
         decode_attention=decode_attention,
-        alternative_attention=decide_alternative_attention(inputs, decisions),
+        alternative_attention=attention.decide_alternative_attention(inputs, decisions),
         region=recipe.region,
         mode=recipe.mode,
         programs=_decide_programs(recipe, environment, decisions),
@@ -209,10 +176,10 @@ def make_plan(
         is_hopper=inputs.device == "cuda" and environment.gpu_capability == (9, 0),
         tune_seconds=recipe.tune_seconds,
         mixed_steps=mixed_steps,
-        itl_target=decide_itl_target(recipe, mixed_steps, decisions),
+        itl_target=attention.decide_itl_target(recipe, mixed_steps, decisions),
         max_consecutive_prefills=recipe.max_consecutive_prefills,
-        buckets=_make_buckets(inputs.recipe, lengths, demand.batch_sizes),
-        max_prefill_sequences=max_prefill_sequences(demand.max_prefill_tokens),
+        buckets=(*prefill_buckets, *(Bucket("decode", size) for size in demand.batch_sizes)),
+        max_prefill_sequences=sizes.max_prefill_sequences(demand.max_prefill_tokens),
         context=memory.context,
         block_size=demand.block_size,
         kv_blocks=memory.blocks,
@@ -244,66 +211,27 @@ def _plan_key(plan: Plan, architecture: Architecture) -> str:
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 
 
-def _decide_programs(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> Programs:
+def _decide_programs(recipe: Recipe, environment: Environment, decisions: Decisions) -> Programs:
     """The recipe's `programs`, or "jit" if this torch has no packages. Raises UsageError where "aot" cannot be used."""
     if recipe.programs == "jit":
         return "jit"
     if recipe.region != "layer":
-        raise UsageError(
-            f"--programs aot requires --region layer, not {recipe.region}", "omit --region, or use --programs jit"
-        )
+        message = f"--programs aot requires --region layer, not {recipe.region}"
+        raise UsageError(message, "omit --region, or use --programs jit")
     missing = [name for name in (AOT_PACKAGES, DYNAMIC_SIZES) if name in dict(environment.missing_internals)]
     if missing:
         reason = f"--programs aot needs a private interface that this torch lacks: see the warning '{missing[0]}'"
-        decisions.append(Decision("programs", "jit", reason, is_fallback=True))
-        return "jit"
-    decisions.append(Decision("programs", "aot", "requested; later starts load packages without tracing the model"))
-    return "aot"
+        return decisions.add("programs", "jit", reason, is_fallback=True)
+    return decisions.add("programs", "aot", "requested; later starts load packages without tracing the model")
 
 
-def _check_max_consecutive_prefills(recipe: Recipe) -> None:
-    if recipe.max_consecutive_prefills < 1:
-        raise UsageError(
-            f"max_consecutive_prefills is {recipe.max_consecutive_prefills}; it must be at least 1",
-            "--max-consecutive-prefills 4",
-        )
-
-
-def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[int, ...]) -> tuple[Bucket, ...]:
-    min_size = DYNAMIC_MIN_SIZE if recipe.shapes == "dynamic" else 0
-    prefill = tuple(Bucket("prefill", length, min_size) for length in lengths)
-    return prefill + tuple(Bucket("decode", size) for size in batch_sizes)
-
-
-def decide_cache_dir(recipe: Recipe, environment: Environment, decisions: list[Decision] | None = None) -> str:
-    """The folder that the recipe or the environment names, or the default. Adds the decision to `decisions`."""
-    folder, reason = find_cache_dir(recipe.cache_dir, environment.inductor_cache_dir, environment.user_cache_dir)
-    if decisions is not None:
-        decisions.append(Decision("cache folder", folder, reason))
-    return folder
-
-
-def find_cache_dir(requested: str | None, inductor_cache_dir: str, user_cache_dir: str) -> tuple[str, str]:
-    """The cache folder, and the reason for it. `requested`: in the recipe. The others are as in `Environment`."""
-    if requested:
-        return os.path.expanduser(requested), "requested"
-    if inductor_cache_dir:
-        return inductor_cache_dir, "TORCHINDUCTOR_CACHE_DIR was already set"
-    return f"{user_cache_dir}/tcdeploy", "default; use a separate folder for CI and images"
-
-
-def _explain_region_and_mode(recipe: Recipe, decisions: list[Decision]) -> None:
+def _explain_region_and_mode(recipe: Recipe, decisions: Decisions) -> None:
     """Adds the recipe's region and mode, so that the printed Plan is complete."""
-    region_reasons: dict[CompileUnit, str] = {
-        "layer": "one program for all layers of a kind, with norms and residuals fused",
-        "blocks": "requested",
-    }
-    decisions.append(Decision("region", recipe.region, region_reasons[recipe.region]))
-    mode_reasons: dict[Mode, str] = {
-        "max-autotune": "autotuned kernels",
-        "auto": "for each bucket the variant known to be fastest; not timed here without --tune-seconds",
-    }
-    if recipe.tune_seconds > 0:
-        limit = f"at most {recipe.tune_seconds:g} s for those beyond the first"
-        mode_reasons["auto"] = f"the fastest variant per bucket; {limit}"
-    decisions.append(Decision("mode", recipe.mode, mode_reasons.get(recipe.mode, "Inductor's default kernels")))
+    fused = "one program for all layers of a kind, with norms and residuals fused"
+    decisions.add("region", recipe.region, fused if recipe.region == "layer" else "requested")
+    reason = "autotuned kernels" if recipe.mode == "max-autotune" else "Inductor's default kernels"
+    if recipe.mode == "auto" and recipe.tune_seconds > 0:
+        reason = f"the fastest variant per bucket; at most {recipe.tune_seconds:g} s for those beyond the first"
+    elif recipe.mode == "auto":
+        reason = "for each bucket the variant known to be fastest; not timed here without --tune-seconds"
+    decisions.add("mode", recipe.mode, reason)

@@ -1,13 +1,10 @@
 """The Recipe: what the user requested, merged from a YAML file, environment variables and flags.
 
 Precedence: flags, then environment (`TCDEPLOY_*`), then the recipe file, then the recipe of a bundle, then the defaults
-of the fields below. None means that planning decides and gives its reason. An unknown key is an error that suggests the
-nearest known one, because a recipe that is half ignored is worse than none.
+of the fields below. None means that planning decides and gives its reason. The flags, their help and the reference
+documentation are derived from the fields (option.py).
 
-The flags, their help and the reference documentation are derived from the fields (option.py).
-
-Rejected: pydantic. It would be the heaviest import on the path to `--help`, and the fields have only five types, each
-with a short parser.
+Rejected: pydantic, the heaviest import on the path to `--help`. The fields have only five types.
 """
 
 from __future__ import annotations
@@ -51,106 +48,82 @@ GenerationConfigSource = Literal["model", "none"]
 
 ENVIRONMENT = "environment"  # as the source of a value
 SHARED_VARIABLES = frozenset({"TCDEPLOY_DEBUG", "TCDEPLOY_TRUSTED_KEYS"})  # of all commands; they set no key
-_option = functools.partial(option, panel="Plan")
+_model, _plan, _cache = (functools.partial(option, panel=panel) for panel in ("Model", "Plan", "Cache"))
+_advanced = functools.partial(_plan, is_advanced=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The request, not yet checked against machine and model. Lengths in tokens, batch sizes in sequences."""
 
-    model: str = _option(MISSING, "hub id, local folder, or builtin:tiny", panel="Model")
-    revision: str | None = _option(None, "branch, tag or commit of a hub model", panel="Model")
-    load_format: LoadFormat = _option(
-        "auto",
-        "auto: load the weights; dummy: random weights, only the config is read",
-        panel="Model",
-        is_advanced=True,
+    model: str = _model(MISSING, "hub id, local folder, or builtin:tiny")
+    revision: str | None = _model(None, "branch, tag or commit of a hub model")
+    load_format: LoadFormat = _model(
+        "auto", "auto: load the weights; dummy: random weights, only the config is read", is_advanced=True
     )
-    trust_remote_code: bool = _option(False, "run modelling code from the model repository", panel="Model")
-    generation_config: GenerationConfigSource = _option(
+    trust_remote_code: bool = _model(False, "run modelling code from the model repository")
+    generation_config: GenerationConfigSource = _model(
         "model",
         "model: default sampling parameters come from the model's generation_config.json; none: ignore them, and use "
         "only the end-of-sequence ids",
-        panel="Model",
         is_advanced=True,
     )
-    device: Device | None = _option(None, "device to run on; default: cuda if a GPU is present", panel="Model")
-    dtype: DType | None = _option(
-        None, "default: the checkpoint's dtype on a GPU (bfloat16 if it is float32), float32 on a CPU", panel="Model"
+    device: Device | None = _model(None, "device to run on; default: cuda if a GPU is present")
+    dtype: DType | None = _model(
+        None, "default: the checkpoint's dtype on a GPU (bfloat16 if it is float32), float32 on a CPU"
     )
-    attention: Attention | None = _option(None, "prefill attention backend; default: the best supported one")
-    region: CompileUnit = _option(
-        "layer", "unit of compilation: decoder layer, or its attention and MLP blocks", is_advanced=True
-    )
-    mode: Mode = _option(
+    attention: Attention | None = _plan(None, "prefill attention backend; default: the best supported one")
+    region: CompileUnit = _advanced("layer", "unit of compilation: decoder layer, or its attention and MLP blocks")
+    mode: Mode = _plan(
         "auto", "torch.compile mode; auto: for each bucket the variant known to be fastest, or timed by --tune-seconds"
     )
-    programs: Programs = _option(
+    programs: Programs = _plan(
         "jit",
         "jit: torch.compile, which traces the model at each start; aot: ahead-of-time packages, which later starts "
         "load without the model's code",
     )
-    tune_seconds: float = _option(
-        0.0,
-        "seconds that --mode auto may spend on timing the variants of all buckets; 0: use the first without timing",
-        is_advanced=True,
+    tune_seconds: float = _advanced(
+        0.0, "seconds that --mode auto may spend on timing the variants of all buckets; 0: use the first without timing"
     )
-    graphs: Graphs | None = _option(
-        None, "one CUDA graph per step, one per region, or none; default on a GPU: step", is_advanced=True
-    )
-    shapes: Shapes | None = _option(
+    graphs: Graphs | None = _advanced(None, "one CUDA graph per step, one per region, or none; default on a GPU: step")
+    shapes: Shapes | None = _advanced(
         None,
         "bucket: one program per prefill bucket; dynamic: one program for all prefill lengths, captured at many sizes "
         "on a GPU; default: dynamic on a GPU with --graphs step and without --buckets, otherwise bucket",
-        is_advanced=True,
     )
-    buckets: tuple[int, ...] | None = _option(
+    buckets: tuple[int, ...] | None = _plan(
         None, "prefill buckets in tokens, ascending: 128,512,2048; the plan shows the default"
     )
-    batch_sizes: tuple[int, ...] | None = _option(
+    batch_sizes: tuple[int, ...] | None = _plan(
         None, "decode buckets in sequences, ascending: 1,4,16,32; default on a GPU: up to what the KV cache holds"
     )
-    context: int | None = _option(None, "longest sequence to serve, in tokens; default: the model's maximum")
-    block_size: int | None = _option(
-        None, "tokens per KV block, a power of two; the plan shows the default", is_advanced=True
+    context: int | None = _plan(None, "longest sequence to serve, in tokens; default: the model's maximum")
+    block_size: int | None = _advanced(None, "tokens per KV block, a power of two; the plan shows the default")
+    kv_blocks: int | None = _advanced(None, "KV blocks to allocate; default: as needed, up to the available memory")
+    mixed_steps: MixedSteps | None = _advanced(
+        None, "on: a step computes chunks of prompts and decodes the running sequences; the plan shows the default"
     )
-    kv_blocks: int | None = _option(
-        None, "KV blocks to allocate; default: as needed, up to the available memory", is_advanced=True
-    )
-    mixed_steps: MixedSteps | None = _option(
-        None,
-        "on: a step computes chunks of prompts and decodes the running sequences; the plan shows the default",
-        is_advanced=True,
-    )
-    itl_target: float | None = _option(
+    itl_target: float | None = _advanced(
         None,
         "limit of a mixed step's predicted time in milliseconds, which also limits the time between two tokens; "
         "default: three times the predicted time of a decode step of the same rows, and up to six times while there "
         "are more prompts than decoding sequences",
-        is_advanced=True,
     )
-    max_consecutive_prefills: int = _option(
-        4,
-        "most prefill steps in a row before running sequences decode a token, if steps are not mixed",
-        is_advanced=True,
+    max_consecutive_prefills: int = _advanced(
+        4, "most prefill steps in a row before running sequences decode a token, if steps are not mixed"
     )
-    memory_fraction: float = _option(0.9, "fraction of GPU memory that this process may use")
-    cache_dir: str | None = _option(None, "compile cache folder; the plan shows the default", panel="Cache")
-    compile: bool = _option(
-        True,
-        "compile programs that are not in the cache; --no-compile: exit with code 6 at the first one instead",
-        panel="Cache",
+    memory_fraction: float = _plan(0.9, "fraction of GPU memory that this process may use")
+    cache_dir: str | None = _cache(None, "compile cache folder; the plan shows the default")
+    compile: bool = _cache(
+        True, "compile programs that are not in the cache; --no-compile: exit with code 6 at the first one instead"
     )
-    on_bad_cache: OnBadCache = _option(
+    on_bad_cache: OnBadCache = _cache(
         "refuse",
         "refuse: exit with code 5 if a cached file is damaged; rebuild: compile again",
-        panel="Cache",
         is_advanced=True,
     )
-    trust_cache_dir: bool = _option(
-        False, "use the cache folder even if other users can change it", panel="Cache", is_advanced=True
-    )
-    require_signed: bool = _option(
+    trust_cache_dir: bool = _cache(False, "use the cache folder even if other users can change it", is_advanced=True)
+    require_signed: bool = option(
         False,
         "exit with code 4 unless every cached file is from a bundle that a trusted key signed; compile nothing",
         panel="Signatures",
@@ -180,9 +153,8 @@ def build_recipe(
     merged.update(_validate(_from_environment(environ, other_variables), ENVIRONMENT, other_variables))
     merged.update(_validate({key: value for key, value in flags.items() if value is not None}, "flags"))
     if "model" not in merged:
-        raise RecipeError(
-            "no model was named", "give a Hub id, a local folder or builtin:tiny as MODEL, or pass --recipe NAME"
-        )
+        message = "no model was named"
+        raise RecipeError(message, "give a Hub id, a local folder or builtin:tiny as MODEL, or pass --recipe NAME")
     return Recipe(**merged)
 
 
@@ -210,16 +182,13 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
+    hint = "a recipe is a YAML mapping of keys to values"
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # an invalid date raises ValueError
-        raise RecipeError(
-            f"recipe {path} cannot be read: {error}", "a recipe is a YAML mapping of keys to values"
-        ) from error
+        raise RecipeError(f"recipe {path} cannot be read: {error}", hint) from error
     if not isinstance(document, dict):
-        raise RecipeError(
-            f"recipe {path} is not a mapping of keys to values", "a recipe is a YAML mapping of keys to values"
-        )
+        raise RecipeError(f"recipe {path} is not a mapping of keys to values", hint)
     return {str(key): value for key, value in document.items()}
 
 
@@ -287,15 +256,14 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
             suggestion = _suggestion(value, choices) if isinstance(value, str) else ""
             raise RecipeError(f"{_label(key, source)} is {_SHORT.repr(value)}{suggestion}", f"one of {choices}")
         return value
+    parse, type_name = _PARSERS[kind]
     try:
-        return _PARSERS[kind](value)
+        if isinstance(value, bool) and kind is not bool:
+            raise ValueError(value)
+        return parse(value)
     except (TypeError, ValueError, OverflowError) as error:
-        text = f"{_label(key, source)} is {_SHORT.repr(value)}, which is not {_TYPE_NAMES[kind]}"
-        raise RecipeError(text, _help_text(key)) from error
-
-
-def _help_text(key: str) -> str:
-    return f"{key}: {options_of(Recipe)[key][1].help}"
+        text = f"{_label(key, source)} is {_SHORT.repr(value)}, which is not {type_name}"
+        raise RecipeError(text, f"{key}: {options_of(Recipe)[key][1].help}") from error
 
 
 def _parse_int(value: Any) -> int:
@@ -318,33 +286,18 @@ def _parse_bool(value: Any) -> bool:
 
 
 def _parse_text(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if not isinstance(value, str | int | float):
         raise ValueError(value)
     return str(value)
 
 
-def _parse_float(value: Any) -> float:
-    if isinstance(value, bool):
-        raise ValueError(value)
-    return float(value)
-
-
-_PARSERS: dict[Any, Any] = {
-    int: _parse_int,
-    tuple[int, ...]: _parse_ints,
-    bool: _parse_bool,
-    float: _parse_float,
-    str: _parse_text,
+_PARSERS: dict[Any, tuple[Callable[[Any], Any], str]] = {  # by type of the field, with what an error calls it
+    int: (_parse_int, "a whole number"),
+    tuple[int, ...]: (_parse_ints, "a list of whole numbers such as 128,512,2048"),
+    bool: (_parse_bool, "true or false"),
+    float: (float, "a number"),
+    str: (_parse_text, "text"),
 }
-_TYPE_NAMES: dict[Any, str] = {
-    int: "a whole number",
-    tuple[int, ...]: "a list of whole numbers such as 128,512,2048",
-    bool: "true or false",
-    float: "a number",
-    str: "text",
-}
-
-
 # A few lines of YAML with anchors give a value whose whole text would fill the memory.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200

@@ -9,7 +9,7 @@ import itertools
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.backends import BACKENDS
-from tcdeploy.planning.decision import Decision, PlanInputs
+from tcdeploy.planning.decision import Decisions, PlanInputs
 from tcdeploy.planning.environment import DYNAMIC_SIZES
 from tcdeploy.planning.memory import (
     CacheDemand,
@@ -33,7 +33,6 @@ TYPICAL_SEQUENCE_TOKENS = 1024  # prompt and answer, to decide how many sequence
 MIN_PREFILL_SEQUENCES, TOKENS_PER_PREFILL_SEQUENCE = 8, 512
 DYNAMIC_MIN_SIZE = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
-
 
 # (up to this number of tokens, distance between two sizes). If all token counts from 160 to 2,048 are equally frequent,
 # 2.5% of the computed tokens are padding.
@@ -104,22 +103,17 @@ def max_prefill_sequences(max_prefill_tokens: int) -> int:
     return max(MIN_PREFILL_SEQUENCES, max_prefill_tokens // TOKENS_PER_PREFILL_SEQUENCE)
 
 
-def decide_context(recipe: Recipe, architecture: Architecture, decisions: list[Decision]) -> int:
+def decide_context(recipe: Recipe, architecture: Architecture, decisions: Decisions) -> int:
     limit = architecture.rope_limit or architecture.context
-    if recipe.context is None:
-        if architecture.rope_limit:
-            reason = "longer sequences would change the rotary factors of the whole batch (longrope, dynamic rope)"
-            decisions.append(Decision("context", str(limit), reason, is_fallback=limit < architecture.context))
-        else:
-            decisions.append(Decision("context", str(limit), "the model's maximum"))
-        return limit
-    if not 2 <= recipe.context <= limit:
-        raise UsageError(
-            f"context {recipe.context} is not between 2 and {limit}, the longest that this model supports",
-            f"--context {limit}",
-        )
-    decisions.append(Decision("context", str(recipe.context), "requested"))
-    return recipe.context
+    if recipe.context is not None and not 2 <= recipe.context <= limit:
+        message = f"context {recipe.context} is not between 2 and {limit}, the longest that this model supports"
+        raise UsageError(message, f"--context {limit}")
+    if recipe.context is not None:
+        return decisions.add("context", recipe.context, "requested")
+    if architecture.rope_limit:
+        reason = "longer sequences would change the rotary factors of the whole batch (longrope, dynamic rope)"
+        return decisions.add("context", limit, reason, is_fallback=limit < architecture.context)
+    return decisions.add("context", limit, "the model's maximum")
 
 
 def decide_demand(
@@ -129,35 +123,25 @@ def decide_demand(
     lengths: tuple[int, ...],
     context: int,
     mixed_steps: bool,
-    decisions: list[Decision],
+    decisions: Decisions,
 ) -> CacheDemand:
     """Decide block size and batch sizes. `attention`: of prefill. `lengths`: of the prefill buckets."""
+    is_captured = graphs != "none" and BACKENDS[attention].is_capturable
+    is_dynamic = inputs.recipe.shapes == "dynamic"
     demand = CacheDemand(
         context=context,
         batch_sizes=(),
         max_prefill_tokens=lengths[-1],
-        captured_sizes=_captured_sizes(inputs.recipe, graphs, attention, lengths),
+        captured_sizes=tuple(capture_sizes(length, is_dynamic) for length in lengths) if is_captured else (),
         captures_decode=graphs != "none",
         mixed_steps=mixed_steps,
-        block_size=decide_block_size(inputs.recipe, decisions),
+        block_size=_decide_block_size(inputs.recipe, decisions),
     )
     return demand._replace(batch_sizes=decide_batch_sizes(inputs, demand, decisions))
 
 
-def _captured_sizes(
-    recipe: Recipe, graphs: Graphs, attention: Attention, lengths: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
-    """For each prefill bucket, the token counts that it is captured at; () if prefill is not captured."""
-    if graphs == "none" or not BACKENDS[attention].is_capturable:
-        return ()
-    return tuple(capture_sizes(length, recipe.shapes == "dynamic") for length in lengths)
-
-
-def decide_batch_sizes(inputs: PlanInputs, demand: CacheDemand, decisions: list[Decision]) -> tuple[int, ...]:
-    """The requested sizes, or the default, which on a GPU depends on the memory for KV.
-
-    `demand.batch_sizes` is ignored.
-    """
+def decide_batch_sizes(inputs: PlanInputs, demand: CacheDemand, decisions: Decisions) -> tuple[int, ...]:
+    """The requested sizes, or the default, which on a GPU depends on the memory for KV, and not on `demand`'s."""
     requested = inputs.recipe.batch_sizes
     if requested is not None:
         _check_ascending("batch sizes", requested)
@@ -166,7 +150,7 @@ def decide_batch_sizes(inputs: PlanInputs, demand: CacheDemand, decisions: list[
         sizes, reason = CPU_BATCH_SIZES, "default on a CPU"
     else:
         sizes, reason = _batch_sizes_that_fit(inputs, demand)
-    decisions.append(Decision("decode buckets", _comma_separated(sizes), reason))
+    decisions.add("decode buckets", _comma_separated(sizes), reason)
     return sizes
 
 
@@ -179,7 +163,10 @@ def _batch_sizes_that_fit(inputs: PlanInputs, demand: CacheDemand) -> tuple[tupl
     blocks_per_sequence = -(-typical_tokens // demand.block_size)
     for count in range(len(GPU_BATCH_SIZES), MIN_GPU_BATCH_SIZES - 1, -1):
         sizes = GPU_BATCH_SIZES[:count]
-        held = _count_kv_blocks(inputs, demand._replace(batch_sizes=sizes)) // blocks_per_sequence
+        sized = demand._replace(batch_sizes=sizes)
+        blocks = count_affordable_blocks(inputs, sized, _predict_workspace(inputs, sized))
+        blocks = blocks if inputs.recipe.kv_blocks is None else min(blocks, inputs.recipe.kv_blocks)
+        held = (blocks - 1) // blocks_per_sequence  # one block is for padding
         if held >= sizes[-1]:
             break
     if held < sizes[-1]:
@@ -188,15 +175,8 @@ def _batch_sizes_that_fit(inputs: PlanInputs, demand: CacheDemand) -> tuple[tupl
     return sizes, f"the KV cache holds {held} sequences of {typical_tokens} tokens; {few_sizes}"
 
 
-def _count_kv_blocks(inputs: PlanInputs, demand: CacheDemand) -> int:
-    """Blocks for sequences: those requested or those that memory affords, without the one for padding."""
-    affordable_blocks = count_affordable_blocks(inputs, demand, _predict_workspace(inputs, demand))
-    requested = inputs.recipe.kv_blocks
-    return (affordable_blocks if requested is None else min(requested, affordable_blocks)) - 1
-
-
 def decide_shapes(
-    inputs: PlanInputs, graphs: Graphs, attention: Attention, context: int, decisions: list[Decision]
+    inputs: PlanInputs, graphs: Graphs, attention: Attention, context: int, decisions: Decisions
 ) -> PlanInputs:
     """The inputs with the requested or default `shapes`; "bucket" if torch cannot mark dynamic sizes.
 
@@ -208,12 +188,11 @@ def decide_shapes(
     shapes = recipe.shapes or ("dynamic" if is_dynamic_by_default else "bucket")
     if shapes == "dynamic" and DYNAMIC_SIZES in dict(inputs.environment.missing_internals):
         reason = f"this torch cannot mark dynamic sizes (see the warning '{DYNAMIC_SIZES}')"
-        decisions.append(Decision("shapes", "bucket", reason, is_fallback=True))
-        shapes = "bucket"
+        shapes = decisions.add("shapes", "bucket", reason, is_fallback=True)
     return dataclasses.replace(inputs, recipe=dataclasses.replace(recipe, shapes=shapes))
 
 
-def decide_prefill_lengths(recipe: Recipe, context: int, decisions: list[Decision]) -> tuple[int, ...]:
+def decide_prefill_lengths(recipe: Recipe, context: int, decisions: Decisions) -> tuple[int, ...]:
     """Ascending lengths in tokens; with dynamic shapes only the last, whose program serves all lengths up to it."""
     if recipe.buckets is None:
         lengths = tuple(length for length in DEFAULT_PREFILL_BUCKETS if length <= context) or (context,)
@@ -222,73 +201,55 @@ def decide_prefill_lengths(recipe: Recipe, context: int, decisions: list[Decisio
         lengths, reason = recipe.buckets, "requested"
         _check_ascending("buckets", lengths)
         if lengths[-1] > context:
-            raise UsageError(
-                f"bucket {lengths[-1]} exceeds the context of {context} tokens",
-                "remove that bucket: longer prompts are prefilled in chunks",
-            )
-    if recipe.shapes == "dynamic":
-        return (_decide_dynamic_length(lengths[-1], decisions),)
-    decisions.append(Decision("prefill buckets", _comma_separated(lengths), reason))
-    return lengths
-
-
-def _decide_dynamic_length(length: int, decisions: list[Decision]) -> int:
-    if length <= DYNAMIC_MIN_SIZE:
-        raise UsageError(
-            f"a dynamic range cannot end at {length} tokens: it starts at {DYNAMIC_MIN_SIZE}",
-            "--buckets 512 --shapes dynamic",
-        )
+            message = f"bucket {lengths[-1]} exceeds the context of {context} tokens"
+            raise UsageError(message, "remove that bucket: longer prompts are prefilled in chunks")
+    if recipe.shapes != "dynamic":
+        decisions.add("prefill buckets", _comma_separated(lengths), reason)
+        return lengths
+    if lengths[-1] <= DYNAMIC_MIN_SIZE:
+        message = f"a dynamic range cannot end at {lengths[-1]} tokens: it starts at {DYNAMIC_MIN_SIZE}"
+        raise UsageError(message, "--buckets 512 --shapes dynamic")
     reason = "one program with a symbolic size, captured at many sizes on a GPU"
-    decisions.append(Decision("prefill buckets", f"{DYNAMIC_MIN_SIZE}-{length}", reason))
-    return length
+    decisions.add("prefill buckets", f"{DYNAMIC_MIN_SIZE}-{lengths[-1]}", reason)
+    return lengths[-1:]
 
 
 def _check_ascending(name: str, values: tuple[int, ...]) -> None:
     if not values or values[0] < 1:
         raise UsageError(f"{name} must be 1 or more, not {_comma_separated(values) or 'none'}", "such as 1,4,16")
     if any(low >= high for low, high in zip(values, values[1:], strict=False)):
-        raise UsageError(
-            f"{name} {_comma_separated(values)} are not in ascending order",
-            _comma_separated(tuple(sorted(set(values)))),
-        )
+        message = f"{name} {_comma_separated(values)} are not in ascending order"
+        raise UsageError(message, _comma_separated(tuple(sorted(set(values)))))
 
 
-def decide_block_size(recipe: Recipe, decisions: list[Decision]) -> int:
+def _decide_block_size(recipe: Recipe, decisions: Decisions) -> int:
     size = BLOCK_SIZE if recipe.block_size is None else recipe.block_size
     if size < 16 or size & (size - 1):
         raise UsageError(f"block size {size} is not a power of two of at least 16", "--block-size 16")
     reason = "the smallest that the kernels support" if recipe.block_size is None else "requested"
-    decisions.append(Decision("block size", str(size), reason))
-    return size
+    return decisions.add("block size", size, reason)
 
 
-def decide_memory(inputs: PlanInputs, demand: CacheDemand, decisions: list[Decision]) -> tuple[int, KVSize]:
+def decide_memory(inputs: PlanInputs, demand: CacheDemand, decisions: Decisions) -> tuple[int, KVSize]:
     """(workspace bytes while serving, 0 on a CPU; KV size). Replaces the context decision if memory shortens it."""
     workspace = _predict_workspace(inputs, demand)
     kv = size_kv_cache(inputs, demand, workspace)
     if kv.context < demand.context:
         decisions[:] = [decision for decision in decisions if decision.name != "context"]
         reason = f"as many tokens as the KV cache holds; the model's maximum is {demand.context}"
-        decisions.append(Decision("context", str(kv.context), reason, is_fallback=True))
-    decisions.append(Decision("KV blocks", f"{kv.blocks} ({gib(kv.kv_bytes)})", kv.reason))
+        decisions.add("context", kv.context, reason, is_fallback=True)
+    decisions.add("KV blocks", f"{kv.blocks} ({gib(kv.kv_bytes)})", kv.reason)
     if inputs.device == "cpu":
         return 0, kv
-    parts = ", ".join(
-        f"{name.removesuffix('_bytes').replace('_', ' ')} {gib(value)}" for name, value in workspace._asdict().items()
-    )
-    reason = f"predicted: {parts} (released after warm-up)"
-    decisions.append(Decision("workspace", gib(workspace.serving_bytes), reason))
+    sizes = {name.removesuffix("_bytes").replace("_", " "): gib(value) for name, value in workspace._asdict().items()}
+    parts = ", ".join(f"{name} {value}" for name, value in sizes.items())
+    decisions.add("workspace", gib(workspace.serving_bytes), f"predicted: {parts} (released after warm-up)")
     return workspace.serving_bytes, kv
 
 
 def _predict_workspace(inputs: PlanInputs, demand: CacheDemand) -> Workspace:
-    return predict_workspace(
-        inputs.architecture,
-        inputs.dtypes.compute,
-        demand,
-        max_prefill_sequences(demand.max_prefill_tokens),
-        count_graphs(demand),
-    )
+    prefill_sequences, dtype = max_prefill_sequences(demand.max_prefill_tokens), inputs.dtypes.compute
+    return predict_workspace(inputs.architecture, dtype, demand, prefill_sequences, count_graphs(demand))
 
 
 def _comma_separated(values: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ ranges. Does not import torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 TESTED_VERSIONS = {  # package -> (oldest, newest), both included, compared by major and minor number
     "torch": ("2.11", "2.13"),
@@ -26,32 +26,20 @@ def tested_range(package: str) -> str:
 
 def untested_packages(versions: Mapping[str, str]) -> list[str]:
     """Those of `versions` (package -> version, empty if not installed) that are outside the tested range."""
-    return [package for package, version in versions.items() if version and not _is_tested(package, version)]
+    untested = []
+    for package, version in versions.items():
+        oldest, newest = map(_major_minor, TESTED_VERSIONS[package])
+        if version and not oldest <= _major_minor(version) <= newest:
+            untested.append(package)
+    return untested
 
 
 def is_older_than_tested(package: str, version: str) -> bool:
     """Whether a version is older than the oldest tested one. False for text that is not a version."""
-    number, oldest = _major_minor(version), _major_minor(TESTED_VERSIONS[package][0])
-    return number is not None and oldest is not None and number < oldest
+    return () < _major_minor(version) < _major_minor(TESTED_VERSIONS[package][0])
 
 
-def _is_tested(package: str, version: str) -> bool:
-    number = _major_minor(version)
-    oldest, newest = map(_major_minor, TESTED_VERSIONS[package])
-    return number is not None and oldest is not None and newest is not None and oldest <= number <= newest
-
-
-def _major_minor(version: str) -> tuple[int, int] | None:
-    """(2, 13) of "2.13.0+cpu"; None for text that is not a version, which counts as untested."""
+def _major_minor(version: str) -> tuple[int, ...]:
+    """(2, 13) of "2.13.0+cpu"; () for text that is not a version, which counts as untested."""
     match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def describe_versions(packages: Iterable[str], versions: Mapping[str, str]) -> str:
-    """ "torch 2.15.0, triton 3.9.0"."""
-    return ", ".join(f"{package} {versions[package]}" for package in packages)
-
-
-def describe_ranges(packages: Iterable[str]) -> str:
-    """ "torch 2.11 to 2.13, triton 3.6 to 3.7"."""
-    return ", ".join(f"{package} {tested_range(package)}" for package in packages)
+    return (int(match[1]), int(match[2])) if match else ()

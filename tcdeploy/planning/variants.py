@@ -1,17 +1,14 @@
 """The variants of a bucket's step, and which of them each mode tries. Does not import torch.
 
 A variant is a set of Inductor settings plus the choice of kernels and passes. Every mode except `auto` uses one variant
-for all buckets. `auto` has several candidates per bucket. The first is the known winner, and is used without timing.
-With `--tune-seconds`, candidates are timed in order and the fastest is kept (engine/warm/tuning.py). `default` is the
-plainest: without timing, a candidate that does not compile or fails its parity check is replaced by the next, up to
-`default`.
+for all buckets. `auto` has several candidates per bucket, and uses the first, the known winner, without timing. With
+`--tune-seconds`, candidates are timed in order and the fastest is kept (engine/warm/tuning.py). Without timing, a
+candidate that does not compile or fails its parity check is replaced by the next, up to `default`, the plainest.
 
-The order comes from timings of Llama 3.1 8B on an H100, in docs/performance-log.md. A decode step at batch 1 took 5.37
-ms with `skinny+pdl+combo+fused`, and 6.33 ms with `default` in an earlier run. A prefill step of 2,048 tokens took 47.6
-to 48.1 ms with `last-token-rows+inplace`, and 49.1 ms with `default`. Rejected there: coordinate descent beyond batch
-1, where Inductor leaves GEMMs to cuBLAS and descent has nothing to tune, and max-autotune for large batches, which at
-batch 256 added 93 s to the start and was slower than `pdl`. On other GPUs and on CPUs, which were not measured,
-`default` is the first.
+The order comes from timings of Llama 3.1 8B on an H100 (docs/performance-log.md). Rejected there: coordinate descent
+beyond batch 1, where Inductor leaves GEMMs to cuBLAS and descent has nothing to tune, and max-autotune for large
+batches, which at batch 256 added 93 s to the start and was slower than `pdl`. On other GPUs and on CPUs, which were not
+measured, `default` is the first.
 """
 
 from __future__ import annotations
@@ -23,45 +20,33 @@ from tcdeploy.planning.recipe import Attention, Device, Mode
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to build a bucket's step.
-
-    inductor_config: settings of torch._inductor.config, by dotted name.
-    skinny_gemm: use the Triton kernels in kernels/linear/ for few-row GEMMs instead of cuBLAS.
-    inplace_residual: cuBLAS accumulates a layer's last GEMM into the residual (beta = 1).
-    fused_epilogues: fuse SwiGLU into the skinny GEMM's output, RMSNorm into the GEMV's input, and RoPE into decode
-        attention.
-    compile_head: also compile the final norm, the rotary factors and the LM head of a decode step. Saves about 50 us
-        a step and adds 0.3 s to each start.
-    last_token_rows: after the attention of a prefill step's last layer, compute only the rows that are sampled from.
-        Adds one program (programs/passes/last_token_rows.py).
-    attention: prefill backend, if it differs from the plan's.
-    required_speedup: its measured time is multiplied by this before it is compared with the others.
-    """
+    """One way to build a bucket's step."""
 
     name: str
-    inductor_config: tuple[tuple[str, bool | str], ...] = ()
-    skinny_gemm: bool = False
-    inplace_residual: bool = False
+    inductor_config: tuple[tuple[str, bool | str], ...] = ()  # settings of torch._inductor.config, by dotted name
+    skinny_gemm: bool = False  # use the Triton kernels in kernels/linear/ for few-row GEMMs instead of cuBLAS
+    inplace_residual: bool = False  # cuBLAS accumulates a layer's last GEMM into the residual (beta = 1)
+    # Fuse SwiGLU into the skinny GEMM's output, RMSNorm into the GEMV's input, and RoPE into decode attention.
     fused_epilogues: bool = False
+    # Also compile the final norm, the rotary factors and the LM head of a decode step. Saves about 50 us a step and
+    # adds 0.3 s to each start.
     compile_head: bool = True
+    # After the attention of a prefill step's last layer, compute only the rows that are sampled from. Adds one program
+    # (programs/passes/last_token_rows.py).
     last_token_rows: bool = False
-    attention: Attention | None = None
-    required_speedup: float = 1.0
+    attention: Attention | None = None  # prefill backend, if it differs from the plan's
+    required_speedup: float = 1.0  # its measured time is multiplied by this before it is compared with the others
 
     def shares_programs_with(self, other: Variant) -> bool:
         """Whether both use the same programs for the layers that compute all rows."""
-        return self._layer_program_key == other._layer_program_key
-
-    @property
-    def _layer_program_key(self) -> tuple[object, ...]:
-        return self.inductor_config, self.skinny_gemm, self.inplace_residual, self.fused_epilogues, self.attention
+        fields = ("inductor_config", "skinny_gemm", "inplace_residual", "fused_epilogues", "attention")
+        return all(getattr(self, name) == getattr(other, name) for name in fields)
 
 
 PDL = ("triton.enable_pdl", True)  # programmatic dependent launch: a kernel starts before its predecessor has ended
 COMBO_KERNELS = ("combo_kernels", True)  # independent small kernels share one launch
 # A warm start does not repeat coordinate descent under three conditions (torch 2.11):
-# 1. use_static_cuda_launcher is off: the result is not read from the cache for statically launched kernels. With PDL no
-#    kernel is launched statically.
+# 1. use_static_cuda_launcher is off: the result is not read from the cache for statically launched kernels.
 # 2. dynamic_scale_rblock is off: torch halves blocks after tuning, and saves the halved config as not tuned.
 # 3. Kernels are compiled in this process (torch_compat/dynamo/compile_threads.py): pickling drops the mark of a tuned
 #   config.
@@ -114,8 +99,7 @@ def attention_variant(backend: Attention) -> Variant:
 def candidate_variants(mode: Mode, device: Device, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Variant, ...]:
     """The candidates of `mode` for a bucket of `size` tokens or rows, in order; one for every mode but `auto`.
 
-    Skinny GEMMs and PDL are tried only on Hopper: other GPUs lack the shared memory or the instruction, or were not
-    measured.
+    Skinny GEMMs and PDL are tried only on Hopper: other GPUs lack what they need, or were not measured.
     """
     if mode == "max-autotune":
         return (MAX_AUTOTUNE,)

@@ -43,11 +43,10 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.timing import measure_step_costs
 from tcdeploy.engine.warm.tuning import CompiledVariant
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets
-from tcdeploy.host.import_times import describe_uncompiled
-from tcdeploy.host.stages import StageTimer, import_timer
+from tcdeploy.host.stages import StageTimer, describe_uncompiled, import_timer
 from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.bucket_record import BucketRecord, Compilation
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.keys import combined_digest
 from tcdeploy.planning.plan import Bucket, Plan
@@ -166,14 +165,14 @@ def warm(
     runner: ModelRunner,
     checker: ParityChecker,
     prepared: Mapping[Bucket, CompiledVariant] | None = None,
-    wait_for_worker: Callable[[Bucket], Compilation | None] = lambda bucket: None,
+    wait_for_worker: Callable[[Bucket], BucketRecord | None] = lambda bucket: None,
 ) -> Warmed:
     """Warm and check all buckets. Measure what steps cost, unless an earlier start of this plan has done so.
 
     If the request measures, each bucket is also timed, eager and compiled.
 
     prepared: the result of `prepare_buckets`, if it was called.
-    wait_for_worker: called before each bucket; returns the Compilation of another process, or None.
+    wait_for_worker: called before each bucket; returns the record of another process, or None.
     """
     plan, request, tracker = start.plan, start.request, start.tracker
     on_finished = partial(record_finished_bucket, start.staging, plan.key, tracker, start.earlier is None)

@@ -166,8 +166,8 @@ class ProgramSwaps:
         """Warm one bucket. If that fails, it continues to run eagerly."""
         plan, stages, source = self._start.plan, self._start.stages, self._source
         self._left.remove(bucket)
-        compilations = dict(self._worker.finished) if self._worker else {}
-        previous = self._start.previous.with_programs(compilations)
+        compiled = dict(self._worker.finished) if self._worker else {}
+        previous = self._start.previous.with_programs(compiled)
         stages.progress.bucket_started(bucket.name, len(plan.buckets) - len(self._left), len(plan.buckets))
         num_blocks = max(source.prompts.blocks_needed(bucket), SMALL_BATCH_BLOCKS)
         with engine.paused(min(num_blocks, engine.allocator.capacity)):
@@ -184,8 +184,8 @@ class ProgramSwaps:
                 "%s: %.1f s of compilation delayed requests, because its programs were not in the cache",
                 bucket.name, record.compile_seconds,
             )  # fmt: skip
-        if bucket.name in compilations:
-            record = record.with_compilation(compilations[bucket.name])
+        if bucket.name in compiled:
+            record = record.with_compilation(compiled[bucket.name])
         self._records[bucket] = record
         stages.seconds["compile"] = stages.seconds.get("compile", 0.0) + record.seconds
         stages.progress.bucket_finished(record)

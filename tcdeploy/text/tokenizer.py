@@ -19,10 +19,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tcdeploy.errors import ModelError, TcdeployError
-from tcdeploy.models.config_file import LFS_HINT, LFS_PROBLEM, json_problem
-from tcdeploy.models.load import quiet_transformers, resolve_model_path, translate_error
-from tcdeploy.models.load_errors import exception_chain, first_line, missing_package_error, missing_packages
-from tcdeploy.models.weights.checkpoint import model_folder
+from tcdeploy.models import load_errors
+from tcdeploy.models.load import quiet_transformers, resolve_model_path
+from tcdeploy.models.location import LFS_HINT, LFS_PROBLEM, json_problem, local_folder
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.text.response_template import response_template
@@ -69,7 +68,9 @@ def describe_tokenizer(tokenizer: Any, model_type: str, folder: Path) -> Tokeniz
     try:
         return _describe(tokenizer, model_type, folder)
     except Exception as error:  # of the model's files or of its tokenizer's class; later starts can still load it
-        return TokenizerDescription(None, "", f"{type(tokenizer).__name__} cannot be stored: {first_line(error)}")
+        return TokenizerDescription(
+            None, "", f"{type(tokenizer).__name__} cannot be stored: {load_errors.first_line(error)}"
+        )
 
 
 def _describe(tokenizer: Any, model_type: str, folder: Path) -> TokenizerDescription:
@@ -146,22 +147,22 @@ def _serialize(backend: Tokenizer) -> str:
 
 
 def _translate(model: str, revision: str | None, error: Exception) -> TcdeployError:
-    folder = model_folder(resolve_model_path(model), revision)
-    if packages := _correct_packages(folder, missing_packages(list(exception_chain(error)))):
-        return missing_package_error(f"the tokenizer of {model}", packages)
+    folder = local_folder(resolve_model_path(model), revision)
+    if packages := _correct_packages(folder, load_errors.missing_packages(list(load_errors.exception_chain(error)))):
+        return load_errors.missing_package_error(f"the tokenizer of {model}", packages)
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()] if folder else []
     for path in files:
         if problem := json_problem(path):
             return ModelError(
                 f"{path} {problem}", LFS_HINT if problem == LFS_PROBLEM else "download the tokenizer's files again"
             )
-    translated = translate_error(model, error)
+    translated = load_errors.translate_error(model, error)
     if not translated.message.startswith(f"{model} cannot be loaded"):
         return translated
-    if any("tokenizer" in str(link).lower() for link in exception_chain(error)):
+    if any("tokenizer" in str(link).lower() for link in load_errors.exception_chain(error)):
         names = ", ".join(TOKENIZER_FILES)
         return ModelError(f"{model} has no tokenizer that transformers can load", f"add its files: {names}")
-    return ModelError(f"the tokenizer of {model} cannot be loaded: {first_line(error)}", translated.hint)
+    return ModelError(f"the tokenizer of {model} cannot be loaded: {load_errors.first_line(error)}", translated.hint)
 
 
 def _correct_packages(folder: Path | None, packages: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from tcdeploy.bundle.why import forecast, merge_forecasts, version_differences
 from tcdeploy.cache.folder.layout import manifest_path
 from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.planning.bucket_record import Trial
-from tcdeploy.planning.environment import Environment, parse_environment
+from tcdeploy.planning.environment import Environment, lists_to_tuples, parse_environment
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tests.bundle.forecast_runs import forecast_and_start
 from tests.conftest import ROOT, remove_headers
@@ -158,13 +158,9 @@ def manifest(cached: Cached) -> Manifest:
 def planned(manifest: Manifest) -> tuple[Plan, Environment]:
     """The plan and the environment of the manifest."""
     environment = parse_environment(json.loads(json.dumps(manifest.environment)))
-    plan = {name: _lists_to_tuples(value) for name, value in manifest.plan.items()}
+    plan = lists_to_tuples(manifest.plan)
     buckets = tuple(Bucket(**bucket) for bucket in manifest.plan["buckets"])
     return Plan(**{**plan, "buckets": buckets, "decisions": ()}), environment
-
-
-def _lists_to_tuples(value: Any) -> Any:
-    return tuple(_lists_to_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -166,7 +167,7 @@ def test_the_headers_of_a_hub_model_are_read_once_it_is_downloaded(
     folder: Path, downloaded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = shard(folder)
-    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
     if downloaded != "all":
         files[1].unlink()
     if downloaded == "config only":
@@ -179,9 +180,9 @@ def test_the_headers_of_a_hub_model_are_read_once_it_is_downloaded(
 def test_a_hub_model_with_weights_is_not_looked_up_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network, huggingface_hub would retry for 23 s."""
     config = load_config(Recipe(model=str(folder)))
-    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
     requests: list[str] = []
-    monkeypatch.setattr(checkpoint.HfApi, "model_info", lambda _, model, **__: requests.append(model))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda _, model, **__: requests.append(model))
     refuse_files("someone/model", None, config)
     assert requests == []
     (folder / WEIGHTS).unlink()
@@ -454,8 +455,8 @@ def test_a_hub_repository_with_weights_in_another_format_is_refused(
     (folder / WEIGHTS).unlink()
     names = [SimpleNamespace(rfilename=name) for name in ("README.md", "tf_model.h5", "onnx/model.onnx")]
     cached = str(folder / "config.json") if downloaded else None
-    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: cached)
-    monkeypatch.setattr(checkpoint.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=names))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: cached)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=names))
     with pytest.raises(ModelError, match="has weights in the format TensorFlow's .h5"):
         refuse_files("someone/model", None, config)
     names.append(SimpleNamespace(rfilename="pytorch_model.bin"))
@@ -466,7 +467,7 @@ def test_a_download_of_shards_without_their_index_continues(folder: Path, monkey
     config = load_config(Recipe(model=str(folder)))
     shard(folder)
     (folder / INDEX).unlink()
-    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
     refuse_files("someone/model", None, config)
 
 
@@ -536,13 +537,13 @@ def test_the_file_of_model_optimizer_is_downloaded_before_the_weights(
 ) -> None:
     config = load_config(Recipe(model=str(folder)))
     names = [SimpleNamespace(rfilename=name) for name in ("hf_quant_config.json", "model.safetensors")]
-    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: None)
-    monkeypatch.setattr(checkpoint.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=names))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=names))
     path = folder / "hf_quant_config.json"
     path.write_text('{"quantization": {"quant_algo": null}}')
-    monkeypatch.setattr(checkpoint, "hf_hub_download", lambda *_, **__: str(path))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(path))
     refuse_files("someone/model", None, config)
-    monkeypatch.setattr(checkpoint, "hf_hub_download", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: 1 / 0)
     with pytest.raises(ModelError, match="is quantised with TensorRT Model Optimizer"):
         refuse_files("someone/model", None, config)
 
@@ -574,7 +575,7 @@ def test_the_hint_about_a_merged_adapter_can_be_followed(folder: Path, monkeypat
     with pytest.raises(ModelError) as error:
         plan(folder)
     assert error.value.hint.endswith("if it is merged already, delete adapter_config.json")
-    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
     with pytest.raises(ModelError) as error:
         refuse_files("someone/model", None, AutoConfig.from_pretrained(folder))
     assert error.value.hint.endswith("download the repository without adapter_config.json and pass that folder")

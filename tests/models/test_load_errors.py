@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError, TcdeployError
-from tcdeploy.models.load import load_config, resolve_model_path, translate_error
-from tcdeploy.models.load_errors import missing_packages
+from tcdeploy.models.load import load_config, resolve_model_path
+from tcdeploy.models.load_errors import missing_packages, translate_error
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
 from tcdeploy.text.tokenizer import load_tokenizer

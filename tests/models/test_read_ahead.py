@@ -39,7 +39,7 @@ def test_all_chunks_are_read(evicted: tuple[Path, int]) -> None:
 def test_files_that_would_evict_each_other_are_not_read(
     evicted: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_ahead, "_memory_bytes", lambda: 79 << 20)
+    monkeypatch.setattr(read_ahead, "host_memory_bytes", lambda: 79 << 20)
     assert start_read_ahead([evicted[0]]) == []
 
 

@@ -188,7 +188,7 @@ def test_other_classes_are_accepted(architectures: Any, tmp_path: Path) -> None:
 def test_no_generator_of_transformers_looks_like_a_model_for_another_task() -> None:
     from transformers.models.auto import modeling_auto
 
-    from tcdeploy.models.task_heads import kind_of
+    from tcdeploy.models.auto_classes import kind_of
 
     mappings = (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -25,14 +25,12 @@ def test_the_only_fallback_comes_last_and_has_no_limits() -> None:
     assert last.selection == "fallback" and all(row.selection != "fallback" for row in others)
     assert not (last.requires_gpu or last.uses_triton or last.module or last.requires_equal_head_dims)
     assert last.capability_majors is None and last.max_head_dim is None and last.head_dim_multiple == 1
-    assert last.supports_softcap and last.supports_sinks and "float32" in last.dtypes
-    assert last.serves_prefill and last.serves_decode
+    assert last.supports_softcap and "float32" in last.dtypes
+    assert last.serves_decode
 
 
 def test_every_row_that_can_be_chosen_has_a_reason() -> None:
-    for row in BACKENDS.values():
-        assert row.prefill_reason or not row.serves_prefill
-        assert row.decode_reason or not row.serves_decode
+    assert all(row.prefill_reason for row in BACKENDS.values())
 
 
 def test_a_package_is_named_by_module_and_distribution() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.capability import Supported, Unsupported, check_backend
+from tcdeploy.planning.attention import why_unsupported
 from tcdeploy.planning.decision import DTypes, PlanInputs
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.recipe import Attention
@@ -35,14 +35,7 @@ def reason(
 ) -> str:
     """The reason of the rejection, or "" if the backend is supported."""
     inputs = PlanInputs(make_recipe(), environment, architecture, device, DTypes(dtype, dtype, dtype))  # type: ignore[arg-type]
-    verdict = check_backend(backend, inputs)  # type: ignore[arg-type]
-    assert verdict.backend == backend
-    match verdict:
-        case Supported():
-            return ""
-        case Unsupported(_, rejection):
-            assert rejection
-            return rejection
+    return why_unsupported(backend, inputs)  # type: ignore[arg-type]
 
 
 def with_heads(head_dim: int, v_head_dim: int | None = None) -> Architecture:

@@ -36,9 +36,9 @@ from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.engine.schedule.step_costs import parse_step_costs
 from tcdeploy.engine.warm import warmup
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, TrustError, UsageError
-from tcdeploy.models import executed_sources
-from tcdeploy.models.executed_sources import changed_sources, digest_sources, record_executed_files
+from tcdeploy.models import sources
 from tcdeploy.models.location import BUILTIN_MODELS
+from tcdeploy.models.sources import changed_sources, digest_sources, record_executed_files
 from tcdeploy.models.weights import reader as checkpoint_reader
 from tcdeploy.models.weights import sources as weight_sources
 from tcdeploy.models.weights.reader import ReadTotal
@@ -578,7 +578,7 @@ def test_an_edit_of_modelling_code_is_noticed(
     [record] = Path(cache, "aot").glob("start-*.json")
     sources = json.loads(record.read_text())["sources"]
     assert {"models/qwen3/modeling_qwen3.py", "modeling_rope_utils.py"} & sources.keys()
-    monkeypatch.setattr(executed_sources, "_package_folder", lambda: tmp_path)
+    monkeypatch.setattr(sources, "_package_folder", lambda: tmp_path)
     with caplog.at_level(logging.WARNING):
         assert start(cache) is None
     assert "of transformers has changed since the packages were made" in caplog.text
@@ -595,7 +595,7 @@ def test_only_executed_files_of_transformers_are_recorded(tmp_path: Path, monkey
     files: set[str] = set()
     with record_executed_files(files):
         module.call()
-    monkeypatch.setattr(executed_sources, "_package_folder", lambda: tmp_path)
+    monkeypatch.setattr(sources, "_package_folder", lambda: tmp_path)
     digests = digest_sources(files)
     assert list(digests) == ["called.py"] and changed_sources(digests) == []
     called.write_text("def call():\n    return 3\n")

@@ -28,7 +28,7 @@ from tcdeploy.engine.warm.tuning import (
 )
 from tcdeploy.errors import SpaceError
 from tcdeploy.host.progress import Progress
-from tcdeploy.planning.bucket_record import BucketRecord, Compilation, Trial
+from tcdeploy.planning.bucket_record import BucketRecord, Trial
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.compile_stats import CompileCounts, CompileStats, read_counts
 from tcdeploy.programs.errors import translate_compile_errors
@@ -47,9 +47,12 @@ class PreviousRun:
     trials: dict[str, tuple[Trial, ...]] = field(default_factory=dict)
     tune_seconds: float = 0.0  # the longest time that a run was allowed for tuning
 
-    def with_programs(self, compilations: Mapping[str, Compilation]) -> PreviousRun:
-        """The same run, after other processes have compiled these buckets."""
-        seconds = {name: compilation.cold_seconds for name, compilation in compilations.items()}
+    def with_programs(self, compiled: Mapping[str, BucketRecord]) -> PreviousRun:
+        """The same run, after other processes have compiled these buckets, or loaded them, in an unknown cold time."""
+        seconds = {
+            name: record.compile_seconds if record.cold_seconds is None else record.cold_seconds
+            for name, record in compiled.items()
+        }
         cold_seconds = {**seconds, **self.cold_seconds}
         return dataclasses.replace(self, buckets=self.buckets | frozenset(seconds), cold_seconds=cold_seconds)
 
@@ -94,7 +97,7 @@ def warm_buckets(
     runner: ModelRunner, checker: ParityChecker, previous: PreviousRun, cache_dir: str, measure: bool,
     progress: Progress, on_finished: Callable[[BucketRecord], None] = lambda record: None,
     prepared: Mapping[Bucket, CompiledVariant] | None = None,
-    wait_for_worker: Callable[[Bucket], Compilation | None] = lambda bucket: None,
+    wait_for_worker: Callable[[Bucket], BucketRecord | None] = lambda bucket: None,
     names: Collection[str] | None = None,
 ) -> list[BucketRecord]:  # fmt: skip
     """Warm all buckets, or those with these names; returns their records in the plan's order.
@@ -110,13 +113,15 @@ def warm_buckets(
     tuning_left = plan.tune_seconds
     for number, bucket in enumerate(order, 1):
         progress.bucket_started(bucket.name, number, len(order))
-        compilation = wait_for_worker(bucket)
-        known = previous if compilation is None else previous.with_programs({bucket.name: compilation})
+        worker_record = wait_for_worker(bucket)
+        known = previous if worker_record is None else previous.with_programs({bucket.name: worker_record})
         tune_seconds = tuning_left / (len(order) - number + 1)  # an equal share for each bucket left
         with naming_refusal(plan, bucket.name), translate_compile_errors(plan, cache_dir):
             compiled = prepared[bucket] if prepared else None
             record, tuning_seconds = _warm_bucket(runner, bucket, known, checker, tune_seconds, compiled)
-        records[bucket] = record = record if compilation is None else _with_compilation(record, compilation)
+        if worker_record is not None:
+            record = _with_compilation(record, worker_record)
+        records[bucket] = record
         tuning_left -= tuning_seconds
         try:
             raise_if_failed(record.parity, bucket)
@@ -131,14 +136,14 @@ def warm_buckets(
     return [records[bucket] for bucket in plan.buckets if bucket in records]
 
 
-def _with_compilation(record: BucketRecord, compilation: Compilation) -> BucketRecord:
+def _with_compilation(record: BucketRecord, worker_record: BucketRecord) -> BucketRecord:
     """The record of a bucket that another process has compiled. Warns if this process had to compile it again."""
     if record.cache_misses:
         log.warning(
             "%s: compiled %d programs that the compile worker's short copy of the model did not have",
             record.bucket, record.cache_misses,
         )  # fmt: skip
-    return record.with_compilation(compilation)
+    return record.with_compilation(worker_record)
 
 
 def _with_step_times(runner: ModelRunner, bucket: Bucket, record: BucketRecord) -> BucketRecord:

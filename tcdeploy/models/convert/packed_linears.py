@@ -45,25 +45,22 @@ class PackedSlice(nn.Module):
 def pack_linears(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) -> None:
     """Replace each group of linear layers (module paths in `model`) by slices of one packed layer, in place.
 
-    A group whose layers are not all plain nn.Linear, as in a quantised checkpoint, is left unchanged. Smaller groups
+    A group whose layers are not all plain nn.Linear of one dtype and device is left unchanged. Smaller groups
     are packed first: a packed matrix that reused the memory block of a larger weight would waste the rest of it.
     """
     for paths in sorted(packed_linears, key=lambda paths: _parameter_count(model, paths)):
-        layers = [model.get_submodule(path) for path in paths]
-        if _can_pack(layers):
+        layers: list[Any] = [model.get_submodule(path) for path in paths]
+        is_plain = all(map(_is_plain_linear, layers))
+        if is_plain and len({(layer.weight.dtype, layer.weight.device) for layer in layers}) == 1:
             _pack(layers, model, paths)
-            _empty_cuda_cache()
+            if torch.cuda.is_available():
+                unused_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+                if unused_bytes > EMPTY_CACHE_ABOVE_BYTES:
+                    torch.cuda.empty_cache()
 
 
 def _parameter_count(model: nn.Module, paths: tuple[str, ...]) -> int:
     return sum(parameter.numel() for path in paths for parameter in model.get_submodule(path).parameters())
-
-
-def _can_pack(layers: list[Any]) -> bool:
-    """Whether all are plain layers of one dtype and device."""
-    if not all(_is_plain_linear(layer) for layer in layers):
-        return False
-    return len({(layer.weight.dtype, layer.weight.device) for layer in layers}) == 1
 
 
 def _is_plain_linear(layer: Any) -> bool:
@@ -88,11 +85,3 @@ def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, PackedSlice(weight, bias, start, stop))
         start = stop
-
-
-def _empty_cuda_cache() -> None:
-    if (
-        torch.cuda.is_available()
-        and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > EMPTY_CACHE_ABOVE_BYTES
-    ):
-        torch.cuda.empty_cache()

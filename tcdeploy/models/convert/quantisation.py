@@ -2,22 +2,20 @@
 
 A method is recognised by the config, by a file beside it, or by the names and dtypes of tensors. There are no kernels
 for quantised weights yet, so every method is refused by name except MXFP4, which transformers dequantises while
-loading; the loaded model equals one from a bfloat16 checkpoint. By default, transformers dequantises only if its MXFP4
-kernels cannot run. Otherwise it would replace the experts by modules that call kernels from the Hub inside a compiled
-region.
+loading. By default it does so only if its MXFP4 kernels cannot run; otherwise it would replace the experts by modules
+that call kernels from the Hub inside a compiled region.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from transformers import Mxfp4Config, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
-from tcdeploy.models.config_file import HINT, LFS_HINT, LFS_PROBLEM, json_problem
+from tcdeploy.models.location import HINT, read_json_object
 
 MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
@@ -60,9 +58,8 @@ def check_method(model: str, config: PreTrainedConfig) -> None:
     """Raise UnsupportedModelError for quantised weights that cannot be served. Reads no weights."""
     method = quantisation_method(config)
     if method and not is_dequantised(config):
-        raise UnsupportedModelError(
-            f"{model} is quantised with {method}, which is not supported yet", NOT_QUANTISED_HINT
-        )
+        message = f"{model} is quantised with {method}, which is not supported yet"
+        raise UnsupportedModelError(message, NOT_QUANTISED_HINT)
 
 
 def check_model_optimizer(model: str, path: Path | None) -> None:
@@ -70,17 +67,12 @@ def check_model_optimizer(model: str, path: Path | None) -> None:
 
     `path`: None if the file cannot be read, because the model has not been downloaded.
     """
-    if path and (problem := json_problem(path)):
-        raise ModelError(f"{path} {problem}", LFS_HINT if problem == LFS_PROBLEM else HINT)
-    settings = json.loads(path.read_text(encoding="utf-8")).get("quantization") if path else {"quant_algo": "unknown"}
+    settings = read_json_object(path).get("quantization") if path else {"quant_algo": "unknown"}
     if not isinstance(settings, dict) or "quant_algo" not in settings:
         raise ModelError(f"{path} does not state quant_algo, the format of the weights", HINT)
     if settings["quant_algo"] is not None:
-        raise UnsupportedModelError(
-            f"{model} is quantised with TensorRT Model Optimizer (it has {MODEL_OPTIMIZER_FILE}), which is not "
-            "supported yet",
-            NOT_QUANTISED_HINT,
-        )
+        message = f"{model} is quantised with TensorRT Model Optimizer (it has {MODEL_OPTIMIZER_FILE})"
+        raise UnsupportedModelError(f"{message}, which is not supported yet", NOT_QUANTISED_HINT)
 
 
 def check_not_quantised(model: str, tensors: dict[str, TensorHeader], is_mxfp4: bool = False) -> None:
@@ -92,10 +84,8 @@ def check_not_quantised(model: str, tensors: dict[str, TensorHeader], is_mxfp4: 
     for name, tensor in tensors.items():
         is_quantised = tensor.dtype not in FLOAT_DTYPES and name.endswith(weights)
         if is_quantised or name.endswith(QUANTISED_SUFFIXES):
-            raise UnsupportedModelError(
-                f"{model} has quantised weights, which are not supported yet: {name} has the dtype {tensor.dtype}",
-                NOT_QUANTISED_HINT,
-            )
+            message = f"{model} has quantised weights, which are not supported yet: {name} has the dtype {tensor.dtype}"
+            raise UnsupportedModelError(message, NOT_QUANTISED_HINT)
 
 
 def dequantised_tensors(tensors: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
@@ -114,11 +104,6 @@ def dequantised_tensors(tensors: dict[str, TensorHeader]) -> dict[str, TensorHea
             del dequantised[name], dequantised[f"{weight}_blocks"]
             dequantised[weight] = TensorHeader("BF16", (experts, groups * MXFP4_BLOCK, outputs))
     return dequantised
-
-
-def dequantisation(config: PreTrainedConfig) -> dict[str, Any]:
-    """Arguments of `from_pretrained` with which it dequantises, or none."""
-    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_dequantised(config) else {}
 
 
 def cast_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -1,10 +1,8 @@
 """Removes the data-dependent branch of dynamic rope and longrope.
 
-transformers switches the rotary frequencies of the whole batch when its longest position exceeds a limit:
-`max_position_embeddings` for dynamic rope, `original_max_position_embeddings` for longrope. Below the limit, the
-frequencies are those that were computed when the module was built. Planning limits the context to this length
-(`Architecture.rope_limit`), so the comparison is unnecessary. For dynamic rope (and for longrope before transformers
-5.23) the comparison reads a position on the host in each step, which a CUDA graph cannot contain.
+transformers switches the rotary frequencies of the whole batch when its longest position exceeds a limit. Planning
+limits the context to this length (`Architecture.rope_limit`), so the comparison is unnecessary. For dynamic rope (and
+for longrope before transformers 5.23) it reads a position on the host in each step, which a CUDA graph cannot contain.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ STATIC = "default"
 def freeze_rope(model: nn.Module) -> None:
     """Change `rope_type` of each rotary embedding, which transformers reads in every forward pass.
 
-    The frequencies were computed when the module was built, and stay as they are. Modelling code from a repository may
-    read `rope_type` for other purposes, so its modules are not changed.
+    Modules of code from a repository are not changed, because it may read `rope_type` for other purposes.
     """
     for module in model.modules():
         if not type(module).__module__.startswith("transformers."):

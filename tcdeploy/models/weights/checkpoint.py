@@ -2,7 +2,7 @@
 
 transformers ignores tensors that it does not know, such as the scales of quantised weights, or a bias that the config
 does not declare. Such a model would start, pass the parity check (which compares it with the same weights), and
-generate wrong text. It is refused here instead. Only the headers of safetensors files are read.
+generate wrong text. Only the headers of safetensors files are read.
 """
 
 from __future__ import annotations
@@ -14,28 +14,20 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import huggingface_hub
 import torch
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
-from tcdeploy.models.auto_classes import model_class
-from tcdeploy.models.convert.expert_tensors import check_experts, conversion_error
-from tcdeploy.models.convert.quantisation import (
-    MODEL_OPTIMIZER_FILE,
-    TensorHeader,
-    check_method,
-    check_model_optimizer,
-    check_not_quantised,
-    dequantised_tensors,
-    is_dequantised,
-)
-from tcdeploy.models.convert.unused_tensors import text_depends_on
-from tcdeploy.models.load_errors import is_failed_conversion
+from tcdeploy.models.auto_classes import check_task, model_class
+from tcdeploy.models.convert import quantisation
+from tcdeploy.models.convert.quantisation import TensorHeader
+from tcdeploy.models.load_errors import CONVERSION
+from tcdeploy.models.location import local_folder
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.task_heads import check_task
 from tcdeploy.models.weights.files import FORMAT_HINT, OTHER_FORMATS, check_format, explicit_file, read_headers
+from tcdeploy.models.weights.tensor_names import check_experts, conversion_error, first_names, text_depends_on
 from tcdeploy.torch_compat.dynamo import fake_tensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
@@ -75,17 +67,14 @@ def check_path(model: str) -> None:
         raise ModelError(f"{model} is a GGUF file, which is not supported", "pass the folder of the safetensors model")
     if path.is_file():
         raise ModelError(f"{model} is a file, not a model folder", "pass the folder that contains config.json")
-    if not path.is_dir() or (path / "config.json").is_file():
-        return
-    names: set[str] = set()
-    with contextlib.suppress(OSError):  # unreadable; reported as a folder without config.json
-        names = {item.name for item in path.iterdir()}
-    _check_formats(f"folder {model}", names, path)
+    if path.is_dir() and not (path / "config.json").is_file():
+        with contextlib.suppress(OSError):  # unreadable; reported as a folder without config.json
+            _check_formats(f"folder {model}", {item.name for item in path.iterdir()}, path)
 
 
 def check_repository(model: str, revision: str | None) -> None:
     """Refuse a Hub repository without config.json, by what it contains instead. `load_config` has failed for it."""
-    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    config = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
     # only the cache's "no such file" entry proves that the repository lacks a config.json
     if config is None or isinstance(config, str):
         return
@@ -99,12 +88,9 @@ def _check_formats(model: str, names: set[str], folder: Path | None) -> None:
     """Refuse an adapter, and weights in another format, of a model without config.json."""
     if ADAPTER_CONFIG in names:
         raise _adapter_error(model, folder)
-    suffixes = {Path(name).suffix for name in names} & OTHER_FORMATS.keys()
-    if suffixes:
-        formats = ", ".join(sorted({OTHER_FORMATS[suffix] for suffix in suffixes}))
-        raise ModelError(
-            f"{model} has weights in the format {formats}, which is not supported, and no config.json", FORMAT_HINT
-        )
+    if formats := {OTHER_FORMATS[suffix] for name in names if (suffix := Path(name).suffix) in OTHER_FORMATS}:
+        message = f"{model} has weights in the format {', '.join(sorted(formats))}, which is not supported"
+        raise ModelError(f"{message}, and no config.json", FORMAT_HINT)
 
 
 def check_files(
@@ -114,7 +100,7 @@ def check_files(
 
     `model`: a folder or Hub id whose config has been loaded. `reads_weights`: False if they will be random.
     """
-    folder = model_folder(model, revision)
+    folder = local_folder(model, revision)
     names = _file_names(model, revision, folder)
     if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
         remedy = f"delete {ADAPTER_CONFIG}"
@@ -124,9 +110,10 @@ def check_files(
     with refusals.collecting():
         check_task(model, config, names)
     with refusals.collecting():
-        check_method(model, config)
-        if MODEL_OPTIMIZER_FILE in names:
-            check_model_optimizer(model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder))
+        quantisation.check_method(model, config)
+        if quantisation.MODEL_OPTIMIZER_FILE in names:
+            path = _path_of(quantisation.MODEL_OPTIMIZER_FILE, model, revision, folder)
+            quantisation.check_model_optimizer(model, path)
     is_complete = Path(model).is_dir() or not folder or {item.name for item in folder.iterdir()} < names
     with refusals.collecting():
         if reads_weights and is_complete and not explicit_file(model, config):
@@ -138,7 +125,7 @@ def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConf
 
     None if the files have not been downloaded or are not safetensors. Raises ModelError for broken files.
     """
-    folder = model_folder(model, revision)
+    folder = local_folder(model, revision)
     return read_headers(model, folder, explicit_file(model, config)) if folder else None
 
 
@@ -151,13 +138,12 @@ def check_tensors(
 ) -> bool:
     """Compare the tensors of a checkpoint with those of the model. Returns whether they were compared.
 
-    If a name or a shape differs, transformers' own renaming and conversion decides. This is skipped for more than
-    MAX_TENSORS tensors and for modelling code from the repository; load.py then checks the tensors while loading.
-    Raises ModelError.
+    If a name or a shape differs, transformers' own renaming and conversion decides. With more than MAX_TENSORS tensors,
+    and for modelling code from the repository, the tensors are only checked while loading. Raises ModelError.
     """
-    if is_mxfp4 := is_dequantised(config):
-        tensors = dequantised_tensors(tensors)
-    check_not_quantised(model, tensors, is_mxfp4)
+    if is_mxfp4 := quantisation.is_dequantised(config):
+        tensors = quantisation.dequantised_tensors(tensors)
+    quantisation.check_not_quantised(model, tensors, is_mxfp4)
     if expected.match(tensors):
         return True
     known_class = model_class(config, trust_remote_code)
@@ -170,7 +156,7 @@ def check_tensors(
     try:
         loaded, report = _load_on_fake_tensors(known_class, config, tensors)
     except Exception as error:  # the load on real tensors may succeed, and is checked too
-        if is_failed_conversion(error):
+        if CONVERSION in str(error):
             raise conversion_error(model, tensors, expected.shapes) from error
         log.debug("the tensors of %s are not compared while planning: %s", model, error)
         return False
@@ -183,10 +169,8 @@ def _check_prefixes(model: str, tensors: dict[str, TensorHeader], expected: Expe
     for name in tensors:
         names = {name, f"{prefix}.{name}"}
         if names <= tensors.keys() and len(names & expected.shapes.keys()) == 1:
-            raise ModelError(
-                f"{model} has two tensors for one of the model: {name}, {prefix}.{name}",
-                "save the model again with only one of them; transformers would have used either",
-            )
+            message = f"{model} has two tensors for one of the model: {name}, {prefix}.{name}"
+            raise ModelError(message, "save the model again with only one of them; transformers would have used either")
 
 
 def stored_dtype(tensors: dict[str, TensorHeader]) -> str:
@@ -199,63 +183,37 @@ def _load_on_fake_tensors(
     model_class: Any, config: PreTrainedConfig, tensors: dict[str, TensorHeader]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load tensors of these names and shapes. Returns transformers' report too, with its renaming of tensors."""
+    config = copy.deepcopy(config)
+    config.__dict__.pop("quantization_config", None)  # the tensors are those after dequantisation
     with fake_tensors.fake_loading(), torch.no_grad():
         state_dict = {
             name: torch.empty(tensor.shape, dtype=DTYPES.get(tensor.dtype, torch.float32))
             for name, tensor in tensors.items()
         }
-        config = copy.deepcopy(config)
-        config.__dict__.pop("quantization_config", None)  # the tensors are those after dequantisation
         model, report = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=state_dict,
-            dtype=torch.bfloat16,
-            ignore_mismatched_sizes=True,
+            None, config=config, state_dict=state_dict, dtype=torch.bfloat16, ignore_mismatched_sizes=True,
             output_loading_info=True,
-        )
+        )  # fmt: skip
     return model, dict(report)
 
 
 def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -> None:
     """Raise ModelError if tensors are missing, have another shape, or are not used by the model.
 
-    `loaded` and `report`: as transformers returns them with `output_loading_info`. Tensors that the model's class
-    declares ignorable are not in the report.
+    `report`: as transformers returns it with `output_loading_info`, without tensors that the class declares ignorable.
     """
     if missing := sorted(report["missing_keys"]):
-        raise ModelError(
-            f"the checkpoint of {model} lacks {len(missing)} of the model's tensors: {_first(missing)}",
-            "download it again; transformers would have used random weights for them",
-        )
-    if mismatched := sorted(_describe_mismatch(*item) for item in report["mismatched_keys"]):
-        raise ModelError(
-            f"tensors of {model} have other shapes than config.json describes ({len(mismatched)}): "
-            f"{_first(mismatched)}",
-            "use the config.json that belongs to these weights",
-        )
+        message = f"the checkpoint of {model} lacks {len(missing)} of the model's tensors: {first_names(missing)}"
+        raise ModelError(message, "download it again; transformers would have used random weights for them")
+    mismatches = (f"{name} ({[*stored]} instead of {[*shape]})" for name, stored, shape in report["mismatched_keys"])
+    if mismatched := sorted(mismatches):
+        message = f"tensors of {model} have other shapes than config.json describes ({len(mismatched)})"
+        hint = "use the config.json that belongs to these weights"
+        raise ModelError(f"{message}: {first_names(mismatched)}", hint)
     if unexpected := text_depends_on(report["unexpected_keys"], loaded.config):
-        raise ModelError(
-            f"the checkpoint of {model} has tensors that the model does not use ({len(unexpected)}): "
-            f"{_first(unexpected)}",
-            "use the config.json that belongs to these weights; transformers would have ignored the tensors",
-        )
-
-
-def _describe_mismatch(name: str, stored: Any, expected: Any) -> str:
-    return f"{name} ({list(stored)} instead of {list(expected)})"
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3])
-
-
-def model_folder(model: str, revision: str | None) -> Path | None:
-    """The folder of a local model, or of the downloaded files of a Hub model. None if nothing was downloaded."""
-    if Path(model).is_dir():
-        return Path(model)
-    config = try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(config).parent if isinstance(config, str) else None
+        message = f"the checkpoint of {model} has tensors that the model does not use ({len(unexpected)})"
+        hint = "use the config.json that belongs to these weights; transformers would have ignored the tensors"
+        raise ModelError(f"{message}: {first_names(unexpected)}", hint)
 
 
 def _file_names(model: str, revision: str | None, folder: Path | None) -> set[str]:
@@ -263,7 +221,7 @@ def _file_names(model: str, revision: str | None, folder: Path | None) -> set[st
     names = {item.name for item in folder.iterdir()} if folder else set()
     if not Path(model).is_dir() and not any(name.endswith((".safetensors", ".bin")) for name in names):
         with contextlib.suppress(Exception):  # huggingface_hub raises many types without a network
-            info = HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
+            info = huggingface_hub.HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
             names |= {item.rfilename for item in info.siblings or ()}
     return names
 
@@ -273,7 +231,7 @@ def _path_of(name: str, model: str, revision: str | None, folder: Path | None) -
     if folder and (folder / name).is_file():
         return folder / name
     with contextlib.suppress(Exception):  # huggingface_hub raises many types, also if there is no such file
-        return Path(hf_hub_download(model, name, revision=revision))
+        return Path(huggingface_hub.hf_hub_download(model, name, revision=revision))
     return None
 
 

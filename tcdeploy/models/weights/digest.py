@@ -1,18 +1,17 @@
 """A digest of a model's weights as they lie in memory, fast enough for every start.
 
 Two sums modulo 2^64 are computed over the 64-bit words x_i of each storage: of x_i * a_i, and of (x_i >> 32) * b_i.
-The factors a_i and b_i are random odd numbers, the same in every process. Changes of the top bits of two words cancel
-in the first sum, but not in the second. Words that swap places change the sums, because words at different positions
-have different factors, except by a negligible chance: a factor is that of the position in a chunk, times that of the
-chunk. The sums detect accidents, such as another checkpoint, a truncated file or a flipped bit. They are no protection
-against a file that was made to have the same sums. 1 GiB takes 0.5 s on two CPU cores.
+The factors a_i and b_i are random odd numbers, the same in every process; a factor is that of the position in a chunk,
+times that of the chunk. Changes of the top bits of two words cancel in the first sum, but not in the second. The sums
+detect accidents, such as another checkpoint, a truncated file or a flipped bit. They are no protection against a file
+that was made to have the same sums. 1 GiB takes 0.5 s on two CPU cores.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,29 +31,23 @@ def weights_digest(model: nn.Module) -> str:
     storages: dict[int, int] = {}  # number by address
     layout: list[list[object]] = []
     sums: list[list[int]] = []
-    factors: dict[torch.device, _Factors] = {}
+    factors = functools.cache(_Factors)
     for name, tensor in tensors:
         storage = tensor.untyped_storage()
         number = storages.setdefault(storage.data_ptr(), len(storages))
         layout.append([name, str(tensor.dtype), tensor.shape, tensor.stride(), tensor.storage_offset(), number])
         if number == len(sums):
-            if tensor.device not in factors:
-                factors[tensor.device] = _make_factors(tensor.device)
             content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            sums.append([storage.nbytes(), *_checksums(content, factors[tensor.device])])
+            sums.append([storage.nbytes(), *_checksums(content, factors(tensor.device))])
     return hashlib.sha256(json.dumps([layout, sums]).encode()).hexdigest()
 
 
-class _Factors(NamedTuple):
+class _Factors:
     """Random odd int64 factors: [2, words] of the words of a chunk, and the generator of the factors of chunks."""
 
-    words: Tensor
-    generator: torch.Generator
-
-
-def _make_factors(device: torch.device) -> _Factors:
-    generator = torch.Generator().manual_seed(SEED)
-    return _Factors(_odd_factors(2 * CHUNK_WORDS[device.type], generator).view(2, -1).to(device), generator)
+    def __init__(self, device: torch.device) -> None:
+        self.generator = torch.Generator().manual_seed(SEED)
+        self.words = _odd_factors(2 * CHUNK_WORDS[device.type], self.generator).view(2, -1).to(device)
 
 
 def _odd_factors(count: int, generator: torch.Generator) -> Tensor:

@@ -1,18 +1,15 @@
 """Random weights under which every part of a model affects its logits (`--load-format dummy`).
 
-transformers initialises a model for training: residual branches are small, norms and biases are at their neutral
-values, and attention is almost uniform. Such a model gives nearly the same logits with a layer or a bias left out, or
-with wrong positions, so a parity check on it proves little. The weights drawn here keep the activations of every layer
-at unit scale:
+transformers initialises a model for training: residual branches are small, norms and biases are neutral, and attention
+is almost uniform. Such a model gives nearly the same logits with a layer or a bias left out, or with wrong positions,
+so a parity check on it proves little. The weights drawn here keep the activations of every layer at unit scale:
 
 - A matrix preserves the scale of its input: its standard deviation is 1 / sqrt(inputs).
 - Queries and keys are scaled so that attention scores have the standard deviation ATTENTION_STD. Larger scores would
   amplify bfloat16 rounding errors from layer to layer and hide faults, so only the first SOFTCAPPED_LAYERS layers have
-  scores near their soft-cap. Attention averages many values, so its output is scaled by ATTENTION_OUTPUT_GAIN to match
-  the MLP's.
+  scores near their soft-cap. Attention averages many values; ATTENTION_OUTPUT_GAIN makes its output match the MLP's.
 - Logits have the standard deviation LOGITS_STD, and more if they are soft-capped.
-- Norms, biases, sinks and other vectors differ from their neutral values by random amounts.
-- Routers of experts are scaled by ROUTER_GAIN, so that the selected experts have different weights.
+- Norms, biases, sinks and other vectors differ from their neutral values, and selected experts have different weights.
 - Embeddings have unequal norms. Some are so small that the epsilon of the first norm matters.
 
 Every tensor starts from transformers' own initialisation, so zeros that it sets (padding) stay zeros.
@@ -116,8 +113,7 @@ def _fan_in(module: nn.Module, name: str, weight: Tensor, model: PreTrainedModel
     first, last = weight.shape[-2:]
     if hidden_size not in (first, last) or first == last:
         return last
-    other = first if last == hidden_size else last
-    return int(hidden_size if FROM_HIDDEN.search(name) else other)
+    return int(hidden_size if FROM_HIDDEN.search(name) else first + last - hidden_size)
 
 
 def _rescale(weight: Tensor, rms: float) -> None:
@@ -139,8 +135,5 @@ def _perturb(vector: Tensor, name: str, gain: float) -> None:
     """Add noise. The weight of a norm, which computes x * weight or x * (1 + weight), is multiplied by `gain` first."""
     if name == "weight" and gain != 1.0:
         is_zero_centered = not vector.any().item()
-        if is_zero_centered:
-            vector.add_(gain - 1.0)
-        else:
-            vector.mul_(gain)
+        vector.add_(gain - 1.0) if is_zero_centered else vector.mul_(gain)
     vector.add_(torch.randn_like(vector) * (SINK_NOISE if "sink" in name else VECTOR_NOISE))

@@ -1,9 +1,9 @@
 """Reads a checkpoint to the GPU while transformers and the compiler are imported and the plan is decided.
 
 `from_pretrained` copies the weights from pageable memory at 8 GB/s (H100), after seconds in which the disk and the GPU
-are idle. Here a thread allocates all tensors of the checkpoint as soon as torch is imported, and reads them with
-models/weights/reader.py. `load_model` then passes them to `from_pretrained` as a state dict. transformers renames,
-converts and ties them as usual, and uses those that are not converted without a copy.
+are idle. Here a thread allocates all tensors of the checkpoint as soon as torch is imported, and reads them.
+`load_model` passes them to `from_pretrained` as a state dict. transformers renames, converts and ties them as usual,
+and uses those that are not converted without a copy.
 
 Nothing is read early if the load may need other files or dtypes, or if memory is short. After a failure here a warning
 is logged, and transformers loads the model from its files, so users see that load's errors.
@@ -22,13 +22,12 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.config_file import read_config_file
+from tcdeploy.models.location import read_config_file
 from tcdeploy.models.weights.reader import Copy, ReadTotal, StoredTensor, copying_tensors, read_header, stored_tensors
 from tcdeploy.planning.backends import HALF_DTYPES
 from tcdeploy.planning.recipe import Recipe
@@ -41,15 +40,14 @@ ADAPTER_CONFIG = "adapter_config.json"  # if peft is installed, transformers loa
 # and `pack_linears` copies layers, so up to twice its size may be in use. A load from files merges one layer at a time.
 MAX_MEMORY_SHARE = 0.5
 FIRST_GPU = torch.device("cuda", 0)  # starts use it unless the program has called torch.cuda.set_device
-log = logging.getLogger("tcdeploy.start")
+log = logging.getLogger("tcdeploy.models")
 
 
 @dataclass(frozen=True)
 class PreloadedSlice:
     """A tensor with the interface of a safetensors slice, so that `from_pretrained` leaves it on its device.
 
-    transformers calls `slice[...]` with an Ellipsis, and then `to(device, dtype)`. Without a device map, `device` is
-    the CPU, and is ignored here.
+    transformers calls `slice[...]`, and then `to(device, dtype)`. Without a device map, `device` is the CPU.
     """
 
     tensor: Tensor
@@ -65,9 +63,7 @@ class EarlyWeights:
     """Reads the tensors of `paths`, which are in `folder`, to `device` in threads, from construction on.
 
     Nothing is read unless all floating-point tensors have one of `dtypes`. Leaving the `with` block stops the threads
-    and frees tensors that were not taken.
-
-    weights_read: bytes and seconds of the reading; None unless a model was loaded from the tensors.
+    and frees tensors that were not taken. weights_read: None unless a model was loaded from the tensors.
     """
 
     def __init__(self, folder: Path, paths: list[Path], device: torch.device, dtypes: tuple[str, ...]) -> None:
@@ -95,18 +91,16 @@ class EarlyWeights:
         tensors, self._tensors = self._tensors, {}
         if folder != self._folder:
             return {}
-        for tensor in tensors.values():
-            if tensor.device.type != device or (tensor.is_floating_point() and tensor.dtype != dtype):
-                return {}
+        values = tensors.values()
+        if any(item.device.type != device or (item.is_floating_point() and item.dtype != dtype) for item in values):
+            return {}
         self.weights_read = self._total if tensors else None
         return {name: PreloadedSlice(tensor) for name, tensor in tensors.items()}
 
     def __enter__(self) -> EarlyWeights:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self._tensors = {}
@@ -131,8 +125,7 @@ class EarlyWeights:
 def start_reading(recipe: Recipe, folder: Path, paths: list[Path]) -> EarlyWeights | None:
     """Start threads that read the weight files `paths` to the GPU. None if the model needs more than these tensors.
 
-    Excludes `trust_remote_code`: transformers looks for the code in the model's folder, and a load from a state dict
-    passes no folder.
+    Excludes `trust_remote_code`: transformers looks for the code in a folder, and a state dict has none.
     """
     if not paths or recipe.trust_remote_code or not torch.cuda.is_available():
         return None

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.config_file import HINT, LFS_HINT, LFS_POINTER
 from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
+from tcdeploy.models.location import HINT, LFS_HINT, LFS_POINTER
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -39,11 +39,9 @@ def check_format(model: str, names: set[str]) -> None:
 
     No weights at all are an error later, while they are loaded.
     """
-    if distributed := sorted(name for name in names if DISTRIBUTED.fullmatch(name)):
-        raise ModelError(
-            f"{model} is a distributed checkpoint ({distributed[0]}), which is not supported",
-            "load it with transformers, call save_pretrained(), and pass the new folder",
-        )
+    if distributed := sorted(filter(DISTRIBUTED.fullmatch, names)):
+        message = f"{model} is a distributed checkpoint ({distributed[0]}), which is not supported"
+        raise ModelError(message, "load it with transformers, call save_pretrained(), and pass the new folder")
     if names & {WEIGHTS, INDEX, TORCH_WEIGHTS, TORCH_INDEX}:
         return
     for name in sorted(names):
@@ -54,15 +52,11 @@ def check_format(model: str, names: set[str]) -> None:
         suffix = Path(name).suffix
         other = "mistral-inference" if name == "consolidated.safetensors" else OTHER_FORMATS.get(suffix)
         if other:
-            raise ModelError(
-                f"{model} has weights in the format {other} ({name}), which is not supported, and no {WEIGHTS}",
-                FORMAT_HINT,
-            )
+            message = f"{model} has weights in the format {other} ({name}), which is not supported, and no {WEIGHTS}"
+            raise ModelError(message, FORMAT_HINT)
         if suffix == ".safetensors":
-            raise ModelError(
-                f"{model} has {name}, but no {WEIGHTS} and no index",
-                f"rename it to {WEIGHTS} if its tensors have the names that transformers gives them",
-            )
+            hint = f"rename it to {WEIGHTS} if its tensors have the names that transformers gives them"
+            raise ModelError(f"{model} has {name}, but no {WEIGHTS} and no index", hint)
 
 
 def explicit_file(model: str, config: PreTrainedConfig) -> str | None:
@@ -72,24 +66,23 @@ def explicit_file(model: str, config: PreTrainedConfig) -> str | None:
         return None
     is_inside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
     if not is_inside or not name.endswith((".safetensors", ".safetensors.index.json")):
-        raise ModelError(
-            f"config.json of {model}: transformers_weights is {name!r:.80}; it must name a safetensors file, or an "
-            "index of such files, in the folder",
-            HINT,
-        )
+        expected = "it must name a safetensors file, or an index of such files, in the folder"
+        raise ModelError(f"config.json of {model}: transformers_weights is {name!r:.80}; {expected}", HINT)
     return str(name)
 
 
 def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> dict[str, TensorHeader] | None:
     """The tensors in a folder's safetensors files, by name. Raises ModelError for broken files.
 
-    `explicit_name`: as `explicit_file` returns it. None if the folder has no such files, or not all files of a Hub
-    model have been downloaded.
+    `explicit_name`: as `explicit_file` returns it. None if there are no such files, or not all have been downloaded.
     """
+    is_local = Path(model).is_dir()
     names = _safetensors_files(folder, explicit_name)
     if names is None:
-        if Path(model).is_dir():
-            _check_torch_files(model, folder)
+        if is_local and (folder / TORCH_INDEX).is_file() and not (folder / TORCH_WEIGHTS).is_file():
+            for name in _indexed_files(folder / TORCH_INDEX):
+                if not (folder / name).is_file():
+                    raise ModelError(f"{model} lacks {name}, which its index lists", DOWNLOAD_HINT)
         return None
     tensors: dict[str, TensorHeader] = {}
     files: dict[str, str] = {}
@@ -100,7 +93,7 @@ def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> 
                     raise ModelError(f"{model} has the tensor {key} in two files: {files[key]}, {name}", DOWNLOAD_HINT)
                 tensors[key], files[key] = tensor, name
         except FileNotFoundError:
-            if not Path(model).is_dir():  # a download that is running or was interrupted
+            if not is_local:  # a download that is running or was interrupted
                 return None
             source = "transformers_weights in config.json names" if name == explicit_name else "its index lists"
             raise ModelError(f"{model} lacks {name}, which {source}", DOWNLOAD_HINT) from None
@@ -108,22 +101,12 @@ def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> 
 
 
 def _safetensors_files(folder: Path, explicit_name: str | None) -> list[str] | None:
-    if explicit_name and (not explicit_name.endswith(".json") or not (folder / explicit_name).is_file()):
-        return [explicit_name]
     if explicit_name:
-        return _indexed_files(folder / explicit_name)
+        is_index = explicit_name.endswith(".json") and (folder / explicit_name).is_file()
+        return _indexed_files(folder / explicit_name) if is_index else [explicit_name]
     if (folder / WEIGHTS).is_file():  # transformers prefers it to an index
         return [WEIGHTS]
     return _indexed_files(folder / INDEX) if (folder / INDEX).is_file() else None
-
-
-def _check_torch_files(model: str, folder: Path) -> None:
-    """Raise ModelError if a local folder has a broken index of .bin files, or lacks one of them."""
-    if (folder / TORCH_WEIGHTS).is_file() or not (folder / TORCH_INDEX).is_file():
-        return
-    for name in _indexed_files(folder / TORCH_INDEX):
-        if not (folder / name).is_file():
-            raise ModelError(f"{model} lacks {name}, which its index lists", DOWNLOAD_HINT)
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorHeader]]:
@@ -135,15 +118,10 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorHeader]]:
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError) as error:
-        if _is_lfs_pointer(path):
-            raise ModelError(f"{path} is a Git LFS pointer, not the weights", LFS_HINT) from None
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER.encode():
+                raise ModelError(f"{path} is a Git LFS pointer, not the weights", LFS_HINT) from None
         raise ModelError(f"{path} is damaged: {error}", "download the file again") from None
-
-
-def _is_lfs_pointer(path: Path) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(len(LFS_POINTER)) == LFS_POINTER.encode()
-    return False
 
 
 def _indexed_files(index: Path) -> list[str]:
@@ -153,11 +131,9 @@ def _indexed_files(index: Path) -> list[str]:
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ModelError(
-            f"{index} is damaged: weight_map must name the file of each tensor", "download it again"
-        ) from None
+        message = f"{index} is damaged: weight_map must name the file of each tensor"
+        raise ModelError(message, "download it again") from None
     if not isinstance(values.get("metadata"), dict):
-        raise ModelError(
-            f"{index} has no metadata, which transformers requires", 'download it again, or add "metadata": {}'
-        )
+        message = f"{index} has no metadata, which transformers requires"
+        raise ModelError(message, 'download it again, or add "metadata": {}')
     return sorted(names)

@@ -14,11 +14,13 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from tcdeploy.host.resources import host_memory_bytes
+
 CHUNK_BYTES = 16 << 20
 PROBE_BYTES = 4096
 THREADS = 4
-MAX_MEMORY_SHARE = 0.5  # of the machine's memory that the files may take
-log = logging.getLogger("tcdeploy.start")
+MAX_MEMORY_SHARE = 0.5  # of the memory that this process may use
+log = logging.getLogger("tcdeploy.models")
 
 
 def start_read_ahead(paths: Iterable[Path]) -> list[threading.Thread]:
@@ -29,41 +31,31 @@ def start_read_ahead(paths: Iterable[Path]) -> list[threading.Thread]:
     """
     if not hasattr(os, "RWF_NOWAIT"):
         return []
+    sizes = {path: path.stat().st_size for path in paths if path.is_file()}
+    if not sum(sizes.values()) or sum(sizes.values()) > MAX_MEMORY_SHARE * host_memory_bytes():
+        return []
     tasks: queue.SimpleQueue[tuple[Path, int]] = queue.SimpleQueue()
-    total = 0
-    for path in paths:
-        size = path.stat().st_size if path.is_file() else 0
-        total += size
+    for path, size in sizes.items():
         for begin in range(0, size, CHUNK_BYTES):
             tasks.put((path, begin))
-    if not total or total > MAX_MEMORY_SHARE * _memory_bytes():
-        return []
     threads = [threading.Thread(target=_read, args=(tasks,), name="read-ahead", daemon=True) for _ in range(THREADS)]
     for thread in threads:
         thread.start()
     return threads
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _read(tasks: queue.SimpleQueue[tuple[Path, int]]) -> None:
-    buffer, descriptors = bytearray(CHUNK_BYTES), dict[Path, int]()
+    buffer = bytearray(CHUNK_BYTES)
     try:
         while True:
             path, begin = tasks.get_nowait()
-            if path not in descriptors:
-                descriptors[path] = os.open(path, os.O_RDONLY)
-            if not is_cached(descriptors[path], begin):
-                os.preadv(descriptors[path], [buffer], begin)
+            with path.open("rb", buffering=0) as file:
+                if not is_cached(file.fileno(), begin):
+                    os.preadv(file.fileno(), [buffer], begin)
     except queue.Empty:
         pass
     except OSError as error:
         log.debug("a weight file cannot be read ahead: %s", error)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
 
 
 def is_cached(descriptor: int, offset: int) -> bool:

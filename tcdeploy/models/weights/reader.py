@@ -1,10 +1,9 @@
 """Reads tensors from safetensors files straight into tensors that exist already, with several threads.
 
 A file is an 8-byte length, a JSON header with the dtype, shape and byte range of each tensor, and the tensors. On a CPU
-a thread reads into the target's memory. For a GPU it reads into a page-locked buffer and copies that to the device,
-while other threads read. Meanwhile the main thread imports packages or captures steps, so the threads make few calls
-that need the GIL. Only a tensor that is converted is held in host memory as a whole. Imports neither transformers nor
-safetensors.
+a thread reads into the target's memory, for a GPU into a page-locked buffer that it copies to the device. Meanwhile the
+main thread imports packages or captures steps, so the threads make few calls that need the GIL. Only a tensor that is
+converted is held in host memory as a whole. Imports neither transformers nor safetensors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Describes where a loaded model's tensors are in its checkpoint, so that they can be loaded without its code.
 
 transformers renames, merges and casts tensors while it loads them, and `pack_linears` packs layers. What they did is
-found by comparing values: a tensor of the model is one of the checkpoint, several joined, or several of these stacked.
-Where several tensors of the checkpoint have the same values, such as biases of zeros, names decide. Otherwise the
-description would be wrong for another checkpoint of the same shapes. Buffers that are computed, such as rotary
-frequencies, are stored beside the description.
+found by comparing values. Where several tensors of the checkpoint have the same values, such as biases of zeros, names
+decide; otherwise the description would be wrong for another checkpoint of the same shapes. Buffers that are computed,
+such as rotary frequencies, are stored beside the description.
 
 A source is one of, as JSON:
 
@@ -20,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -76,9 +75,8 @@ def describe_weights(
             source = ["same", names[memory]]
         elif (source := finder.find(name, tensor) if tensor.is_contiguous() else None) is None:
             if name in parameters or tensor.nbytes + sum(item.nbytes for item in stored.values()) > MAX_STORED_BYTES:
-                raise WeightNotInCheckpointError(
-                    f"{name} is not in the checkpoint, or is equal to several tensors of it"
-                )
+                message = f"{name} is not in the checkpoint, or is equal to several tensors of it"
+                raise WeightNotInCheckpointError(message)
             stored[name], source = tensor.detach().cpu().contiguous(), ["stored", name]
         names.setdefault(memory, name)
         sources[name] = WeightSource(_dtype_name(tensor.dtype), tuple(tensor.shape), source)
@@ -91,9 +89,8 @@ def loading_weights(
 ) -> Iterator[LoadingWeights]:
     """The tensors of a model, which are read from its checkpoint while the block runs.
 
-    They are complete after the block, except those that `copy_stored` fills. Before that, each element is zero or the
-    value in the checkpoint. Raises KeyError or ValueError if the checkpoint lacks a tensor or has another shape, and as
-    `copying_tensors`.
+    They are complete after the block, except those that `copy_stored` fills; before, each element is zero or complete.
+    Raises KeyError or ValueError if the checkpoint lacks a tensor or has another shape, and as `copying_tensors`.
     """
     tensors, copies = _allocate(sources, device), list[Copy]()
     for name, (_, _, source) in sources.items():
@@ -130,9 +127,8 @@ def _allocate(sources: Mapping[str, WeightSource], device: str) -> dict[str, Ten
     memory = torch.zeros(size, dtype=torch.uint8, device=device)
     tensors: dict[str, Tensor] = {}
     for name, begin in begins.items():
-        dtype, shape, _ = sources[name]
-        content = memory[begin : begin + math.prod(shape) * getattr(torch, dtype).itemsize]
-        tensors[name] = content.view(getattr(torch, dtype)).view(shape)
+        dtype, shape = getattr(torch, sources[name].dtype), sources[name].shape
+        tensors[name] = memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
     return tensors
 
 
@@ -167,28 +163,36 @@ class _Finder:
         """Where a contiguous tensor of the model comes from; None if nothing has its values, or if several do."""
         if not tensor.numel():
             return None
-        tensor = tensor.detach().cpu()
-        if packed := self._packed(name, tensor):
-            return packed
-        return self._whole(name, tensor) or self._joined(tensor) or self._stacked(tensor)
-
-    def _packed(self, name: str, tensor: Tensor) -> Source | None:
-        """The tensors of the layers that `pack_linears` has joined."""
         path, _, leaf = name.rpartition(".")
-        if path not in self._groups or not leaf.startswith("packed_"):
-            return None
+        names = [name]
+        if path in self._groups and leaf.startswith("packed_"):
+            names = [f"{part}.{leaf.removeprefix('packed_')}" for part in self._groups[path]]
+        tensor = tensor.detach().cpu()
+        return self._joined(tensor, names) or self._stacked(tensor)
+
+    def _joined(self, tensor: Tensor, names: Sequence[str] = ()) -> Source | None:
+        """The tensor of the checkpoint, or those that are joined. `names`: in the model, to choose among equal ones."""
         parts: list[Source] = []
         start = 0
-        for part in self._groups[path]:
-            stored_name = self._named(f"{part}.{leaf.removeprefix('packed_')}")
-            if stored_name is None:
+        while not parts or start < tensor.shape[0]:
+            rest = tensor[start:] if tensor.ndim else tensor
+            equal = [item for item in self._candidates(rest) if self._begins_with(item, rest)]
+            if not parts:  # a tensor with all values is preferred to those with the first
+                equal = [item for item in equal if self._checkpoint[item].shape == tuple(tensor.shape)] or equal
+            if len(equal) > 1:
+                named = self._named(names[len(parts)]) if len(parts) < len(names) else None
+                equal = [item for item in equal if item == named]
+            if not equal:
                 return None
-            stop = start + self._checkpoint[stored_name].shape[0]
-            if not self._is_equal(stored_name, tensor[start:stop]):
-                return None
-            parts.append(["tensor", stored_name])
-            start = stop
-        return ["cat", parts] if start == tensor.shape[0] else None
+            parts.append(["tensor", equal[0]])
+            if (shape := self._checkpoint[equal[0]].shape) == tuple(tensor.shape):
+                return parts[0]
+            start += shape[0]
+        return ["cat", parts]
+
+    def _stacked(self, tensor: Tensor) -> Source | None:
+        parts = [self._joined(element) for element in tensor] if tensor.ndim >= 2 else [None]
+        return None if None in parts else ["stack", parts]
 
     def _named(self, name: str) -> str | None:
         """The tensor of this name, with another prefix if there is only one such tensor."""
@@ -196,40 +200,6 @@ class _Finder:
             return name
         matching = [item for item in self._checkpoint if item.endswith(f".{name}") or name.endswith(f".{item}")]
         return matching[0] if len(matching) == 1 else None
-
-    def _whole(self, name: str | None, tensor: Tensor) -> Source | None:
-        equal = [item for item in self._candidates(tensor) if self._is_equal(item, tensor)]
-        if len(equal) > 1:
-            named = self._named(name) if name else None
-            equal = [item for item in equal if item == named]
-        return ["tensor", equal[0]] if equal else None
-
-    def _joined(self, tensor: Tensor) -> Source | None:
-        parts: list[Source] = []
-        start = 0
-        while tensor.ndim and start < tensor.shape[0]:
-            equal = []
-            for candidate in self._candidates(tensor[start:]):
-                shape = self._checkpoint[candidate].shape
-                rows = shape[0] if shape else 0
-                if 0 < rows < tensor.shape[0] and self._is_equal(candidate, tensor[start : start + rows]):
-                    equal.append(candidate)
-            if len(equal) != 1:
-                return None
-            parts.append(["tensor", equal[0]])
-            start += self._checkpoint[equal[0]].shape[0]
-        return ["cat", parts] if parts else None
-
-    def _stacked(self, tensor: Tensor) -> Source | None:
-        if tensor.ndim < 2:
-            return None
-        parts: list[Source] = []
-        for element in tensor:
-            source = self._whole(None, element) or self._joined(element)
-            if source is None:
-                return None
-            parts.append(source)
-        return ["stack", parts]
 
     def _candidates(self, tensor: Tensor) -> list[str]:
         """Tensors that begin with the same elements."""
@@ -248,8 +218,13 @@ class _Finder:
             self._names[dtype] = names
         return self._names[dtype]
 
-    def _is_equal(self, candidate: str, tensor: Tensor) -> bool:
-        stored = self._checkpoint[candidate]
+    def _begins_with(self, name: str, tensor: Tensor) -> bool:
+        """Whether the first rows of a tensor, or all of it, are a tensor of the checkpoint."""
+        stored = self._checkpoint[name]
+        if stored.shape != tuple(tensor.shape):
+            if not (tensor.ndim and stored.shape and 0 < stored.shape[0] < tensor.shape[0]):
+                return False
+            tensor = tensor[: stored.shape[0]]
         return stored.shape == tuple(tensor.shape) and torch.equal(read_tensor(stored).to(tensor.dtype), tensor)
 
 

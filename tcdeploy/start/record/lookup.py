@@ -20,11 +20,11 @@ from tcdeploy.cache.record.manifest import no_plan_error, read_manifest, read_ot
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError
-from tcdeploy.models.executed_sources import changed_sources
 from tcdeploy.models.location import local_folder
-from tcdeploy.planning.environment import Environment, detect_environment
+from tcdeploy.models.sources import changed_sources
+from tcdeploy.planning.environment import Environment, detect_environment, find_cache_dir
 from tcdeploy.planning.extras import is_installed
-from tcdeploy.planning.plan import Plan, decide_cache_dir, make_plan
+from tcdeploy.planning.plan import Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.planned import Planned, StartRequest
 from tcdeploy.start.record.factors import (
@@ -81,7 +81,7 @@ def find_record(request: StartRequest) -> FoundRecord:
         raise DoesNotFit(str(error)) from error
     assert folder is not None
     environment = detect_environment(recipe.device)
-    cache_dir = decide_cache_dir(recipe, environment)
+    cache_dir, _ = find_cache_dir(recipe.cache_dir, environment)
     check_folder(cache_dir, recipe.trust_cache_dir)
     records = find_records(cache_dir, request.signing_policy, factors.key)
     defaults = WITH_TOKENIZER if request.needs_tokenizer else WITHOUT_TOKENIZER

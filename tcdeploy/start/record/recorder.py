@@ -15,10 +15,9 @@ from tcdeploy.engine.check.stored_reference import reference_digest, write_refer
 from tcdeploy.engine.generation_defaults import read_model_defaults
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import ModelError, TcdeployError
-from tcdeploy.models.executed_sources import digest_sources, record_executed_files
 from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.location import local_folder
-from tcdeploy.models.sources import source_file
+from tcdeploy.models.sources import digest_sources, record_executed_files, source_files
 from tcdeploy.models.weights.reader import stored_tensors
 from tcdeploy.models.weights.sources import WeightNotInCheckpointError, describe_weights
 from tcdeploy.planning.bucket_record import BucketRecord
@@ -91,8 +90,7 @@ class StartRecorder:
         try:
             checkpoint = stored_tensors(weight_files(folder))
             weights = describe_weights(runner.model, checkpoint, architecture.packed_linears)
-            model_files = {file for module in runner.model.modules() if (file := source_file(type(module)))}
-            sources = digest_sources(self._files | model_files)
+            sources = digest_sources(self._files | source_files(runner.model))
         except (WeightNotInCheckpointError, ModelError, OSError) as reason:
             log.warning("later starts load this model with transformers, and not from its packages alone: %s", reason)
             return []

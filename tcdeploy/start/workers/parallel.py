@@ -35,7 +35,7 @@ from tcdeploy.errors import TcdeployError
 from tcdeploy.host.resources import count_cores
 from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.short_config import layers_to_keep, shorten_config
-from tcdeploy.planning.bucket_record import Compilation
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.memory import DTYPE_BYTES, gib
 from tcdeploy.planning.plan import Bucket, Plan
@@ -89,7 +89,7 @@ class CompileWorkers:
         """Whether workers were started."""
         return bool(self._workers)
 
-    def wait_for(self, bucket: Bucket) -> Compilation | None:
+    def wait_for(self, bucket: Bucket) -> BucketRecord | None:
         """Wait until a worker has finished the bucket, and copy its files. None if no worker compiles it, or it fails.
 
         Raises SpaceError, TrustError and TcdeployError if the files cannot be copied.
@@ -99,8 +99,8 @@ class CompileWorkers:
             return None
         if self._package_worker is not None:
             self._package_worker.stop()  # the first process has finished the largest bucket
-        compilation = worker.wait_for(bucket.name)
-        if compilation is None:
+        record = worker.wait_for(bucket.name)
+        if record is None:
             if worker not in self._failed:
                 self._failed.append(worker)
                 unfinished = ", ".join(name for name in worker.buckets if name not in worker.finished)
@@ -109,7 +109,7 @@ class CompileWorkers:
         copy_finished_buckets(self._staging)
         if worker.finished.keys() >= set(worker.buckets):
             worker.stop()  # free its memory, and the lock of its staging folder
-        return compilation
+        return record
 
     def stop(self) -> None:
         """End all workers, also those that compile."""

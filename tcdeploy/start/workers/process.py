@@ -25,7 +25,8 @@ from typing import Any
 
 from tcdeploy.cache.staging.folder import own_staging_folder
 from tcdeploy.host.temporary_files import create_temporary_folder
-from tcdeploy.planning.bucket_record import Compilation
+from tcdeploy.host.typed_json import from_json
+from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.recipe import Recipe
 
 # The worker runs the package of this process, which need not be the one that is installed.
@@ -60,7 +61,7 @@ class CompileProcess:
         self._folder, self._removal = folder, threading.Lock()
         self._folder_lock: int | None = descriptor  # None: closed
         (self._folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        self.finished: dict[str, Compilation] = {}  # by name; their files are in the worker's journal
+        self.finished: dict[str, BucketRecord] = {}  # by name; their files are in the worker's journal
         self._last_lines: deque[str] = deque(maxlen=MAX_FAILURE_LINES)
         self._started_at = time.monotonic()
         reports, reports_end = os.pipe()
@@ -111,7 +112,7 @@ class CompileProcess:
             self._remove_folder()
         return code
 
-    def wait_for(self, bucket: str) -> Compilation | None:
+    def wait_for(self, bucket: str) -> BucketRecord | None:
         """Wait until the worker has finished this bucket. Returns None if it ends before."""
         while bucket not in self.finished and self.poll() is None:
             time.sleep(POLL_INTERVAL_S)
@@ -135,8 +136,8 @@ class CompileProcess:
     def _read_reports(self, descriptor: int) -> None:
         with open(descriptor, encoding="utf-8") as reports:
             for line in reports:
-                report = json.loads(line)
-                self.finished[report["bucket"]] = Compilation(**report["compilation"])
+                record = from_json(BucketRecord, json.loads(line))
+                self.finished[record.bucket] = record
 
     def _log_messages(self) -> None:
         for line in self._process.stderr or ():

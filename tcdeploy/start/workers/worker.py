@@ -8,17 +8,19 @@ the bucket's files are in the journal of its staging folder by then. Its message
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import logging
 import os
 import signal
 import sys
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tcdeploy.models.unused_packages import enable_fast_transformers_import
+from tcdeploy.planning.environment import lists_to_tuples
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -30,10 +32,9 @@ log = logging.getLogger("tcdeploy.start")
 
 
 def write_report(reports: IO[str], record: BucketRecord) -> None:
-    """Write a line of JSON: the name of a finished bucket, and the fields of its `Compilation`."""
+    """Write the record of a finished bucket, as a line of JSON."""
     log.info("%s: %s, %.1f s", record.bucket, record.outcome, record.seconds)
-    report = {"bucket": record.bucket, "compilation": record.compilation._asdict()}
-    reports.write(json.dumps(report) + "\n")
+    reports.write(json.dumps(dataclasses.asdict(record)) + "\n")
     reports.flush()
 
 
@@ -57,18 +58,11 @@ def main() -> None:
 
     try:
         with open(request["reports"], "w", encoding="utf-8") as reports:
-            recipe = _parse_recipe(request["recipe"])
+            recipe = Recipe(**lists_to_tuples(request["recipe"]))
             compile_buckets(recipe, request["plan"], request["buckets"], partial(write_report, reports))
     except TcdeployError as error:
         log.error("%s", error.message)
         sys.exit(error.exit_code)
-
-
-def _parse_recipe(fields: dict[str, Any]) -> Recipe:
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-    }
-    return Recipe(**values)
 
 
 def _die_with(parent: int) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
-from annotated_types import Interval
 from pydantic import BeforeValidator, Field, StrictFloat, StrictInt, StrictStr, WithJsonSchema, WrapValidator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
@@ -28,13 +27,13 @@ MAX_STOP_TOKEN_IDS = 128
 TOKEN_ID_KEY_PATTERN = r"^[0-9]{1,10}$"
 
 
-def limits_of(name: str) -> Interval:
+def limits_of(name: str) -> Any:
     """The engine's limits of a sampling parameter."""
     return _bounds(PARAM_CHECKS[name])
 
 
-def _bounds(check: ParamCheck) -> Interval:
-    return Interval(ge=check.ge, gt=check.gt, le=check.le, lt=check.lt)
+def _bounds(check: ParamCheck) -> Any:
+    return Field(ge=check.ge, gt=check.gt, le=check.le, lt=check.lt)
 
 
 def at_most(limit: int, noun: str) -> BeforeValidator:

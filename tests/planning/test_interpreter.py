@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tcdeploy.errors import UsageError
-from tcdeploy.host.interpreter import check_interpreter
+from tcdeploy.planning.extras import check_interpreter
 
 
 def test_linux_is_supported() -> None:

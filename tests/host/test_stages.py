@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.host.import_times import MANY_UNCOMPILED, ImportTimer, describe_imports, describe_uncompiled
+from tcdeploy.host.stages import MANY_UNCOMPILED, ImportTimer, describe_imports, describe_uncompiled
 from tests.conftest import TINY, TINY_FLAGS, RunCLI
 
 SLEEP = "import time\ntime.sleep(0.2)\n"
