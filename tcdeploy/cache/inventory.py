@@ -43,8 +43,7 @@ UNLISTED, OTHER_VERSIONS = "listed by no plan", "plans of other versions of tcde
 TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}(-[0-9]+-[0-9]+)?\.tmp")  # with numbers: of version 0.2
 KIND_BY_FOLDER = {
     "fxgraph": "Inductor's graphs", "aotautograd": "AOTAutograd's graphs", "triton": "Triton's kernels",
-    "aot": "ahead-of-time packages", "toolchain": "toolchain", "cache": "max-autotune timings",
-    "references": "logits of the reference",
+    "aot": "ahead-of-time packages", "cache": "max-autotune timings", "references": "logits of the reference",
 }  # fmt: skip
 KIND_BY_SUFFIX = {
     ".so": "compiled C++", ".cpp": "C++ sources", ".py": "generated Python", ".best_config": "autotune winners",

@@ -28,7 +28,6 @@ from tcdeploy.cache.files.records import FileRecord
 from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.cache.folder.layout import GRAPHS_DIR, REFERENCES_DIR
 from tcdeploy.cache.folder.leases import acquire_lease
-from tcdeploy.cache.record import toolchain
 from tcdeploy.cache.record.manifest import Manifest, Origin
 from tcdeploy.cache.staging.activate import activate
 from tcdeploy.cache.staging.folder import StagingFolder
@@ -121,7 +120,9 @@ class ModelCode:
         if earlier is None:
             _refuse_cold_start(planned.plan, staging)
         compiles_here = self._is_cold and not request.eager
-        _set_up_compiler(planned, staging, compiles_here)
+        if compiles_here:
+            staging.link_headers()
+        use_precompiled_headers(compiles_here, staging.headers_folder)
         self._workers = CompileWorkers(staging)
         if compiles_here and not staging.is_private_copy:
             early_bytes = self._early_weights.num_bytes if self._early_weights is not None else 0
@@ -261,15 +262,6 @@ def _refuse_cold_start(plan: Plan, staging: StagingFolder) -> None:
     if plan.programs == "aot" or not Path(staging.path, GRAPHS_DIR).is_dir():
         with naming_refusal(plan, warmup_order(plan)[0].name):
             compile_refusal.check("a program")
-
-
-def _set_up_compiler(planned: PlannedModel, staging: StagingFolder, compiles: bool) -> None:
-    """Make the compiler's headers available if this process compiles a cold start, and replay a recorded compiler."""
-    if compiles:
-        staging.link_headers()
-    use_precompiled_headers(compiles, staging.headers_folder)
-    if planned.cached_toolchain:
-        toolchain.install_compiler_stub(planned.cached_toolchain)
 
 
 def _activate(planned: PlannedModel, plan_key: str) -> StagingFolder:

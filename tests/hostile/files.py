@@ -42,7 +42,6 @@ from tcdeploy.cache.record.compatibility import environment_mismatch
 from tcdeploy.cache.record.listed_files import ListedFile
 from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
 from tcdeploy.cache.record.provenance import SigningPolicy
-from tcdeploy.cache.record.toolchain import load_toolchains
 from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust.signed_header import signed_header_bytes
@@ -92,8 +91,6 @@ class Target:
         source = root / "source"
         manifest = make_small(source, seed=3)
         self.key = key_of(manifest)
-        toolchain = {query: ["g++ 12", ""] for query in ("--version", "-dumpmachine")}
-        (source / "toolchain" / "answers.json").write_text(json.dumps(toolchain))
         self.record = f"aot/start-{FACTORS.key}-{'0' * 16}.json"
         (source / "aot").mkdir()
         (source / self.record).write_text(to_json(start_record(self.key)))
@@ -149,7 +146,6 @@ def commands(folder: Path, target: Target) -> dict[str, Callable[[], object]]:
         "start from packages": lambda: find_start(folder, target),
         "server": lambda: miss_shape(folder),
         "warm --from": lambda: read_missed_shapes(str(folder / "missed_shapes.jsonl")),
-        "toolchain": lambda: load_toolchains(folder),
         "verify": lambda: verify_folder(folder, target.policy.trusted_keys),
         "ls": lambda: (list_plans(folder), usage_by_kind(folder)),
         "why": lambda: predict(folder),
@@ -326,7 +322,7 @@ def edit_document(folder: Path, kind: str, target: Target, source: random.Random
         path.write_bytes(signed_header_bytes(changed, signatures) if is_consistent else new_frames(path, source))
     else:
         path.write_bytes(new_content(path.read_bytes(), source))
-        if kind in ("record", "toolchain") and is_consistent:
+        if kind == "record" and is_consistent:
             list_again(folder, target)
 
 
@@ -335,7 +331,6 @@ def document_paths(target: Target) -> dict[str, str]:
         "manifest": f"manifests/{target.key}.json",
         "header": f"bundles/{target.key}.head",
         "record": target.record,
-        "toolchain": "toolchain/answers.json",
         "journal": ".start-killed/finished.jsonl",
         "header records": "precompiled_headers/x.h.gch.json",
         "missed shapes": "missed_shapes.jsonl",

@@ -7,7 +7,7 @@ names, so a cold start would have no headers either. One patch replaces the func
 returns None; the other sets the folder.
 
 Without the first patch, a warm start prepares headers. Without the second, headers are written below TMPDIR, where
-`cache du` and `cache gc` do not find them. tests/cache/test_toolchain.py fails when torch calls another function.
+`cache du` and `cache gc` do not find them. tests/cache/test_compiler.py fails when torch calls another function.
 """
 
 from __future__ import annotations
