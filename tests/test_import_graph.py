@@ -45,7 +45,7 @@ TORCH_FREE = (
     "planning.tested_versions", "planning.attention", "planning.backends", "planning.decision", "planning.machine",
     "planning.sizes", "host.progress", "host.stages", "start.prepare", "start.record.factors", "start.record.record",
     "torch_compat.internal", "torch_compat.inductor.compiler_queries", "torch_compat.transformers.fast_import",
-    "cache.record.compatibility", "cache.files.records", "cache.record.manifest",
+    "start.record.lookup", "cache.files.records", "cache.record.manifest",
     "cache.staging.activate", "engine.schedule.sequence", "engine.schedule.blocks", "engine.schedule.scheduler",
     "engine.schedule.step_costs", "engine.schedule.step_clock", "engine.schedule.step_size", "engine.schedule.output",
     "engine.schedule.request_check", "engine.step.launch_lock", "engine.step.launch_timer", "kernels.attention.splits",

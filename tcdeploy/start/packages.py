@@ -177,7 +177,7 @@ class Packages:
         assert earlier is not None
         self._earlier = earlier
         if record.kernels:
-            _use_kernels(record, staging)
+            _use_kernels(found, staging)
         with _checkpoint_errors(plan):
             buffers = load_file(Path(staging.path, record.buffers))
             copy_stored(DescribedWeights(_weight_sources(record), buffers), weights)
@@ -266,14 +266,15 @@ def _is_of_triton(path: str) -> bool:
     return path.startswith(f"{TRITON_DIR}/")
 
 
-def _use_kernels(record: StartRecord, staging: StagingFolder) -> None:
+def _use_kernels(found: FoundRecord, staging: StagingFolder) -> None:
     """Launch our Triton kernels without Triton. Raises DoesNotFit if their file cannot be read."""
     try:
-        kernels = StoredKernels(read_regular(Path(staging.path, record.kernels), MAX_KERNELS_BYTES).decode())
+        content = read_regular(Path(staging.path, found.record.kernels), MAX_KERNELS_BYTES)
+        kernels = StoredKernels(content.decode())
         use_stored_kernels(kernels, prepare_triton=lambda: _restore_triton_files(staging))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DoesNotFit(f"{record.kernels} cannot be read: {error}") from error
-    pdl.use_recorded_support(pdl.INTERNAL.name not in dict(record.missing_internals))
+        raise DoesNotFit(f"{found.record.kernels} cannot be read: {error}") from error
+    pdl.use_recorded_support(pdl.INTERNAL.name not in dict(found.environment.missing_internals))
 
 
 def _restore_triton_files(staging: StagingFolder) -> None:

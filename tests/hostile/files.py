@@ -38,7 +38,6 @@ from tcdeploy.cache.folder.layout import manifest_path, stored_header_path
 from tcdeploy.cache.folder.leases import is_leased, shared_folder_lock
 from tcdeploy.cache.inventory import collect_garbage, list_plans, usage_by_kind
 from tcdeploy.cache.record import manifest as manifests
-from tcdeploy.cache.record.compatibility import environment_mismatch
 from tcdeploy.cache.record.listed_files import ListedFile
 from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
 from tcdeploy.cache.record.provenance import SigningPolicy
@@ -53,7 +52,7 @@ from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.plan import make_plan
 from tcdeploy.server.observe.missed_shapes import MissedShapes, read_missed_shapes
 from tcdeploy.start.record.factors import StartFactors
-from tcdeploy.start.record.lookup import DoesNotFit, _factor_mismatch, _parse, _plan
+from tcdeploy.start.record.lookup import DoesNotFit, _factor_mismatch, _parse, _plan, environment_mismatch
 from tcdeploy.start.record.record import WITHOUT_TOKENIZER, StartRecord, find_records, to_json
 from tests.bundle.fake_caches import as_installed, key_of, make_small
 from tests.bundle.forging import sealed
@@ -123,12 +122,12 @@ def start_record(key: str) -> StartRecord:
     decisions = (Decision("sampling defaults", "none", "the model has none"),)
     return StartRecord(
         factors=FACTORS, plan_key=key, package_folder="aot/x", reference="references/x.safetensors",
-        buffers="aot/x.safetensors", kernels="", transformers="5.23.0", compiler="g++", triton="", install_paths="",
-        sources={"models/llama/modeling_llama.py": "0" * 64}, variables={}, missing_internals=(),
+        buffers="aot/x.safetensors", kernels="",
+        sources={"models/llama/modeling_llama.py": "0" * 64}, variables={},
         architecture=LLAMA_8B, config={"model_type": "llama"}, defaults={WITHOUT_TOKENIZER: GenerationDefaults()},
         decisions={WITHOUT_TOKENIZER: decisions}, supports_logits_to_keep=True,
         weights={"lm_head.weight": ["float32", [2, 2], ["tensor", "lm_head.weight"]]}, tokenizer=None,
-        tokenizer_problem="", torch_settings="",
+        tokenizer_problem="",
     )  # fmt: skip
 
 

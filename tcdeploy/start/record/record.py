@@ -39,7 +39,7 @@ from tcdeploy.text.stored_tokenizer import TokenizerRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA: Literal[3] = 3
+SCHEMA: Literal[4] = 4
 # Names of the two entries of `defaults` and `decisions`: of commands that generate text, and of others.
 WITH_TOKENIZER, WITHOUT_TOKENIZER = "with tokenizer", "without tokenizer"
 # Set by tcdeploy or by torch itself, so not compared.
@@ -52,10 +52,9 @@ COMPILER_PREFIXES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "TORCHDYNAMO_", "AOT_IND
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The content of the JSON file.
+    """The content of the JSON file. The environment of the packages is in the manifest that lists it.
 
     defaults, decisions: by WITH_TOKENIZER or WITHOUT_TOKENIZER.
-    compiler, triton, install_paths, torch_settings: as in `Environment`.
     sources: sha256 of files of transformers, by path in its folder.
     variables: `compiler_variables` of the start that wrote the record.
     weights: by name in the model, as `weight_sources.WeightSource`.
@@ -68,14 +67,8 @@ class StartRecord:
     reference: str
     buffers: str
     kernels: str  # "" on a CPU, or if no kernel could be recorded; launches then go through Triton
-    transformers: str  # version
-    compiler: str
-    triton: str
-    install_paths: str
-    torch_settings: str
     sources: dict[str, str]
     variables: dict[str, str]
-    missing_internals: tuple[tuple[str, str], ...]
     architecture: Architecture
     config: dict[str, Any]
     defaults: dict[str, GenerationDefaults]
@@ -84,7 +77,7 @@ class StartRecord:
     weights: dict[str, Any]
     tokenizer: TokenizerRecord | None
     tokenizer_problem: str
-    schema: Literal[3] = SCHEMA
+    schema: Literal[4] = SCHEMA
 
     def files(self) -> list[str]:
         """The paths of the files that belong to the record, in the cache folder."""

@@ -132,7 +132,7 @@ def _make_record(factors: StartFactors, planned: PlannedModel, loaded_tokenizer:
     `loaded_tokenizer`: None for a model without a tokenizer. `found`: fields of the record, such as `weights`, that
     this start has found out.
     """
-    environment, defaults, decisions = planned.environment, {}, {}
+    defaults, decisions = {}, {}
     for name, used in ((WITHOUT_TOKENIZER, None), (WITH_TOKENIZER, loaded_tokenizer)):
         if name == WITHOUT_TOKENIZER or used is not None:
             defaults[name], decisions[name] = read_model_defaults(
@@ -143,12 +143,6 @@ def _make_record(factors: StartFactors, planned: PlannedModel, loaded_tokenizer:
         plan_key=planned.plan.key,
         buffers="",
         kernels="",
-        transformers=environment.transformers,
-        compiler=environment.compiler,
-        triton=environment.triton,
-        install_paths=environment.install_paths,
-        torch_settings=environment.torch_settings,
-        missing_internals=environment.missing_internals,
         variables=compiler_variables(),
         architecture=planned.architecture,
         config=config_to_dict(planned.config),
