@@ -39,7 +39,7 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
-    "host.cuda_context", "errors", "host.regular_file", "host.typed_json", "cache.record.listed_files",
+    "host.cuda_context", "errors", "host.regular_file", "host.typed_json",
     "host.gc_policy", "host.import_times", "planning.recipe", "planning.environment", "planning.architecture",
     "planning.variants", "planning.capability", "planning.memory", "planning.keys", "planning.plan",
     "planning.tested_versions", "planning.attention", "planning.backends", "planning.decision", "planning.machine",

@@ -90,20 +90,14 @@ def list_plans(folder: Path) -> list[CachedPlan]:
 def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[FileRecord]) -> CachedPlan:
     plan, key = manifest.plan, str(manifest.plan["key"])
     return CachedPlan(
-        plan_key=key,
-        model=plan["model"],
-        compute_dtype=plan["compute_dtype"],
-        mode=plan["mode"],
-        buckets=tuple(record.bucket for record in manifest.buckets),
-        files=len(manifest.files),
+        plan_key=key, model=plan["model"], compute_dtype=plan["compute_dtype"], mode=plan["mode"],
+        buckets=tuple(record.bucket for record in manifest.buckets), files=len(manifest.files),
         bytes=sum(file.bytes for file in manifest.files),
         unique_bytes=sum(file.bytes for file in manifest.files if plans_per_file[file] == 1),
-        age_seconds=time.time() - manifest_path(folder, key).stat().st_mtime,
-        is_leased=is_leased(folder, key),
-        is_from_bundle=stored_header_path(folder, key).exists(),
-        was_warm=manifest.was_warm,
+        age_seconds=time.time() - manifest_path(folder, key).stat().st_mtime, is_leased=is_leased(folder, key),
+        is_from_bundle=stored_header_path(folder, key).exists(), was_warm=manifest.was_warm,
         cold_seconds=sum(manifest.cold_seconds().values()),
-    )
+    )  # fmt: skip
 
 
 def usage_by_kind(folder: Path) -> dict[str, tuple[int, int]]:
@@ -111,27 +105,22 @@ def usage_by_kind(folder: Path) -> dict[str, tuple[int, int]]:
     manifests, others = read_manifests(folder).values(), read_other_versions(folder).values()
     kinds = {stored_path(folder, file): OTHER_VERSIONS for files in others for file in files}
     kinds |= {stored_path(folder, file): kind_of(file.path) for manifest in manifests for file in manifest.files}
-    usage: dict[str, tuple[int, int]] = {}
     temporary_files = _temporary_files(folder)
-    for path in set(list_cache_files(folder)) - set(temporary_files):
-        _add_usage(usage, kinds.get(path, UNLISTED), folder / path)
-    for path in temporary_files:
-        _add_usage(usage, "temporary files", folder / path)
-    for header in folder.glob(f"{HEADERS_DIR}/*"):
-        _add_usage(usage, "precompiled headers", header)
+    cache_files = set(list_cache_files(folder)).difference(temporary_files)
+    found = [(kinds.get(path, UNLISTED), folder / path) for path in cache_files]
+    found += [("temporary files", folder / path) for path in temporary_files]
+    found += [("precompiled headers", path) for path in folder.glob(f"{HEADERS_DIR}/*")]
     for prefix, user in ((STAGING_PREFIX, "starts"), (UNPACKING_PREFIX, "unpacks")):
-        for staged in (path for staging in folder.glob(f"{prefix}*") for path in _files_below(staging)):
-            if staged.parent.name != HEADERS_DIR:  # these are hard links to the headers above
-                _add_usage(usage, f"staging folders of {user}", staged)
+        staged = (path for staging in folder.glob(f"{prefix}*") for path in _files_below(staging))
+        # The precompiled headers in it are hard links to those above.
+        found += [(f"staging folders of {user}", path) for path in staged if path.parent.name != HEADERS_DIR]
+    usage: dict[str, tuple[int, int]] = {}
+    for kind, path in found:
+        with contextlib.suppress(FileNotFoundError):
+            status, (files, size) = path.lstat(), usage.get(kind, (0, 0))
+            if stat.S_ISREG(status.st_mode):
+                usage[kind] = (files + 1, size + status.st_size)
     return dict(sorted(usage.items(), key=lambda item: -item[1][1]))
-
-
-def _add_usage(usage: dict[str, tuple[int, int]], kind: str, path: Path) -> None:
-    files, size = usage.get(kind, (0, 0))
-    with contextlib.suppress(FileNotFoundError):
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode):
-            usage[kind] = (files + 1, size + status.st_size)
 
 
 def kind_of(path: str) -> str:
@@ -153,8 +142,9 @@ def collect_garbage(
     """
     with folder_lock(folder):
         entries = list_plans(folder)
-        matched = _too_old(entries, older_than_seconds) | _over_size_limit(folder, entries, max_bytes)
-        matching = [entry for entry in entries if entry.plan_key in matched]
+        max_age = float("inf") if older_than_seconds is None else older_than_seconds
+        excess = _over_size_limit(folder, entries, max_bytes)
+        matching = [entry for entry in entries if entry.age_seconds > max_age or entry.plan_key in excess]
         retained = tuple((entry.plan_key, reason) for entry in matching if (reason := _retention_reason(entry)))
         removed_keys = tuple(entry.plan_key for entry in matching if not _retention_reason(entry))
         removed_keys += tuple(_unused_plans(folder, all_unlisted))
@@ -174,17 +164,9 @@ def _unused_plans(folder: Path, at_any_age: bool) -> Iterator[str]:
 
 def _retention_reason(entry: CachedPlan) -> str:
     """Why the plan must stay; empty if it may be removed."""
-    return (
-        "it is in use by a running process"
-        if entry.is_leased
-        else "it was imported from a bundle"
-        if entry.is_from_bundle
-        else ""
-    )
-
-
-def _too_old(entries: list[CachedPlan], seconds: float | None) -> set[str]:
-    return {entry.plan_key for entry in entries if seconds is not None and entry.age_seconds > seconds}
+    if entry.is_leased:
+        return "it is in use by a running process"
+    return "it was imported from a bundle" if entry.is_from_bundle else ""
 
 
 def _over_size_limit(folder: Path, entries: list[CachedPlan], max_bytes: int | None) -> set[str]:
@@ -211,18 +193,13 @@ def _removable_files(folder: Path, removed_keys: set[str], all_unlisted: bool) -
     files = {key: manifest.files for key, manifest in read_manifests(folder).items()} | read_other_versions(folder)
     listed = {stored_path(folder, file) for key in files.keys() - removed_keys for file in files[key]}
     freed = {stored_path(folder, file) for key in removed_keys for file in files[key]} - listed
-    paths = {
-        path
-        for path in list_cache_files(folder)
-        if path in freed or (path not in listed and (all_unlisted or _is_old(folder / path)))
-    }
+    unlisted = set(list_cache_files(folder)) - listed
+    paths = {path for path in unlisted if path in freed or all_unlisted or _is_old(folder / path)}
     links = [path for path in folder.glob(f"{STAGING_PREFIX}*") if path.is_symlink()]
     unpacking = folder.glob(f"{UNPACKING_PREFIX}*")
-    extra_folders = [folder / HEADERS_DIR, *abandoned_folders(folder), *links, *unpacking]
-    extra_files = {
-        path.relative_to(folder).as_posix() for extra_folder in extra_folders for path in _files_below(extra_folder)
-    }
-    return sorted(paths | extra_files | set(_temporary_files(folder)))
+    for extra_folder in (folder / HEADERS_DIR, *abandoned_folders(folder), *links, *unpacking):
+        paths |= {path.relative_to(folder).as_posix() for path in _files_below(extra_folder)}
+    return sorted(paths | set(_temporary_files(folder)))
 
 
 def _files_below(folder: Path) -> list[Path]:

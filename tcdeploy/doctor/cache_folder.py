@@ -7,9 +7,8 @@ import os
 import stat
 from pathlib import Path
 
-from tcdeploy.cache.folder.access import check_folder
+from tcdeploy.cache.folder.access import check_folder, folder_error
 from tcdeploy.cache.folder.layout import LOCK_FILE, MANIFESTS_DIR, UNPACKING_PREFIX
-from tcdeploy.cache.folder.os_errors import folder_error
 from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.staging.journal import abandoned_folders
 from tcdeploy.doctor.host import existing_parent, is_noexec, write_test_file

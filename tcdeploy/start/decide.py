@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from tcdeploy.cache.record.manifest import Origin, make_origin
+from tcdeploy.cache.record.manifest import Origin
 from tcdeploy.engine.generation_defaults import read_model_defaults
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config
 from tcdeploy.models.probe import ProbedModel, probe_model
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.sources import model_sources as hash_model_sources
+from tcdeploy.models.sources import model_sources
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
 from tcdeploy.planning.environment import Environment, detect_environment
@@ -117,5 +117,10 @@ def with_cxx_compiler(planned: PlannedModel, version: str) -> PlannedModel:
 
 def origin_of(planned: PlannedModel) -> Origin:
     """What programs depend on besides the plan and the machine."""
-    sources, model_sources = op_source_digests(), hash_model_sources(planned.fake_model)
-    return make_origin(planned.recipe, config_to_dict(planned.config), sources, torch_settings(), model_sources)
+    return Origin(
+        recipe=dataclasses.asdict(planned.recipe),
+        model_config=config_to_dict(planned.config),
+        sources=op_source_digests(),
+        torch_settings=torch_settings(),
+        model_sources=model_sources(planned.fake_model),
+    )

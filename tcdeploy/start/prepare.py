@@ -38,28 +38,21 @@ def prepare(
     eager: bool = False,
     needs_model: bool = False,
 ) -> Deployment:
-    """Turn a recipe into a warmed deployment.
+    """Turn a recipe into a warmed deployment. Raises TcdeployError.
 
-    `measure`: also time each bucket, uncompiled and compiled. Uncompiled steps need the model's code.
-
-    `trusted_keys`: folder of the public keys whose signatures on bundles are trusted; None: the default folder
-    (cache/trust/signing.py).
-
-    `needs_tokenizer`: load the tokenizer before the weights, so that a model without one fails before it is compiled.
-    Warming needs none.
-
-    `eager`: return a deployment with eager steps, which `Deployment.swaps` replaces by programs (start/eager.py). Call
-    it in the thread that then runs the engine.
-
-    `needs_model`: do not start from packages, because the caller uses the model's modules.
+    measure: also time each bucket, uncompiled and compiled. Uncompiled steps need the model's code.
+    trusted_keys: folder of the public keys whose signatures on bundles are trusted; None: the default folder.
+    needs_tokenizer: load the tokenizer before the weights, so that a model without one fails before it is compiled.
+    eager: return a deployment with eager steps, which `Deployment.swaps` replaces by programs (start/eager.py). Call
+        it in the thread that then runs the engine.
+    needs_model: do not start from packages, because the caller uses the model's modules.
 
     What this changes in the process: it sets the variables TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR,
-    TRITON_CACHE_MANAGER, TRITON_PTXAS_PATH and CUDA_MODULE_LOADING, and puts a folder in front of PATH if it replays a
-    recorded compiler; raises torch._dynamo's recompile limits; registers an attention function with transformers and an
-    audit hook with Python; and applies the patches of torch_compat/. A cold start may run compile workers as child
-    processes, which have ended when this returns, except with `eager`. The garbage collector is changed only if the
-    program has called `relax_gc_for_startup`: imported objects are then frozen. Signals and logging are not touched.
-    Raises TcdeployError.
+    TRITON_CACHE_MANAGER, TRITON_PTXAS_PATH and CUDA_MODULE_LOADING; raises torch._dynamo's recompile limits; registers
+    an attention function with transformers and an audit hook with Python; and applies the patches of torch_compat/. A
+    cold start may run compile workers as child processes, which have ended when this returns, except with `eager`. The
+    garbage collector is changed only if the program has called `relax_gc_for_startup`: imported objects are then
+    frozen. Signals and logging are not touched.
     """
     request = StartRequest(recipe, progress or NullProgress(), measure, trusted_keys, needs_tokenizer, eager)
     if eager:

@@ -38,9 +38,8 @@ from tcdeploy.cache.folder.layout import manifest_path, stored_header_path
 from tcdeploy.cache.folder.leases import is_leased, shared_folder_lock
 from tcdeploy.cache.inventory import collect_garbage, list_plans, usage_by_kind
 from tcdeploy.cache.record import manifest as manifests
-from tcdeploy.cache.record.listed_files import ListedFile
 from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
-from tcdeploy.cache.record.provenance import SigningPolicy
+from tcdeploy.cache.record.provenance import ListedFile, SigningPolicy
 from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust.signed_header import signed_header_bytes
@@ -194,7 +193,7 @@ def use_record(listed: ListedFile) -> None:
 def predict(folder: Path) -> None:
     environment = as_installed()
     plan = make_plan(RECIPE, environment, LLAMA_8B)
-    origin = manifests.make_origin(RECIPE, {"model_type": "llama"}, {}, {}, {})
+    origin = manifests.Origin(asdict(RECIPE), {"model_type": "llama"}, {}, {}, {})
     for manifest in manifests.read_manifests(folder).values():
         forecast(manifest, plan, environment, origin)
 

@@ -26,7 +26,6 @@ from tcdeploy.planning.environment import parse_environment
 PATH_FIELDS = ("cache_dir", "inductor_cache_dir", "user_cache_dir")
 CACHE_FOLDER_DECISION = "cache folder"
 MAX_FILES, MAX_TOTAL_FILE_BYTES = 100_000, 8 << 30
-REQUIRED_PLAN_FIELDS = ("key", "model", "compute_dtype", "mode")
 
 
 @dataclass(frozen=True)
@@ -80,28 +79,13 @@ def make_portable(manifest: Manifest) -> Manifest:
 def _without_run_timings(record: BucketRecord) -> BucketRecord:
     """Clears what differs between two warm starts; `cold_seconds` stays."""
     return dataclasses.replace(
-        record,
-        compile_seconds=0.0,
-        capture_seconds=0.0,
-        check_seconds=0.0,
-        peak_memory_bytes=0,
-        graph_memory_bytes=None,
-        eager_ms=None,
-        compiled_ms=None,
-        eager_spread_ms=None,
-        compiled_spread_ms=None,
-    )
+        record, compile_seconds=0.0, capture_seconds=0.0, check_seconds=0.0, peak_memory_bytes=0,
+        graph_memory_bytes=None, eager_ms=None, compiled_ms=None, eager_spread_ms=None, compiled_spread_ms=None,
+    )  # fmt: skip
 
 
 def _blank_paths(document: dict[str, Any]) -> dict[str, Any]:
     return {key: "" if key in PATH_FIELDS else value for key, value in document.items()}
-
-
-def _check_required_fields(manifest: Manifest) -> None:
-    """Check the fields that compatibility depends on. Raises KeyError, TypeError or AttributeError."""
-    if not all(isinstance(manifest.plan[name], str) for name in REQUIRED_PLAN_FIELDS):
-        raise TypeError("a field of its plan is not a string")
-    parse_environment(manifest.environment).cache_factors()
 
 
 def header_bytes(header: Header) -> bytes:
@@ -118,7 +102,7 @@ def parse_header(signed_header: SignedHeader, name: str) -> Header:
         payload = Payload(int(document["payload"]["bytes"]), str(document["payload"]["sha256"]))
         header = Header(parse_packed_manifest(document["manifest"], Path(name)), payload)
         key = header.plan_key
-        _check_required_fields(header.manifest)
+        parse_environment(header.manifest.environment).cache_factors()  # which starts compare
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise IntegrityError(f"the bundle {name} has an invalid header: {error}", "fetch it again") from error
     if len(key) != 16 or not set(key) <= set("0123456789abcdef"):

@@ -6,25 +6,31 @@ signer's key. Each start and `cache verify` therefore require that the plan's ma
 with the header's size and sha256. Files in the manifest that are not in the header were compiled on this machine.
 
 A plan whose header was deleted looks like a plan that was compiled on this machine. `--require-signed` refuses both.
-Does not import torch.
+
+Start records decide which plan is started, so they are read before the plan's other files are verified: only those that
+a manifest lists, after this check, and after their size and sha256 are compared. Does not import torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from tcdeploy.cache.files.records import FileRecord, is_plain_record
-from tcdeploy.cache.folder.layout import manifest_path, stored_header_path
+from tcdeploy.cache.files.records import FileRecord, is_plain_record, read_checked, stored_path
+from tcdeploy.cache.folder.layout import manifest_path, plan_keys, stored_header_path
 from tcdeploy.cache.record.bundle_header import CheckedHeader, parse_header
-from tcdeploy.cache.record.manifest import Manifest
+from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.trust.ownership import check_no_links
 from tcdeploy.cache.trust.signed_header import SignedHeader, read_signed_header
 from tcdeploy.cache.trust.signing import verify_signature
 from tcdeploy.errors import IntegrityError, TrustError
-from tcdeploy.host.regular_file import open_regular
+from tcdeploy.host.regular_file import MAX_DOCUMENT_BYTES, open_regular
+
+DAMAGE_HINT = "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild"
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,25 @@ class SigningPolicy:
 
     trusted_keys: Path
     require_signed: bool = False
+
+
+class ListedFile(NamedTuple):
+    """A file with exactly the bytes that the manifest of its plan lists."""
+
+    manifest: Manifest
+    path: str  # in the cache folder
+    content: bytes
+
+    @property
+    def plan_key(self) -> str:
+        return str(self.manifest.plan["key"])
+
+
+class ListedFiles(NamedTuple):
+    """`problems`: of plans that list such files, but whose manifest, signature or file is damaged."""
+
+    files: list[ListedFile]
+    problems: list[IntegrityError | TrustError]
 
 
 def read_stored_bundle(
@@ -143,3 +168,46 @@ def _manifest_error(folder: str | Path, plan_key: str, reason: str) -> Integrity
         f"nothing was loaded; unpack the bundle again: tcdeploy cache unpack FILE.tcb {folder}; or discard the plan "
         "and compile: --on-bad-cache rebuild",
     )
+
+
+def read_listed(folder: str | Path, prefix: str, suffix: str, policy: SigningPolicy) -> ListedFiles:
+    """The files with these paths in the cache folder, newest first. Manifests that do not name `prefix` are skipped."""
+    dated_files: list[tuple[float, str, ListedFile]] = []
+    problems: list[IntegrityError | TrustError] = []
+    for key in sorted(plan_keys(folder)):
+        try:
+            for listed, modified_at in _read_files(Path(folder), key, prefix, suffix, policy):
+                dated_files.append((modified_at, key, listed))
+        except (IntegrityError, TrustError) as problem:
+            problems.append(problem)
+    by_age = sorted(dated_files, key=lambda item: (item[0], item[1], item[2].path), reverse=True)
+    return ListedFiles([listed for _, _, listed in by_age], problems)
+
+
+def _read_files(
+    folder: Path, key: str, prefix: str, suffix: str, policy: SigningPolicy
+) -> Iterator[tuple[ListedFile, float]]:
+    """The files that one plan lists, and when they were written. Raises IntegrityError and TrustError."""
+    manifest = None
+    with contextlib.suppress(OSError):
+        manifest = read_manifest(manifest_path(folder, key), containing=prefix)
+    if manifest is None or not any(file.path.startswith(prefix) for file in manifest.files):
+        return
+    check_manifests(str(folder), key, {key: manifest}, policy)
+    for file in manifest.files:
+        if file.path.startswith(prefix) and file.path.endswith(suffix):
+            content, modified_at = _read(folder, file), 0.0
+            with contextlib.suppress(OSError):
+                modified_at = (folder / stored_path(folder, file)).lstat().st_mtime
+            yield ListedFile(manifest, file.path, content), modified_at
+
+
+def _read(folder: Path, file: FileRecord) -> bytes:
+    """Raises IntegrityError if the file is damaged, or too large to be read at once."""
+    reason, chunks = f"has {file.bytes} bytes, and the limit is {MAX_DOCUMENT_BYTES}", list[bytes]()
+    if file.bytes <= MAX_DOCUMENT_BYTES:
+        damage = read_checked(folder, file, chunks.append)
+        if damage is None:
+            return b"".join(chunks)
+        reason = damage.reason
+    raise IntegrityError(f"the cache is damaged: {folder / file.path} {reason}", DAMAGE_HINT)

@@ -16,10 +16,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tcdeploy.cache.folder.access import create_folder
+from tcdeploy.cache.folder.access import create_folder, folder_error, translate_os_errors
 from tcdeploy.cache.folder.layout import MANIFESTS_DIR, TEST_FILE_PREFIX, TRITON_DIR, manifest_path
 from tcdeploy.cache.folder.leases import folder_lock
-from tcdeploy.cache.folder.os_errors import folder_error, translate_os_errors
 from tcdeploy.cache.staging.folder import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
 from tcdeploy.errors import SpaceError, TcdeployError
 
@@ -32,8 +31,7 @@ def activate(
     """Check the folder, create it if it is missing, and point torch and Triton at a staging folder in it.
 
     If the folder holds the plan and is not writable, the staging folder is created in TMPDIR. `is_trusted` skips the
-    check that no other user can change the folder. `uses_triton`: False if this start needs no Triton.
-    Raises TrustError, SpaceError and TcdeployError.
+    check that no other user can change the folder. Raises TrustError, SpaceError and TcdeployError.
     """
     with translate_os_errors(root):
         create_folder(root, is_trusted)

@@ -12,13 +12,11 @@ the copy, so exactly the checked bytes are loaded. When all buckets have passed 
 to the cache folder, and then the manifest is written. A start that is killed or fails leaves its staging folder; the
 next start that has to compile takes over the buckets in its journal.
 
-If the cache folder is read-only (a container image, a read-only mount), the staging folder is created in TMPDIR, and
-the manifest is written into it.
-
-If other users can change the cache folder, which `--trust-cache-dir` accepts, they could rename the staging folder once
-its files are compared, and put another one in its place. The staging folder is then created in a private folder in
-TMPDIR, and new files are published as usual. A later start cannot take over the buckets of a killed one from there.
-Precompiled headers are not shared, because a hard link shares the file with its owner. Does not import torch.
+If the cache folder is read-only, the staging folder is created in TMPDIR, and the manifest is written into it. If other
+users can change it, which `--trust-cache-dir` accepts, they could replace a staging folder in it after the comparison.
+It is then created in a private folder in TMPDIR, from which no later start can take over buckets. New files are
+published as usual; precompiled headers are not shared, because a hard link shares the file with its owner. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ from tcdeploy.cache.files.records import (
     read_checked,
     stored_path,
 )
+from tcdeploy.cache.folder.access import folder_error
 from tcdeploy.cache.folder.layout import HEADERS_DIR
 from tcdeploy.cache.folder.leases import folder_lock
-from tcdeploy.cache.folder.os_errors import folder_error
 from tcdeploy.cache.record.bundle_header import CheckedHeader
 from tcdeploy.cache.staging.journal import HOST_PREFIX, JOURNAL, LOCK, FinishedBucket, append_to_journal, read_journal
 from tcdeploy.cache.trust.ownership import check_contents, check_no_links, check_ownership, make_private_folder
@@ -137,14 +135,10 @@ class StagingFolder:
         Returns damage for files that are missing or have the wrong size. `fill_deferred` checks the hashes of the rest.
         """
         files = list(files)
-        damage = [
-            DamagedFile(file.path, "is missing or has another size")
-            for file in files
-            if not _has_size(Path(self.source), file)
-        ]
         self.deferred += tuple(files)
         self._copied |= set(files)
-        return damage
+        unfit = [file for file in files if not _has_size(Path(self.source), file)]
+        return [DamagedFile(file.path, "is missing or has another size") for file in unfit]
 
     def fill_deferred(self) -> list[DamagedFile]:
         """Copy the deferred files, as `fill` does. Raises SpaceError, TrustError and TcdeployError."""
@@ -179,14 +173,11 @@ class StagingFolder:
         """
         if self.is_private_copy:
             return
-        states = {path: _size_and_time(Path(self.path, path)) for path in paths}
+        statuses = {path: Path(self.path, path).stat() for path in paths}
+        states = {path: (status.st_size, status.st_mtime_ns) for path, status in statuses.items()}
         changed = [path for path, state in states.items() if self._hashed.get(path) != state]
         self._hashed |= states
         self._write_to_journal(plan_key, hash_files(self.path, changed))
-
-    def add_file_to_journal(self, plan_key: str, path: Path) -> None:
-        """Record a file of a bucket that is not finished yet. Raises OSError."""
-        self.add_to_journal(plan_key, [path.relative_to(self.path).as_posix()])
 
     def _write_to_journal(self, plan_key: str, files: Iterable[FileRecord]) -> None:
         new = [file for file in files if file not in self._copied and self._in_journal.get(file.path) != file]
@@ -373,8 +364,3 @@ def _has_size(root: Path, file: FileRecord) -> bool:
         return os.lstat(root / stored_path(root, file)).st_size == file.bytes
     except OSError:
         return False
-
-
-def _size_and_time(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns

@@ -8,9 +8,9 @@ import time
 
 from tcdeploy.cache.files.records import FileRecord, hash_files
 from tcdeploy.cache.files.usage import FileAccessTracker
+from tcdeploy.cache.folder.access import translate_os_errors
 from tcdeploy.cache.folder.layout import AUTOTUNE_DIR, REFERENCES_DIR, manifest_path
 from tcdeploy.cache.folder.leases import folder_lock
-from tcdeploy.cache.folder.os_errors import translate_os_errors
 from tcdeploy.cache.record.manifest import Manifest, read_manifests, write_manifest
 from tcdeploy.cache.record.provenance import has_bundle_changed
 from tcdeploy.cache.record.unlisted import remove_unlisted, stored_paths

@@ -154,14 +154,12 @@ def _trust_error(path: str | Path, entry: Path, reason: str) -> TrustError:
 
 
 def _user_name(uid: int) -> str:
-    try:
+    with contextlib.suppress(KeyError):
         return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    return str(uid)
 
 
 def _group_name(gid: int) -> str:
-    try:
+    with contextlib.suppress(KeyError):
         return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
+    return str(gid)

@@ -22,9 +22,8 @@ from tcdeploy.host.regular_file import read_regular, write_new
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-SIGNATURE_CONTEXT = (
-    b"tcdeploy bundle header\n"  # prefix of the signed message; excludes signatures made for other purposes
-)
+SIGNATURE_CONTEXT = b"tcdeploy bundle header\n"  # starts each signed message: a key may also sign other things
+KEYGEN_HINT = "create a pair: tcdeploy cache keygen NAME"
 MAX_KEY_BYTES = 1 << 16
 SECRET_SUFFIX, PUBLIC_SUFFIX = ".key", ".pub"
 
@@ -150,12 +149,10 @@ def _parse_public(path: Path, read: Callable[[Path], bytes]) -> Ed25519PublicKey
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-    try:
+    with _translate_parse_errors(path, "public"):
         key = serialization.load_pem_public_key(read(path))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is not a public key: {error}", "create a pair: tcdeploy cache keygen NAME") from error
     if not isinstance(key, Ed25519PublicKey):
-        raise UsageError(f"{path} is not an Ed25519 key", "create a pair: tcdeploy cache keygen NAME")
+        raise UsageError(f"{path} is not an Ed25519 key", KEYGEN_HINT)
     return key
 
 
@@ -163,12 +160,16 @@ def _read_secret(path: Path) -> Ed25519PrivateKey:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    try:
+    with _translate_parse_errors(path, "private"):
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(
-            f"{path} is not a private key: {error}", "create a pair: tcdeploy cache keygen NAME"
-        ) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise UsageError(f"{path} is not an Ed25519 key", "create a pair: tcdeploy cache keygen NAME")
+        raise UsageError(f"{path} is not an Ed25519 key", KEYGEN_HINT)
     return key
+
+
+@contextlib.contextmanager
+def _translate_parse_errors(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} is not a {kind} key: {error}", KEYGEN_HINT) from error

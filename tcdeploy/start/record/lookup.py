@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tcdeploy.cache.folder.access import check_folder
 from tcdeploy.cache.folder.layout import manifest_path, plan_keys
-from tcdeploy.cache.record.listed_files import DAMAGE_HINT, ListedFile
 from tcdeploy.cache.record.manifest import no_plan_error, read_manifest, read_other_versions
-from tcdeploy.cache.record.provenance import SigningPolicy
+from tcdeploy.cache.record.provenance import DAMAGE_HINT, ListedFile, SigningPolicy
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError
+from tcdeploy.host.typed_json import from_json
 from tcdeploy.models.executed_sources import changed_sources
 from tcdeploy.models.location import local_folder
 from tcdeploy.planning.environment import (
@@ -47,7 +48,6 @@ from tcdeploy.start.record.record import (
     compiler_variables,
     find_records,
     parse_factors,
-    parse_record,
 )
 
 MAX_NAMED = 5
@@ -131,7 +131,7 @@ def find_record(request: StartRequest) -> FoundRecord:
 def _parse(listed: ListedFile, key: str) -> StartRecord:
     """Raises IntegrityError if the content is not a record that a start with this key and plan wrote."""
     try:
-        record = parse_record(listed.content)
+        record = from_json(StartRecord, json.loads(listed.content), "the record")
     except (ValueError, RecursionError) as error:
         raise _invalid(listed, str(error)) from error
     if record.factors.key != key or record.plan_key != listed.plan_key:

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tcdeploy.cache.folder.layout import AOT_DIR
-from tcdeploy.cache.record.listed_files import ListedFiles, read_listed
-from tcdeploy.cache.record.provenance import SigningPolicy
+from tcdeploy.cache.record.provenance import ListedFiles, SigningPolicy, read_listed
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.host.typed_json import from_json
 from tcdeploy.planning.architecture import Architecture
@@ -95,11 +94,7 @@ def compiler_variables() -> dict[str, str]:
 
 
 def write_record(
-    folder: Path,
-    record: StartRecord,
-    buffers: Mapping[str, Tensor],
-    backend_json: str = "",
-    kernels_json: str = "",
+    folder: Path, record: StartRecord, buffers: Mapping[str, Tensor], backend_json: str, kernels_json: str
 ) -> list[str]:
     """Write the record, its buffers, its tokenizer's backend and its kernels below `folder`.
 
@@ -109,13 +104,10 @@ def write_record(
 
     Path(folder, AOT_DIR).mkdir(parents=True, exist_ok=True)
     if backend_json and record.tokenizer is not None:
-        backend = f"{AOT_DIR}/tokenizer-{hashlib.sha256(backend_json.encode()).hexdigest()[:16]}.json"
-        Path(folder, backend).write_text(backend_json, encoding="utf-8")
+        backend = _write_text(folder, "tokenizer", backend_json)
         record = dataclasses.replace(record, tokenizer=dataclasses.replace(record.tokenizer, backend=backend))
     if kernels_json:
-        kernels = f"{AOT_DIR}/kernels-{hashlib.sha256(kernels_json.encode()).hexdigest()[:16]}.json"
-        Path(folder, kernels).write_text(kernels_json, encoding="utf-8")
-        record = dataclasses.replace(record, kernels=kernels)
+        record = dataclasses.replace(record, kernels=_write_text(folder, "kernels", kernels_json))
     content = save(dict(buffers))
     digest = hashlib.sha256(content + to_json(record).encode()).hexdigest()[:16]
     stem = f"{AOT_DIR}/start-{record.factors.key}-{digest}"
@@ -125,13 +117,15 @@ def write_record(
     return [f"{stem}.json", *record.files()]
 
 
+def _write_text(folder: Path, name: str, text: str) -> str:
+    """Write a file that is named by its content. Returns its path in the cache folder."""
+    path = f"{AOT_DIR}/{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    Path(folder, path).write_text(text, encoding="utf-8")
+    return path
+
+
 def to_json(record: StartRecord) -> str:
     return json.dumps(dataclasses.asdict(record))
-
-
-def parse_record(content: bytes) -> StartRecord:
-    """The inverse of `to_json`. Raises ValueError or RecursionError for another text."""
-    return from_json(StartRecord, json.loads(content), "the record")
 
 
 def parse_factors(content: bytes) -> StartFactors | None:

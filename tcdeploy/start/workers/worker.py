@@ -14,11 +14,12 @@ import os
 import signal
 import sys
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tcdeploy.models.unused_packages import enable_fast_transformers_import
+from tcdeploy.planning.environment import lists_to_tuples
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ def write_report(reports: IO[str], record: BucketRecord) -> None:
 def main() -> None:
     """Read a request from stdin, and compile its buckets.
 
-    It has "parent", the id of the other process, "reports", the descriptor for reports, "recipe", fields of a Recipe,
-    "plan", the key of the plan to which the programs belong, "buckets", their names, and "staging", the folder for its
-    staging folder, null for the cache folder.
+    It has "parent", the id of the other process, "reports", the descriptor for reports, "recipe", "plan", the key of
+    the plan to which the programs belong, "buckets", their names, and "staging", the folder for its staging folder,
+    null for the cache folder.
     """
     request = json.load(sys.stdin)
     _die_with(request["parent"])
@@ -57,18 +58,11 @@ def main() -> None:
 
     try:
         with open(request["reports"], "w", encoding="utf-8") as reports:
-            recipe = _parse_recipe(request["recipe"])
+            recipe = Recipe(**lists_to_tuples(request["recipe"]))
             compile_buckets(recipe, request["plan"], request["buckets"], partial(write_report, reports))
     except TcdeployError as error:
         log.error("%s", error.message)
         sys.exit(error.exit_code)
-
-
-def _parse_recipe(fields: dict[str, Any]) -> Recipe:
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-    }
-    return Recipe(**values)
 
 
 def _die_with(parent: int) -> None:
