@@ -133,8 +133,9 @@ class ModelCode:
         self._cleanup.callback(stop_recording_kernels)
         with self._recorder.recording_sources():
             self.runner = load_runner(planned, self._early_weights)
-        for bucket in planned.plan.buckets if request.eager else ():
-            self.runner.run_eagerly(bucket)  # before kernels are precompiled: eager buckets need none for CUDA graphs
+        if request.eager:  # before kernels are precompiled: eager buckets need none for CUDA graphs
+            for bucket in planned.plan.buckets:
+                self.runner.run_eagerly(bucket)
 
     def finish_loading(self, stages: StageTimer, tracker: FileAccessTracker) -> None:
         """Nothing is left: `load` waits for the weights."""

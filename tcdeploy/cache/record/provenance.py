@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -176,30 +176,28 @@ def read_listed(folder: str | Path, prefix: str, suffix: str, policy: SigningPol
     problems: list[IntegrityError | TrustError] = []
     for key in sorted(plan_keys(folder)):
         try:
-            for listed, modified_at in _read_files(Path(folder), key, prefix, suffix, policy):
-                dated_files.append((modified_at, key, listed))
+            manifest = None
+            with contextlib.suppress(OSError):
+                manifest = read_manifest(manifest_path(folder, key), containing=prefix)
+            files = [file for file in manifest.files if file.path.startswith(prefix)] if manifest is not None else []
+            if manifest is None or not files:
+                continue
+            check_manifests(str(folder), key, {key: manifest}, policy)
+            for file in files:
+                if file.path.endswith(suffix):
+                    listed = ListedFile(manifest, file.path, _read(Path(folder), file))
+                    dated_files.append((_modification_time(folder, file), f"{key} {file.path}", listed))
         except (IntegrityError, TrustError) as problem:
             problems.append(problem)
-    by_age = sorted(dated_files, key=lambda item: (item[0], item[1], item[2].path), reverse=True)
-    return ListedFiles([listed for _, _, listed in by_age], problems)
+    return ListedFiles(
+        [listed for *_, listed in sorted(dated_files, key=lambda item: item[:2], reverse=True)], problems
+    )
 
 
-def _read_files(
-    folder: Path, key: str, prefix: str, suffix: str, policy: SigningPolicy
-) -> Iterator[tuple[ListedFile, float]]:
-    """The files that one plan lists, and when they were written. Raises IntegrityError and TrustError."""
-    manifest = None
+def _modification_time(folder: str | Path, file: FileRecord) -> float:
     with contextlib.suppress(OSError):
-        manifest = read_manifest(manifest_path(folder, key), containing=prefix)
-    if manifest is None or not any(file.path.startswith(prefix) for file in manifest.files):
-        return
-    check_manifests(str(folder), key, {key: manifest}, policy)
-    for file in manifest.files:
-        if file.path.startswith(prefix) and file.path.endswith(suffix):
-            content, modified_at = _read(folder, file), 0.0
-            with contextlib.suppress(OSError):
-                modified_at = (folder / stored_path(folder, file)).lstat().st_mtime
-            yield ListedFile(manifest, file.path, content), modified_at
+        return Path(folder, stored_path(folder, file)).lstat().st_mtime
+    return 0.0
 
 
 def _read(folder: Path, file: FileRecord) -> bytes:

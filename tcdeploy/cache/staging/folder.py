@@ -148,7 +148,8 @@ class StagingFolder:
 
     def _copy_error(self, files: list[FileRecord], error: OSError) -> TcdeployError:
         if error.errno not in DISK_FULL:
-            return _no_private_copy(self.source, error) if self.is_private_copy else folder_error(self.source, error)
+            problem = f"the cache folder {self.source} cannot be written, and no private copy can be made"
+            return _tmpdir_error(problem, error) if self.is_private_copy else folder_error(self.source, error)
         size = sum(file.bytes for file in files)
         if self.is_private_copy:
             return SpaceError(
@@ -266,7 +267,11 @@ def create_staging_folder(root: str, is_trusted: bool = False) -> StagingFolder:
 
     Raises TcdeployError and OSError.
     """
-    parent = worker_parent or (_private_parent(root) if is_trusted and _others_can_change(root) else root)
+    global _parent_lock
+    parent = worker_parent or root
+    if parent == root and is_trusted and _others_can_change(root):
+        problem = f"other users can change the cache folder {root}, and no private folder can be created for the files"
+        parent, _parent_lock = _create_in_tmpdir("staging", f"{problem} that are loaded", is_trusted)
     with folder_lock(root):  # without it, another process could delete the new folder before its lock is taken
         path = tempfile.mkdtemp(prefix=HOST_PREFIX, dir=parent)
         lock = os.open(Path(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -282,56 +287,42 @@ def _others_can_change(root: str) -> bool:
     return False
 
 
-def _private_parent(root: str) -> str:
-    """A folder in TMPDIR for the staging folders of this start. Raises TcdeployError."""
-    global _parent_lock
-    try:
-        parent, _parent_lock = create_temporary_folder("staging")
-    except OSError as error:
-        raise TcdeployError(
-            f"other users can change the cache folder {root}, and no private folder can be created for the files "
-            f"that are loaded: {error.strerror}",
-            "set TMPDIR to a writable folder, or choose another --cache-dir",
-        ) from error
-    _check_parent(str(parent), is_trusted=True)
-    return str(parent)
-
-
-def _check_parent(folder: str, is_trusted: bool) -> None:
-    """Raise TrustError if other users could replace this folder in TMPDIR; with `is_trusted`, only log it.
-
-    In a pod of Kubernetes, TMPDIR is a volume that every user of the pod can change, and there is no other folder.
-    """
-    try:
-        check_ownership(folder)
-    except TrustError as error:
-        if not is_trusted:
-            raise
-        log.warning(
-            "other users can change %s, and so could replace files between their check and their use: %s; set TMPDIR "
-            "to a folder that only this user can change", os.path.dirname(folder), error.message,
-        )  # fmt: skip
-
-
 def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
     """Create a staging folder in TMPDIR, for a cache folder that cannot be written.
 
     Raises TrustError if another user could replace it, and TcdeployError.
     """
+    problem = f"the cache folder {root} cannot be written, and no private copy can be made"
+    path, lock = _create_in_tmpdir("cache", problem, is_trusted)
+    return _register(StagingFolder(path, root, path, lock, is_trusted))
+
+
+def _create_in_tmpdir(purpose: str, problem: str, is_trusted: bool) -> tuple[str, int]:
+    """A private folder in TMPDIR, and the descriptor that locks it. Raises TcdeployError that begins with `problem`.
+
+    Raises TrustError if other users could replace the folder. `is_trusted`: only log it. In a pod of Kubernetes, TMPDIR
+    is a volume that every user of the pod can change, and there is no other folder.
+    """
     try:
-        path, lock = create_temporary_folder("cache")
+        path, lock = create_temporary_folder(purpose)
     except OSError as error:
-        raise _no_private_copy(root, error) from error
-    staging = _register(StagingFolder(str(path), root, str(path), lock, is_trusted))
-    _check_parent(staging.path, is_trusted)
-    return staging
+        raise _tmpdir_error(problem, error) from error
+    try:
+        check_ownership(path)
+    except TrustError as error:
+        if not is_trusted:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        log.warning(
+            "other users can change %s, and so could replace files between their check and their use: %s; set TMPDIR "
+            "to a folder that only this user can change", path.parent, error.message,
+        )  # fmt: skip
+    return str(path), lock
 
 
-def _no_private_copy(root: str, error: OSError) -> TcdeployError:
-    return TcdeployError(
-        f"the cache folder {root} cannot be written, and no private copy can be made: {error.strerror}",
-        "set TMPDIR to a writable folder, or choose another --cache-dir",
-    )
+def _tmpdir_error(problem: str, error: OSError) -> TcdeployError:
+    hint = "set TMPDIR to a writable folder, or choose another --cache-dir"
+    return TcdeployError(f"{problem}: {error.strerror}", hint)
 
 
 def _register(staging: StagingFolder) -> StagingFolder:
