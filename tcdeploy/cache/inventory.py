@@ -170,10 +170,7 @@ def _retention_reason(entry: CachedPlan) -> str:
 
 
 def _over_size_limit(folder: Path, entries: list[CachedPlan], max_bytes: int | None) -> set[str]:
-    """The plans, least recently used, that do not fit into `max_bytes`.
-
-    Plans that must stay are counted first. A file of several plans is counted once.
-    """
+    """The plans, least recently used, that do not fit beside those that must stay. A shared file is counted once."""
     if max_bytes is None:
         return set()
     manifests, counted, excess = read_manifests(folder), set[FileRecord](), set[str]()
@@ -215,10 +212,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _temporary_files(folder: Path) -> list[str]:
-    """Temporary files beside cache files and manifests, and test files: relative to the folder, sorted.
-
-    If the caller holds the folder's lock, their processes were killed.
-    """
+    """Temporary and test files, sorted. If the caller holds the folder's lock, their processes were killed."""
     paths = (Path(parent, name).relative_to(folder) for parent, _, names in os.walk(folder) for name in names)
     return sorted(path.as_posix() for path in paths if _is_temporary(path))
 

@@ -250,11 +250,8 @@ class ModelCode:
 
 
 def _require_caches(plan: Plan) -> None:
-    """Raise UsageError if torch would neither find programs in the cache folder nor store them there.
-
-    Ahead-of-time packages are stored by tcdeploy.
-    """
-    settings = disabling_settings() if plan.programs == "jit" else []
+    """Raise UsageError if torch would neither find programs in the cache folder nor store them there."""
+    settings = disabling_settings() if plan.programs == "jit" else []  # tcdeploy itself stores packages
     if settings:
         raise UsageError(
             f"{settings[0]} switches torch's compile caches off, so each start would compile every program, and the "

@@ -274,10 +274,7 @@ def _use_kernels(found: FoundRecord, staging: StagingFolder) -> None:
 
 
 def _restore_triton_files(staging: StagingFolder) -> None:
-    """Copy the deferred files before Triton runs, for a launch that no stored kernel fits.
-
-    Triton compiles what is missing, so an error is only logged.
-    """
+    """Copy the deferred files, for a launch that no stored kernel fits. Triton compiles what is missing."""
     try:
         if damage := staging.fill_deferred():
             log.warning("Triton compiles kernels again: %s %s", damage[0].path, damage[0].reason)

@@ -75,10 +75,7 @@ def prepare(
 
 
 def _early_weights(recipe: Recipe, folder: Path | None) -> AbstractContextManager[EarlyWeights | None]:
-    """Import torch and start to read the weights to the GPU. A null context if they are not read early.
-
-    The import is timed here, because start/model_code.py would otherwise import torch.
-    """
+    """Import torch, timed, and start to read the weights to the GPU. A null context if they are not read early."""
     if folder is None or recipe.device == "cpu":
         return nullcontext()
     import_stage = ImportStage()

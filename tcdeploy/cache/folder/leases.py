@@ -61,10 +61,7 @@ def is_leased(folder: str | Path, plan_key: str) -> bool:
 
 @contextmanager
 def folder_lock(folder: str | Path) -> Iterator[None]:
-    """Hold the exclusive lock for adding files to the folder or removing them.
-
-    Raises TcdeployError after LOCK_TIMEOUT_S, and if the folder is not writable.
-    """
+    """Hold the lock for adding or removing files. Raises TcdeployError: after LOCK_TIMEOUT_S, or if not writable."""
     try:
         file = open_regular(Path(folder) / LOCK_FILE, "ab", permissions=0o600)
     except OSError as error:

@@ -46,14 +46,11 @@ class Header:
 
 @dataclass(frozen=True)
 class CheckedHeader:
-    """A header whose signatures were checked before it was parsed: of a bundle, or as a cache folder stores it.
-
-    `signer` is None if no trusted key signed it.
-    """
+    """A header whose signatures were checked before it was parsed: of a bundle, or as a cache folder stores it."""
 
     header: Header
     signed_header: SignedHeader
-    signer: TrustedKey | None
+    signer: TrustedKey | None  # None: no trusted key signed it
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
@@ -93,10 +90,7 @@ def header_bytes(header: Header) -> bytes:
 
 
 def parse_header(signed_header: SignedHeader, name: str) -> Header:
-    """Parse a header whose signature has been verified.
-
-    Raises IntegrityError for an invalid one, and MismatchError for one of another version of tcdeploy.
-    """
+    """Parse a header with a verified signature. Raises IntegrityError, and MismatchError for another version's."""
     try:
         document = json.loads(signed_header.header)
         payload = Payload(int(document["payload"]["bytes"]), str(document["payload"]["sha256"]))
@@ -112,10 +106,7 @@ def parse_header(signed_header: SignedHeader, name: str) -> Header:
 
 
 def rollback_reason(new: Header, existing: Header) -> str:
-    """Why the new bundle is older than an existing one of the same plan; empty if it is not.
-
-    A bundle without a date is older than any with one.
-    """
+    """Why the new bundle is older than one of the same plan; empty if it is not. One without a date is the oldest."""
     date, existing_date = new.manifest.compiled_at, existing.manifest.compiled_at
     if existing_date is None or (date is not None and date >= existing_date):
         return ""

@@ -153,10 +153,7 @@ def _is_of_other_version(text: str) -> bool:
 
 
 def read_other_versions(folder: str | Path) -> dict[str, tuple[FileRecord, ...]]:
-    """The plans that a version of another schema or cache epoch has warmed: by their keys, the files that they list.
-
-    This version uses none of them.
-    """
+    """The files of plans of another schema or cache epoch, by their keys. This version uses none of them."""
     plans = {}
     for path in sorted(Path(folder, MANIFESTS_DIR).glob("*.json")):
         with contextlib.suppress(OSError, ValueError):

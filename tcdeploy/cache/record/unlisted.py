@@ -45,8 +45,7 @@ def remove_unlisted(folder: str | Path, paths: set[str]) -> None:
 def discard_if_damaged(folder: str, plan_key: str, trusted_keys: Path | None = None) -> bool:
     """Discard the plan if it is damaged, and return whether it was.
 
-    A plan is damaged if its manifest or a file is missing or changed, or if it does not match the signed header of its
-    bundle.
+    It is if its manifest or a file is missing or changed, or does not match the signed header of its bundle.
     """
     trusted_keys = trusted_keys or default_trusted_keys_folder()
     if not _is_damaged(folder, plan_key, trusted_keys):

@@ -65,13 +65,10 @@ _parent_lock: int | None = None  # held until the process ends
 
 
 class StagingFolder:
-    """The staging folder of a start.
+    """The staging folder of a start: `path`, which torch uses. `source` is the cache folder.
 
-    path: the folder that torch uses.
-    source: the cache folder.
     target: the folder that receives new files and the manifest: `source`, or `path` if `source` is read-only.
-    parent: the folder that contains the staging folders of this start and of its compile workers: `source`, or a
-        private folder in TMPDIR.
+    parent: the folder of the staging folders of this start and of its workers: `source`, or a private one in TMPDIR.
     is_trusted: whether to use the cache folder even if other users can change it.
     bundle: the bundle that the plan was unpacked from, once `restore_plan` has read it; None for a local plan.
     """
@@ -263,10 +260,7 @@ def own_staging_folder(root: str, clear: bool = True) -> StagingFolder | None:
 
 
 def create_staging_folder(root: str, is_trusted: bool = False) -> StagingFolder:
-    """Create the staging folder of this process: in the cache folder, unless other users can change it.
-
-    Raises TcdeployError and OSError.
-    """
+    """In the cache folder, or in TMPDIR if other users can change the former. Raises TcdeployError and OSError."""
     global _parent_lock
     parent = worker_parent or root
     if parent == root and is_trusted and _others_can_change(root):
@@ -288,10 +282,7 @@ def _others_can_change(root: str) -> bool:
 
 
 def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
-    """Create a staging folder in TMPDIR, for a cache folder that cannot be written.
-
-    Raises TrustError if another user could replace it, and TcdeployError.
-    """
+    """Create a staging folder in TMPDIR, for a cache folder that cannot be written. Raises TcdeployError."""
     problem = f"the cache folder {root} cannot be written, and no private copy can be made"
     path, lock = _create_in_tmpdir("cache", problem, is_trusted)
     return _register(StagingFolder(path, root, path, lock, is_trusted))

@@ -72,10 +72,7 @@ def unlocked_folders(root: str | Path) -> list[Path]:
 
 
 def abandoned_folders(root: str | Path) -> list[Path]:
-    """Staging folders whose process has ended. The caller holds the folder's lock.
-
-    A folder of another host must also be older than LONGEST_START_S.
-    """
+    """Those whose process has ended; of other hosts only old ones. The caller holds the cache folder's lock."""
     return [folder for folder in unlocked_folders(root) if folder.name.startswith(HOST_PREFIX) or _is_old(folder)]
 
 

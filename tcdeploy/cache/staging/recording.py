@@ -62,13 +62,11 @@ def mark_started(staging: StagingFolder, plan_key: str) -> None:
 def hash_used_files(
     staging: StagingFolder, used_paths: list[str], earlier: Manifest | None, is_first_prepare: bool
 ) -> tuple[FileRecord, ...]:
-    """Hash the cache files that this start used.
+    """Records of the cache files that this start used, and with their present records of deferred and bundled files.
 
     A later `prepare` of a process may find programs in memory, so the files of the earlier manifest are included then,
-    but not its reference: this start lists its own, if it has one.
-    Deferred files of the staging folder are included with their records.
-    Timings of max-autotune's choices are always included, because only a start that compiles reads them. For a plan
-    from a bundle, all files of the bundle are included, with the bundle's records.
+    but not its reference: this start lists its own, if it has one. Timings of max-autotune's choices are always
+    included, because only a start that compiles reads them.
     """
     folder, bundled = staging.path, staging.bundle.files if staging.bundle is not None else ()
     earlier_paths = [file.path for file in earlier.files] if earlier else []

@@ -52,14 +52,13 @@ def restore_plan(
 ) -> Manifest | None:
     """Fill the staging folder and return the plan's manifest; None if the plan must be compiled.
 
-    If the plan is cached, its files are copied. Otherwise the undamaged files of all other plans are copied, because
-    plans share programs, and the finished buckets of starts that did not finish. Plans from bundles are compared with
-    the signed headers (provenance.py). Sets `staging.bundle` to the bundle of this plan. Files for which
-    `is_deferred` is true stay in the cache folder until `staging.fill_deferred`.
+    If the plan is cached, its files are copied, but those for which `is_deferred` is true only by
+    `staging.fill_deferred`. Otherwise the undamaged files of all other plans are copied, because plans share programs,
+    and the finished buckets of starts that did not finish. Sets `staging.bundle`, if the plan is from a bundle.
 
-    If a file of the plan is damaged, raises IntegrityError that names the first one; with `rebuild`, discards the plan
-    and returns None instead. Raises TrustError for an invalid signature. With `policy.require_signed`, raises
-    TrustError for a file that is not in a signed bundle, and ignores `rebuild`.
+    Raises IntegrityError that names the first damaged file; with `rebuild`, discards the plan and returns None instead.
+    Raises TrustError for an invalid signature. With `policy.require_signed`, raises TrustError for a file that is not
+    in a signed bundle, and ignores `rebuild`.
     """
     policy = policy or SigningPolicy(default_trusted_keys_folder())
     rebuild = rebuild and not policy.require_signed
@@ -227,8 +226,7 @@ def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> TakenOv
 def copy_finished_buckets(staging: StagingFolder) -> None:
     """Copy the files in the journals of all starts that this start does not have, also of starts that still run.
 
-    Files that do not match their records are not copied, and untrusted folders are skipped with a warning. Raises
-    SpaceError and TcdeployError.
+    Raises SpaceError and TcdeployError.
     """
     for folder in sorted(Path(staging.parent).glob(f"{HOST_PREFIX}*")):
         if folder.is_symlink() or os.path.realpath(folder) == staging.path:

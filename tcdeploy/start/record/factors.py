@@ -67,10 +67,7 @@ def start_factors(recipe: Recipe, folder: Path | None) -> StartFactors | None:
 
 
 def require_start_factors(recipe: Recipe, folder: Path | None) -> StartFactors:
-    """`folder`: of the model's files; None if they are not on this machine.
-
-    Raises NoStartRecordError, for example for random weights, or if a file cannot be read.
-    """
+    """`folder`: of the model's files; None if they are not on this machine. Raises NoStartRecordError."""
     if recipe.programs != "aot":
         raise NoStartRecordError("starts without --programs aot have no start record")
     if recipe.load_format != "auto" or recipe.trust_remote_code:

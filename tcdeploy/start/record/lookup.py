@@ -78,8 +78,7 @@ class DoesNotFit(Exception):  # noqa: N818 - not an error: another start follows
 def find_record(request: StartRequest) -> FoundRecord:
     """The newest record of the recipe that can be used on this machine.
 
-    Only records that a plan lists are read, and nothing of a record is used before its sha256 is compared. Raises
-    NoRecord if the cache folder has none, DoesNotFit if records exist but cannot be used, MismatchError if the
+    Raises NoRecord if the cache folder has none, DoesNotFit if records exist but cannot be used, MismatchError if the
     hardware, versions or tcdeploy's source files are the reason, and TrustError or IntegrityError if the folder, the
     record or its plan is not trusted or damaged.
     """

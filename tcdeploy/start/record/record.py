@@ -129,7 +129,7 @@ def to_json(record: StartRecord) -> str:
 
 
 def parse_factors(content: bytes) -> StartFactors | None:
-    """The factors of a record that another version of tcdeploy may have written. None: it has no such factors.
+    """The factors of a record, perhaps of another version of tcdeploy; None if it has no such factors.
 
     Raises ValueError or RecursionError if the text is not a record.
     """

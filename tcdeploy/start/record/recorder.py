@@ -66,10 +66,7 @@ class StartRecorder:
         records: list[BucketRecord],
         staging: StagingFolder,
     ) -> list[str]:
-        """Write the record and its files. Returns their paths in the cache folder.
-
-        `records`: of the warmed buckets. If the record cannot be written, logs why and returns [].
-        """
+        """Write the record and its files. Returns their paths in the cache folder; [] if it cannot, and logs why."""
         if self._factors is None or self._kernels is None:
             return []
         recipe, architecture = planned.recipe, planned.architecture
@@ -115,10 +112,7 @@ class StartRecorder:
 
 
 def _make_record(factors: StartFactors, planned: PlannedModel, loaded_tokenizer: Any, **found: Any) -> StartRecord:
-    """The record of this start, whose buffers and kernels are not written yet.
-
-    `loaded_tokenizer`: None if the model has none. `found`: the other fields of the record.
-    """
+    """The record of this start, whose buffers and kernels are not written yet. `found`: its other fields."""
     defaults, decisions = {}, {}
     for name, used in ((WITHOUT_TOKENIZER, None), (WITH_TOKENIZER, loaded_tokenizer)):
         if name == WITHOUT_TOKENIZER or used is not None:

@@ -89,10 +89,7 @@ class CompileWorkers:
         return bool(self._workers)
 
     def wait_for(self, bucket: Bucket) -> Compilation | None:
-        """Wait until a worker has finished the bucket, and copy its files. None if no worker compiles it, or it fails.
-
-        Raises SpaceError, TrustError and TcdeployError if the files cannot be copied.
-        """
+        """Wait until a worker has finished the bucket, and copy its files. None if none compiles it, or if it fails."""
         worker = next((worker for worker in self._workers if bucket.name in worker.buckets), None)
         if worker is None:
             return None
@@ -117,10 +114,7 @@ class CompileWorkers:
 
 
 def make_short_copy(model: nn.Module, planned: PlannedModel) -> ShortCopy:
-    """The copy of a model with the first layers that have all of its programs. `model` may have fake tensors.
-
-    Raises ModelError if its config cannot be shortened.
-    """
+    """The model's first layers that have all of its programs. Raises ModelError if its config cannot be shortened."""
     plan, architecture = planned.plan, planned.architecture
     layers = find_layers(model, architecture)
     kinds = layer_kinds(layers)
@@ -215,7 +209,7 @@ def count_spare_bytes(plan: Plan, environment: Environment, early_bytes: int = 0
 def start_workers(
     planned: PlannedModel, prompts: CheckPrompts, staging: StagingFolder, early_bytes: int = 0
 ) -> CompileWorkers:
-    """Start workers for all buckets of the plan but the largest. Starts none if that would not be faster or possible.
+    """Start workers for all buckets but the largest, or none if that would not be faster or possible.
 
     Call it before the weights are loaded. `early_bytes`: as in `count_spare_bytes`.
     """

@@ -50,10 +50,7 @@ class CompileProcess:
     """
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], plan_key: str, buckets: Sequence[str]) -> None:
-        """`config`: the config.json of the model, which replaces the model of `recipe`. `buckets`: their names.
-
-        `plan_key`: of the plan to which the worker's files belong. Raises OSError.
-        """
+        """`config`: replaces the model of `recipe`. `plan_key`: to which the worker's files belong. Raises OSError."""
         self.buckets = tuple(buckets)
         self._cleanup, self._cleanup_lock = contextlib.ExitStack(), threading.Lock()
         folder = self._cleanup.enter_context(temporary_folder("config"))
