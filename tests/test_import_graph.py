@@ -50,7 +50,7 @@ TORCH_FREE = (
     "engine.schedule.step_costs", "engine.schedule.step_clock", "engine.schedule.step_size", "engine.schedule.output",
     "engine.schedule.request_check", "engine.step.launch_lock", "engine.step.launch_timer", "kernels.attention.splits",
     "engine.schedule.constraint", "server.apis.openai.protocol", "server.apis.openai.validation",
-    "server.generate.admission", "remote.transfer", "cache.trust.signed_header", "cache.record.bundle_header",
+    "server.generate.admission", "remote.transfer", "cache.record.bundle_header",
     "cache.trust.signing", "cache.record.provenance", "cache.staging.restore", "host.temporary_files",
     "bundle.container", "bundle.pack", "bundle.unpack", "bench.client", "bench.goodput", "bench.lengths", "bench.loads",
     "bench.plot", "bench.serve_settings", "bench.serving", "bench.settings", "bench.stats", "bench.sweep",

@@ -34,6 +34,7 @@ from tcdeploy.cache.folder.layout import (
 )
 from tcdeploy.cache.folder.leases import folder_lock, is_leased
 from tcdeploy.cache.record.manifest import Manifest, read_manifests, read_other_versions
+from tcdeploy.cache.record.unlisted import remove_manifest
 from tcdeploy.cache.staging.journal import abandoned_folders, remove_abandoned_folders
 from tcdeploy.planning.environment import STAGING_PREFIX
 
@@ -230,8 +231,7 @@ def _is_old(path: Path) -> bool:
 def _remove(folder: Path, removed_keys: tuple[str, ...], files: list[str]) -> None:
     """Manifests first: if this is interrupted, the remaining files are leftovers of no plan."""
     for key in removed_keys:
-        stored_header_path(folder, key).unlink(missing_ok=True)
-        manifest_path(folder, key).unlink(missing_ok=True)
+        remove_manifest(folder, key)
     for path in files:
         (folder / path).unlink(missing_ok=True)
     parents = {(folder / path).parent for path in files} - {folder, folder / MANIFESTS_DIR}

@@ -51,11 +51,8 @@ def decide(recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = Fal
     report what this machine lacks in `findings` instead of raising an error. Raises ModelError with all reasons if the
     model cannot be served.
     """
-    environment = dataclasses.replace(
-        detect_environment(recipe.device),
-        missing_internals=missing_internals(),
-        torch_settings=settings_digest(torch_settings()),
-    )
+    environment, digest = detect_environment(recipe.device), settings_digest(torch_settings())
+    environment = dataclasses.replace(environment, missing_internals=missing_internals(), torch_settings=digest)
     model = _read_model(recipe, environment, needs_tokenizer, is_dry_run)
     config, architecture, tokenizer = model.config, model.probed.architecture, model.tokenizer
     defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
@@ -118,9 +115,6 @@ def with_cxx_compiler(planned: PlannedModel, version: str) -> PlannedModel:
 def origin_of(planned: PlannedModel) -> Origin:
     """What programs depend on besides the plan and the machine."""
     return Origin(
-        recipe=dataclasses.asdict(planned.recipe),
-        model_config=config_to_dict(planned.config),
-        sources=op_source_digests(),
-        torch_settings=torch_settings(),
-        model_sources=model_sources(planned.fake_model),
-    )
+        recipe=dataclasses.asdict(planned.recipe), model_config=config_to_dict(planned.config),
+        sources=op_source_digests(), torch_settings=torch_settings(), model_sources=model_sources(planned.fake_model),
+    )  # fmt: skip

@@ -73,8 +73,7 @@ class ProgramSwaps:
         self._names = frozenset(bucket.name for bucket in start.plan.buckets)
         self._records: dict[Bucket, BucketRecord] = {}
         self._failed: list[Bucket] = []
-        # Compilations in earlier calls of `advance`, and of the process before the present call. One tuple, because the
-        # event loop reads both.
+        # In earlier calls of `advance`, and of the process before the present one. The event loop reads both at once.
         self._compile_counts: tuple[int, int | None] = (0, None)
 
     @property
@@ -210,6 +209,6 @@ class ProgramSwaps:
 def _start_worker(source: ModelCode) -> CompileProcess:
     """Start compiling the plan's programs on a short copy of the model. Raises TcdeployError and OSError."""
     planned, plan = source.planned, source.planned.plan
-    copy = make_short_copy(source.runner.model, planned)
+    config = make_short_copy(source.runner.model, planned).config
     names = [bucket.name for bucket in warmup_order(plan)]
-    return CompileProcess(worker_recipe(planned, source.prompts), copy.config, plan.key, names)
+    return CompileProcess(worker_recipe(planned, source.prompts), config, plan.key, names)

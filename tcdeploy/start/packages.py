@@ -250,8 +250,7 @@ class Packages:
 def _check_files(found: FoundRecord, staging: StagingFolder, earlier: Manifest | None) -> None:
     """Raise DoesNotFit unless the files of the record are among the checked files of the plan."""
     paths = {file.path for file in earlier.files} if earlier is not None else set[str]()
-    record = found.record
-    for path in (found.path, *record.files()):
+    for path in (found.path, *found.record.files()):
         if path not in paths:
             raise DoesNotFit(f"{path} is not listed in the plan's manifest")
     if read_regular(Path(staging.path, found.path)) != found.content:

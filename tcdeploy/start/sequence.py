@@ -58,16 +58,10 @@ def run_start(source: ModelCode | Packages, request: StartRequest) -> Deployment
                 results["workspace_bytes"] = publish_manifest(start, warmed, source.files_to_list(start, warmed))
             results |= {"records": tuple(warmed.records), "is_recorded": not warmed.uncached_buckets}
             costs = warmed.costs
+        seconds = dict(stages.seconds)  # an eager start adds the seconds of its swaps to the original
         return Deployment(
-            plan=plan,
-            architecture=planned.architecture,
-            generation_defaults=planned.generation_defaults,
-            engine=Engine(source.runner, costs),
-            stage_seconds=dict(stages.seconds),  # an eager start adds the seconds of its swaps to the original
-            import_seconds=import_timer.sorted_seconds(),
-            cache_dir=staging.target,
-            weights_read=source.weights_read,
-            loaded_tokenizer=source.tokenizer,
-            swaps=swaps,
+            plan=plan, architecture=planned.architecture, generation_defaults=planned.generation_defaults,
+            engine=Engine(source.runner, costs), stage_seconds=seconds, import_seconds=import_timer.sorted_seconds(),
+            cache_dir=staging.target, weights_read=source.weights_read, loaded_tokenizer=source.tokenizer, swaps=swaps,
             **results,
-        )
+        )  # fmt: skip

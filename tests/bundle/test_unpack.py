@@ -40,8 +40,7 @@ from tcdeploy.cache.record.manifest import (
 from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust import signing
-from tcdeploy.cache.trust.signed_header import Signature, read_signed_header, signed_header_bytes
-from tcdeploy.cache.trust.signing import generate_key
+from tcdeploy.cache.trust.signing import Signature, generate_key, read_signed_header, signed_header_bytes
 from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, TrustError
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.remote.transfer import push

@@ -42,8 +42,7 @@ from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manife
 from tcdeploy.cache.record.provenance import ListedFile, SigningPolicy
 from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
-from tcdeploy.cache.trust.signed_header import signed_header_bytes
-from tcdeploy.cache.trust.signing import generate_key, sign, trust
+from tcdeploy.cache.trust.signing import generate_key, sign, signed_header_bytes, trust
 from tcdeploy.doctor import cache_folder as doctor
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.errors import TcdeployError
@@ -347,7 +346,7 @@ def edited_manifest(content: bytes, source: random.Random, is_consistent: bool) 
 
 
 def read_header(path: Path) -> bytes:
-    from tcdeploy.cache.trust.signed_header import read_signed_header
+    from tcdeploy.cache.trust.signing import read_signed_header
 
     with open(path, "rb") as file:
         return read_signed_header(file, str(path)).header

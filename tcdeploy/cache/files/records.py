@@ -60,9 +60,7 @@ def is_plain_record(file: FileRecord) -> bool:
         return False
     parts = path.split("/")
     is_plain = all(part not in ("", ".", "..") and len(part) < 256 for part in parts)
-    is_printable = not any(
-        ord(char) < 32 or ord(char) == 127 or char == "\\" or 0xD800 <= ord(char) < 0xE000 for char in path
-    )
+    is_printable = re.search(r"[\x00-\x1f\x7f\\\ud800-\udfff]", path) is None
     is_sha256 = isinstance(file.sha256, str) and re.fullmatch("[0-9a-f]{64}", file.sha256) is not None
     return is_plain and is_printable and len(path) < 1024 and file.bytes >= 0 and is_sha256
 

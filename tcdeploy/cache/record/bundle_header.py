@@ -17,8 +17,7 @@ from typing import Any
 
 from tcdeploy.cache.files.records import FileRecord, is_cache_file, is_plain_record
 from tcdeploy.cache.record.manifest import Manifest, manifest_text, parse_packed_manifest
-from tcdeploy.cache.trust.signed_header import SignedHeader, damaged_error
-from tcdeploy.cache.trust.signing import TrustedKey
+from tcdeploy.cache.trust.signing import SignedHeader, TrustedKey, damaged_error
 from tcdeploy.errors import IntegrityError
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.environment import parse_environment

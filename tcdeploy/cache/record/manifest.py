@@ -118,10 +118,8 @@ def read_manifest(path: Path, containing: str = "") -> Manifest | None:
         text = read_regular(path).decode()
     except FileNotFoundError:
         return None
-    except UnsafeFileError as error:
-        raise _corruption_error(path, str(error.strerror)) from error
-    except ValueError as error:  # bad UTF-8
-        raise _corruption_error(path, str(error)) from error
+    except (UnsafeFileError, ValueError) as error:  # ValueError: bad UTF-8
+        raise _corruption_error(path, str(getattr(error, "strerror", error))) from error
     return None if containing not in text or _is_of_other_version(text) else parse_manifest(text, path)
 
 

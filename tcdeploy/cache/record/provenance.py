@@ -25,8 +25,7 @@ from tcdeploy.cache.folder.layout import manifest_path, plan_keys, stored_header
 from tcdeploy.cache.record.bundle_header import CheckedHeader, parse_header
 from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.trust.ownership import check_no_links
-from tcdeploy.cache.trust.signed_header import SignedHeader, read_signed_header
-from tcdeploy.cache.trust.signing import verify_signature
+from tcdeploy.cache.trust.signing import SignedHeader, read_signed_header, verify_signature
 from tcdeploy.errors import IntegrityError, TrustError
 from tcdeploy.host.regular_file import MAX_DOCUMENT_BYTES, open_regular
 

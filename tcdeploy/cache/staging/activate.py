@@ -60,11 +60,6 @@ def _create_staging_folder(root: str, plan_key: str, num_buckets: int, is_truste
         raise folder_error(root, error) from error
 
 
-def bytes_needed(num_buckets: int) -> int:
-    """A generous bound for a cold warm-up: four buckets of builtin:tiny take 6 MiB on a CPU."""
-    return (4 + 4 * num_buckets) * MEBIBYTE
-
-
 def _pin_ptxas() -> None:
     """Use the ptxas of torch's wheel, if it has one, for all kernels (torch 2.11 has 13.0, its Triton 12.8).
 
@@ -89,9 +84,10 @@ def _ensure_writable(root: str) -> None:
 def _check_free_space(root: str, num_buckets: int) -> None:
     """Only for a folder without programs: a filled one may need no more space."""
     free = shutil.disk_usage(root).free
-    if free < bytes_needed(num_buckets) and not any(Path(root).glob("fxgraph/*")):
+    needed = (4 + 4 * num_buckets) * MEBIBYTE  # a generous bound: four buckets of builtin:tiny take 6 MiB on a CPU
+    if free < needed and not any(Path(root).glob("fxgraph/*")):
         raise SpaceError(
             f"the cache folder {root} has {free / MEBIBYTE:.1f} MiB free, and {num_buckets} buckets may need "
-            f"{bytes_needed(num_buckets) / MEBIBYTE:.0f} MiB",
+            f"{needed / MEBIBYTE:.0f} MiB",
             "free space, or choose another folder: --cache-dir DIR",
         )

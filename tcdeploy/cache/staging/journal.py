@@ -37,9 +37,8 @@ class FinishedBucket:
 
 def append_to_journal(folder: Path, bucket: FinishedBucket) -> None:
     """Append a bucket and flush the journal. The caller has flushed the files. Raises OSError."""
-    line = json.dumps(asdict(bucket))
     with open_regular(folder / JOURNAL, "ab", must_own=True) as journal:
-        journal.write(line.encode() + b"\n")
+        journal.write(json.dumps(asdict(bucket)).encode() + b"\n")
         journal.flush()
         os.fsync(journal.fileno())
 

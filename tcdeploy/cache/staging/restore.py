@@ -69,13 +69,11 @@ def restore_plan(
         if manifest is None:
             _report_other_versions(staging.source)
     if manifest is None:
-        taken_over = take_over_finished_buckets(staging, plan_key)
-        if taken_over.num_entries:
-            log.warning("buckets or packages reused from starts that did not finish: %d", taken_over.num_entries)
-        elif taken_over.num_folders:
-            log.warning(
-                "the folders of %d killed processes had no buckets or packages to reuse", taken_over.num_folders
-            )
+        num_folders, num_entries = take_over_finished_buckets(staging, plan_key)
+        if num_entries:
+            log.warning("buckets or packages reused from starts that did not finish: %d", num_entries)
+        elif num_folders:
+            log.warning("the folders of %d killed processes had no buckets or packages to reuse", num_folders)
     elif not staging.is_private_copy:
         remove_published_folders(staging)
         _report_files_made_here(staging, manifest)
@@ -177,8 +175,7 @@ def _report_other_versions(folder: str) -> None:
 
 
 def _report_files_made_here(staging: StagingFolder, manifest: Manifest) -> None:
-    made_here = files_made_here(manifest.files, staging.bundle) if staging.bundle is not None else []
-    if made_here:
+    if staging.bundle is not None and (made_here := files_made_here(manifest.files, staging.bundle)):
         log.warning(
             "%d of the %d files of plan %s were compiled on this machine and are not in its bundle, for example %s",
             len(made_here), len(manifest.files), manifest.plan["key"], made_here[0],

@@ -114,11 +114,11 @@ def find_record(request: StartRequest) -> FoundRecord:
             )  # fmt: skip
     reasons += records.problems
     if not reasons and not is_installed("transformers"):  # with transformers, the model is loaded and a record written
-        difference: DoesNotFit | TcdeployError | None = environment_mismatch(
-            cache_dir, plan_keys(cache_dir), environment, recipe.model
-        ) or _factor_mismatch(cache_dir, factors, environment, recipe.model)
-        if difference is None and read_other_versions(cache_dir):
-            difference = no_plan_error(cache_dir)
+        difference: DoesNotFit | TcdeployError | None = (
+            environment_mismatch(cache_dir, plan_keys(cache_dir), environment, recipe.model)
+            or _factor_mismatch(cache_dir, factors, environment, recipe.model)
+            or (no_plan_error(cache_dir) if read_other_versions(cache_dir) else None)
+        )
         reasons += [difference] if difference is not None else []
     if reasons:
         if isinstance(reasons[0], IntegrityError) and recipe.on_bad_cache == "rebuild" and not recipe.require_signed:
