@@ -204,12 +204,8 @@ def _files_below(folder: Path) -> list[Path]:
     """All files and symbolic links below `folder`, or `folder` itself if it is one. Follows no links."""
     if folder.is_symlink() or folder.is_file():
         return [folder]
-    return [
-        path
-        for parent, folders, names in os.walk(folder)
-        for path in (Path(parent, name) for name in (*folders, *names))
-        if path.is_symlink() or not path.is_dir()
-    ]
+    paths = (Path(parent, name) for parent, folders, names in os.walk(folder) for name in (*folders, *names))
+    return [path for path in paths if path.is_symlink() or not path.is_dir()]
 
 
 def _temporary_files(folder: Path) -> list[str]:

@@ -1,10 +1,9 @@
 """`prepare`: from a recipe to a running deployment.
 
-With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone, without
-the model's code and torch's compiler (start/packages.py). Every other start needs the model's code
-(start/model_code.py). Both run start/sequence.py, and import torch first. Meanwhile threads create the CUDA context
-(host/cuda_context.py) and read the weights into the page cache (models/weights/read_ahead.py). In a start with the
-model's code on a GPU, threads then copy the weights to the GPU while that code is imported
+With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone
+(start/packages.py). Every other start needs the model's code (start/model_code.py). Both run start/sequence.py, and
+import torch first. Meanwhile threads create the CUDA context and read the weights into the page cache. In a start with
+the model's code on a GPU, threads then copy the weights to the GPU while that code is imported
 (models/weights/early_weights.py). Does not import torch.
 """
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from tcdeploy import __version__
 from tcdeploy.errors import ModelError
+from tcdeploy.planning.keys import combined_digest
 from tcdeploy.planning.recipe import Recipe
 
 PACKAGE = Path(__file__).parents[2]
@@ -160,11 +161,8 @@ def sampled_digest(path: Path) -> str:
 
 
 def _own_sources() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {content}\n".encode())
-    return digest.hexdigest()
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in PACKAGE.rglob("*.py")}
+    return combined_digest({path: hashlib.sha256(source).hexdigest() for path, source in sources.items()})
 
 
 def _version(package: str) -> str:
