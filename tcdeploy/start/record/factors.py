@@ -161,7 +161,7 @@ def sampled_digest(path: Path) -> str:
 
 
 def _own_sources() -> str:
-    sources = {path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in PACKAGE.rglob("*.py")}
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))}
     return combined_digest({path: hashlib.sha256(source).hexdigest() for path, source in sources.items()})
 
 
