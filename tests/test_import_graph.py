@@ -41,18 +41,18 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
-    "host.cuda_context", "errors", "host.regular_file", "host.typed_json", "cache.record.listed_files",
+    "host.cuda_context", "errors", "host.regular_file", "host.typed_json",
     "host.gc_policy", "planning.recipe", "planning.environment", "planning.architecture",
     "planning.variants", "planning.memory", "planning.keys", "planning.plan", "planning.tested_versions",
     "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "host.progress", "host.stages",
     "start.planned", "start.prepare", "start.record.factors", "start.record.record",
     "torch_compat.internal", "torch_compat.inductor.compiler_queries", "torch_compat.transformers.fast_import",
-    "cache.record.compatibility", "cache.files.records", "cache.record.manifest", "cache.record.toolchain",
+    "start.record.lookup", "cache.files.records", "cache.record.manifest",
     "cache.staging.activate", "engine.schedule.sequence", "engine.schedule.blocks", "engine.schedule.scheduler",
     "engine.schedule.step_costs", "engine.schedule.step_size",
     "engine.step.launch_timer", "kernels.attention.splits",
     "engine.schedule.constraint", "server.apis.openai.protocol", "server.apis.openai.validation",
-    "server.generate.admission", "remote.transfer", "cache.trust.signed_header", "cache.record.bundle_header",
+    "server.generate.admission", "remote.transfer", "cache.record.bundle_header",
     "cache.trust.signing", "cache.record.provenance", "cache.staging.restore", "host.temporary_files",
     "bundle.container", "bundle.pack", "bundle.unpack", "bench.client", "bench.goodput", "bench.lengths", "bench.loads",
     "bench.plot", "bench.serve_settings", "bench.serving", "bench.settings", "bench.stats", "bench.sweep",

@@ -9,7 +9,7 @@ from typing import Any
 
 from tcdeploy.cache.record.bundle_header import PATH_FIELDS, Header, parse_header, rollback_reason
 from tcdeploy.cache.record.manifest import Manifest, diff_sources
-from tcdeploy.cache.trust.signed_header import read_signed_header
+from tcdeploy.cache.trust.signing import read_signed_header
 from tcdeploy.errors import IntegrityError, MismatchError, TrustError
 from tcdeploy.host.regular_file import open_regular
 from tcdeploy.planning.environment import Difference, diff_mappings

@@ -27,7 +27,7 @@ from typing import IO
 
 from tcdeploy.cache.files.records import CHUNK_BYTES, FileRecord, stored_path
 from tcdeploy.cache.record.bundle_header import Payload
-from tcdeploy.cache.trust.signed_header import Signature, SignedHeader, damaged_error, signed_header_bytes
+from tcdeploy.cache.trust.signing import Signature, SignedHeader, damaged_error, signed_header_bytes
 from tcdeploy.errors import IntegrityError
 from tcdeploy.host.durable import sync_folders
 from tcdeploy.host.regular_file import open_regular

@@ -132,8 +132,7 @@ def _resolve_bundle_url(source: str, plan_key: str) -> str:
 
 
 def _check_compatible(planned: PlannedModel, cached: Manifest, name: str) -> None:
-    if not planned.environment.compiler:
-        # Without a compiler, the start uses the compiler answers recorded in the bundle.
+    if not planned.environment.compiler and cached.plan["programs"] == "aot":  # packages start without one
         planned = with_cxx_compiler(planned, str(cached.environment["compiler"]))
     expected = forecast(cached, planned.plan, planned.environment, origin_of(planned))
     if planned.plan.key != cached.plan["key"] or expected.misses:

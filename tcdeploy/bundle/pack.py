@@ -33,8 +33,7 @@ from tcdeploy.cache.folder.leases import folder_lock
 from tcdeploy.cache.record.bundle_header import Header, Payload, header_bytes, make_portable
 from tcdeploy.cache.record.manifest import Manifest, no_plan_error, read_manifest, read_other_versions
 from tcdeploy.cache.record.provenance import check_manifest, read_stored_bundle
-from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
-from tcdeploy.cache.trust.signing import default_trusted_keys_folder, sign
+from tcdeploy.cache.trust.signing import default_trusted_keys_folder, read_signed_header, sign, signed_header_bytes
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.host.regular_file import open_regular
 from tcdeploy.host.temporary_files import temporary_folder

@@ -33,13 +33,14 @@ from tcdeploy.cache.record.manifest import Manifest, manifest_text, read_manifes
 from tcdeploy.cache.record.provenance import read_stored_bundle
 from tcdeploy.cache.record.unlisted import remove_unlisted, stored_paths
 from tcdeploy.cache.trust.ownership import check_no_links, make_private_folder
-from tcdeploy.cache.trust.signed_header import (
+from tcdeploy.cache.trust.signing import (
     MAX_HEADER_BYTES,
     MAX_SIGNATURES_BYTES,
+    TrustedKey,
     read_signed_header,
     signed_header_bytes,
+    verify_signature,
 )
-from tcdeploy.cache.trust.signing import TrustedKey, verify_signature
 from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, TrustError
 from tcdeploy.host.durable import sync_files, sync_folders
 from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular

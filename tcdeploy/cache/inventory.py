@@ -34,6 +34,7 @@ from tcdeploy.cache.folder.layout import (
 )
 from tcdeploy.cache.folder.leases import folder_lock, is_leased
 from tcdeploy.cache.record.manifest import Manifest, read_manifests, read_other_versions
+from tcdeploy.cache.record.unlisted import remove_manifest
 from tcdeploy.cache.staging.journal import abandoned_folders, remove_abandoned_folders
 from tcdeploy.planning.environment import STAGING_PREFIX
 
@@ -43,8 +44,7 @@ UNLISTED, OTHER_VERSIONS = "listed by no plan", "plans of other versions of tcde
 TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}(-[0-9]+-[0-9]+)?\.tmp")  # with numbers: of version 0.2
 KIND_BY_FOLDER = {
     "fxgraph": "Inductor's graphs", "aotautograd": "AOTAutograd's graphs", "triton": "Triton's kernels",
-    "aot": "ahead-of-time packages", "toolchain": "toolchain", "cache": "max-autotune timings",
-    "references": "logits of the reference",
+    "aot": "ahead-of-time packages", "cache": "max-autotune timings", "references": "logits of the reference",
 }  # fmt: skip
 KIND_BY_SUFFIX = {
     ".so": "compiled C++", ".cpp": "C++ sources", ".py": "generated Python", ".best_config": "autotune winners",
@@ -91,20 +91,14 @@ def list_plans(folder: Path) -> list[CachedPlan]:
 def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[FileRecord]) -> CachedPlan:
     plan, key = manifest.plan, str(manifest.plan["key"])
     return CachedPlan(
-        plan_key=key,
-        model=plan["model"],
-        compute_dtype=plan["compute_dtype"],
-        mode=plan["mode"],
-        buckets=tuple(record.bucket for record in manifest.buckets),
-        files=len(manifest.files),
+        plan_key=key, model=plan["model"], compute_dtype=plan["compute_dtype"], mode=plan["mode"],
+        buckets=tuple(record.bucket for record in manifest.buckets), files=len(manifest.files),
         bytes=sum(file.bytes for file in manifest.files),
         unique_bytes=sum(file.bytes for file in manifest.files if plans_per_file[file] == 1),
-        age_seconds=time.time() - manifest_path(folder, key).stat().st_mtime,
-        is_leased=is_leased(folder, key),
-        is_from_bundle=stored_header_path(folder, key).exists(),
-        was_warm=manifest.was_warm,
+        age_seconds=time.time() - manifest_path(folder, key).stat().st_mtime, is_leased=is_leased(folder, key),
+        is_from_bundle=stored_header_path(folder, key).exists(), was_warm=manifest.was_warm,
         cold_seconds=sum(manifest.cold_seconds().values()),
-    )
+    )  # fmt: skip
 
 
 def usage_by_kind(folder: Path) -> dict[str, tuple[int, int]]:
@@ -112,27 +106,22 @@ def usage_by_kind(folder: Path) -> dict[str, tuple[int, int]]:
     manifests, others = read_manifests(folder).values(), read_other_versions(folder).values()
     kinds = {stored_path(folder, file): OTHER_VERSIONS for files in others for file in files}
     kinds |= {stored_path(folder, file): kind_of(file.path) for manifest in manifests for file in manifest.files}
-    usage: dict[str, tuple[int, int]] = {}
     temporary_files = _temporary_files(folder)
-    for path in set(list_cache_files(folder)) - set(temporary_files):
-        _add_usage(usage, kinds.get(path, UNLISTED), folder / path)
-    for path in temporary_files:
-        _add_usage(usage, "temporary files", folder / path)
-    for header in folder.glob(f"{HEADERS_DIR}/*"):
-        _add_usage(usage, "precompiled headers", header)
+    cache_files = set(list_cache_files(folder)).difference(temporary_files)
+    found = [(kinds.get(path, UNLISTED), folder / path) for path in cache_files]
+    found += [("temporary files", folder / path) for path in temporary_files]
+    found += [("precompiled headers", path) for path in folder.glob(f"{HEADERS_DIR}/*")]
     for prefix, user in ((STAGING_PREFIX, "starts"), (UNPACKING_PREFIX, "unpacks")):
-        for staged in (path for staging in folder.glob(f"{prefix}*") for path in _files_below(staging)):
-            if staged.parent.name != HEADERS_DIR:  # these are hard links to the headers above
-                _add_usage(usage, f"staging folders of {user}", staged)
+        staged = (path for staging in folder.glob(f"{prefix}*") for path in _files_below(staging))
+        # The precompiled headers in it are hard links to those above.
+        found += [(f"staging folders of {user}", path) for path in staged if path.parent.name != HEADERS_DIR]
+    usage: dict[str, tuple[int, int]] = {}
+    for kind, path in found:
+        with contextlib.suppress(FileNotFoundError):
+            status, (files, size) = path.lstat(), usage.get(kind, (0, 0))
+            if stat.S_ISREG(status.st_mode):
+                usage[kind] = (files + 1, size + status.st_size)
     return dict(sorted(usage.items(), key=lambda item: -item[1][1]))
-
-
-def _add_usage(usage: dict[str, tuple[int, int]], kind: str, path: Path) -> None:
-    files, size = usage.get(kind, (0, 0))
-    with contextlib.suppress(FileNotFoundError):
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode):
-            usage[kind] = (files + 1, size + status.st_size)
 
 
 def kind_of(path: str) -> str:
@@ -154,8 +143,9 @@ def collect_garbage(
     """
     with folder_lock(folder):
         entries = list_plans(folder)
-        matched = _too_old(entries, older_than_seconds) | _over_size_limit(folder, entries, max_bytes)
-        matching = [entry for entry in entries if entry.plan_key in matched]
+        max_age = float("inf") if older_than_seconds is None else older_than_seconds
+        excess = _over_size_limit(folder, entries, max_bytes)
+        matching = [entry for entry in entries if entry.age_seconds > max_age or entry.plan_key in excess]
         retained = tuple((entry.plan_key, reason) for entry in matching if (reason := _retention_reason(entry)))
         removed_keys = tuple(entry.plan_key for entry in matching if not _retention_reason(entry))
         removed_keys += tuple(_unused_plans(folder, all_unlisted))
@@ -175,24 +165,13 @@ def _unused_plans(folder: Path, at_any_age: bool) -> Iterator[str]:
 
 def _retention_reason(entry: CachedPlan) -> str:
     """Why the plan must stay; empty if it may be removed."""
-    return (
-        "it is in use by a running process"
-        if entry.is_leased
-        else "it was imported from a bundle"
-        if entry.is_from_bundle
-        else ""
-    )
-
-
-def _too_old(entries: list[CachedPlan], seconds: float | None) -> set[str]:
-    return {entry.plan_key for entry in entries if seconds is not None and entry.age_seconds > seconds}
+    if entry.is_leased:
+        return "it is in use by a running process"
+    return "it was imported from a bundle" if entry.is_from_bundle else ""
 
 
 def _over_size_limit(folder: Path, entries: list[CachedPlan], max_bytes: int | None) -> set[str]:
-    """The plans, least recently used, that do not fit into `max_bytes`.
-
-    Plans that must stay are counted first. A file of several plans is counted once.
-    """
+    """The plans, least recently used, that do not fit beside those that must stay. A shared file is counted once."""
     if max_bytes is None:
         return set()
     manifests, counted, excess = read_manifests(folder), set[FileRecord](), set[str]()
@@ -212,37 +191,25 @@ def _removable_files(folder: Path, removed_keys: set[str], all_unlisted: bool) -
     files = {key: manifest.files for key, manifest in read_manifests(folder).items()} | read_other_versions(folder)
     listed = {stored_path(folder, file) for key in files.keys() - removed_keys for file in files[key]}
     freed = {stored_path(folder, file) for key in removed_keys for file in files[key]} - listed
-    paths = {
-        path
-        for path in list_cache_files(folder)
-        if path in freed or (path not in listed and (all_unlisted or _is_old(folder / path)))
-    }
+    unlisted = set(list_cache_files(folder)) - listed
+    paths = {path for path in unlisted if path in freed or all_unlisted or _is_old(folder / path)}
     links = [path for path in folder.glob(f"{STAGING_PREFIX}*") if path.is_symlink()]
     unpacking = folder.glob(f"{UNPACKING_PREFIX}*")
-    extra_folders = [folder / HEADERS_DIR, *abandoned_folders(folder), *links, *unpacking]
-    extra_files = {
-        path.relative_to(folder).as_posix() for extra_folder in extra_folders for path in _files_below(extra_folder)
-    }
-    return sorted(paths | extra_files | set(_temporary_files(folder)))
+    for extra_folder in (folder / HEADERS_DIR, *abandoned_folders(folder), *links, *unpacking):
+        paths |= {path.relative_to(folder).as_posix() for path in _files_below(extra_folder)}
+    return sorted(paths | set(_temporary_files(folder)))
 
 
 def _files_below(folder: Path) -> list[Path]:
     """All files and symbolic links below `folder`, or `folder` itself if it is one. Follows no links."""
     if folder.is_symlink() or folder.is_file():
         return [folder]
-    return [
-        path
-        for parent, folders, names in os.walk(folder)
-        for path in (Path(parent, name) for name in (*folders, *names))
-        if path.is_symlink() or not path.is_dir()
-    ]
+    paths = (Path(parent, name) for parent, folders, names in os.walk(folder) for name in (*folders, *names))
+    return [path for path in paths if path.is_symlink() or not path.is_dir()]
 
 
 def _temporary_files(folder: Path) -> list[str]:
-    """Temporary files beside cache files and manifests, and test files: relative to the folder, sorted.
-
-    If the caller holds the folder's lock, their processes were killed.
-    """
+    """Temporary and test files, sorted. If the caller holds the folder's lock, their processes were killed."""
     paths = (Path(parent, name).relative_to(folder) for parent, _, names in os.walk(folder) for name in names)
     return sorted(path.as_posix() for path in paths if _is_temporary(path))
 
@@ -260,8 +227,7 @@ def _is_old(path: Path) -> bool:
 def _remove(folder: Path, removed_keys: tuple[str, ...], files: list[str]) -> None:
     """Manifests first: if this is interrupted, the remaining files are leftovers of no plan."""
     for key in removed_keys:
-        stored_header_path(folder, key).unlink(missing_ok=True)
-        manifest_path(folder, key).unlink(missing_ok=True)
+        remove_manifest(folder, key)
     for path in files:
         (folder / path).unlink(missing_ok=True)
     parents = {(folder / path).parent for path in files} - {folder, folder / MANIFESTS_DIR}

@@ -46,8 +46,7 @@ def why(target: Target, options: RecipeOptions, json: Json = False) -> None:
     forecasts = []
     for manifest in manifests:
         assumed = planned
-        if not planned.environment.compiler and any(file.path.startswith("toolchain/") for file in manifest.files):
-            # The bundle carries a compiler stub: plan as if its C++ compiler were installed here.
+        if not planned.environment.compiler and manifest.plan["programs"] == "aot":  # packages start without one
             assumed = with_cxx_compiler(planned, str(manifest.environment["compiler"]))
         forecasts.append(forecast(manifest, assumed.plan, assumed.environment, origin_of(assumed)))
     merged = merge_forecasts(forecasts)

@@ -61,7 +61,7 @@ def read_manifests(target: Path) -> list[Manifest]:
     """
     from tcdeploy.cache.record import manifest
     from tcdeploy.cache.record.bundle_header import parse_header
-    from tcdeploy.cache.trust.signed_header import read_signed_header
+    from tcdeploy.cache.trust.signing import read_signed_header
     from tcdeploy.host.regular_file import open_regular
 
     if target.is_dir():

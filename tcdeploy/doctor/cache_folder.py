@@ -7,9 +7,8 @@ import os
 import stat
 from pathlib import Path
 
-from tcdeploy.cache.folder.access import check_folder
-from tcdeploy.cache.folder.layout import LOCK_FILE, MANIFESTS_DIR, TOOLCHAIN_DIR, UNPACKING_PREFIX
-from tcdeploy.cache.folder.os_errors import folder_error
+from tcdeploy.cache.folder.access import check_folder, folder_error
+from tcdeploy.cache.folder.layout import LOCK_FILE, MANIFESTS_DIR, UNPACKING_PREFIX
 from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.staging.journal import abandoned_folders
 from tcdeploy.doctor.host import existing_parent, is_noexec, write_test_file
@@ -124,10 +123,8 @@ def plan_differences(
 ) -> list[Difference]:
     """What torch's cache key holds besides the model and the plan, where it differs here."""
     unneeded = set()
-    if not environment.transformers and manifest.plan.get("programs") == "aot":
-        unneeded.add("transformers")  # packages start without it
-    if not environment.compiler and any(file.path.startswith(f"{TOOLCHAIN_DIR}/") for file in manifest.files):
-        unneeded.add("compiler")  # a stub answers what torch asks it
+    if manifest.plan.get("programs") == "aot":  # packages start without these
+        unneeded = {name for name in ("transformers", "compiler") if not getattr(environment, name)}
     return [
         *(
             difference

@@ -70,7 +70,8 @@ def _missing_compiler(compiler: str) -> Result:
     if not is_installed("transformers"):
         return note(f"{summary}: a start from ahead-of-time packages does not need it")
     return blocking(
-        f"{summary}, so nothing can be compiled; only starts whose programs are all in the cache work",
+        f"{summary}, so nothing can be compiled; only starts from ahead-of-time packages work, and on a GPU those with "
+        "all programs in the cache",
         "install g++ (Debian: apt install g++), or set CXX to another C++ compiler",
     )
 

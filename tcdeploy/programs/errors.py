@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from tcdeploy.cache.record.toolchain import NO_COMPILER_MESSAGE
 from tcdeploy.errors import CompileError, SpaceError
 from tcdeploy.planning.plan import Plan
 from tcdeploy.torch_compat.dynamo.compile_errors import (
@@ -70,10 +69,12 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
             f"{plan.model} exceeds torch.compile's recompile limit: {_first_sentence(text)}",
             "try --region blocks, or fewer --buckets and --batch-sizes",
         )
-    if "InvalidCxxCompiler" in text or NO_COMPILER_MESSAGE in text:
+    if "InvalidCxxCompiler" in text:  # the names of cached CPU programs contain its version
         return CompileError(
-            f"{plan.model} needs a program that is not in the cache folder {cache_dir}, and there is no C++ compiler",
-            "install g++, or start from a cache that was warmed with these flags: tcdeploy cache why MODEL",
+            f"the programs of {plan.model} can be neither compiled nor found in the cache folder {cache_dir}, because "
+            "there is no C++ compiler",
+            "install g++, or start from ahead-of-time packages, which need none: tcdeploy cache pack MODEL "
+            "--programs aot, on a machine with g++",
         )
     if failure := find_compiler_failure(error):
         return _translate_compiler_failure(failure)

@@ -19,15 +19,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from tcdeploy.cache.folder.access import check_folder
-from tcdeploy.cache.folder.layout import manifest_path
-from tcdeploy.cache.record import toolchain
-from tcdeploy.cache.record.manifest import Origin, make_origin
+from tcdeploy.cache.record.manifest import Origin
 from tcdeploy.engine.generation_defaults import read_model_defaults
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config
 from tcdeploy.models.probe import ProbedModel, probe_model
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.sources import model_sources as hash_model_sources
+from tcdeploy.models.sources import model_sources
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
 from tcdeploy.planning.environment import Environment, detect_environment
@@ -42,8 +39,8 @@ from tcdeploy.torch_compat.registry import missing_internals
 _import_stage.end()
 NO_COMPILER = PlanFinding(
     "compiler",
-    "there is no C++ compiler, so only programs that are in the cache folder can run",
-    "install g++, or start from a cache that was warmed with these flags: tcdeploy cache why MODEL",
+    "there is no C++ compiler, so only ahead-of-time packages that are in the cache folder can run",
+    "install g++, or pack the model on a machine with g++: tcdeploy cache pack MODEL --programs aot",
 )
 
 
@@ -54,11 +51,8 @@ def decide(recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = Fal
     report what this machine lacks in `findings` instead of raising an error. Raises ModelError with all reasons if the
     model cannot be served.
     """
-    environment = dataclasses.replace(
-        detect_environment(recipe.device),
-        missing_internals=missing_internals(),
-        torch_settings=settings_digest(torch_settings()),
-    )
+    environment, digest = detect_environment(recipe.device), settings_digest(torch_settings())
+    environment = dataclasses.replace(environment, missing_internals=missing_internals(), torch_settings=digest)
     model = _read_model(recipe, environment, needs_tokenizer, is_dry_run)
     config, architecture, tokenizer = model.config, model.probed.architecture, model.tokenizer
     defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
@@ -69,18 +63,14 @@ def decide(recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = Fal
     findings: tuple[PlanFinding, ...] = ()
     if is_dry_run:
         plan, recipe, environment, findings = plan_with_findings(recipe, environment, architecture, decisions)
+        if plan.device == "cpu" and not environment.compiler:
+            findings = (*findings, NO_COMPILER)
     else:
         plan = make_plan(recipe, environment, architecture, decisions)
-    planned = PlannedModel(
+    return PlannedModel(
         recipe=recipe, environment=environment, architecture=architecture, plan=plan, generation_defaults=defaults,
         config=config, fake_model=model.probed.model, model_decisions=decisions, tokenizer=tokenizer, findings=findings,
     )  # fmt: skip
-    if environment.compiler or not toolchain.is_compiler_missing():
-        return planned
-    planned = _with_cached_toolchain(planned)
-    if is_dry_run and plan.device == "cpu" and planned.cached_toolchain is None:
-        return dataclasses.replace(planned, findings=(*findings, NO_COMPILER))
-    return planned
 
 
 class _ModelOnFakeTensors(NamedTuple):
@@ -115,16 +105,6 @@ def _read_model(
     return _ModelOnFakeTensors(config, probed, stored_dtype, tokenizer)
 
 
-def _with_cached_toolchain(planned: PlannedModel) -> PlannedModel:
-    """Replan for a recorded C++ compiler whose programs are in the cache; without one, returns `planned` unchanged."""
-    check_folder(planned.plan.cache_dir, planned.recipe.trust_cache_dir)
-    for recorded in toolchain.load_toolchains(planned.plan.cache_dir):
-        replanned = with_cxx_compiler(planned, recorded.version)
-        if manifest_path(replanned.plan.cache_dir, replanned.plan.key).is_file():
-            return dataclasses.replace(replanned, cached_toolchain=recorded)
-    return planned
-
-
 def with_cxx_compiler(planned: PlannedModel, version: str) -> PlannedModel:
     """The model as planned for another version of the C++ compiler."""
     environment = dataclasses.replace(planned.environment, compiler=version)
@@ -134,5 +114,7 @@ def with_cxx_compiler(planned: PlannedModel, version: str) -> PlannedModel:
 
 def origin_of(planned: PlannedModel) -> Origin:
     """What programs depend on besides the plan and the machine."""
-    sources, model_sources = op_source_digests(), hash_model_sources(planned.fake_model)
-    return make_origin(planned.recipe, config_to_dict(planned.config), sources, torch_settings(), model_sources)
+    return Origin(
+        recipe=dataclasses.asdict(planned.recipe), model_config=config_to_dict(planned.config),
+        sources=op_source_digests(), torch_settings=torch_settings(), model_sources=model_sources(planned.fake_model),
+    )  # fmt: skip

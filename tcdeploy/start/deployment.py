@@ -19,12 +19,7 @@ import torch
 
 from tcdeploy.cache.files.records import FileRecord
 from tcdeploy.cache.files.usage import FileAccessTracker
-from tcdeploy.cache.record.manifest import (
-    Manifest,
-    Origin,
-    diff_sources,
-    make_manifest,
-)
+from tcdeploy.cache.record.manifest import Manifest, Origin, diff_sources
 from tcdeploy.cache.record.provenance import require_bundled
 from tcdeploy.cache.staging.folder import StagingFolder
 from tcdeploy.cache.staging.recording import (
@@ -34,7 +29,7 @@ from tcdeploy.cache.staging.recording import (
     publish,
     record_finished_bucket,
 )
-from tcdeploy.cache.staging.takeover import remove_published_folders
+from tcdeploy.cache.staging.restore import remove_published_folders
 from tcdeploy.engine.check.parity_check import ParityChecker
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults
@@ -97,17 +92,14 @@ class Deployment:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A start whose model is loaded and whose buckets are to be warmed.
-
-    earlier: the manifest of the plan; None if the plan is not cached. previous: what it says about the buckets.
-    """
+    """A start whose model is loaded and whose buckets are to be warmed."""
 
     request: StartRequest
     planned: Planned
     origin: Origin
     staging: StagingFolder
-    earlier: Manifest | None
-    previous: PreviousRun
+    earlier: Manifest | None  # of the plan; None if it is not cached
+    previous: PreviousRun  # what the manifest says about the buckets
     tracker: FileAccessTracker
     stages: StageTimer
 
@@ -130,10 +122,10 @@ class Warmed(NamedTuple):
 
 
 class UsedFiles(NamedTuple):
-    """Files of the plan in the staging folder that the manifest lists too, whether or not this start has read them.
+    """Files of the plan in the staging folder that the manifest lists, whether or not this start has read them.
 
-    keeps_manifest: write no manifest if it would differ only in seconds, memory and check results. Only for starts from
-        packages, because their programs are fixed files.
+    keeps_manifest: write no manifest that would differ only in seconds, memory and check results: only for packages,
+        which are fixed files.
     """
 
     paths: list[str]
@@ -167,9 +159,7 @@ def warm(
     prepared: Mapping[Bucket, CompiledVariant] | None = None,
     wait_for_worker: Callable[[Bucket], BucketRecord | None] = lambda bucket: None,
 ) -> Warmed:
-    """Warm and check all buckets. Measure what steps cost, unless an earlier start of this plan has done so.
-
-    If the request measures, each bucket is also timed, eager and compiled.
+    """Warm and check all buckets. If the request measures, each bucket is also timed, eager and compiled.
 
     prepared: the result of `prepare_buckets`, if it was called.
     wait_for_worker: called before each bucket; returns the record of another process, or None.
@@ -186,10 +176,7 @@ def warm(
 
 
 def find_step_costs(start: Start, runner: ModelRunner, records: list[BucketRecord]) -> StepCosts:
-    """What steps cost: as an earlier start of this plan has measured it, else measured now.
-
-    They are always measured now if the request measures.
-    """
+    """What steps cost: measured now if the request measures, or if no earlier start of this plan has measured it."""
     costs = None if start.request.measure else _recorded_costs(start, records)
     if costs is None:
         with runner.uncounted_steps():
@@ -202,9 +189,8 @@ def _recorded_costs(start: Start, records: list[BucketRecord]) -> StepCosts | No
     earlier = start.earlier
     if earlier is None or earlier.step_costs is None or not start.previous.buckets:
         return None
-    is_same = {record.bucket: record.variant for record in earlier.buckets} == {
-        record.bucket: record.variant for record in records
-    }
+    variants, earlier_variants = ({item.bucket: item.variant for item in each} for each in (records, earlier.buckets))
+    is_same = variants == earlier_variants
     try:
         values = dict(earlier.step_costs)
         return parse_step_costs(values) if is_same and values.pop(SOURCES) == _cost_sources() else None
@@ -220,10 +206,8 @@ def _cost_sources() -> str:
     It hashes bytes, so after an edited comment the costs are measured again, in less than a second. Syntax trees, as in
     cache keys (planning/keys.py), would avoid that, but parsing takes 7 to 50 ms in each start.
     """
-    package = Path(__file__).parents[1]
-    paths = ("engine/schedule/step_costs.py", "engine/warm/timing.py")
-    sources = {path: (package / path).read_bytes() for path in paths}
-    return combined_digest({name: hashlib.sha256(source).hexdigest() for name, source in sources.items()})
+    package, paths = Path(__file__).parents[1], ("engine/schedule/step_costs.py", "engine/warm/timing.py")
+    return combined_digest({path: hashlib.sha256((package / path).read_bytes()).hexdigest() for path in paths})
 
 
 def publish_manifest(start: Start, warmed: Warmed, used: UsedFiles) -> int | None:
@@ -246,7 +230,7 @@ def publish_manifest(start: Start, warmed: Warmed, used: UsedFiles) -> int | Non
         files = hash_used_files(staging, used_paths, earlier, is_first_start())
         if start.planned.recipe.require_signed and staging.bundle is not None:
             require_bundled(plan.key, files, staging.bundle)
-        publish(staging, _make_manifest(start, warmed, files, start.stages.seconds, workspace_bytes))
+        publish(staging, _make_manifest(start, warmed, files, workspace_bytes))
         remove_published_folders(staging)  # those of compile workers
     if is_first_start() and (warning := describe_uncompiled(import_timer.uncompiled)):
         log.warning("%s", warning)
@@ -254,38 +238,34 @@ def publish_manifest(start: Start, warmed: Warmed, used: UsedFiles) -> int | Non
 
 
 def _make_manifest(
-    start: Start,
-    warmed: Warmed,
-    files: tuple[FileRecord, ...],
-    stage_seconds: dict[str, float],
-    workspace_bytes: int | None,
+    start: Start, warmed: Warmed, files: tuple[FileRecord, ...], workspace_bytes: int | None
 ) -> Manifest:
     plan = start.plan
     longest_tuning = max(plan.tune_seconds, start.previous.tune_seconds)  # of trials that an untuned start keeps
-    return make_manifest(
-        replace(plan, tune_seconds=longest_tuning),
-        start.planned.environment,
-        start.origin,
-        stage_seconds,
-        warmed.records,
-        files,
-        workspace_bytes,
-        is_first_start(),
-        compilation_date(warmed.records, start.earlier),
-        {**asdict(warmed.costs), SOURCES: _cost_sources()},
+    return Manifest(
+        plan=asdict(replace(plan, tune_seconds=longest_tuning)),
+        environment=asdict(start.planned.environment),
+        origin=start.origin,
+        stage_seconds=start.stages.seconds,
+        buckets=tuple(warmed.records),
+        files=files,
+        workspace_bytes=workspace_bytes,
+        is_first_start=is_first_start(),
+        compiled_at=compilation_date(warmed.records, start.earlier),
+        step_costs={**asdict(warmed.costs), SOURCES: _cost_sources()},
     )
 
 
 def _would_change(start: Start, warmed: Warmed, used_paths: list[str], earlier: Manifest) -> bool:
     """Whether a new manifest would differ from the earlier one, except in seconds, memory and check results."""
     listed = {file.path for file in earlier.files}
-    variants = [(record.bucket, record.variant, record.outcome) for record in warmed.records]
-    if not listed.issuperset(used_paths) or variants != [
-        (record.bucket, record.variant, record.outcome) for record in earlier.buckets
-    ]:
+    outcomes, earlier_outcomes = (
+        [(item.bucket, item.variant, item.outcome) for item in records] for records in (warmed.records, earlier.buckets)
+    )
+    if outcomes != earlier_outcomes or not listed.issuperset(used_paths):
         return True
-    manifest = _make_manifest(start, warmed, earlier.files, earlier.stage_seconds, earlier.workspace_bytes)
-    manifest = replace(manifest, buckets=earlier.buckets)
+    manifest = _make_manifest(start, warmed, earlier.files, earlier.workspace_bytes)
+    manifest = replace(manifest, buckets=earlier.buckets, stage_seconds=earlier.stage_seconds)
     # Compared as JSON: the parsed `earlier` has lists where the new manifest has tuples.
     return json.dumps(asdict(manifest)) != json.dumps(asdict(earlier))
 

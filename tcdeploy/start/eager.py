@@ -2,13 +2,10 @@
 
 The model is loaded, and all buckets are switched to uncompiled steps without CUDA graphs. While the reference is
 computed, threads compile the Triton kernels of the smallest buckets, which are then checked against it. A *compile
-worker* (start/workers/process.py) fills the cache folder meanwhile, so no request waits for a compilation. The engine
-thread calls `advance` between steps: each call loads, captures and checks the programs of one bucket that the worker
-has finished, and they replace its eager steps. When all buckets have theirs, steps are timed, and the manifest is
-written as after any other start.
-
-The worker compiles a copy of the model with few layers (start/workers/parallel.py). A program that the copy does not
-have is compiled in the engine thread, with a warning.
+worker* (start/workers/process.py) fills the cache folder meanwhile. The engine thread calls `advance` between steps:
+each call loads, captures and checks the programs of one bucket that the worker has finished, and they replace its eager
+steps. When all buckets have theirs, steps are timed, and the manifest is written as after any other start. A program
+that the worker's copy of the model does not have is compiled in the engine thread, with a warning.
 
 Rejected: compiling in a thread of the server. Tracing holds the GIL, which would delay every token.
 """
@@ -19,7 +16,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Literal
 
-from tcdeploy.cache.staging.takeover import copy_finished_buckets
+from tcdeploy.cache.staging.restore import copy_finished_buckets
 from tcdeploy.engine.check.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.step.runner import ModelRunner
@@ -43,12 +40,6 @@ log = logging.getLogger("tcdeploy.start")
 def eager_check_buckets(plan: Plan) -> tuple[Bucket, Bucket]:
     """The smallest prefill and decode bucket, which an eager start checks before the server is ready."""
     return plan.prefill_buckets[0], plan.decode_buckets[0]
-
-
-def switch_to_eager_steps(runner: ModelRunner) -> None:
-    """Make every bucket run uncompiled from now on. Runs no step."""
-    for bucket in runner.plan.buckets:
-        runner.run_eagerly(bucket)
 
 
 def check_eager_steps(runner: ModelRunner, checker: ParityChecker) -> None:
@@ -82,8 +73,7 @@ class ProgramSwaps:
         self._names = frozenset(bucket.name for bucket in start.plan.buckets)
         self._records: dict[Bucket, BucketRecord] = {}
         self._failed: list[Bucket] = []
-        # Compilations in earlier calls of `advance`, and of the process before the present call. One tuple, because the
-        # event loop reads both.
+        # In earlier calls of `advance`, and of the process before the present one. The event loop reads both at once.
         self._compile_counts: tuple[int, int | None] = (0, None)
 
     @property
@@ -219,6 +209,6 @@ class ProgramSwaps:
 def _start_worker(source: ModelCode) -> CompileProcess:
     """Start compiling the plan's programs on a short copy of the model. Raises TcdeployError and OSError."""
     planned, plan = source.planned, source.planned.plan
-    copy = make_short_copy(source.runner.model, planned)
+    config = make_short_copy(source.runner.model, planned).config
     names = [bucket.name for bucket in warmup_order(plan)]
-    return CompileProcess(worker_recipe(planned, source.prompts), copy.config, plan.key, names)
+    return CompileProcess(worker_recipe(planned, source.prompts), config, plan.key, names)

@@ -28,13 +28,11 @@ from tcdeploy.cache.files.records import FileRecord
 from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.cache.folder.layout import GRAPHS_DIR, REFERENCES_DIR
 from tcdeploy.cache.folder.leases import acquire_lease
-from tcdeploy.cache.record import toolchain
 from tcdeploy.cache.record.manifest import Manifest, Origin
 from tcdeploy.cache.staging.activate import activate
 from tcdeploy.cache.staging.folder import StagingFolder
 from tcdeploy.cache.staging.recording import add_used_files_to_journal
-from tcdeploy.cache.staging.restore import restore_plan
-from tcdeploy.cache.staging.takeover import copy_finished_buckets
+from tcdeploy.cache.staging.restore import copy_finished_buckets, restore_plan
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.check.stored_reference import read_reference, reference_path, stores_references, write_reference
@@ -58,7 +56,7 @@ from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.aot import PackageExchange
 from tcdeploy.programs.stances import naming_refusal
 from tcdeploy.start.deployment import Deployment, Start, UsedFiles, Warmed, count_start, warm
-from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets, switch_to_eager_steps
+from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets
 from tcdeploy.start.planned import PlannedModel, StartRequest
 from tcdeploy.start.record.factors import start_factors
 from tcdeploy.start.record.recorder import StartRecorder
@@ -71,6 +69,7 @@ from tcdeploy.torch_compat.inductor.installation_hashes import start_hashing
 from tcdeploy.torch_compat.inductor.kernel_environment import set_kernel_variable
 from tcdeploy.torch_compat.inductor.precompiled_headers import use_precompiled_headers
 from tcdeploy.torch_compat.inductor.settings import disabling_settings
+from tcdeploy.torch_compat.triton.kernel import stop_recording_kernels
 from tcdeploy.torch_compat.triton.platform_key import patch_platform_key
 
 _import_stage.end()
@@ -78,17 +77,16 @@ log = logging.getLogger("tcdeploy.start")
 
 
 def start_from_code(request: StartRequest, early_weights: EarlyWeights | None = None) -> Deployment:
-    """A deployment whose model transformers has loaded.
-
-    `early_weights`: the weights of the model, which threads are reading (models/weights/early_weights.py). The caller
-    closes it. Raises TcdeployError.
-    """
+    """A deployment whose model transformers has loaded. The caller closes `early_weights`. Raises TcdeployError."""
     with ExitStack() as cleanup:
         return run_start(ModelCode(request, cleanup, early_weights), request)
 
 
 class ModelCode:
-    """The source of such a start (start/sequence.py)."""
+    """The source of such a start (start/sequence.py).
+
+    runner: the loaded model, from `load` on. checker: its reference, from `add_reference` on.
+    """
 
     runner: ModelRunner
     checker: ParityChecker
@@ -106,6 +104,7 @@ class ModelCode:
         return self.planned
 
     def open_cache(self) -> StagingFolder:
+        """Make torch use a staging folder of the plan's cache folder, and lease the plan."""
         plan = self.planned.plan
         _require_caches(plan)
         start_hashing()
@@ -116,27 +115,33 @@ class ModelCode:
         return False
 
     def load(self, earlier: Manifest | None) -> None:
+        """Make the runner. `earlier`: the manifest of the plan, whose files are in the staging folder; None if cold."""
         request, planned, staging = self._request, self.planned, self._staging
         self._earlier = earlier
         if earlier is None:
             _refuse_cold_start(planned.plan, staging)
         compiles_here = self._is_cold and not request.eager
-        _set_up_compiler(planned, staging, compiles_here)
+        if compiles_here:
+            staging.link_headers()
+        use_precompiled_headers(compiles_here, staging.headers_folder)
         self._workers = CompileWorkers(staging)
         if compiles_here and not staging.is_private_copy:
             early_bytes = self._early_weights.num_bytes if self._early_weights is not None else 0
-            workers = start_workers(planned, self.prompts, staging, early_bytes)
-            self._workers = self._cleanup.enter_context(workers)
-        self._recorder = self._cleanup.enter_context(StartRecorder(self._factors if self._may_add_files else None))
+            self._workers = start_workers(planned, self.prompts, staging, early_bytes)
+            self._cleanup.callback(self._workers.stop)
+        self._recorder = StartRecorder(self._factors if self._may_add_files else None)
+        self._cleanup.callback(stop_recording_kernels)
         with self._recorder.recording_sources():
             self.runner = load_runner(planned, self._early_weights)
         if request.eager:  # before kernels are precompiled: eager buckets need none for CUDA graphs
-            switch_to_eager_steps(self.runner)
+            for bucket in planned.plan.buckets:
+                self.runner.run_eagerly(bucket)
 
     def finish_loading(self, stages: StageTimer, tracker: FileAccessTracker) -> None:
         """Nothing is left: `load` waits for the weights."""
 
     def add_reference(self, tracker: FileAccessTracker) -> None:
+        """Make the checker: read the reference, or compute it."""
         planned, plan = self.planned, self.planned.plan
         with compiling_kernels_of(self.runner, self._buckets_to_precompile(), self.prompts, tracker):
             self._reference_path = self._find_reference_path()
@@ -150,10 +155,11 @@ class ModelCode:
 
     @cached_property
     def origin(self) -> Origin:
+        """What programs depend on besides the plan and the machine."""
         return origin_of(self.planned)
 
     def start_swaps(self, start: Start) -> ProgramSwaps | None:
-        """Check the eager steps that run until then."""
+        """For an eager start: check the eager steps, and return what warms the buckets while the engine runs."""
         if not self._request.eager:
             return None
         with start.stages.stage("check"):
@@ -197,6 +203,7 @@ class ModelCode:
 
     @property
     def weights_read(self) -> ReadTotal | None:
+        """By our reader threads."""
         return None if self._early_weights is None else self._early_weights.weights_read
 
     @property
@@ -243,11 +250,8 @@ class ModelCode:
 
 
 def _require_caches(plan: Plan) -> None:
-    """Raise UsageError if torch would neither find programs in the cache folder nor store them there.
-
-    Ahead-of-time packages are stored by tcdeploy.
-    """
-    settings = disabling_settings() if plan.programs == "jit" else []
+    """Raise UsageError if torch would neither find programs in the cache folder nor store them there."""
+    settings = disabling_settings() if plan.programs == "jit" else []  # tcdeploy itself stores packages
     if settings:
         raise UsageError(
             f"{settings[0]} switches torch's compile caches off, so each start would compile every program, and the "
@@ -261,15 +265,6 @@ def _refuse_cold_start(plan: Plan, staging: StagingFolder) -> None:
     if plan.programs == "aot" or not Path(staging.path, GRAPHS_DIR).is_dir():
         with naming_refusal(plan, warmup_order(plan)[0].name):
             compile_refusal.check("a program")
-
-
-def _set_up_compiler(planned: PlannedModel, staging: StagingFolder, compiles: bool) -> None:
-    """Make the compiler's headers available if this process compiles a cold start, and replay a recorded compiler."""
-    if compiles:
-        staging.link_headers()
-    use_precompiled_headers(compiles, staging.headers_folder)
-    if planned.cached_toolchain:
-        toolchain.install_compiler_stub(planned.cached_toolchain)
 
 
 def _activate(planned: PlannedModel, plan_key: str) -> StagingFolder:
@@ -291,7 +286,11 @@ def _check_prompts(planned: PlannedModel) -> CheckPrompts:
 
 def _package_exchange(staging: StagingFolder, plan_key: str) -> PackageExchange:
     """Exchanges packages through the journals of the staging folders."""
-    return PackageExchange(partial(copy_finished_buckets, staging), partial(staging.add_file_to_journal, plan_key))
+
+    def publish(path: Path) -> None:
+        staging.add_to_journal(plan_key, [path.relative_to(staging.path).as_posix()])
+
+    return PackageExchange(partial(copy_finished_buckets, staging), publish)
 
 
 def load_runner(planned: PlannedModel, early_weights: EarlyWeights | None = None) -> ModelRunner:

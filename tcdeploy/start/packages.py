@@ -1,9 +1,9 @@
 """A start from ahead-of-time packages, without the model's code and without torch's compiler.
 
-It needs a record that an earlier start has written (start/record/record.py, start/record/lookup.py). The weights are
-read from the checkpoint to where the programs expect them; on a GPU the programs are loaded and captured meanwhile.
-Then every bucket is compared with the stored reference before it serves, as in any other start. If something does not
-fit, `start_from_packages` returns None, and start/model_code.py starts with transformers; the reason is logged.
+It needs a record that an earlier start has written (start/record/record.py). The weights are read from the checkpoint
+to where the programs expect them; on a GPU the programs are loaded and captured meanwhile. Then every bucket is
+compared with the stored reference, as in any other start. If something does not fit, `start_from_packages` returns
+None, and start/model_code.py starts with transformers; the reason is logged.
 
 Our Triton kernels are launched from compiled code in the record (torch_compat/triton/stored_kernels.py). Triton is
 imported only for launches that are not in it.
@@ -144,13 +144,12 @@ class Packages:
         return self._found
 
     def open_cache(self) -> StagingFolder:
-        """The weights are read from here on. Meanwhile the plan's files are checked, which takes about 0.1 s."""
+        """Lease the plan. The weights are read from here on, while its files are checked, which takes about 0.1 s."""
         found = self._found
         plan, recipe, record = found.plan, found.recipe, found.record
         needs_triton = plan.device == "cuda" and not record.kernels
-        self._staging = activate(
-            plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir, uses_triton=needs_triton
-        )
+        num_buckets = len(plan.buckets)
+        self._staging = activate(plan.cache_dir, plan.key, num_buckets, recipe.trust_cache_dir, needs_triton)
         if needs_triton:
             from tcdeploy.torch_compat.triton.platform_key import patch_platform_key  # imports Triton
 
@@ -163,7 +162,7 @@ class Packages:
         return self._staging
 
     def is_deferred(self, file: FileRecord) -> bool:
-        """Stored kernels replace Triton's files, of which a plan has hundreds.
+        """Whether a file stays in the cache folder until it is needed: Triton's hundreds, which stored kernels replace.
 
         With `require_signed` a damaged one must end the start, so all are compared before it.
         """
@@ -177,7 +176,7 @@ class Packages:
         assert earlier is not None
         self._earlier = earlier
         if record.kernels:
-            _use_kernels(record, staging)
+            _use_kernels(found, staging)
         with _checkpoint_errors(plan):
             buffers = load_file(Path(staging.path, record.buffers))
             copy_stored(DescribedWeights(_weight_sources(record), buffers), weights)
@@ -221,14 +220,11 @@ class Packages:
     def files_to_list(self, start: Start, warmed: Warmed) -> UsedFiles:
         """The record's files, and those of Triton's cache: a launch that no stored kernel fits needs them."""
         found, staging = self._found, self._staging
-        triton_paths = [
-            file.path
-            for file in self._earlier.files
-            if _is_of_triton(file.path) and (file in staging.deferred or Path(staging.path, file.path).is_file())
-        ]
+        triton = [file for file in self._earlier.files if _is_of_triton(file.path)]
+        kept = [file.path for file in triton if file in staging.deferred or Path(staging.path, file.path).is_file()]
         # Launches through Triton may have changed its files. A private copy has no manifest yet.
         keeps_manifest = (not found.record.kernels or staging.deferred != ()) and not staging.is_private_copy
-        return UsedFiles([found.path, *found.record.files(), *triton_paths], keeps_manifest)
+        return UsedFiles([found.path, *found.record.files(), *kept], keeps_manifest)
 
     def _make_runner(self) -> ModelRunner:
         plan, record = self._found.plan, self._found.record
@@ -254,8 +250,7 @@ class Packages:
 def _check_files(found: FoundRecord, staging: StagingFolder, earlier: Manifest | None) -> None:
     """Raise DoesNotFit unless the files of the record are among the checked files of the plan."""
     paths = {file.path for file in earlier.files} if earlier is not None else set[str]()
-    record = found.record
-    for path in (found.path, *record.files()):
+    for path in (found.path, *found.record.files()):
         if path not in paths:
             raise DoesNotFit(f"{path} is not listed in the plan's manifest")
     if read_regular(Path(staging.path, found.path)) != found.content:
@@ -266,28 +261,24 @@ def _is_of_triton(path: str) -> bool:
     return path.startswith(f"{TRITON_DIR}/")
 
 
-def _use_kernels(record: StartRecord, staging: StagingFolder) -> None:
+def _use_kernels(found: FoundRecord, staging: StagingFolder) -> None:
     """Launch our Triton kernels without Triton. Raises DoesNotFit if their file cannot be read."""
     try:
-        kernels = StoredKernels(read_regular(Path(staging.path, record.kernels), MAX_KERNELS_BYTES).decode())
+        content = read_regular(Path(staging.path, found.record.kernels), MAX_KERNELS_BYTES)
+        kernels = StoredKernels(content.decode())
         use_stored_kernels(kernels, prepare_triton=lambda: _restore_triton_files(staging))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DoesNotFit(f"{record.kernels} cannot be read: {error}") from error
-    pdl.use_recorded_support(pdl.supported.name not in dict(record.missing_internals))
+        raise DoesNotFit(f"{found.record.kernels} cannot be read: {error}") from error
+    pdl.use_recorded_support(pdl.supported.name not in dict(found.environment.missing_internals))
 
 
 def _restore_triton_files(staging: StagingFolder) -> None:
-    """Copy the deferred files before Triton runs, for a launch that no stored kernel fits.
-
-    Triton compiles what is missing, so an error is only logged.
-    """
+    """Copy the deferred files, for a launch that no stored kernel fits. Triton compiles what is missing."""
     try:
-        damage = staging.fill_deferred()
+        if damage := staging.fill_deferred():
+            log.warning("Triton compiles kernels again: %s %s", damage[0].path, damage[0].reason)
     except TcdeployError as error:
         log.warning("Triton compiles its kernels again, because its files cannot be used: %s", error.message)
-    else:
-        if damage:
-            log.warning("Triton compiles kernels again: %s %s", damage[0].path, damage[0].reason)
 
 
 def _prepares_early(plan: Plan) -> bool:

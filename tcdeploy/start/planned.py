@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # `prepare` imports this module before its threads begin
     from transformers import PreTrainedConfig
 
     from tcdeploy.cache.record.provenance import SigningPolicy
-    from tcdeploy.cache.record.toolchain import Toolchain
     from tcdeploy.engine.generation_defaults import GenerationDefaults
     from tcdeploy.planning.architecture import Architecture
     from tcdeploy.planning.decision import Decision
@@ -60,6 +59,5 @@ class PlannedModel(Planned):
     config: PreTrainedConfig
     fake_model: nn.Module  # without weights (models/probe.py)
     model_decisions: tuple[Decision, ...]  # made while the model's files were read
-    cached_toolchain: Toolchain | None = None  # recorded C++ compiler to replay; None: use this machine's
     tokenizer: Any = None  # None: not loaded by `decide`
     findings: tuple[PlanFinding, ...] = ()  # of a dry run: what this machine lacks

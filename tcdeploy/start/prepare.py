@@ -1,10 +1,9 @@
 """`prepare`: from a recipe to a running deployment.
 
-With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone, without
-the model's code and torch's compiler (start/packages.py). Every other start needs the model's code
-(start/model_code.py). Both run start/sequence.py, and import torch first. Meanwhile threads create the CUDA context
-(host/cuda_context.py) and read the weights into the page cache (models/weights/read_ahead.py). In a start with the
-model's code on a GPU, threads then copy the weights to the GPU while that code is imported
+With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone
+(start/packages.py). Every other start needs the model's code (start/model_code.py). Both run start/sequence.py, and
+import torch first. Meanwhile threads create the CUDA context and read the weights into the page cache. In a start with
+the model's code on a GPU, threads then copy the weights to the GPU while that code is imported
 (models/weights/early_weights.py). Does not import torch.
 """
 
@@ -38,28 +37,21 @@ def prepare(
     eager: bool = False,
     needs_model: bool = False,
 ) -> Deployment:
-    """Turn a recipe into a warmed deployment.
+    """Turn a recipe into a warmed deployment. Raises TcdeployError.
 
-    `measure`: also time each bucket, uncompiled and compiled. Uncompiled steps need the model's code.
-
-    `trusted_keys`: folder of the public keys whose signatures on bundles are trusted; None: the default folder
-    (cache/trust/signing.py).
-
-    `needs_tokenizer`: load the tokenizer before the weights, so that a model without one fails before it is compiled.
-    Warming needs none.
-
-    `eager`: return a deployment with eager steps, which `Deployment.swaps` replaces by programs (start/eager.py). Call
-    it in the thread that then runs the engine.
-
-    `needs_model`: do not start from packages, because the caller uses the model's modules.
+    measure: also time each bucket, uncompiled and compiled. Uncompiled steps need the model's code.
+    trusted_keys: folder of the public keys whose signatures on bundles are trusted; None: the default folder.
+    needs_tokenizer: load the tokenizer before the weights, so that a model without one fails before it is compiled.
+    eager: return a deployment with eager steps, which `Deployment.swaps` replaces by programs (start/eager.py). Call
+        it in the thread that then runs the engine.
+    needs_model: do not start from packages, because the caller uses the model's modules.
 
     What this changes in the process: it sets the variables TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR,
-    TRITON_CACHE_MANAGER, TRITON_PTXAS_PATH and CUDA_MODULE_LOADING, and puts a folder in front of PATH if it replays a
-    recorded compiler; raises torch._dynamo's recompile limits; registers an attention function with transformers and an
-    audit hook with Python; and applies the patches of torch_compat/. A cold start may run compile workers as child
-    processes, which have ended when this returns, except with `eager`. The garbage collector is changed only if the
-    program has called `relax_gc_for_startup`: imported objects are then frozen. Signals and logging are not touched.
-    Raises TcdeployError.
+    TRITON_CACHE_MANAGER, TRITON_PTXAS_PATH and CUDA_MODULE_LOADING; raises torch._dynamo's recompile limits; registers
+    an attention function with transformers and an audit hook with Python; and applies the patches of torch_compat/. A
+    cold start may run compile workers as child processes, which have ended when this returns, except with `eager`. The
+    garbage collector is changed only if the program has called `relax_gc_for_startup`: imported objects are then
+    frozen. Signals and logging are not touched.
     """
     request = StartRequest(recipe, progress or NullProgress(), measure, trusted_keys, needs_tokenizer, eager)
     if eager:
@@ -82,10 +74,7 @@ def prepare(
 
 
 def _early_weights(recipe: Recipe, folder: Path | None) -> AbstractContextManager[EarlyWeights | None]:
-    """Import torch and start to read the weights to the GPU. A null context if they are not read early.
-
-    The import is timed here, because start/model_code.py would otherwise import torch.
-    """
+    """Import torch, timed, and start to read the weights to the GPU. A null context if they are not read early."""
     if folder is None or recipe.device == "cpu":
         return nullcontext()
     import_stage = ImportStage()

@@ -1,98 +1,34 @@
 """One start, from the decisions to the recorded plan: `run_start` reads from top to bottom.
 
 A cold start and a warm start take the same steps. What differs is where the model comes from: from its code
-(start/model_code.py), or from ahead-of-time packages alone (start/packages.py). Both are a `Source`. The seconds of
-each stage are written to the manifest. Does not import transformers.
+(start/model_code.py), or from ahead-of-time packages alone (start/packages.py). Both have a class, the *source*, whose
+methods `run_start` calls in the order in which they are defined, each within its stage. The seconds of each stage are
+written to the manifest. Does not import transformers.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tcdeploy.cache.files.records import FileRecord
 from tcdeploy.cache.files.usage import FileAccessTracker
-from tcdeploy.cache.record.manifest import Manifest, Origin
-from tcdeploy.cache.staging.folder import StagingFolder
 from tcdeploy.cache.staging.restore import restore_plan
-from tcdeploy.engine.check.parity_check import ParityChecker
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.host.stages import StageTimer, import_timer
-from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.programs.stances import refuse_compilation
-from tcdeploy.start.deployment import (
-    Deployment,
-    Start,
-    UsedFiles,
-    Warmed,
-    count_start,
-    previous_run,
-    publish_manifest,
-)
-from tcdeploy.start.planned import Planned, StartRequest
+from tcdeploy.start.deployment import Deployment, Start, count_start, previous_run, publish_manifest
+from tcdeploy.start.planned import StartRequest
 
-if TYPE_CHECKING:
-    from tcdeploy.start.eager import ProgramSwaps  # imports transformers
+if TYPE_CHECKING:  # they import this module
+    from tcdeploy.start.model_code import ModelCode
+    from tcdeploy.start.packages import Packages
 
 
-class Source(Protocol):
-    """Where a start gets the model. `run_start` calls the methods in this order, each within its stage.
+def run_start(source: ModelCode | Packages, request: StartRequest) -> Deployment:
+    """Turn a request into a deployment. Raises TcdeployError, and what the source raises.
 
-    A source ends its threads and processes by the ExitStack that it is made with.
-
-    runner: the loaded model, from `load` on. checker: its reference, from `add_reference` on. Only the source refers to
-        both before the engine does, so that it can load the model again.
+    Only the source refers to its `runner` and `checker` before the engine does, so that it can load the model again.
     """
-
-    runner: ModelRunner
-    checker: ParityChecker
-
-    def decide(self) -> Planned:
-        """Decide everything before anything is loaded. Raises ModelError with all reasons against the model."""
-
-    def open_cache(self) -> StagingFolder:
-        """Make torch use a staging folder of the plan's cache folder, and lease the plan.
-
-        What can overlap with the check of the plan's files, such as reading the weights, begins here.
-        """
-
-    def is_deferred(self, file: FileRecord) -> bool:
-        """Whether this file of the plan stays in the cache folder until it is needed."""
-
-    def load(self, earlier: Manifest | None) -> None:
-        """Make the runner. `earlier`: the manifest of the plan, whose files are in the staging folder; None if cold."""
-
-    def finish_loading(self, stages: StageTimer, tracker: FileAccessTracker) -> None:
-        """Wait for the weights if `load` has not. In stages of its own."""
-
-    def add_reference(self, tracker: FileAccessTracker) -> None:
-        """Make the checker: read the reference, or compute it."""
-
-    @property
-    def origin(self) -> Origin:
-        """What programs depend on besides the plan and the machine."""
-
-    def start_swaps(self, start: Start) -> ProgramSwaps | None:
-        """For an eager start: what warms the buckets while the engine runs. None: they are warmed now."""
-
-    def warm(self, start: Start) -> Warmed:
-        """Warm and check all buckets, in the stage `compile`."""
-
-    def files_to_list(self, start: Start, warmed: Warmed) -> UsedFiles:
-        """Write what a later start needs besides the programs, and return the files that the manifest lists for it."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """None if it was not needed."""
-
-    @property
-    def weights_read(self) -> ReadTotal | None:
-        """By our reader threads."""
-
-
-def run_start(source: Source, request: StartRequest) -> Deployment:
-    """Turn a request into a deployment. Raises TcdeployError, and what the source raises."""
     recipe, stages = request.recipe, StageTimer(request.progress)
     with ExitStack() as refusal:
         with stages.stage("decide"):
@@ -115,30 +51,17 @@ def run_start(source: Source, request: StartRequest) -> Deployment:
             request=request, planned=planned, origin=source.origin, staging=staging, earlier=earlier,
             previous=previous_run(source.origin, earlier), tracker=tracker, stages=stages,
         )  # fmt: skip
-        swaps = source.start_swaps(start)
-        if swaps is not None:
-            return _make_deployment(start, source, Engine(source.runner), swaps=swaps)
-        warmed = source.warm(start)
-        with stages.stage("record"):
-            workspace_bytes = publish_manifest(start, warmed, source.files_to_list(start, warmed))
-        return _make_deployment(
-            start, source, Engine(source.runner, warmed.costs), records=tuple(warmed.records),
-            workspace_bytes=workspace_bytes, is_recorded=not warmed.uncached_buckets,
+        swaps, costs, results = source.start_swaps(start), None, dict[str, Any]()
+        if swaps is None:
+            warmed = source.warm(start)
+            with stages.stage("record"):
+                results["workspace_bytes"] = publish_manifest(start, warmed, source.files_to_list(start, warmed))
+            results |= {"records": tuple(warmed.records), "is_recorded": not warmed.uncached_buckets}
+            costs = warmed.costs
+        seconds = dict(stages.seconds)  # an eager start adds the seconds of its swaps to the original
+        return Deployment(
+            plan=plan, architecture=planned.architecture, generation_defaults=planned.generation_defaults,
+            engine=Engine(source.runner, costs), stage_seconds=seconds, import_seconds=import_timer.sorted_seconds(),
+            cache_dir=staging.target, weights_read=source.weights_read, loaded_tokenizer=source.tokenizer, swaps=swaps,
+            **results,
         )  # fmt: skip
-
-
-def _make_deployment(start: Start, source: Source, engine: Engine, **results: Any) -> Deployment:
-    """`results`: the fields of Deployment that differ between a start that has warmed the buckets and an eager one."""
-    planned = start.planned
-    return Deployment(
-        plan=planned.plan,
-        architecture=planned.architecture,
-        generation_defaults=planned.generation_defaults,
-        engine=engine,
-        stage_seconds=dict(start.stages.seconds),  # an eager start adds the seconds of its swaps to the original
-        import_seconds=import_timer.sorted_seconds(),
-        cache_dir=start.staging.target,
-        weights_read=source.weights_read,
-        loaded_tokenizer=source.tokenizer,
-        **results,
-    )

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tcdeploy.cache.files.records import hash_files
 from tcdeploy.cache.folder.layout import manifest_path
-from tcdeploy.cache.record.manifest import Manifest, make_manifest, make_origin, write_manifest
+from tcdeploy.cache.record.manifest import Manifest, Origin, write_manifest
 from tcdeploy.planning.bucket_record import BucketRecord, GreedyTokens, Parity
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.planning.plan import make_plan
@@ -80,11 +80,12 @@ def manifest_for(
     environment = as_installed()
     plan = make_plan(recipe, environment, LLAMA_8B)
     config = {"model_type": "llama", "hidden_size": 4096}
-    origin = make_origin(
-        recipe, config, {"kernels/linear/ops.py": "5" * 64}, {"epilogue_fusion": "True"}, {"model": "6" * 64}
+    origin = Origin(
+        asdict(recipe), config, {"kernels/linear/ops.py": "5" * 64}, {"epilogue_fusion": "True"}, {"model": "6" * 64}
     )
-    buckets = [record_of(f"prefill:{bucket}", outcome), record_of("decode:1")]
-    manifest = make_manifest(plan, environment, origin, {"compile": 1.0}, buckets, hash_files(folder, files), 1 << 20)
+    buckets = (record_of(f"prefill:{bucket}", outcome), record_of("decode:1"))
+    hashed = hash_files(folder, files)
+    manifest = Manifest(asdict(plan), asdict(environment), origin, {"compile": 1.0}, buckets, hashed, 1 << 20)
     return replace(manifest, **differences)
 
 

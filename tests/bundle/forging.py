@@ -16,8 +16,7 @@ import zstandard
 from tcdeploy.cache.files.records import FileRecord
 from tcdeploy.cache.record.bundle_header import Header, Payload, header_bytes, make_portable
 from tcdeploy.cache.record.manifest import Manifest
-from tcdeploy.cache.trust.signed_header import signed_header_bytes
-from tcdeploy.cache.trust.signing import sign
+from tcdeploy.cache.trust.signing import sign, signed_header_bytes
 
 
 def record(path: str, content: bytes) -> FileRecord:

@@ -18,7 +18,7 @@ from tcdeploy.bundle.container import read_files
 from tcdeploy.cache.files.records import FileRecord
 from tcdeploy.cache.record import bundle_header
 from tcdeploy.cache.record.bundle_header import check_files, make_portable, parse_header
-from tcdeploy.cache.trust.signed_header import Signature, SignedHeader, read_signed_header, signed_header_bytes
+from tcdeploy.cache.trust.signing import Signature, SignedHeader, read_signed_header, signed_header_bytes
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Packed
 from tests.bundle.fake_caches import KINDS

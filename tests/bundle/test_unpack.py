@@ -30,13 +30,17 @@ from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
 from tcdeploy.bundle.why import version_differences
 from tcdeploy.cache.files.records import FileRecord, find_damage
-from tcdeploy.cache.record.bundle_header import REQUIRED_PLAN_FIELDS
-from tcdeploy.cache.record.manifest import SCHEMA_VERSION, Manifest, read_manifests, write_manifest
+from tcdeploy.cache.record.manifest import (
+    REQUIRED_PLAN_FIELDS,
+    SCHEMA_VERSION,
+    Manifest,
+    read_manifests,
+    write_manifest,
+)
 from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust import signing
-from tcdeploy.cache.trust.signed_header import Signature, read_signed_header, signed_header_bytes
-from tcdeploy.cache.trust.signing import generate_key
+from tcdeploy.cache.trust.signing import Signature, generate_key, read_signed_header, signed_header_bytes
 from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, TrustError
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.remote.transfer import push

@@ -28,8 +28,7 @@ from tcdeploy.cache.record.manifest import write_manifest
 from tcdeploy.cache.record.unlisted import discard_if_damaged
 from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
-from tcdeploy.cache.trust.signed_header import read_signed_header
-from tcdeploy.cache.trust.signing import generate_key, trust
+from tcdeploy.cache.trust.signing import generate_key, read_signed_header, trust
 from tcdeploy.cli import cache_bundle
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed

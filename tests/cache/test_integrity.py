@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[[str], bool]] = {
     "generated code": lambda name: name.endswith(".py"),
     "fxgraph entry": lambda name: name.startswith("fxgraph/"),
     "aotautograd entry": lambda name: name.startswith("aotautograd/"),
-    "compiler's output": lambda name: name.startswith("toolchain/"),
+    "C++ source": lambda name: name.endswith(".cpp"),
 }
 
 

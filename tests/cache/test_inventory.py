@@ -136,7 +136,7 @@ def test_usage_is_listed_by_kind_with_the_largest_first(three: tuple[Path, list[
     ("path", "kind"),
     [
         ("fxgraph/ab/x/y", "Inductor's graphs"), ("aotautograd/x/y", "AOTAutograd's graphs"),
-        ("triton/x/k.so", "Triton's kernels"), ("toolchain/x", "toolchain"), ("6n/x.so", "compiled C++"),
+        ("triton/x/k.so", "Triton's kernels"), ("6n/x.so", "compiled C++"),
         ("6n/x.main.cpp", "C++ sources"), ("6n/x.py", "generated Python"), ("6n/x.best_config", "autotune winners"),
         ("6n/x", "other"),
     ],

@@ -27,8 +27,6 @@ from tcdeploy.cache.record.manifest import (
     Manifest,
     Origin,
     diff_sources,
-    make_manifest,
-    make_origin,
     manifest_text,
     no_plan_error,
     read_manifest,
@@ -69,8 +67,8 @@ RECORD = BucketRecord(
 WARM = replace(RECORD, bucket="decode:1", outcome="hit", compile_seconds=0.5, cold_seconds=None, compiled_ms=5.5)
 RECIPE = make_recipe(context=4096)
 PLAN = make_plan(RECIPE, H100, LLAMA_8B)
-ORIGIN = make_origin(
-    RECIPE,
+ORIGIN = Origin(
+    asdict(RECIPE),
     {"model_type": "llama", "rope_theta": 500000.0},
     {"kernels/linear/ops.py": hashlib.sha256(b"sources").hexdigest()},
     {"epilogue_fusion": "True"},
@@ -80,7 +78,9 @@ FILES = (
     FileRecord("fxgraph/ab/fabc/def", 1234, hashlib.sha256(b"one").hexdigest()),
     FileRecord("xy/cxyz.main.so", 15_000, hashlib.sha256(b"two").hexdigest()),
 )
-MANIFEST = make_manifest(PLAN, H100, ORIGIN, {"import": 3.0, "compile": 14.0}, [RECORD, WARM], FILES, 1 << 30)
+MANIFEST = Manifest(
+    asdict(PLAN), asdict(H100), ORIGIN, {"import": 3.0, "compile": 14.0}, (RECORD, WARM), FILES, 1 << 30
+)
 
 
 @pytest.fixture

@@ -34,7 +34,6 @@ ALLOWED = {
     ("cache.trust.signing", "open"): "a new secret key, opened with O_EXCL",
     ("cache.trust.signing", "write_bytes"): "a new public key beside it, in a folder that the user names",
     ("cache.staging.folder", "open"): "the lock of a new staging folder, opened with O_EXCL",
-    ("cache.record.toolchain", "write_text"): "the compiler's stub, in a temporary folder",
     ("cli.cache_bundle", "copytree"): "copies with `copy_regular`",
     ("start.workers.process", "write_text"): "config.json for a worker, in a temporary folder",
     ("start.workers.process", "open"): "a pipe",

@@ -21,7 +21,7 @@ from tcdeploy.cache.record.provenance import SigningPolicy, has_bundle_changed, 
 from tcdeploy.cache.record.unlisted import discard_if_damaged
 from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
-from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
+from tcdeploy.cache.trust.signing import read_signed_header, signed_header_bytes
 from tcdeploy.errors import IntegrityError, TrustError
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import KINDS, key_of, make_small, manifest_for, path_of

@@ -15,11 +15,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tcdeploy.bundle.pack import add_signature, pack
 from tcdeploy.bundle.verify import verify_bundle
-from tcdeploy.cache.trust.signed_header import SignedHeader, read_signed_header
 from tcdeploy.cache.trust.signing import (
+    SignedHeader,
     default_trusted_keys_folder,
     fingerprint,
     generate_key,
+    read_signed_header,
     sign,
     trust,
     verify_signature,

@@ -24,11 +24,11 @@ from tcdeploy.cache.folder.layout import HEADERS_DIR
 from tcdeploy.cache.folder.leases import acquire_lease, is_leased
 from tcdeploy.cache.inventory import collect_garbage
 from tcdeploy.cache.staging import folder as staging_module
-from tcdeploy.cache.staging import journal, takeover
+from tcdeploy.cache.staging import journal, restore
 from tcdeploy.cache.staging.folder import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
 from tcdeploy.cache.staging.journal import JOURNAL, LOCK, FinishedBucket, abandoned_folders, read_journal
 from tcdeploy.cache.staging.recording import hash_used_files, record_finished_bucket
-from tcdeploy.cache.staging.takeover import copy_finished_buckets, take_over_finished_buckets
+from tcdeploy.cache.staging.restore import copy_finished_buckets, take_over_finished_buckets
 from tcdeploy.cache.trust.ownership import check_ownership
 from tcdeploy.host.temporary_files import HOST
 
@@ -120,7 +120,7 @@ def test_a_folder_that_disappears_while_its_files_are_copied_is_skipped(
             shutil.rmtree(folder)
         return buckets
 
-    monkeypatch.setattr(takeover, "read_journal", read_and_remove)
+    monkeypatch.setattr(restore, "read_journal", read_and_remove)
     copy_finished_buckets(running)
     assert paths_in(running.path) == {SECOND}
     assert not Path(gone.path).exists()

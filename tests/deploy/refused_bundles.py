@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.cache.record.manifest import read_manifests
-from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
-from tcdeploy.cache.trust.signing import generate_key, sign
+from tcdeploy.cache.trust.signing import generate_key, read_signed_header, sign, signed_header_bytes
 from tcdeploy.planning.environment import parse_environment
 from tcdeploy.remote.address import parse_bundle_name
 from tcdeploy.remote.transfer import push

@@ -40,17 +40,10 @@ def test_sources_of_another_version_of_this_package_differ(manifest: Manifest) -
     assert difference.name == "tcdeploy/kernels/linear/ops.py"
 
 
-def test_a_recorded_compiler_need_not_be_installed(manifest: Manifest) -> None:
-    without = replace(parse_environment(manifest.environment), compiler="")
-    assert names(manifest, without) == []
-    files = tuple(file for file in manifest.files if not file.path.startswith("toolchain/"))
-    assert names(replace(manifest, files=files), without) == ["compiler"]
-
-
-def test_packages_need_no_transformers(manifest: Manifest) -> None:
+def test_packages_need_neither_transformers_nor_a_compiler(manifest: Manifest) -> None:
     here = parse_environment(manifest.environment)
-    without = replace(here, transformers="")
-    assert names(manifest, without) == ["transformers"]
+    without = replace(here, transformers="", compiler="")
+    assert names(manifest, without) == ["transformers", "compiler"]
     with_packages = replace(manifest, plan={**manifest.plan, "programs": "aot"})
     assert names(with_packages, without) == []
     assert names(with_packages, replace(here, transformers="5.17.0")) == ["transformers"]

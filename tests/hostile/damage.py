@@ -31,8 +31,7 @@ from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manife
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
-from tcdeploy.cache.trust.signed_header import read_signed_header, signed_header_bytes
-from tcdeploy.cache.trust.signing import generate_key, sign, trust
+from tcdeploy.cache.trust.signing import generate_key, read_signed_header, sign, signed_header_bytes, trust
 from tcdeploy.errors import IntegrityError, TrustError
 from tests.bundle.fake_caches import key_of, make_small, manifest_for, path_of
 

@@ -38,15 +38,11 @@ from tcdeploy.cache.folder.layout import manifest_path, stored_header_path
 from tcdeploy.cache.folder.leases import is_leased, shared_folder_lock
 from tcdeploy.cache.inventory import collect_garbage, list_plans, usage_by_kind
 from tcdeploy.cache.record import manifest as manifests
-from tcdeploy.cache.record.compatibility import environment_mismatch
-from tcdeploy.cache.record.listed_files import ListedFile
 from tcdeploy.cache.record.manifest import Manifest, read_manifest, write_manifest
-from tcdeploy.cache.record.provenance import SigningPolicy
-from tcdeploy.cache.record.toolchain import load_toolchains
+from tcdeploy.cache.record.provenance import ListedFile, SigningPolicy
 from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
-from tcdeploy.cache.trust.signed_header import signed_header_bytes
-from tcdeploy.cache.trust.signing import generate_key, sign, trust
+from tcdeploy.cache.trust.signing import generate_key, sign, signed_header_bytes, trust
 from tcdeploy.doctor import cache_folder as doctor
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.errors import TcdeployError
@@ -54,7 +50,7 @@ from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.plan import make_plan
 from tcdeploy.server.observe.missed_shapes import MissedShapes, read_missed_shapes
 from tcdeploy.start.record.factors import StartFactors
-from tcdeploy.start.record.lookup import DoesNotFit, _factor_mismatch, _parse, _plan
+from tcdeploy.start.record.lookup import DoesNotFit, _factor_mismatch, _parse, _plan, environment_mismatch
 from tcdeploy.start.record.record import WITHOUT_TOKENIZER, StartRecord, find_records, to_json
 from tests.bundle.fake_caches import as_installed, key_of, make_small
 from tests.bundle.forging import sealed
@@ -92,8 +88,6 @@ class Target:
         source = root / "source"
         manifest = make_small(source, seed=3)
         self.key = key_of(manifest)
-        toolchain = {query: ["g++ 12", ""] for query in ("--version", "-dumpmachine")}
-        (source / "toolchain" / "answers.json").write_text(json.dumps(toolchain))
         self.record = f"aot/start-{FACTORS.key}-{'0' * 16}.json"
         (source / "aot").mkdir()
         (source / self.record).write_text(to_json(start_record(self.key)))
@@ -126,12 +120,12 @@ def start_record(key: str) -> StartRecord:
     decisions = (Decision("sampling defaults", "none", "the model has none"),)
     return StartRecord(
         factors=FACTORS, plan_key=key, package_folder="aot/x", reference="references/x.safetensors",
-        buffers="aot/x.safetensors", kernels="", transformers="5.23.0", compiler="g++", triton="", install_paths="",
-        sources={"models/llama/modeling_llama.py": "0" * 64}, variables={}, missing_internals=(),
+        buffers="aot/x.safetensors", kernels="",
+        sources={"models/llama/modeling_llama.py": "0" * 64}, variables={},
         architecture=LLAMA_8B, config={"model_type": "llama"}, defaults={WITHOUT_TOKENIZER: GenerationDefaults()},
         decisions={WITHOUT_TOKENIZER: decisions}, supports_logits_to_keep=True,
         weights={"lm_head.weight": ["float32", [2, 2], ["tensor", "lm_head.weight"]]}, tokenizer=None,
-        tokenizer_problem="", torch_settings="",
+        tokenizer_problem="",
     )  # fmt: skip
 
 
@@ -149,7 +143,6 @@ def commands(folder: Path, target: Target) -> dict[str, Callable[[], object]]:
         "start from packages": lambda: find_start(folder, target),
         "server": lambda: miss_shape(folder),
         "warm --from": lambda: read_missed_shapes(str(folder / "missed_shapes.jsonl")),
-        "toolchain": lambda: load_toolchains(folder),
         "verify": lambda: verify_folder(folder, target.policy.trusted_keys),
         "ls": lambda: (list_plans(folder), usage_by_kind(folder)),
         "why": lambda: predict(folder),
@@ -199,7 +192,7 @@ def use_record(listed: ListedFile) -> None:
 def predict(folder: Path) -> None:
     environment = as_installed()
     plan = make_plan(RECIPE, environment, LLAMA_8B)
-    origin = manifests.make_origin(RECIPE, {"model_type": "llama"}, {}, {}, {})
+    origin = manifests.Origin(asdict(RECIPE), {"model_type": "llama"}, {}, {}, {})
     for manifest in manifests.read_manifests(folder).values():
         forecast(manifest, plan, environment, origin)
 
@@ -326,7 +319,7 @@ def edit_document(folder: Path, kind: str, target: Target, source: random.Random
         path.write_bytes(signed_header_bytes(changed, signatures) if is_consistent else new_frames(path, source))
     else:
         path.write_bytes(new_content(path.read_bytes(), source))
-        if kind in ("record", "toolchain") and is_consistent:
+        if kind == "record" and is_consistent:
             list_again(folder, target)
 
 
@@ -335,7 +328,6 @@ def document_paths(target: Target) -> dict[str, str]:
         "manifest": f"manifests/{target.key}.json",
         "header": f"bundles/{target.key}.head",
         "record": target.record,
-        "toolchain": "toolchain/answers.json",
         "journal": ".start-killed/finished.jsonl",
         "header records": "precompiled_headers/x.h.gch.json",
         "missed shapes": "missed_shapes.jsonl",
@@ -354,7 +346,7 @@ def edited_manifest(content: bytes, source: random.Random, is_consistent: bool) 
 
 
 def read_header(path: Path) -> bytes:
-    from tcdeploy.cache.trust.signed_header import read_signed_header
+    from tcdeploy.cache.trust.signing import read_signed_header
 
     with open(path, "rb") as file:
         return read_signed_header(file, str(path)).header

@@ -57,7 +57,7 @@ def publish_headers(staging: Path, root: Path) -> None:
                 (target.parent / path.name).unlink(missing_ok=True)
                 sync(path)
             if _link(files, compiled.parent, target.parent):
-                _write_records(target, files)
+                write_durably(_record_path(target), json.dumps([asdict(file) for file in files]).encode())
 
 
 def _link(files: tuple[FileRecord, ...], source: Path, target: Path) -> bool:
@@ -74,10 +74,6 @@ def _link(files: tuple[FileRecord, ...], source: Path, target: Path) -> bool:
 
 def _record_path(compiled: Path) -> Path:
     return compiled.with_name(f"{compiled.name}.json")
-
-
-def _write_records(compiled: Path, files: tuple[FileRecord, ...]) -> None:
-    write_durably(_record_path(compiled), json.dumps([asdict(file) for file in files]).encode())
 
 
 def _read_records(compiled: Path) -> tuple[FileRecord, ...] | None:

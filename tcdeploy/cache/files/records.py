@@ -60,9 +60,7 @@ def is_plain_record(file: FileRecord) -> bool:
         return False
     parts = path.split("/")
     is_plain = all(part not in ("", ".", "..") and len(part) < 256 for part in parts)
-    is_printable = not any(
-        ord(char) < 32 or ord(char) == 127 or char == "\\" or 0xD800 <= ord(char) < 0xE000 for char in path
-    )
+    is_printable = re.search(r"[\x00-\x1f\x7f\\\ud800-\udfff]", path) is None
     is_sha256 = isinstance(file.sha256, str) and re.fullmatch("[0-9a-f]{64}", file.sha256) is not None
     return is_plain and is_printable and len(path) < 1024 and file.bytes >= 0 and is_sha256
 
@@ -104,32 +102,29 @@ def path_to_publish(folder: str | Path, file: FileRecord, others: Iterable[FileR
 
 def hash_files(folder: str | Path, paths: Iterable[str]) -> tuple[FileRecord, ...]:
     """The records of these files, sorted by path. Raises OSError if one cannot be read."""
+
+    def hash_file(path: str) -> FileRecord:
+        with open_regular(Path(folder, path)) as file:
+            digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # IO lacks `readinto`
+            return FileRecord(path, os.fstat(file.fileno()).st_size, digest.hexdigest())
+
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        return tuple(pool.map(lambda path: _hash_file(Path(folder), path), sorted(paths)))
+        return tuple(pool.map(hash_file, sorted(paths)))
 
 
 def find_damage(folder: str | Path, files: Iterable[FileRecord]) -> list[DamagedFile]:
     """The files that are missing or differ from their records, in the order of `files`."""
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        results = pool.map(lambda file: _check_file(Path(folder), file), files)
-        return [damage for damage in results if damage is not None]
+    return [damage for _, damage in _check_files(Path(folder), files) if damage is not None]
 
 
 def intact_files(folder: str | Path, files: Iterable[FileRecord]) -> set[FileRecord]:
     """The files whose content matches their records."""
-    files = list(files)
+    return {file for file, damage in _check_files(Path(folder), files) if damage is None}
+
+
+def _check_files(folder: Path, files: Iterable[FileRecord]) -> list[tuple[FileRecord, DamagedFile | None]]:
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        results = pool.map(lambda file: _check_file(Path(folder), file), files)
-        return {file for file, damage in zip(files, results, strict=True) if damage is None}
-
-
-def _hash_file(folder: Path, path: str) -> FileRecord:
-    file = folder / path
-    return FileRecord(path, file.stat().st_size, sha256_of(file))
-
-
-def _check_file(folder: Path, file: FileRecord) -> DamagedFile | None:
-    return read_checked(folder, file, lambda chunk: None)
+        return list(pool.map(lambda file: (file, read_checked(folder, file, lambda chunk: None)), files))
 
 
 def read_checked(folder: Path, file: FileRecord, write: Callable[[bytes], object]) -> DamagedFile | None:
@@ -162,12 +157,3 @@ def read_checked(folder: Path, file: FileRecord, write: Callable[[bytes], object
     if digest.hexdigest() != file.sha256:
         return DamagedFile(file.path, "does not match its recorded sha256")
     return None
-
-
-def sha256_of(path: Path) -> str:
-    """In hex. Raises OSError."""
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -81,17 +81,12 @@ def _audit_hook(event: str, args: tuple[object, ...]) -> None:
     """Called by Python for every audited event of the process: one comparison while no tracker is active."""
     if _active_tracker is None:
         return
-    if event == "open":
+    if event in ("open", "ctypes.dlopen", "os.listdir"):  # torch only lists a kernel's folder before C++ code loads it
         _active_tracker.add(args[0])
-    elif event in ("import", "os.rename") and len(args) > 1:
+    elif event in ("import", "os.rename", "subprocess.Popen") and len(args) > 1:
         _active_tracker.add(args[1])  # import: the file of an extension module; rename: the target
-    elif event == "ctypes.dlopen":
-        _active_tracker.add(args[0])
-    elif event == "os.listdir":
-        _active_tracker.add(args[0])  # torch only lists a kernel's folder before C++ code loads from it
-    elif event == "subprocess.Popen":
-        _active_tracker.add(args[1])
-        _count_outputs(args[1], _active_tracker.folder)
+        if event == "subprocess.Popen":
+            _count_outputs(args[1], _active_tracker.folder)
 
 
 def _count_outputs(command: object, folder: str) -> None:

@@ -1,13 +1,15 @@
-"""Creates a cache folder, and checks that no other user can change it. Does not import torch."""
+"""Creates and checks a cache folder, and translates the OSErrors of writing to it. Does not import torch."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
 from tcdeploy.cache.folder.layout import AOT_DIR, BUNDLES_DIR, HEADER_SUFFIX, MANIFESTS_DIR, OWN_NAMES
-from tcdeploy.cache.folder.os_errors import translate_os_errors
 from tcdeploy.cache.trust.ownership import check_contents, check_no_links, check_ownership, make_private_folder
+from tcdeploy.errors import SpaceError, TcdeployError
 
 
 def create_folder(root: str | Path, is_trusted: bool = False) -> None:
@@ -39,3 +41,22 @@ def _documents(root: str | Path) -> Iterator[str]:
     """The files that a start parses before it copies its plan, relative to the folder."""
     for pattern in (f"{MANIFESTS_DIR}/*.json", f"{BUNDLES_DIR}/*{HEADER_SUFFIX}", f"{AOT_DIR}/start-*.json"):
         yield from (path.relative_to(root).as_posix() for path in Path(root).glob(pattern))
+
+
+def folder_error(root: str, error: OSError) -> TcdeployError:
+    """The error to raise for an OSError of writing to the cache folder `root`."""
+    hint = "choose a writable folder: --cache-dir DIR, or TCDEPLOY_CACHE_DIR=DIR"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SpaceError(f"the disk of the cache folder {root} is full", "free space, or choose another --cache-dir")
+    if error.errno == errno.EROFS:
+        return TcdeployError(f"the cache folder {root} is on a read-only file system", hint)
+    return TcdeployError(f"the cache folder {root} cannot be written: {error.strerror}", hint)
+
+
+@contextlib.contextmanager
+def translate_os_errors(root: str) -> Iterator[None]:
+    """Raise `folder_error` for an OSError that is raised in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise folder_error(root, error) from error

@@ -4,7 +4,6 @@ ROOT/                      files of torch: graphs, generated code, .so files, au
 ROOT/triton/               files of Triton
 ROOT/aot/                  ahead-of-time packages and start records
 ROOT/references/           logits that buckets are compared with
-ROOT/toolchain/            recorded output of the C++ compiler (record/toolchain.py)
 ROOT/conflicts/            files whose path another plan uses for different content (files/records.py)
 ROOT/manifests/            one JSON file per plan (record/manifest.py)
 ROOT/bundles/              headers and signatures of unpacked bundles (record/provenance.py)
@@ -18,14 +17,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TRITON_DIR, TOOLCHAIN_DIR = "triton", "toolchain"
+TRITON_DIR = "triton"
 CONFLICTS_DIR = "conflicts"  # the files in it are named by their sha256
 AOT_DIR = "aot"  # ahead-of-time packages (programs/packages.py) and start records (start/record/record.py)
 AUTOTUNE_DIR = "cache"  # torch's timings of the choices of max-autotune, in one file per kind of machine
 REFERENCES_DIR = "references"  # engine/check/stored_reference.py
 GRAPHS_DIR = "fxgraph"
-# What plans list. Beside these, torch makes folders named by the first two characters of a source file's hash.
-CACHE_DIRS = (GRAPHS_DIR, "aotautograd", AOT_DIR, AUTOTUNE_DIR, TRITON_DIR, TOOLCHAIN_DIR, REFERENCES_DIR)
+# What plans list. Beside these, torch makes folders named by the first two characters of a source file's hash. An
+# earlier version recorded the C++ compiler in "toolchain".
+CACHE_DIRS = (GRAPHS_DIR, "aotautograd", AOT_DIR, AUTOTUNE_DIR, TRITON_DIR, "toolchain", REFERENCES_DIR)
 MANIFESTS_DIR = "manifests"
 BUNDLES_DIR, HEADER_SUFFIX = "bundles", ".head"
 LEASES_DIR, LOCK_FILE = "leases", ".lock"

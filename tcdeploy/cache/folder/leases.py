@@ -19,8 +19,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
+from tcdeploy.cache.folder.access import folder_error
 from tcdeploy.cache.folder.layout import LEASES_DIR, LOCK_FILE
-from tcdeploy.cache.folder.os_errors import folder_error
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.regular_file import open_regular
 
@@ -36,9 +36,7 @@ def acquire_lease(folder: str, plan_key: str) -> None:
     with folder_lock(folder):
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            file = open_regular(
-                path, creates=True, permissions=0o644
-            )  # opened for reading, because another user may own it
+            file = open_regular(path, creates=True, permissions=0o644)  # for reading: another user may own it
         except OSError as error:
             raise folder_error(folder, error) from error
         _leases[path] = file
@@ -63,10 +61,7 @@ def is_leased(folder: str | Path, plan_key: str) -> bool:
 
 @contextmanager
 def folder_lock(folder: str | Path) -> Iterator[None]:
-    """Hold the exclusive lock for adding files to the folder or removing them.
-
-    Raises TcdeployError after LOCK_TIMEOUT_S, and if the folder is not writable.
-    """
+    """Hold the lock for adding or removing files. Raises TcdeployError: after LOCK_TIMEOUT_S, or if not writable."""
     try:
         file = open_regular(Path(folder) / LOCK_FILE, "ab", permissions=0o600)
     except OSError as error:

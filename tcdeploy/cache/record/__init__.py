@@ -1,1 +1,1 @@
-"""What a cache folder or a bundle says about each plan: its manifest and files, their origin, and the compiler."""
+"""What a cache folder or a bundle says about each plan: its manifest and files, and their origin."""

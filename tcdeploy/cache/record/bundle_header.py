@@ -17,8 +17,7 @@ from typing import Any
 
 from tcdeploy.cache.files.records import FileRecord, is_cache_file, is_plain_record
 from tcdeploy.cache.record.manifest import Manifest, manifest_text, parse_packed_manifest
-from tcdeploy.cache.trust.signed_header import SignedHeader, damaged_error
-from tcdeploy.cache.trust.signing import TrustedKey
+from tcdeploy.cache.trust.signing import SignedHeader, TrustedKey, damaged_error
 from tcdeploy.errors import IntegrityError
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.environment import parse_environment
@@ -26,7 +25,6 @@ from tcdeploy.planning.environment import parse_environment
 PATH_FIELDS = ("cache_dir", "inductor_cache_dir", "user_cache_dir")
 CACHE_FOLDER_DECISION = "cache folder"
 MAX_FILES, MAX_TOTAL_FILE_BYTES = 100_000, 8 << 30
-REQUIRED_PLAN_FIELDS = ("key", "model", "compute_dtype", "mode")
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,11 @@ class Header:
 
 @dataclass(frozen=True)
 class CheckedHeader:
-    """A header whose signatures were checked before it was parsed: of a bundle, or as a cache folder stores it.
-
-    `signer` is None if no trusted key signed it.
-    """
+    """A header whose signatures were checked before it was parsed: of a bundle, or as a cache folder stores it."""
 
     header: Header
     signed_header: SignedHeader
-    signer: TrustedKey | None
+    signer: TrustedKey | None  # None: no trusted key signed it
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
@@ -80,28 +75,13 @@ def make_portable(manifest: Manifest) -> Manifest:
 def _without_run_timings(record: BucketRecord) -> BucketRecord:
     """Clears what differs between two warm starts; `cold_seconds` stays."""
     return dataclasses.replace(
-        record,
-        compile_seconds=0.0,
-        capture_seconds=0.0,
-        check_seconds=0.0,
-        peak_memory_bytes=0,
-        graph_memory_bytes=None,
-        eager_ms=None,
-        compiled_ms=None,
-        eager_spread_ms=None,
-        compiled_spread_ms=None,
-    )
+        record, compile_seconds=0.0, capture_seconds=0.0, check_seconds=0.0, peak_memory_bytes=0,
+        graph_memory_bytes=None, eager_ms=None, compiled_ms=None, eager_spread_ms=None, compiled_spread_ms=None,
+    )  # fmt: skip
 
 
 def _blank_paths(document: dict[str, Any]) -> dict[str, Any]:
     return {key: "" if key in PATH_FIELDS else value for key, value in document.items()}
-
-
-def _check_required_fields(manifest: Manifest) -> None:
-    """Check the fields that compatibility depends on. Raises KeyError, TypeError or AttributeError."""
-    if not all(isinstance(manifest.plan[name], str) for name in REQUIRED_PLAN_FIELDS):
-        raise TypeError("a field of its plan is not a string")
-    parse_environment(manifest.environment).cache_factors()
 
 
 def header_bytes(header: Header) -> bytes:
@@ -109,16 +89,13 @@ def header_bytes(header: Header) -> bytes:
 
 
 def parse_header(signed_header: SignedHeader, name: str) -> Header:
-    """Parse a header whose signature has been verified.
-
-    Raises IntegrityError for an invalid one, and MismatchError for one of another version of tcdeploy.
-    """
+    """Parse a header with a verified signature. Raises IntegrityError, and MismatchError for another version's."""
     try:
         document = json.loads(signed_header.header)
         payload = Payload(int(document["payload"]["bytes"]), str(document["payload"]["sha256"]))
         header = Header(parse_packed_manifest(document["manifest"], Path(name)), payload)
         key = header.plan_key
-        _check_required_fields(header.manifest)
+        parse_environment(header.manifest.environment).cache_factors()  # which starts compare
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise IntegrityError(f"the bundle {name} has an invalid header: {error}", "fetch it again") from error
     if len(key) != 16 or not set(key) <= set("0123456789abcdef"):
@@ -128,10 +105,7 @@ def parse_header(signed_header: SignedHeader, name: str) -> Header:
 
 
 def rollback_reason(new: Header, existing: Header) -> str:
-    """Why the new bundle is older than an existing one of the same plan; empty if it is not.
-
-    A bundle without a date is older than any with one.
-    """
+    """Why the new bundle is older than one of the same plan; empty if it is not. One without a date is the oldest."""
     date, existing_date = new.manifest.compiled_at, existing.manifest.compiled_at
     if existing_date is None or (date is not None and date >= existing_date):
         return ""

@@ -29,10 +29,10 @@ from tcdeploy.planning.bucket_record import BucketRecord, Trial
 from tcdeploy.planning.environment import Difference, Environment, diff_mappings
 from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.plan import Plan
-from tcdeploy.planning.recipe import Recipe
 
 # Raise by one if a field is added or removed, or changes its meaning. Plans of other schemas are not used.
 SCHEMA_VERSION = 8
+REQUIRED_PLAN_FIELDS = ("key", "model", "compute_dtype", "mode")
 
 
 @dataclass(frozen=True)
@@ -78,52 +78,11 @@ class Manifest:
         return {record.bucket: record.trials for record in self.buckets if record.trials}
 
 
-def make_manifest(
-    plan: Plan,
-    environment: Environment,
-    origin: Origin,
-    stage_seconds: dict[str, float],
-    buckets: list[BucketRecord],
-    files: tuple[FileRecord, ...],
-    workspace_bytes: int | None = None,
-    is_first_start: bool = True,
-    compiled_at: int | None = None,
-    step_costs: dict[str, Any] | None = None,
-) -> Manifest:
-    return Manifest(
-        plan=asdict(plan),
-        environment=asdict(environment),
-        origin=origin,
-        stage_seconds=stage_seconds,
-        buckets=tuple(buckets),
-        files=files,
-        workspace_bytes=workspace_bytes,
-        is_first_start=is_first_start,
-        compiled_at=compiled_at,
-        step_costs=step_costs,
-    )
-
-
-def make_origin(
-    recipe: Recipe,
-    model_config: dict[str, Any],
-    sources: dict[str, str],
-    torch_settings: dict[str, str],
-    model_sources: dict[str, str],
-) -> Origin:
-    return Origin(asdict(recipe), model_config, sources, torch_settings, model_sources)
-
-
 def diff_sources(here: Origin, there: Origin) -> list[Difference]:
     """Each source file of our ops and passes, and of the model, that differs, with the first digits of its digests."""
-    return [
-        *diff_mappings(_shorten(here.sources), _shorten(there.sources), "tcdeploy/"),
-        *diff_mappings(_shorten(here.model_sources), _shorten(there.model_sources)),
-    ]
-
-
-def _shorten(digests: dict[str, str]) -> dict[str, str]:
-    return {path: digest[:12] for path, digest in digests.items()}
+    sources = diff_mappings(here.sources, there.sources, "tcdeploy/")
+    found = [*sources, *diff_mappings(here.model_sources, there.model_sources)]
+    return [Difference(item.name, item.here[:12], item.there[:12]) for item in found]
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -159,10 +118,8 @@ def read_manifest(path: Path, containing: str = "") -> Manifest | None:
         text = read_regular(path).decode()
     except FileNotFoundError:
         return None
-    except UnsafeFileError as error:
-        raise _corruption_error(path, str(error.strerror)) from error
-    except ValueError as error:  # bad UTF-8
-        raise _corruption_error(path, str(error)) from error
+    except (UnsafeFileError, ValueError) as error:  # ValueError: bad UTF-8
+        raise _corruption_error(path, str(getattr(error, "strerror", error))) from error
     return None if containing not in text or _is_of_other_version(text) else parse_manifest(text, path)
 
 
@@ -194,10 +151,7 @@ def _is_of_other_version(text: str) -> bool:
 
 
 def read_other_versions(folder: str | Path) -> dict[str, tuple[FileRecord, ...]]:
-    """The plans that a version of another schema or cache epoch has warmed: by their keys, the files that they list.
-
-    This version uses none of them.
-    """
+    """The files of plans of another schema or cache epoch, by their keys. This version uses none of them."""
     plans = {}
     for path in sorted(Path(folder, MANIFESTS_DIR).glob("*.json")):
         with contextlib.suppress(OSError, ValueError):
@@ -260,7 +214,7 @@ def _check_types(manifest: Manifest) -> None:
     """Check the date, and the plan and environment that commands read. Raises ValueError and KeyError."""
     check_fields(Plan, manifest.plan, "the plan")
     check_fields(Environment, manifest.environment, "the environment")
-    for name in ("key", "model", "compute_dtype", "mode"):
+    for name in REQUIRED_PLAN_FIELDS:
         manifest.plan[name]
     if manifest.compiled_at is not None and not 0 <= manifest.compiled_at < 1 << 62:
         raise ValueError(f"compiled_at is {manifest.compiled_at}; it must be a number of seconds since 1970")

@@ -6,25 +6,30 @@ signer's key. Each start and `cache verify` therefore require that the plan's ma
 with the header's size and sha256. Files in the manifest that are not in the header were compiled on this machine.
 
 A plan whose header was deleted looks like a plan that was compiled on this machine. `--require-signed` refuses both.
-Does not import torch.
+
+Start records decide which plan is started, so they are read before the plan's other files are verified: only those that
+a manifest lists, after this check, and after their size and sha256 are compared. Does not import torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from tcdeploy.cache.files.records import FileRecord, is_plain_record
-from tcdeploy.cache.folder.layout import manifest_path, stored_header_path
+from tcdeploy.cache.files.records import FileRecord, is_plain_record, read_checked, stored_path
+from tcdeploy.cache.folder.layout import manifest_path, plan_keys, stored_header_path
 from tcdeploy.cache.record.bundle_header import CheckedHeader, parse_header
-from tcdeploy.cache.record.manifest import Manifest
+from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.trust.ownership import check_no_links
-from tcdeploy.cache.trust.signed_header import SignedHeader, read_signed_header
-from tcdeploy.cache.trust.signing import verify_signature
+from tcdeploy.cache.trust.signing import SignedHeader, read_signed_header, verify_signature
 from tcdeploy.errors import IntegrityError, TrustError
-from tcdeploy.host.regular_file import open_regular
+from tcdeploy.host.regular_file import MAX_DOCUMENT_BYTES, open_regular
+
+DAMAGE_HINT = "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild"
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,25 @@ class SigningPolicy:
 
     trusted_keys: Path
     require_signed: bool = False
+
+
+class ListedFile(NamedTuple):
+    """A file with exactly the bytes that the manifest of its plan lists."""
+
+    manifest: Manifest
+    path: str  # in the cache folder
+    content: bytes
+
+    @property
+    def plan_key(self) -> str:
+        return str(self.manifest.plan["key"])
+
+
+class ListedFiles(NamedTuple):
+    """`problems`: of plans that list such files, but whose manifest, signature or file is damaged."""
+
+    files: list[ListedFile]
+    problems: list[IntegrityError | TrustError]
 
 
 def read_stored_bundle(
@@ -143,3 +167,44 @@ def _manifest_error(folder: str | Path, plan_key: str, reason: str) -> Integrity
         f"nothing was loaded; unpack the bundle again: tcdeploy cache unpack FILE.tcb {folder}; or discard the plan "
         "and compile: --on-bad-cache rebuild",
     )
+
+
+def read_listed(folder: str | Path, prefix: str, suffix: str, policy: SigningPolicy) -> ListedFiles:
+    """The files with these paths in the cache folder, newest first. Manifests that do not name `prefix` are skipped."""
+    dated_files: list[tuple[float, str, ListedFile]] = []
+    problems: list[IntegrityError | TrustError] = []
+    for key in sorted(plan_keys(folder)):
+        try:
+            manifest = None
+            with contextlib.suppress(OSError):
+                manifest = read_manifest(manifest_path(folder, key), containing=prefix)
+            files = [file for file in manifest.files if file.path.startswith(prefix)] if manifest is not None else []
+            if manifest is None or not files:
+                continue
+            check_manifests(str(folder), key, {key: manifest}, policy)
+            for file in files:
+                if file.path.endswith(suffix):
+                    listed = ListedFile(manifest, file.path, _read(Path(folder), file))
+                    dated_files.append((_modification_time(folder, file), f"{key} {file.path}", listed))
+        except (IntegrityError, TrustError) as problem:
+            problems.append(problem)
+    return ListedFiles(
+        [listed for *_, listed in sorted(dated_files, key=lambda item: item[:2], reverse=True)], problems
+    )
+
+
+def _modification_time(folder: str | Path, file: FileRecord) -> float:
+    with contextlib.suppress(OSError):
+        return Path(folder, stored_path(folder, file)).lstat().st_mtime
+    return 0.0
+
+
+def _read(folder: Path, file: FileRecord) -> bytes:
+    """Raises IntegrityError if the file is damaged, or too large to be read at once."""
+    reason, chunks = f"has {file.bytes} bytes, and the limit is {MAX_DOCUMENT_BYTES}", list[bytes]()
+    if file.bytes <= MAX_DOCUMENT_BYTES:
+        damage = read_checked(folder, file, chunks.append)
+        if damage is None:
+            return b"".join(chunks)
+        reason = damage.reason
+    raise IntegrityError(f"the cache is damaged: {folder / file.path} {reason}", DAMAGE_HINT)

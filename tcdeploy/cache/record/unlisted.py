@@ -45,8 +45,7 @@ def remove_unlisted(folder: str | Path, paths: set[str]) -> None:
 def discard_if_damaged(folder: str, plan_key: str, trusted_keys: Path | None = None) -> bool:
     """Discard the plan if it is damaged, and return whether it was.
 
-    A plan is damaged if its manifest or a file is missing or changed, or if it does not match the signed header of its
-    bundle.
+    It is if its manifest or a file is missing or changed, or does not match the signed header of its bundle.
     """
     trusted_keys = trusted_keys or default_trusted_keys_folder()
     if not _is_damaged(folder, plan_key, trusted_keys):
@@ -73,12 +72,12 @@ def discard_plan(folder: str, plan_key: str) -> None:
     Manifests of other plans are removed too if they are damaged or have another schema, and the files they list. The
     caller holds the folder's lock.
     """
-    _remove_manifest(folder, plan_key)
+    remove_manifest(folder, plan_key)
     paths = list(Path(folder, MANIFESTS_DIR).glob("*.json"))  # before reading: a manifest written later must stay
     others = read_manifests(folder, skip_damaged=True)
     for path in paths:
         if path.stem not in others:  # damaged, or of another schema: the files that it lists are removed below
-            _remove_manifest(folder, path.stem)
+            remove_manifest(folder, path.stem)
     listed = {file for manifest in others.values() for file in manifest.files}
     valid = {stored_path(folder, file) for file in intact_files(folder, listed)}
     for name in list_cache_files(folder):
@@ -86,7 +85,7 @@ def discard_plan(folder: str, plan_key: str) -> None:
             Path(folder, name).unlink(missing_ok=True)
 
 
-def _remove_manifest(folder: str, plan_key: str) -> None:
+def remove_manifest(folder: str | Path, plan_key: str) -> None:
     """Delete the stored header before the manifest, because a header without a manifest is an error."""
     stored_header_path(folder, plan_key).unlink(missing_ok=True)
     manifest_path(folder, plan_key).unlink(missing_ok=True)

@@ -16,10 +16,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tcdeploy.cache.folder.access import create_folder
+from tcdeploy.cache.folder.access import create_folder, folder_error, translate_os_errors
 from tcdeploy.cache.folder.layout import MANIFESTS_DIR, TEST_FILE_PREFIX, TRITON_DIR, manifest_path
 from tcdeploy.cache.folder.leases import folder_lock
-from tcdeploy.cache.folder.os_errors import folder_error, translate_os_errors
 from tcdeploy.cache.staging.folder import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
 from tcdeploy.errors import SpaceError, TcdeployError
 
@@ -32,8 +31,7 @@ def activate(
     """Check the folder, create it if it is missing, and point torch and Triton at a staging folder in it.
 
     If the folder holds the plan and is not writable, the staging folder is created in TMPDIR. `is_trusted` skips the
-    check that no other user can change the folder. `uses_triton`: False if this start needs no Triton.
-    Raises TrustError, SpaceError and TcdeployError.
+    check that no other user can change the folder. Raises TrustError, SpaceError and TcdeployError.
     """
     with translate_os_errors(root):
         create_folder(root, is_trusted)
@@ -62,11 +60,6 @@ def _create_staging_folder(root: str, plan_key: str, num_buckets: int, is_truste
         raise folder_error(root, error) from error
 
 
-def bytes_needed(num_buckets: int) -> int:
-    """A generous bound for a cold warm-up: four buckets of builtin:tiny take 6 MiB on a CPU."""
-    return (4 + 4 * num_buckets) * MEBIBYTE
-
-
 def _pin_ptxas() -> None:
     """Use the ptxas of torch's wheel, if it has one, for all kernels (torch 2.11 has 13.0, its Triton 12.8).
 
@@ -91,9 +84,10 @@ def _ensure_writable(root: str) -> None:
 def _check_free_space(root: str, num_buckets: int) -> None:
     """Only for a folder without programs: a filled one may need no more space."""
     free = shutil.disk_usage(root).free
-    if free < bytes_needed(num_buckets) and not any(Path(root).glob("fxgraph/*")):
+    needed = (4 + 4 * num_buckets) * MEBIBYTE  # a generous bound: four buckets of builtin:tiny take 6 MiB on a CPU
+    if free < needed and not any(Path(root).glob("fxgraph/*")):
         raise SpaceError(
             f"the cache folder {root} has {free / MEBIBYTE:.1f} MiB free, and {num_buckets} buckets may need "
-            f"{bytes_needed(num_buckets) / MEBIBYTE:.0f} MiB",
+            f"{needed / MEBIBYTE:.0f} MiB",
             "free space, or choose another folder: --cache-dir DIR",
         )

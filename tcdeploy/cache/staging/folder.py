@@ -12,13 +12,11 @@ the copy, so exactly the checked bytes are loaded. When all buckets have passed 
 to the cache folder, and then the manifest is written. A start that is killed or fails leaves its staging folder; the
 next start that has to compile takes over the buckets in its journal.
 
-If the cache folder is read-only (a container image, a read-only mount), the staging folder is created in TMPDIR, and
-the manifest is written into it.
-
-If other users can change the cache folder, which `--trust-cache-dir` accepts, they could rename the staging folder once
-its files are compared, and put another one in its place. The staging folder is then created in a private folder in
-TMPDIR, and new files are published as usual. A later start cannot take over the buckets of a killed one from there.
-Precompiled headers are not shared, because a hard link shares the file with its owner. Does not import torch.
+If the cache folder is read-only, the staging folder is created in TMPDIR, and the manifest is written into it. If other
+users can change it, which `--trust-cache-dir` accepts, they could replace a staging folder in it after the comparison.
+It is then created in a private folder in TMPDIR, from which no later start can take over buckets. New files are
+published as usual; precompiled headers are not shared, because a hard link shares the file with its owner. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ from tcdeploy.cache.files.records import (
     read_checked,
     stored_path,
 )
+from tcdeploy.cache.folder.access import folder_error
 from tcdeploy.cache.folder.layout import HEADERS_DIR
 from tcdeploy.cache.folder.leases import folder_lock
-from tcdeploy.cache.folder.os_errors import folder_error
 from tcdeploy.cache.record.bundle_header import CheckedHeader
 from tcdeploy.cache.staging.journal import HOST_PREFIX, JOURNAL, LOCK, FinishedBucket, append_to_journal, read_journal
 from tcdeploy.cache.trust.ownership import check_contents, check_no_links, check_ownership, make_private_folder
@@ -67,13 +65,10 @@ _parent_lock: int | None = None  # held until the process ends
 
 
 class StagingFolder:
-    """The staging folder of a start.
+    """The staging folder of a start: `path`, which torch uses. `source` is the cache folder.
 
-    path: the folder that torch uses.
-    source: the cache folder.
     target: the folder that receives new files and the manifest: `source`, or `path` if `source` is read-only.
-    parent: the folder that contains the staging folders of this start and of its compile workers: `source`, or a
-        private folder in TMPDIR.
+    parent: the folder of the staging folders of this start and of its workers: `source`, or a private one in TMPDIR.
     is_trusted: whether to use the cache folder even if other users can change it.
     bundle: the bundle that the plan was unpacked from, once `restore_plan` has read it; None for a local plan.
     """
@@ -137,14 +132,10 @@ class StagingFolder:
         Returns damage for files that are missing or have the wrong size. `fill_deferred` checks the hashes of the rest.
         """
         files = list(files)
-        damage = [
-            DamagedFile(file.path, "is missing or has another size")
-            for file in files
-            if not _has_size(Path(self.source), file)
-        ]
         self.deferred += tuple(files)
         self._copied |= set(files)
-        return damage
+        unfit = [file for file in files if not _has_size(Path(self.source), file)]
+        return [DamagedFile(file.path, "is missing or has another size") for file in unfit]
 
     def fill_deferred(self) -> list[DamagedFile]:
         """Copy the deferred files, as `fill` does. Raises SpaceError, TrustError and TcdeployError."""
@@ -154,7 +145,8 @@ class StagingFolder:
 
     def _copy_error(self, files: list[FileRecord], error: OSError) -> TcdeployError:
         if error.errno not in DISK_FULL:
-            return _no_private_copy(self.source, error) if self.is_private_copy else folder_error(self.source, error)
+            problem = f"the cache folder {self.source} cannot be written, and no private copy can be made"
+            return _tmpdir_error(problem, error) if self.is_private_copy else folder_error(self.source, error)
         size = sum(file.bytes for file in files)
         if self.is_private_copy:
             return SpaceError(
@@ -179,14 +171,11 @@ class StagingFolder:
         """
         if self.is_private_copy:
             return
-        states = {path: _size_and_time(Path(self.path, path)) for path in paths}
+        statuses = {path: Path(self.path, path).stat() for path in paths}
+        states = {path: (status.st_size, status.st_mtime_ns) for path, status in statuses.items()}
         changed = [path for path, state in states.items() if self._hashed.get(path) != state]
         self._hashed |= states
         self._write_to_journal(plan_key, hash_files(self.path, changed))
-
-    def add_file_to_journal(self, plan_key: str, path: Path) -> None:
-        """Record a file of a bucket that is not finished yet. Raises OSError."""
-        self.add_to_journal(plan_key, [path.relative_to(self.path).as_posix()])
 
     def _write_to_journal(self, plan_key: str, files: Iterable[FileRecord]) -> None:
         new = [file for file in files if file not in self._copied and self._in_journal.get(file.path) != file]
@@ -271,11 +260,12 @@ def own_staging_folder(root: str, clear: bool = True) -> StagingFolder | None:
 
 
 def create_staging_folder(root: str, is_trusted: bool = False) -> StagingFolder:
-    """Create the staging folder of this process: in the cache folder, unless other users can change it.
-
-    Raises TcdeployError and OSError.
-    """
-    parent = worker_parent or (_private_parent(root) if is_trusted and _others_can_change(root) else root)
+    """In the cache folder, or in TMPDIR if other users can change the former. Raises TcdeployError and OSError."""
+    global _parent_lock
+    parent = worker_parent or root
+    if parent == root and is_trusted and _others_can_change(root):
+        problem = f"other users can change the cache folder {root}, and no private folder can be created for the files"
+        parent, _parent_lock = _create_in_tmpdir("staging", f"{problem} that are loaded", is_trusted)
     with folder_lock(root):  # without it, another process could delete the new folder before its lock is taken
         path = tempfile.mkdtemp(prefix=HOST_PREFIX, dir=parent)
         lock = os.open(Path(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -291,56 +281,39 @@ def _others_can_change(root: str) -> bool:
     return False
 
 
-def _private_parent(root: str) -> str:
-    """A folder in TMPDIR for the staging folders of this start. Raises TcdeployError."""
-    global _parent_lock
-    try:
-        parent, _parent_lock = create_temporary_folder("staging")
-    except OSError as error:
-        raise TcdeployError(
-            f"other users can change the cache folder {root}, and no private folder can be created for the files "
-            f"that are loaded: {error.strerror}",
-            "set TMPDIR to a writable folder, or choose another --cache-dir",
-        ) from error
-    _check_parent(str(parent), is_trusted=True)
-    return str(parent)
+def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
+    """Create a staging folder in TMPDIR, for a cache folder that cannot be written. Raises TcdeployError."""
+    problem = f"the cache folder {root} cannot be written, and no private copy can be made"
+    path, lock = _create_in_tmpdir("cache", problem, is_trusted)
+    return _register(StagingFolder(path, root, path, lock, is_trusted))
 
 
-def _check_parent(folder: str, is_trusted: bool) -> None:
-    """Raise TrustError if other users could replace this folder in TMPDIR; with `is_trusted`, only log it.
+def _create_in_tmpdir(purpose: str, problem: str, is_trusted: bool) -> tuple[str, int]:
+    """A private folder in TMPDIR, and the descriptor that locks it. Raises TcdeployError that begins with `problem`.
 
-    In a pod of Kubernetes, TMPDIR is a volume that every user of the pod can change, and there is no other folder.
+    Raises TrustError if other users could replace the folder. `is_trusted`: only log it. In a pod of Kubernetes, TMPDIR
+    is a volume that every user of the pod can change, and there is no other folder.
     """
     try:
-        check_ownership(folder)
+        path, lock = create_temporary_folder(purpose)
+    except OSError as error:
+        raise _tmpdir_error(problem, error) from error
+    try:
+        check_ownership(path)
     except TrustError as error:
         if not is_trusted:
+            shutil.rmtree(path, ignore_errors=True)
             raise
         log.warning(
             "other users can change %s, and so could replace files between their check and their use: %s; set TMPDIR "
-            "to a folder that only this user can change", os.path.dirname(folder), error.message,
+            "to a folder that only this user can change", path.parent, error.message,
         )  # fmt: skip
+    return str(path), lock
 
 
-def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
-    """Create a staging folder in TMPDIR, for a cache folder that cannot be written.
-
-    Raises TrustError if another user could replace it, and TcdeployError.
-    """
-    try:
-        path, lock = create_temporary_folder("cache")
-    except OSError as error:
-        raise _no_private_copy(root, error) from error
-    staging = _register(StagingFolder(str(path), root, str(path), lock, is_trusted))
-    _check_parent(staging.path, is_trusted)
-    return staging
-
-
-def _no_private_copy(root: str, error: OSError) -> TcdeployError:
-    return TcdeployError(
-        f"the cache folder {root} cannot be written, and no private copy can be made: {error.strerror}",
-        "set TMPDIR to a writable folder, or choose another --cache-dir",
-    )
+def _tmpdir_error(problem: str, error: OSError) -> TcdeployError:
+    hint = "set TMPDIR to a writable folder, or choose another --cache-dir"
+    return TcdeployError(f"{problem}: {error.strerror}", hint)
 
 
 def _register(staging: StagingFolder) -> StagingFolder:
@@ -373,8 +346,3 @@ def _has_size(root: Path, file: FileRecord) -> bool:
         return os.lstat(root / stored_path(root, file)).st_size == file.bytes
     except OSError:
         return False
-
-
-def _size_and_time(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns

@@ -37,32 +37,31 @@ class FinishedBucket:
 
 def append_to_journal(folder: Path, bucket: FinishedBucket) -> None:
     """Append a bucket and flush the journal. The caller has flushed the files. Raises OSError."""
-    line = json.dumps(asdict(bucket))
     with open_regular(folder / JOURNAL, "ab", must_own=True) as journal:
-        journal.write(line.encode() + b"\n")
+        journal.write(json.dumps(asdict(bucket)).encode() + b"\n")
         journal.flush()
         os.fsync(journal.fileno())
 
 
 def read_journal(folder: Path) -> list[FinishedBucket]:
     """The buckets in a folder's journal. Lines that are incomplete or damaged are skipped."""
-    try:
-        lines = _read_lines(folder)
-    except OSError:
-        return []
-    return [bucket for line in lines if (bucket := _parse_line(line)) is not None]
+    buckets: list[FinishedBucket] = []
+    with contextlib.suppress(OSError):
+        for document in _read_documents(folder):
+            with contextlib.suppress(ValueError, RecursionError):
+                bucket = from_json(FinishedBucket, document)
+                if all(is_plain_record(file) and is_cache_file(file.path) for file in bucket.files):
+                    buckets.append(bucket)
+    return buckets
 
 
-def _read_lines(folder: Path) -> list[str]:
-    return read_regular(folder / JOURNAL).decode("utf-8", errors="replace").splitlines()
-
-
-def _parse_line(line: str) -> FinishedBucket | None:
-    with contextlib.suppress(ValueError, RecursionError):
-        bucket = from_json(FinishedBucket, json.loads(line))
-        if all(is_plain_record(file) and is_cache_file(file.path) for file in bucket.files):
-            return bucket
-    return None
+def _read_documents(folder: Path) -> list[Any]:
+    """The JSON of each line of the journal, without lines that are incomplete or damaged. Raises OSError."""
+    documents = []
+    for line in read_regular(folder / JOURNAL).decode("utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            documents.append(json.loads(line))
+    return documents
 
 
 def unlocked_folders(root: str | Path) -> list[Path]:
@@ -72,10 +71,7 @@ def unlocked_folders(root: str | Path) -> list[Path]:
 
 
 def abandoned_folders(root: str | Path) -> list[Path]:
-    """Staging folders whose process has ended. The caller holds the folder's lock.
-
-    A folder of another host must also be older than LONGEST_START_S.
-    """
+    """Those whose process has ended; of other hosts only old ones. The caller holds the cache folder's lock."""
     return [folder for folder in unlocked_folders(root) if folder.name.startswith(HOST_PREFIX) or _is_old(folder)]
 
 
@@ -94,20 +90,12 @@ def remove_abandoned_folders(folders: Iterable[Path], plan_keys: Collection[str]
 def _has_other_plans(folder: Path, plan_keys: Collection[str]) -> bool:
     """Whether the journal has buckets of other plans, also in a format of another version of tcdeploy."""
     try:
-        lines = _read_lines(folder)
+        documents = _read_documents(folder)
     except FileNotFoundError:
         return False
     except OSError:  # it may have some
         return True
-    documents = map(_parse_json, lines)
     return any(isinstance(item, dict) and item.get("plan") not in plan_keys for item in documents)
-
-
-def _parse_json(line: str) -> Any:
-    """None for a line that is incomplete or damaged."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(line)
-    return None
 
 
 def _is_locked(folder: Path) -> bool:

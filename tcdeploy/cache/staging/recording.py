@@ -8,12 +8,11 @@ import time
 
 from tcdeploy.cache.files.records import FileRecord, hash_files
 from tcdeploy.cache.files.usage import FileAccessTracker
-from tcdeploy.cache.folder.layout import AUTOTUNE_DIR, REFERENCES_DIR, TOOLCHAIN_DIR, manifest_path
+from tcdeploy.cache.folder.access import translate_os_errors
+from tcdeploy.cache.folder.layout import AUTOTUNE_DIR, REFERENCES_DIR, manifest_path
 from tcdeploy.cache.folder.leases import folder_lock
-from tcdeploy.cache.folder.os_errors import translate_os_errors
 from tcdeploy.cache.record.manifest import Manifest, read_manifests, write_manifest
 from tcdeploy.cache.record.provenance import has_bundle_changed
-from tcdeploy.cache.record.toolchain import save_toolchain
 from tcdeploy.cache.record.unlisted import remove_unlisted, stored_paths
 from tcdeploy.cache.staging.folder import StagingFolder
 from tcdeploy.planning.bucket_record import BucketRecord
@@ -63,24 +62,19 @@ def mark_started(staging: StagingFolder, plan_key: str) -> None:
 def hash_used_files(
     staging: StagingFolder, used_paths: list[str], earlier: Manifest | None, is_first_prepare: bool
 ) -> tuple[FileRecord, ...]:
-    """Hash the cache files that this start used, and the record of the C++ toolchain.
+    """Records of the cache files that this start used, and with their present records of deferred and bundled files.
 
     A later `prepare` of a process may find programs in memory, so the files of the earlier manifest are included then,
-    but not its reference: this start lists its own, if it has one.
-    Deferred files of the staging folder are included with their records.
-    Timings of max-autotune's choices are always included, because only a start that compiles reads them. For a plan
-    from a bundle, all files of the bundle are included, with the bundle's records.
+    but not its reference: this start lists its own, if it has one. Timings of max-autotune's choices are always
+    included, because only a start that compiles reads them.
     """
     folder, bundled = staging.path, staging.bundle.files if staging.bundle is not None else ()
     earlier_paths = [file.path for file in earlier.files] if earlier else []
-    toolchain_paths = [path for path in earlier_paths if path.startswith(TOOLCHAIN_DIR)]
-    if not toolchain_paths and not bundled and (toolchain_path := save_toolchain(folder)):
-        toolchain_paths = [toolchain_path]
     autotune_paths = [path for path in earlier_paths if path.startswith(f"{AUTOTUNE_DIR}/")]
     program_paths = [path for path in earlier_paths if not path.startswith(f"{REFERENCES_DIR}/")]
     reused_paths = autotune_paths if is_first_prepare else program_paths
     deferred = {file.path for file in staging.deferred}
-    used = hash_files(folder, {*used_paths, *reused_paths, *toolchain_paths[:1]} - deferred)
+    used = hash_files(folder, {*used_paths, *reused_paths} - deferred)
     by_path = {file.path: file for file in (*used, *staging.deferred, *bundled)}
     return tuple(by_path[path] for path in sorted(by_path))
 

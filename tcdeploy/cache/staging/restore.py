@@ -1,17 +1,20 @@
-"""Copies a plan's files from the cache folder into a start's staging folder, and discards damaged plans.
+"""Fills the staging folder of a start with its plan from the cache folder, or with finished buckets of other starts.
 
 torch loads compiled libraries and unpickles graphs without checking them. A start therefore gets only files whose size
-and sha256 match a record in a complete manifest, or in the journal of a killed start. Does not import torch.
+and sha256 match a record in a complete manifest, or in the journal of another start. Does not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from tcdeploy.cache.files.records import DamagedFile, FileRecord
+from tcdeploy.cache.files.usage import untracked
 from tcdeploy.cache.folder.layout import REFERENCES_DIR, manifest_path, plan_keys, stored_header_path
 from tcdeploy.cache.folder.leases import folder_lock
 from tcdeploy.cache.record.manifest import Manifest, read_manifest, read_other_versions
@@ -24,7 +27,13 @@ from tcdeploy.cache.record.provenance import (
 )
 from tcdeploy.cache.record.unlisted import discard_if_damaged
 from tcdeploy.cache.staging.folder import StagingFolder
-from tcdeploy.cache.staging.takeover import remove_published_folders, take_over_finished_buckets
+from tcdeploy.cache.staging.journal import (
+    HOST_PREFIX,
+    abandoned_folders,
+    read_journal,
+    remove_abandoned_folders,
+    unlocked_folders,
+)
 from tcdeploy.cache.trust.ownership import check_no_links
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 from tcdeploy.errors import IntegrityError, TrustError
@@ -43,14 +52,13 @@ def restore_plan(
 ) -> Manifest | None:
     """Fill the staging folder and return the plan's manifest; None if the plan must be compiled.
 
-    If the plan is cached, its files are copied. Otherwise the undamaged files of all other plans are copied, because
-    plans share programs, and the finished buckets of starts that did not finish. Plans from bundles are compared with
-    the signed headers (provenance.py). Sets `staging.bundle` to the bundle of this plan. Files for which
-    `is_deferred` is true stay in the cache folder until `staging.fill_deferred`.
+    If the plan is cached, its files are copied, but those for which `is_deferred` is true only by
+    `staging.fill_deferred`. Otherwise the undamaged files of all other plans are copied, because plans share programs,
+    and the finished buckets of starts that did not finish. Sets `staging.bundle`, if the plan is from a bundle.
 
-    If a file of the plan is damaged, raises IntegrityError that names the first one; with `rebuild`, discards the plan
-    and returns None instead. Raises TrustError for an invalid signature. With `policy.require_signed`, raises
-    TrustError for a file that is not in a signed bundle, and ignores `rebuild`.
+    Raises IntegrityError that names the first damaged file; with `rebuild`, discards the plan and returns None instead.
+    Raises TrustError for an invalid signature. With `policy.require_signed`, raises TrustError for a file that is not
+    in a signed bundle, and ignores `rebuild`.
     """
     policy = policy or SigningPolicy(default_trusted_keys_folder())
     rebuild = rebuild and not policy.require_signed
@@ -61,13 +69,11 @@ def restore_plan(
         if manifest is None:
             _report_other_versions(staging.source)
     if manifest is None:
-        taken_over = take_over_finished_buckets(staging, plan_key)
-        if taken_over.num_entries:
-            log.warning("buckets or packages reused from starts that did not finish: %d", taken_over.num_entries)
-        elif taken_over.num_folders:
-            log.warning(
-                "the folders of %d killed processes had no buckets or packages to reuse", taken_over.num_folders
-            )
+        num_folders, num_entries = take_over_finished_buckets(staging, plan_key)
+        if num_entries:
+            log.warning("buckets or packages reused from starts that did not finish: %d", num_entries)
+        elif num_folders:
+            log.warning("the folders of %d killed processes had no buckets or packages to reuse", num_folders)
     elif not staging.is_private_copy:
         remove_published_folders(staging)
         _report_files_made_here(staging, manifest)
@@ -139,9 +145,9 @@ def _fill_from_other_plans(staging: StagingFolder, plan_key: str, present: set[s
         try:
             if (manifest := read_manifest(manifest_path(folder, key))) is not None:
                 check_manifest(folder, key, manifest, read_stored_bundle(folder, key, policy.trusted_keys))
-                files |= {
-                    file.path: file for file in manifest.files if _may_be_shared(file) and file.path not in present
-                }
+                # The name of a reference contains the plan's key, so another plan never reads it.
+                shared = (file for file in manifest.files if not file.path.startswith(f"{REFERENCES_DIR}/"))
+                files |= {file.path: file for file in shared if file.path not in present}
         except (IntegrityError, TrustError) as error:
             log.warning("no programs of plan %s are reused: %s", key, error.message)
     if damage := staging.fill(files.values()):
@@ -150,11 +156,6 @@ def _fill_from_other_plans(staging: StagingFolder, plan_key: str, present: set[s
             "tcdeploy cache verify %s",
             len(damage), Path(folder, damage[0].path), damage[0].reason, folder,
         )  # fmt: skip
-
-
-def _may_be_shared(file: FileRecord) -> bool:
-    # The name of a reference contains the plan's key, so another plan never reads it.
-    return not file.path.startswith(f"{REFERENCES_DIR}/")
 
 
 def _content(path: Path) -> bytes:
@@ -174,8 +175,7 @@ def _report_other_versions(folder: str) -> None:
 
 
 def _report_files_made_here(staging: StagingFolder, manifest: Manifest) -> None:
-    made_here = files_made_here(manifest.files, staging.bundle) if staging.bundle is not None else []
-    if made_here:
+    if staging.bundle is not None and (made_here := files_made_here(manifest.files, staging.bundle)):
         log.warning(
             "%d of the %d files of plan %s were compiled on this machine and are not in its bundle, for example %s",
             len(made_here), len(manifest.files), manifest.plan["key"], made_here[0],
@@ -188,3 +188,61 @@ def _damage_error(folder: Path, damage: list[DamagedFile]) -> IntegrityError:
         f"the cache is damaged: {folder / damage[0].path} {damage[0].reason}{more}",
         "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild",
     )
+
+
+class TakenOver(NamedTuple):
+    """The number of folders that were deleted, and of journal entries that were copied: a bucket, or one package."""
+
+    num_folders: int
+    num_entries: int
+
+
+def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> TakenOver:
+    """Copy the files that the journals of unfinished starts list.
+
+    Deletes each abandoned folder that has no finished bucket of another plan, unless that plan is complete.
+    """
+    if staging.is_private_copy:
+        return TakenOver(0, 0)
+    with folder_lock(staging.target):
+        complete = plan_keys(staging.target) - {plan_key}  # its manifest may be of another version of tcdeploy
+        num_folders = remove_abandoned_folders(abandoned_folders(staging.parent), complete)
+        folders = unlocked_folders(staging.parent)
+        entries = 0
+        for folder in folders:
+            try:
+                entries += staging.take_over(folder, plan_key)
+            except TrustError as error:
+                log.warning("%s is not used: %s", folder, error.message)
+        # Only folders listed above: if a process ended after that, its buckets have not been copied.
+        abandoned = set(folders).intersection(abandoned_folders(staging.parent))
+        num_folders += remove_abandoned_folders(abandoned, {plan_key, *complete})
+    return TakenOver(num_folders, entries)
+
+
+def copy_finished_buckets(staging: StagingFolder) -> None:
+    """Copy the files in the journals of all starts that this start does not have, also of starts that still run.
+
+    Raises SpaceError and TcdeployError.
+    """
+    for folder in sorted(Path(staging.parent).glob(f"{HOST_PREFIX}*")):
+        if folder.is_symlink() or os.path.realpath(folder) == staging.path:
+            continue
+        listed = {file for bucket in read_journal(folder) for file in bucket.files}
+        missing = [file for file in listed if not Path(staging.path, file.path).exists()]
+        if not missing:
+            continue
+        try:
+            with untracked():
+                staging.fill(missing, folder)
+        except FileNotFoundError:  # another process has removed the folder
+            log.debug("%s was removed while its files were copied", folder)
+        except TrustError as error:
+            log.warning("%s is not used: %s", folder, error.message)
+
+
+def remove_published_folders(staging: StagingFolder) -> None:
+    """Delete the staging folders of ended processes whose journals list only buckets of complete plans."""
+    if not staging.is_private_copy:
+        with folder_lock(staging.source):
+            remove_abandoned_folders(abandoned_folders(staging.parent), plan_keys(staging.source))

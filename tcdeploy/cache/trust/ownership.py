@@ -77,10 +77,7 @@ def _check_last_folder(path: str | Path, folder: Path, must_exist: bool) -> None
 
 
 def check_no_links(folder: str | Path, paths: Iterable[str]) -> None:
-    """Raise TrustError if one of these files, or a folder between it and `folder`, is a symbolic link.
-
-    `paths` are relative to `folder`; those that do not exist are skipped.
-    """
+    """Raise TrustError if one of these paths relative to `folder`, or a folder between, is a symbolic link."""
     for path in _with_parents(folder, paths):
         if path.is_symlink():
             raise TrustError(
@@ -111,10 +108,7 @@ def _with_parents(folder: str | Path, paths: Iterable[str]) -> list[Path]:
 
 
 def _ownership_problem(status: os.stat_result, may_be_shared: bool) -> str:
-    """Why another user could change the file or folder; empty if none could.
-
-    `may_be_shared`: only the owner matters, because the mode lets no other user change what is used of it.
-    """
+    """Why another user could change a file or folder; empty if none could. `may_be_shared`: only the owner matters."""
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to the user {_user_name(status.st_uid)}"
     if status.st_mode & stat.S_IWOTH and not may_be_shared:
@@ -154,14 +148,12 @@ def _trust_error(path: str | Path, entry: Path, reason: str) -> TrustError:
 
 
 def _user_name(uid: int) -> str:
-    try:
+    with contextlib.suppress(KeyError):
         return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    return str(uid)
 
 
 def _group_name(gid: int) -> str:
-    try:
+    with contextlib.suppress(KeyError):
         return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
+    return str(gid)

@@ -1,32 +1,56 @@
-"""Ed25519 signatures over bundle headers, and the keys that this machine trusts.
+"""The first two frames of a bundle, Ed25519 signatures, and the keys that this machine trusts.
 
-Loading a bundle runs the code in it, so the signature is verified before anything else of the bundle is used.
-`tcdeploy cache trust NAME FILE.pub` stores a trusted key in a folder, one PEM file per name. A signer is reported by
-that local name, never by text from the bundle. Does not import torch; `cryptography` implements Ed25519.
+    zstd skippable frame    header, JSON (record/bundle_header.py)
+    zstd skippable frame    signatures over the header, JSON
+
+A cache folder keeps these frames of each bundle that was unpacked into it. Loading a bundle runs the code in it, so the
+header stays unparsed bytes until its signature has been verified. `tcdeploy cache trust NAME FILE.pub` stores a trusted
+key in a folder, one PEM file per name. A signer is reported by that local name, never by text from the bundle. Does not
+import torch; `cryptography` implements Ed25519.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
-from tcdeploy.cache.trust.signed_header import Signature, SignedHeader
-from tcdeploy.errors import TcdeployError, TrustError, UsageError
+from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tcdeploy.host.regular_file import read_regular, write_new
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-SIGNATURE_CONTEXT = (
-    b"tcdeploy bundle header\n"  # prefix of the signed message; excludes signatures made for other purposes
-)
+SIGNATURE_CONTEXT = b"tcdeploy bundle header\n"  # starts each signed message: a key may also sign other things
+KEYGEN_HINT = "create a pair: tcdeploy cache keygen NAME"
+HEADER_MAGIC, SIGNATURES_MAGIC = 0x184D2A50, 0x184D2A51  # zstd skippable frames
+HEADER_PREFIX = b"tcdeploy bundle 1\n"
+MAX_HEADER_BYTES, MAX_SIGNATURES_BYTES = 64 << 20, 1 << 20
 MAX_KEY_BYTES = 1 << 16
 SECRET_SUFFIX, PUBLIC_SUFFIX = ".key", ".pub"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """An Ed25519 signature over the header, in hex. `key` is the fingerprint of the public key."""
+
+    key: str
+    signature: str
+
+
+@dataclass(frozen=True)
+class SignedHeader:
+    """The first two frames of a bundle. `header` stays unparsed until a signature has been verified."""
+
+    header: bytes
+    signatures: tuple[Signature, ...]
+    payload_offset: int  # bytes from the start of the file
 
 
 @dataclass(frozen=True)
@@ -150,12 +174,10 @@ def _parse_public(path: Path, read: Callable[[Path], bytes]) -> Ed25519PublicKey
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-    try:
+    with _translate_parse_errors(path, "public"):
         key = serialization.load_pem_public_key(read(path))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is not a public key: {error}", "create a pair: tcdeploy cache keygen NAME") from error
     if not isinstance(key, Ed25519PublicKey):
-        raise UsageError(f"{path} is not an Ed25519 key", "create a pair: tcdeploy cache keygen NAME")
+        raise UsageError(f"{path} is not an Ed25519 key", KEYGEN_HINT)
     return key
 
 
@@ -163,12 +185,74 @@ def _read_secret(path: Path) -> Ed25519PrivateKey:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    try:
+    with _translate_parse_errors(path, "private"):
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(
-            f"{path} is not a private key: {error}", "create a pair: tcdeploy cache keygen NAME"
-        ) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise UsageError(f"{path} is not an Ed25519 key", "create a pair: tcdeploy cache keygen NAME")
+        raise UsageError(f"{path} is not an Ed25519 key", KEYGEN_HINT)
     return key
+
+
+@contextlib.contextmanager
+def _translate_parse_errors(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} is not a {kind} key: {error}", KEYGEN_HINT) from error
+
+
+def signed_header_bytes(header: bytes, signatures: tuple[Signature, ...]) -> bytes:
+    """The two frames that start a bundle. A cache folder keeps them for each bundle unpacked into it."""
+    signature_dicts = [asdict(signature) for signature in signatures]
+    checksum = hashlib.sha256(header + _canonical_json(signature_dicts)).hexdigest()  # finds damage without a key
+    content = HEADER_PREFIX + header
+    document = _canonical_json({"sha256": checksum, "signatures": signature_dicts})
+    frames = ((HEADER_MAGIC, content), (SIGNATURES_MAGIC, document))
+    return b"".join(struct.pack("<II", magic, len(frame)) + frame for magic, frame in frames)
+
+
+def read_signed_header(file: IO[bytes], name: str) -> SignedHeader:
+    """Read the first two frames and nothing after them. Raises IntegrityError."""
+    content = _read_skippable_frame(file, HEADER_MAGIC, MAX_HEADER_BYTES, name)
+    if not content.startswith(HEADER_PREFIX):
+        raise IntegrityError(
+            f"{name} is not a bundle of format version 1", "pack it again with this version: tcdeploy cache pack"
+        )
+    header = content[len(HEADER_PREFIX) :]
+    document = _read_skippable_frame(file, SIGNATURES_MAGIC, MAX_SIGNATURES_BYTES, name)
+    try:
+        signatures = tuple(Signature(**fields) for fields in json.loads(document)["signatures"])
+        canonical = signed_header_bytes(header, signatures)
+        matches_checksum = canonical.endswith(document) and all(map(_is_canonical_hex, signatures))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged_error(name, "its signatures cannot be parsed") from error
+    if not matches_checksum:
+        raise damaged_error(name, "its header and signatures do not match their checksum")
+    return SignedHeader(header, signatures, len(canonical))
+
+
+def _is_canonical_hex(signature: Signature) -> bool:
+    texts = (signature.key, signature.signature)
+    return all(isinstance(text, str) and bytes.fromhex(text).hex() == text for text in texts)
+
+
+def _read_skippable_frame(file: IO[bytes], magic: int, max_bytes: int, name: str) -> bytes:
+    frame_header = file.read(8)
+    if len(frame_header) < 8 or struct.unpack("<I", frame_header[:4])[0] != magic:
+        has_header = magic == SIGNATURES_MAGIC
+        reason = "its signatures are missing" if has_header else "it does not start with a bundle header"
+        raise damaged_error(name, reason)
+    (length,) = struct.unpack("<I", frame_header[4:])
+    if length > max_bytes:
+        raise damaged_error(name, f"its header or signatures have {length} bytes; the limit is {max_bytes}")
+    content = file.read(length)
+    if len(content) < length:
+        raise damaged_error(name, "it is truncated")
+    return content
+
+
+def _canonical_json(document: Any) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+def damaged_error(name: str, reason: str) -> IntegrityError:
+    return IntegrityError(f"the bundle {name} is damaged: {reason}", "fetch it again; nothing from it was used")

@@ -1,8 +1,7 @@
 """The inputs that must be equal in a start from packages and in the start that made them, and a comparison of both.
 
-The factors are known before anything is loaded: the recipe, the model's files (weight files by their sizes, headers and
-samples), tcdeploy's source files, and the versions of Python, tcdeploy, tokenizers and torch. Start records are found
-by a hash of them (start/record/record.py). Does not import torch.
+They are known before anything is loaded. Start records are found by a hash of them (start/record/record.py). Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 
 from tcdeploy import __version__
 from tcdeploy.errors import ModelError
+from tcdeploy.planning.keys import combined_digest
 from tcdeploy.planning.recipe import Recipe
 
 PACKAGE = Path(__file__).parents[2]
@@ -31,20 +31,12 @@ IGNORED_FIELDS = {"model", "revision", "cache_dir", "on_bad_cache", "trust_cache
 
 @dataclass(frozen=True)
 class StartFactors:
-    """What identifies a start.
+    """What identifies a start, in JSON's types, so that factors that were read from a file compare equal."""
 
-    All values are of JSON's types, so that factors that were read from a file compare equal.
-
-    recipe: without the ignored fields.
-    versions: of Python, tcdeploy, tokenizers and torch.
-    sources: sha256 of tcdeploy's source files.
-    files: what identifies each file of the model that a start reads, by its path in the model's folder.
-    """
-
-    recipe: dict[str, Any]
-    versions: dict[str, str]
-    sources: str
-    files: dict[str, str]
+    recipe: dict[str, Any]  # without the ignored fields
+    versions: dict[str, str]  # of Python, tcdeploy, tokenizers and torch
+    sources: str  # sha256 of tcdeploy's source files
+    files: dict[str, str]  # what identifies each file that a start reads, by its path in the model's folder
 
     @property
     def key(self) -> str:
@@ -54,13 +46,9 @@ class StartFactors:
 
 @dataclass(frozen=True)
 class StartDifferences:
-    """Texts that name what differs, such as `--context 4096 (here 8192)`.
+    """Texts that name what differs, such as `--context 4096 (here 8192)`."""
 
-    environment: versions and source files.
-    flags_and_files: flags, and files of the model.
-    """
-
-    environment: tuple[str, ...]
+    environment: tuple[str, ...]  # versions and source files
     flags_and_files: tuple[str, ...]
 
     def texts(self) -> tuple[str, ...]:
@@ -80,10 +68,7 @@ def start_factors(recipe: Recipe, folder: Path | None) -> StartFactors | None:
 
 
 def require_start_factors(recipe: Recipe, folder: Path | None) -> StartFactors:
-    """`folder`: of the model's files; None if they are not on this machine.
-
-    Raises NoStartRecordError, for example for random weights, or if a file cannot be read.
-    """
+    """`folder`: of the model's files; None if they are not on this machine. Raises NoStartRecordError."""
     if recipe.programs != "aot":
         raise NoStartRecordError("starts without --programs aot have no start record")
     if recipe.load_format != "auto" or recipe.trust_remote_code:
@@ -92,10 +77,8 @@ def require_start_factors(recipe: Recipe, folder: Path | None) -> StartFactors:
         raise NoStartRecordError(f"the files of {recipe.model} are not on this machine")
     try:
         files = dict(_model_files(folder)) if weight_files(folder) else None
-    except OSError as error:
+    except (OSError, ModelError) as error:
         raise NoStartRecordError(f"the model's files cannot be read: {error}") from error
-    except ModelError as error:
-        raise NoStartRecordError(f"the model's files cannot be read: {error.message}") from error
     if files is None:
         raise NoStartRecordError(f"{folder} has no weights as safetensors")
     request = {name: value for name, value in asdict(recipe).items() if name not in IGNORED_FIELDS}
@@ -133,21 +116,16 @@ def _flag_value(value: Any) -> str | None:
 
 def _file_differences(here: Mapping[str, str], there: Mapping[str, str]) -> Iterator[str]:
     changed = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+    weights = {name for name in changed if name == INDEX or name.endswith(".safetensors")}
     for name in changed:
-        if _is_of_weights(name):
+        if name in weights:
             continue
         if name not in there:
             yield f"no {name} (here there is one)"
-        elif name not in here:
-            yield f"{name} (missing here)"
         else:
-            yield f"another {name}"
-    if any(map(_is_of_weights, changed)):
+            yield f"another {name}" if name in here else f"{name} (missing here)"
+    if weights:
         yield "other weights"
-
-
-def _is_of_weights(name: str) -> bool:
-    return name == INDEX or name.endswith(".safetensors")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -183,11 +161,8 @@ def sampled_digest(path: Path) -> str:
 
 
 def _own_sources() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {content}\n".encode())
-    return digest.hexdigest()
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))}
+    return combined_digest({path: hashlib.sha256(source).hexdigest() for path, source in sources.items()})
 
 
 def _version(package: str) -> str:

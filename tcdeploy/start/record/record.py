@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tcdeploy.cache.folder.layout import AOT_DIR
-from tcdeploy.cache.record.listed_files import ListedFiles, read_listed
-from tcdeploy.cache.record.provenance import SigningPolicy
+from tcdeploy.cache.record.provenance import ListedFiles, SigningPolicy, read_listed
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.host.typed_json import from_json
 from tcdeploy.planning.architecture import Architecture
@@ -39,7 +38,7 @@ from tcdeploy.text.stored_tokenizer import TokenizerRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA: Literal[3] = 3
+SCHEMA: Literal[4] = 4
 # Names of the two entries of `defaults` and `decisions`: of commands that generate text, and of others.
 WITH_TOKENIZER, WITHOUT_TOKENIZER = "with tokenizer", "without tokenizer"
 # Set by tcdeploy or by torch itself, so not compared.
@@ -52,10 +51,9 @@ COMPILER_PREFIXES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "TORCHDYNAMO_", "AOT_IND
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The content of the JSON file.
+    """The content of the JSON file. The environment of the packages is in the manifest that lists it.
 
     defaults, decisions: by WITH_TOKENIZER or WITHOUT_TOKENIZER.
-    compiler, triton, install_paths, torch_settings: as in `Environment`.
     sources: sha256 of files of transformers, by path in its folder.
     variables: `compiler_variables` of the start that wrote the record.
     weights: by name in the model, as `weight_sources.WeightSource`.
@@ -68,14 +66,8 @@ class StartRecord:
     reference: str
     buffers: str
     kernels: str  # "" on a CPU, or if no kernel could be recorded; launches then go through Triton
-    transformers: str  # version
-    compiler: str
-    triton: str
-    install_paths: str
-    torch_settings: str
     sources: dict[str, str]
     variables: dict[str, str]
-    missing_internals: tuple[tuple[str, str], ...]
     architecture: Architecture
     config: dict[str, Any]
     defaults: dict[str, GenerationDefaults]
@@ -84,7 +76,7 @@ class StartRecord:
     weights: dict[str, Any]
     tokenizer: TokenizerRecord | None
     tokenizer_problem: str
-    schema: Literal[3] = SCHEMA
+    schema: Literal[4] = SCHEMA
 
     def files(self) -> list[str]:
         """The paths of the files that belong to the record, in the cache folder."""
@@ -102,11 +94,7 @@ def compiler_variables() -> dict[str, str]:
 
 
 def write_record(
-    folder: Path,
-    record: StartRecord,
-    buffers: Mapping[str, Tensor],
-    backend_json: str = "",
-    kernels_json: str = "",
+    folder: Path, record: StartRecord, buffers: Mapping[str, Tensor], backend_json: str, kernels_json: str
 ) -> list[str]:
     """Write the record, its buffers, its tokenizer's backend and its kernels below `folder`.
 
@@ -116,13 +104,10 @@ def write_record(
 
     Path(folder, AOT_DIR).mkdir(parents=True, exist_ok=True)
     if backend_json and record.tokenizer is not None:
-        backend = f"{AOT_DIR}/tokenizer-{hashlib.sha256(backend_json.encode()).hexdigest()[:16]}.json"
-        Path(folder, backend).write_text(backend_json, encoding="utf-8")
+        backend = _write_text(folder, "tokenizer", backend_json)
         record = dataclasses.replace(record, tokenizer=dataclasses.replace(record.tokenizer, backend=backend))
     if kernels_json:
-        kernels = f"{AOT_DIR}/kernels-{hashlib.sha256(kernels_json.encode()).hexdigest()[:16]}.json"
-        Path(folder, kernels).write_text(kernels_json, encoding="utf-8")
-        record = dataclasses.replace(record, kernels=kernels)
+        record = dataclasses.replace(record, kernels=_write_text(folder, "kernels", kernels_json))
     content = save(dict(buffers))
     digest = hashlib.sha256(content + to_json(record).encode()).hexdigest()[:16]
     stem = f"{AOT_DIR}/start-{record.factors.key}-{digest}"
@@ -132,17 +117,19 @@ def write_record(
     return [f"{stem}.json", *record.files()]
 
 
+def _write_text(folder: Path, name: str, text: str) -> str:
+    """Write a file that is named by its content. Returns its path in the cache folder."""
+    path = f"{AOT_DIR}/{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    Path(folder, path).write_text(text, encoding="utf-8")
+    return path
+
+
 def to_json(record: StartRecord) -> str:
     return json.dumps(dataclasses.asdict(record))
 
 
-def parse_record(content: bytes) -> StartRecord:
-    """The inverse of `to_json`. Raises ValueError or RecursionError for another text."""
-    return from_json(StartRecord, json.loads(content), "the record")
-
-
 def parse_factors(content: bytes) -> StartFactors | None:
-    """The factors of a record that another version of tcdeploy may have written. None: it has no such factors.
+    """The factors of a record, perhaps of another version of tcdeploy; None if it has no such factors.
 
     Raises ValueError or RecursionError if the text is not a record.
     """

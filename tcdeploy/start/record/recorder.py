@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,13 +32,13 @@ from tcdeploy.start.record.record import (
     write_record,
 )
 from tcdeploy.text.tokenizer import TokenizerDescription, describe_tokenizer, load_tokenizer
-from tcdeploy.torch_compat.triton.kernel import record_kernels, stop_recording_kernels
+from tcdeploy.torch_compat.triton.kernel import record_kernels
 
 log = logging.getLogger("tcdeploy.start")
 
 
 class StartRecorder:
-    """Records the start that runs within its context: compiled Triton kernels, and source files that are executed.
+    """Records compiled Triton kernels, until `stop_recording_kernels`, and source files that are executed.
 
     `factors`: as they are when the start begins. None: nothing is recorded or written.
     """
@@ -47,12 +47,6 @@ class StartRecorder:
         self._factors = factors
         self._files: set[str] = set()  # those that define the model
         self._kernels = record_kernels() if factors is not None else None
-
-    def __enter__(self) -> StartRecorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        stop_recording_kernels()
 
     @contextmanager
     def recording_sources(self) -> Iterator[None]:
@@ -71,10 +65,7 @@ class StartRecorder:
         records: list[BucketRecord],
         staging: StagingFolder,
     ) -> list[str]:
-        """Write the record and its files. Returns their paths in the cache folder.
-
-        `records`: of the warmed buckets. If the record cannot be written, logs why and returns [].
-        """
+        """Write the record and its files. Returns their paths in the cache folder; [] if it cannot, and logs why."""
         if self._factors is None or self._kernels is None:
             return []
         recipe, architecture = planned.recipe, planned.architecture
@@ -97,24 +88,18 @@ class StartRecorder:
         reference = f"{REFERENCES_DIR}/{reference_digest(checker.reference)}.safetensors"
         if not write_reference(Path(staging.path, reference), checker.reference, planned.plan, records):
             return []
-        tokenizer = _load_recorded_tokenizer(planned)
-        described = TokenizerDescription(None, "", "")
+        tokenizer, described = planned.tokenizer, TokenizerDescription(None, "", "")
+        with suppress(TcdeployError):  # the model may have none
+            tokenizer = tokenizer or load_tokenizer(recipe)  # `warm` has not loaded it
         if tokenizer is not None:
             described = describe_tokenizer(tokenizer, architecture.model_type, folder)
         if described.problem:
             log.warning("later starts load the tokenizer with transformers: %s", described.problem)
         record = _make_record(
-            self._factors,
-            planned,
-            tokenizer,
-            package_folder=forward.folder.relative_to(staging.path).as_posix(),
-            supports_logits_to_keep=forward.supports_logits_to_keep,
-            reference=reference,
-            sources=sources,
-            weights=dict(weights.sources),
-            tokenizer=described.record,
-            tokenizer_problem=described.problem,
-        )
+            self._factors, planned, tokenizer, package_folder=forward.folder.relative_to(staging.path).as_posix(),
+            supports_logits_to_keep=forward.supports_logits_to_keep, reference=reference, sources=sources,
+            weights=dict(weights.sources), tokenizer=described.record, tokenizer_problem=described.problem,
+        )  # fmt: skip
         try:
             return write_record(
                 Path(staging.path), record, weights.stored, described.backend_json, self._kernels.to_json()
@@ -125,40 +110,14 @@ class StartRecorder:
 
 
 def _make_record(factors: StartFactors, planned: PlannedModel, loaded_tokenizer: Any, **found: Any) -> StartRecord:
-    """The record of this start, whose buffers and kernels are not written yet.
-
-    `loaded_tokenizer`: None for a model without a tokenizer. `found`: fields of the record, such as `weights`, that
-    this start has found out.
-    """
-    environment, defaults, decisions = planned.environment, {}, {}
+    """The record of this start, whose buffers and kernels are not written yet. `found`: its other fields."""
+    defaults, decisions = {}, {}
     for name, used in ((WITHOUT_TOKENIZER, None), (WITH_TOKENIZER, loaded_tokenizer)):
         if name == WITHOUT_TOKENIZER or used is not None:
-            defaults[name], decisions[name] = read_model_defaults(
-                planned.recipe, planned.config, planned.architecture, used
-            )
+            found_defaults = read_model_defaults(planned.recipe, planned.config, planned.architecture, used)
+            defaults[name], decisions[name] = found_defaults
     return StartRecord(
-        factors=factors,
-        plan_key=planned.plan.key,
-        buffers="",
-        kernels="",
-        transformers=environment.transformers,
-        compiler=environment.compiler,
-        triton=environment.triton,
-        install_paths=environment.install_paths,
-        torch_settings=environment.torch_settings,
-        missing_internals=environment.missing_internals,
-        variables=compiler_variables(),
-        architecture=planned.architecture,
-        config=config_to_dict(planned.config),
-        defaults=defaults,
-        decisions=decisions,
-        **found,
-    )
-
-
-def _load_recorded_tokenizer(planned: PlannedModel) -> Any:
-    """The tokenizer for the record, which `warm` has not loaded; None if the model has none."""
-    try:
-        return planned.tokenizer or load_tokenizer(planned.recipe)
-    except TcdeployError:
-        return None
+        factors=factors, plan_key=planned.plan.key, buffers="", kernels="", variables=compiler_variables(),
+        architecture=planned.architecture, config=config_to_dict(planned.config), defaults=defaults,
+        decisions=decisions, **found,
+    )  # fmt: skip

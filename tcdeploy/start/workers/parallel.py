@@ -1,10 +1,9 @@
 """Compiles buckets of a plan in several processes at once.
 
-The first process compiles the largest bucket, as it would without others, and *compile workers*
-(start/workers/process.py) compile the rest at the same time. When it reaches a bucket of a worker, it waits until the
-worker has finished it, copies its files from the worker's journal, and loads its programs from the cache. A bucket that
-a worker does not finish is compiled by the first process, with a warning. A server with eager steps uses one worker for
-all buckets (start/eager.py).
+The first process compiles the largest bucket, and *compile workers* (start/workers/process.py) the rest at the same
+time. When it reaches a bucket of a worker, it waits until the worker has finished it, copies its files from the
+worker's journal, and loads its programs from the cache. A bucket that a worker does not finish is compiled by the first
+process, with a warning. A server with eager steps uses one worker for all buckets (start/eager.py).
 
 With ahead-of-time programs, one worker compiles packages of the largest bucket, from the last to the first, while the
 first process compiles them from the first to the last. Before each package, both look for those of the other.
@@ -28,7 +27,7 @@ import torch
 from torch import nn
 
 from tcdeploy.cache.staging.folder import StagingFolder
-from tcdeploy.cache.staging.takeover import copy_finished_buckets
+from tcdeploy.cache.staging.restore import copy_finished_buckets
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.warm.warmup import warmup_order
 from tcdeploy.errors import TcdeployError
@@ -70,7 +69,7 @@ class OneProcess(NamedTuple):
 
 
 class CompileWorkers:
-    """The running compile workers of a start. Use it as a context manager, which ends them.
+    """The running compile workers of a start. The caller stops them.
 
     package_worker: compiles packages of the largest bucket from the last to the first, while the first process compiles
         them from the first to the last.
@@ -90,10 +89,7 @@ class CompileWorkers:
         return bool(self._workers)
 
     def wait_for(self, bucket: Bucket) -> BucketRecord | None:
-        """Wait until a worker has finished the bucket, and copy its files. None if no worker compiles it, or it fails.
-
-        Raises SpaceError, TrustError and TcdeployError if the files cannot be copied.
-        """
+        """Wait until a worker has finished the bucket, and copy its files. None if none compiles it, or if it fails."""
         worker = next((worker for worker in self._workers if bucket.name in worker.buckets), None)
         if worker is None:
             return None
@@ -113,21 +109,12 @@ class CompileWorkers:
 
     def stop(self) -> None:
         """End all workers, also those that compile."""
-        for worker in (*self._workers, *([self._package_worker] if self._package_worker else [])):
+        for worker in filter(None, (*self._workers, self._package_worker)):
             worker.stop()
-
-    def __enter__(self) -> CompileWorkers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 def make_short_copy(model: nn.Module, planned: PlannedModel) -> ShortCopy:
-    """The copy of a model with the first layers that have all of its programs. `model` may have fake tensors.
-
-    Raises ModelError if its config cannot be shortened.
-    """
+    """The model's first layers that have all of its programs. Raises ModelError if its config cannot be shortened."""
     plan, architecture = planned.plan, planned.architecture
     layers = find_layers(model, architecture)
     kinds = layer_kinds(layers)
@@ -185,10 +172,8 @@ def share_buckets(
 ) -> list[list[str]] | OneProcess:
     """The names of the buckets that each worker compiles, in its order. All but the largest bucket are shared out.
 
-    With ahead-of-time programs, the first of several workers gets the largest bucket.
-
-    `cores`: that this process may use. `spare_bytes`: of the device, beside what this process will use. `host_bytes`:
-    of the host's memory.
+    With ahead-of-time programs, the first of several workers gets the largest bucket. `spare_bytes`: of the device,
+    beside what this process will use.
     """
     if reason := reason_for_one_process(recipe, plan, cores):
         return OneProcess(reason)
@@ -197,13 +182,8 @@ def share_buckets(
         return OneProcess(f"{gib(spare_bytes)} are free beside the model; a copy needs {gib(copy_bytes)}")
     if host_bytes < 2 * HOST_BYTES_PER_PROCESS:
         return OneProcess(f"{gib(host_bytes)} of host memory; two processes need {gib(2 * HOST_BYTES_PER_PROCESS)}")
-    num_workers = min(
-        _max_shares(plan),
-        MAX_WORKERS,
-        cores // CORES_PER_PROCESS - 1,
-        spare_bytes // copy_bytes,
-        host_bytes // HOST_BYTES_PER_PROCESS - 1,
-    )
+    by_host = min(cores // CORES_PER_PROCESS, host_bytes // HOST_BYTES_PER_PROCESS) - 1
+    num_workers = min(_max_shares(plan), MAX_WORKERS, spare_bytes // copy_bytes, by_host)
     largest, *order = [bucket.name for bucket in warmup_order(plan)]
     package_share = [[largest]] if plan.programs == "aot" and num_workers > 1 else []
     num_workers -= len(package_share)
@@ -217,12 +197,10 @@ def _max_shares(plan: Plan) -> int:
 
 
 def count_spare_bytes(plan: Plan, environment: Environment, early_bytes: int = 0) -> int:
-    """Free bytes of the GPU, or the host's memory, less weights, KV cache and workspace.
+    """Free bytes of the GPU, or the host's memory, less weights, KV cache and workspace, before the model is loaded.
 
-    Call it before the model is loaded. `early_bytes`: of its weights, which are on the GPU already.
-
-    A lower bound: `workspace_bytes` includes the CUDA context, which the free bytes lack already. The difference is
-    left for the parity check.
+    `early_bytes`: of its weights, which are on the GPU already. A lower bound: `workspace_bytes` includes the CUDA
+    context, which the free bytes lack already. The difference is left for the parity check.
     """
     free = torch.cuda.mem_get_info()[0] + early_bytes if plan.device == "cuda" else environment.host_memory_bytes
     return int(free) - plan.weight_bytes - plan.kv_bytes - plan.workspace_bytes
@@ -231,7 +209,7 @@ def count_spare_bytes(plan: Plan, environment: Environment, early_bytes: int = 0
 def start_workers(
     planned: PlannedModel, prompts: CheckPrompts, staging: StagingFolder, early_bytes: int = 0
 ) -> CompileWorkers:
-    """Start workers for all buckets of the plan but the largest. Starts none if that would not be faster or possible.
+    """Start workers for all buckets but the largest, or none if that would not be faster or possible.
 
     Call it before the weights are loaded. `early_bytes`: as in `count_spare_bytes`.
     """

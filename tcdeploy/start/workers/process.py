@@ -12,7 +12,6 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.cache.staging.folder import own_staging_folder
-from tcdeploy.host.temporary_files import create_temporary_folder
+from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.host.typed_json import from_json
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.recipe import Recipe
@@ -52,15 +51,11 @@ class CompileProcess:
     """
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], plan_key: str, buckets: Sequence[str]) -> None:
-        """`config`: the config.json of the model, which replaces the model of `recipe`. `buckets`: their names.
-
-        `plan_key`: of the plan to which the worker's files belong. Raises OSError.
-        """
+        """`config`: replaces the model of `recipe`. `plan_key`: to which the worker's files belong. Raises OSError."""
         self.buckets = tuple(buckets)
-        folder, descriptor = create_temporary_folder("config")
-        self._folder, self._removal = folder, threading.Lock()
-        self._folder_lock: int | None = descriptor  # None: closed
-        (self._folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        self._cleanup, self._cleanup_lock = contextlib.ExitStack(), threading.Lock()
+        folder = self._cleanup.enter_context(temporary_folder("config"))
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         self.finished: dict[str, BucketRecord] = {}  # by name; their files are in the worker's journal
         self._last_lines: deque[str] = deque(maxlen=MAX_FAILURE_LINES)
         self._started_at = time.monotonic()
@@ -78,7 +73,7 @@ class CompileProcess:
             raise
         finally:
             os.close(reports_end)
-        fields = dataclasses.asdict(dataclasses.replace(recipe, model=str(self._folder)))
+        fields = dataclasses.asdict(dataclasses.replace(recipe, model=str(folder)))
         self._readers = [
             threading.Thread(target=self._log_messages, name="compile-messages", daemon=True),
             threading.Thread(target=self._read_reports, args=(reports,), name="compile-reports", daemon=True),
@@ -127,11 +122,8 @@ class CompileProcess:
         self._remove_folder()
 
     def _remove_folder(self) -> None:
-        with self._removal:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if self._folder_lock is not None:
-                os.close(self._folder_lock)
-                self._folder_lock = None
+        with self._cleanup_lock:
+            self._cleanup.close()
 
     def _read_reports(self, descriptor: int) -> None:
         with open(descriptor, encoding="utf-8") as reports:

@@ -41,9 +41,9 @@ def write_report(reports: IO[str], record: BucketRecord) -> None:
 def main() -> None:
     """Read a request from stdin, and compile its buckets.
 
-    It has "parent", the id of the other process, "reports", the descriptor for reports, "recipe", fields of a Recipe,
-    "plan", the key of the plan to which the programs belong, "buckets", their names, and "staging", the folder for its
-    staging folder, null for the cache folder.
+    It has "parent", the id of the other process, "reports", the descriptor for reports, "recipe", "plan", the key of
+    the plan to which the programs belong, "buckets", their names, and "staging", the folder for its staging folder,
+    null for the cache folder.
     """
     request = json.load(sys.stdin)
     _die_with(request["parent"])

@@ -3,7 +3,7 @@
 Inductor prepares the headers in a folder below TMPDIR, 156 MB for each set of compiler options, at every start that
 loads a C++ program, hit or miss: 0.4 s, or 12 s on a machine without headers. They halve the time of a cold start, and
 have no effect on a warm one. The public setting is part of the cache key and of program names, so a cold start would
-have no headers either. In TMPDIR, `cache du` and `cache gc` would not find them. tests/cache/test_toolchain.py fails
+have no headers either. In TMPDIR, `cache du` and `cache gc` would not find them. tests/cache/test_compiler.py fails
 when torch calls another function.
 """
 

@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from tcdeploy.cache.folder.layout import manifest_path
-from tcdeploy.cache.record.compatibility import environment_mismatch
 from tcdeploy.cache.record.manifest import parse_manifest, write_manifest
 from tcdeploy.planning.environment import Environment, parse_environment
+from tcdeploy.start.record.lookup import environment_mismatch
 from tests.bundle.fake_caches import key_of, manifest_for
 from tests.machines import changed_environment
 
