@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: the deployment class, and `build`, which configs of Ray Serve import.
+"""Replicas on Ray Serve: the deployment classes, and the builders that configs of Ray Serve import.
 
 `tcdeploy deploy --ray` writes the config (ray_config.py):
 
@@ -21,22 +21,17 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application
-from starlette.types import Message
+from ray.serve.exceptions import BackPressureError, RayServeException
+from starlette.types import ASGIApp, Message
 
-from tcdeploy.scale.forwarded_request import ForwardedRequest, respond
-from tcdeploy.scale.ray_config import (
-    DEPLOYMENT,
-    IMPORT_PATH,
-    INGRESS_DEPLOYMENT,
-    INGRESS_IMPORT_PATH,
-    ROUTED_IMPORT_PATH,
-    read_arguments,
-    read_ingress_arguments,
-)
-from tcdeploy.scale.ray_ingress import IngressReplica, SingleModelIngressReplica
+from tcdeploy.scale.ingress import ForwardedRequest, ingress_app, respond
+from tcdeploy.scale.ray_config import DEPLOYMENT, IMPORT_PATH, INGRESS_DEPLOYMENT, ROUTED_IMPORT_PATH, read_arguments
 from tcdeploy.scale.ray_metrics import RayMetrics
 from tcdeploy.scale.replica import Replica
+from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.server.generate.admission import RETRY_AFTER_S
 from tcdeploy.server.observe.request_log import RequestLog
 
 MAX_STARTS = 2  # of a replica; a model that cannot be loaded fails each time
@@ -57,7 +52,7 @@ class Model:
         return self._replica.app
 
     async def respond(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-        """Answer a request of the ingress. See `forwarded_request.respond`."""
+        """Answer a request of the ingress. See `ingress.respond`."""
         assert self._replica is not None
         async with contextlib.aclosing(respond(self._replica.app, request)) as batches:
             async for events in batches:
@@ -74,15 +69,46 @@ class Model:
             self._replica.close()
 
 
+class Ingress:
+    """A replica of the ingress of a model with a request router. `arguments`: of the model. `model`: its handle."""
+
+    def __init__(self, arguments: dict[str, Any], model: Any) -> None:
+        self._max_body_bytes, self._model = read_arguments(arguments).server.max_body_bytes, model
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Ray calls it after the constructor."""
+        return ingress_app(self._forward, self._max_body_bytes)
+
+    async def _forward(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+        """Events of the response of the replica that the model's request router chooses. Raises ApiError.
+
+        Request routers read the prompt from positional arguments. Ray's prefix-aware one fails for one without text.
+        """
+        call = self._model.options(method_name="respond", stream=True).remote
+        response = call(request) if request.prompt else call(request=request)
+        is_complete = False
+        try:
+            async for events in response:
+                yield events
+            is_complete = True
+        except BackPressureError as error:
+            raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER_S) from error
+        except (RayError, RayServeException) as error:
+            reason = f"the replica of the model cannot be reached: {str(error).strip().splitlines()[-1]}"
+            raise ApiError(503, reason, code="unreachable") from error
+        finally:
+            if not is_complete:
+                response.cancel()
+
+
 _options = {"name": DEPLOYMENT, "max_constructor_retry_count": MAX_STARTS}
 _model: Any = serve.deployment(**_options)(serve.ingress()(Model))
 _routed_model: Any = serve.deployment(**_options)(Model)  # Ray allows one ingress in an application
-_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(IngressReplica))
-_model_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(SingleModelIngressReplica))
+_ingress: Any = serve.deployment(name=INGRESS_DEPLOYMENT)(serve.ingress()(Ingress))
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """The application of one model. Ray accepts only functions with one parameter in a config.
+    """The application of a model. Ray accepts only functions with one parameter in a config.
 
     Raises TcdeployError for invalid arguments, as the other functions do.
     """
@@ -94,11 +120,6 @@ def build_routed(arguments: dict[str, Any]) -> Application:
     return build_application(ROUTED_IMPORT_PATH, arguments, {})
 
 
-def build_ingress(arguments: dict[str, Any]) -> Application:
-    """The ingress of several models, which have applications of their own."""
-    return build_application(INGRESS_IMPORT_PATH, arguments, {})
-
-
 def build_application(
     import_path: str, arguments: dict[str, Any], options: Mapping[str, Mapping[str, Any]]
 ) -> Application:
@@ -106,12 +127,8 @@ def build_application(
 
     Ray applies the `deployments` of a config file itself, so the builders that a config names pass no options.
     """
-    ingress_options = options.get(INGRESS_DEPLOYMENT, {})
-    if import_path == INGRESS_IMPORT_PATH:
-        read_ingress_arguments(arguments)
-        return _ingress.options(**ingress_options).bind(arguments)
     read_arguments(arguments)
     if import_path == IMPORT_PATH:
         return _model.options(**options.get(DEPLOYMENT, {})).bind(arguments)
     model = _routed_model.options(**options.get(DEPLOYMENT, {})).bind(arguments)
-    return _model_ingress.options(**ingress_options).bind(arguments, model)
+    return _ingress.options(**options.get(INGRESS_DEPLOYMENT, {})).bind(arguments, model)

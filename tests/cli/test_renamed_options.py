@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from tcdeploy.cli import app as cli
-from tcdeploy.cli.deploy import read_entries
+from tcdeploy.cli.deploy import read_entry
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.option import RENAMED
 from tcdeploy.scale.ray_config import read_arguments
@@ -43,8 +43,8 @@ def test_a_variable_that_was_renamed_is_refused_with_its_new_name() -> None:
 
 def test_configs_for_ray_are_refused_with_the_new_name() -> None:
     with pytest.raises(UsageError) as error:
-        read_entries(Path("models.yaml"), {"models": [{"serve": f"{TINY} --prefill-burst 2"}]})
-    assert error.value.message == f"models.yaml: model 1: {BURST}"
+        read_entry(Path("models.yaml"), {"models": [{"serve": f"{TINY} --prefill-burst 2"}]})
+    assert error.value.message == f"models.yaml: model: {BURST}"
     with pytest.raises(UsageError, match="prefill_burst is now max_consecutive_prefills"):
         read_arguments({"recipe": {"model": TINY, "prefill_burst": 2}})
 
