@@ -1,11 +1,10 @@
 """`bench serve`: load on any OpenAI-compatible server, measured by its clients. Does not import torch.
 
 Open loop (`request_rate`, `trace`): arrival times do not depend on the server, and waiting for a slow server is part of
-the latency. Closed loop (`concurrency`): each client starts its next session when the previous one is complete; a
-single client busy-waits, because its wake-up time would count as server time. In both, a later request of a session
-arrives `think_time` after the response to the previous one. loads.py and trace.py define what is sent; responses run to
-their full length (`ignore_eos`). For latencies, each event of the stream counts as one token; numbers of tokens come
-from the server's `usage`.
+the latency. Closed loop (`concurrency`): each client sends its next request when the previous one is complete; a single
+client busy-waits, because its wake-up time would count as server time. In both, a later request of a session arrives
+when the previous one is complete. loads.py defines what is sent; responses run to their full length (`ignore_eos`). For
+latencies, each event of the stream counts as one token; numbers of tokens come from the server's `usage`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,12 +25,10 @@ except ImportError:  # not available on every platform
     uvloop = None  # type: ignore[assignment]
 
 from tcdeploy.bench.client import Client
-from tcdeploy.bench.goodput import Goodput, measure_goodput
 from tcdeploy.bench.loads import LoadRequest, make_load
 from tcdeploy.bench.report import Report, Row
 from tcdeploy.bench.serve_settings import ServeSettings
-from tcdeploy.bench.trace import read_trace
-from tcdeploy.bench.traffic import Latencies, RequestTiming, latencies
+from tcdeploy.bench.traffic import Goodput, Latencies, RequestTiming, latencies, measure_goodput
 from tcdeploy.errors import NetworkError
 
 LOOP_FACTORY = uvloop.new_event_loop if uvloop else None
@@ -80,13 +77,13 @@ def make_report(settings: ServeSettings, rows: list[ServeRow], extra: dict[str, 
 async def run_load(settings: ServeSettings) -> list[ServeRow]:
     """A row of all requests, and one of each kind, if the trace has kinds. Raises NetworkError if the server cannot be
     reached."""
-    sessions = make_load(settings) if settings.trace is None else read_trace(settings.trace, settings.seed)
+    sessions = make_load(settings)
     client = Client(settings.url, settings.headers)
     model = settings.served_model or await _first_model(client, settings.url)
     encoded = [[_encode_request(client, model, request) for request in session] for session in sessions]
-    load = _Load(client, settings.think_time)
+    load = _Load(client)
     await (load.run_closed(encoded, settings.concurrency) if settings.concurrency else load.run_open(encoded))
-    seconds = load.clock.now()
+    seconds = load.now()
     client.close()
     kinds = sorted({result.kind for result in load.results} - {""})
     return [
@@ -141,21 +138,15 @@ def _encode_request(client: Client, model: str, request: LoadRequest) -> Encoded
     return EncodedRequest(data, request.earliest, request.kind)
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self._start
-
-
 class _Load:
     """One run of a load, with its results. The clock starts on construction."""
 
-    def __init__(self, client: Client, think_time: float) -> None:
-        self._client, self._think_time = client, think_time
+    def __init__(self, client: Client) -> None:
+        self._client, self._start = client, time.perf_counter()
         self.results: list[RequestResult] = []
-        self.clock = _Clock()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
 
     async def run_open(self, sessions: list[EncodedSession]) -> None:
         await asyncio.gather(*(self._run_session(session, 0.0) for session in sessions))
@@ -165,7 +156,7 @@ class _Load:
 
         async def run_client() -> None:
             for session in queue:
-                await self._run_session(session, self.clock.now())
+                await self._run_session(session, self.now())
 
         clients = asyncio.gather(*(run_client() for _ in range(concurrency)))
         while concurrency == 1 and not clients.done():
@@ -176,36 +167,34 @@ class _Load:
         """`start`: seconds on the clock. A failed request does not end its session."""
         for request in session:
             arrival = max(start, request.earliest)
-            if (wait := arrival - self.clock.now()) > 0:
+            if (wait := arrival - self.now()) > 0:
                 await asyncio.sleep(wait)
             result = RequestResult(arrival, kind=request.kind)
-            self.results.append(await _send_request(self._client, request.data, result, self.clock))
-            start = self.clock.now() + self._think_time
+            await self._send(request.data, result)
+            self.results.append(result)
+            start = self.now()
 
-
-async def _send_request(client: Client, request: bytes, result: RequestResult, clock: _Clock) -> RequestResult:
-    events = _EventStream(result, clock)
-    try:
-        status = await client.send(request, events.feed)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        result.failure = result.failure or type(error).__name__
-        return result
-    if status != 200:
-        result.failure = f"HTTP {status}"
-    elif not result.failure and not result.token_times:
-        result.failure = "no token"
-    result.output_tokens = result.output_tokens or len(result.token_times)
-    return result
+    async def _send(self, request: bytes, result: RequestResult) -> None:
+        try:
+            status = await self._client.send(request, _EventStream(result, self.now).feed)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            result.failure = result.failure or type(error).__name__
+            return
+        if status != 200:
+            result.failure = f"HTTP {status}"
+        elif not result.failure and not result.token_times:
+            result.failure = "no token"
+        result.output_tokens = result.output_tokens or len(result.token_times)
 
 
 class _EventStream:
     """Parses server-sent events incrementally, and records their times in the result."""
 
-    def __init__(self, result: RequestResult, clock: _Clock) -> None:
-        self._result, self._clock, self._buffer = result, clock, b""
+    def __init__(self, result: RequestResult, now: Callable[[], float]) -> None:
+        self._result, self._now, self._buffer = result, now, b""
 
     def feed(self, piece: bytes) -> None:
-        now = self._clock.now()
+        now = self._now()
         *lines, self._buffer = (self._buffer + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
@@ -215,8 +204,7 @@ class _EventStream:
         if "error" in event:
             self._result.failure = str(event["error"].get("code") or "error")
             return
-        if event.get("usage"):
-            usage = event["usage"]
+        if usage := event.get("usage"):
             self._result.prompt_tokens = usage.get("prompt_tokens", 0)
             self._result.cached_prompt_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             self._result.output_tokens = usage["completion_tokens"]

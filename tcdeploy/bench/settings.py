@@ -201,13 +201,14 @@ class StartupSettings(CommonSettings):
 
 
 def check_positive(name: str, value: float, hint: str) -> None:
-    """Raises UsageError, for NaN too."""
-    if not value > 0:
-        raise UsageError(f"{name} is {value}, and must be above 0", hint)
+    """Raises UsageError, for infinity and NaN too."""
+    if not 0 < value < math.inf:
+        raise UsageError(f"{name} is {value}, and must be {'finite' if value > 0 else 'above 0'}", hint)
 
 
 def check_arrivals(request_rate: float, concurrency: int) -> None:
-    check_positive("request rate", request_rate, "--request-rate 4 (per second), or --request-rate inf")
+    if request_rate != math.inf:
+        check_positive("request rate", request_rate, "--request-rate 4 (per second), or --request-rate inf")
     if concurrency < 0:
         raise UsageError(
             f"concurrency is {concurrency}, and must not be negative", "--concurrency 8, or 0 for no limit"

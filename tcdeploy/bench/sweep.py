@@ -9,22 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tcdeploy.bench.report import Report
 from tcdeploy.bench.serve_settings import ServeSettings
 from tcdeploy.bench.serving import LOOP_FACTORY, ServeRow, make_report, run_load
 from tcdeploy.errors import UsageError
-
-
-class RatePoint(NamedTuple):
-    """Latencies of a server at one rate, in ms; None if every response was one token."""
-
-    subject: str
-    request_rate: float
-    ttft_p99: float
-    tpot_mean: float | None
-    itl_p99: float | None
 
 
 def run(settings: ServeSettings, on_rate: Callable[[float], None]) -> Report:
@@ -62,45 +52,33 @@ def describe_limits(rows: Sequence[ServeRow], ttft_limit: float, tpot_limit: flo
     return {"sweep": limits, "notes": notes}
 
 
-def points_of(report: Report) -> list[RatePoint]:
-    """The points of a plot; none for a rate at which no request succeeded."""
-    return _points(report.document()["rows"])
-
-
-def read_points(path: str) -> list[RatePoint]:
-    """The points in the JSON document of an earlier sweep. Raises UsageError if there are none."""
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """The rows of the JSON document of an earlier sweep that can be plotted. Raises UsageError if there are none."""
     try:
         with open(path, encoding="utf-8") as file:
-            points = _points(json.load(file)["rows"])
+            rows = plotted_rows(json.load(file)["rows"])
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", "--compare FILE") from None
     except (ValueError, KeyError, TypeError):
-        points = []
-    if not points:
+        rows = []
+    if not rows:
         hint = f"tcdeploy bench serve --sweep 4,8 --output {path}"
         raise UsageError(f"{path} is not the JSON document of a sweep", hint)
-    return points
+    return rows
 
 
-def merge_points(measured: list[RatePoint], compared: dict[str, list[RatePoint]]) -> list[RatePoint]:
-    """All points. A server of a compared file (path: points) whose name is taken gets the path added to its name."""
+def plotted_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those of a rate at which no request succeeded. Raises KeyError and TypeError."""
+    return [row for row in rows if row["latencies"] and row["request_rate"]]
+
+
+def merge_rows(measured: list[dict[str, Any]], compared: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All rows. A server of a compared file (path: rows) whose name is taken gets the path added to its name."""
     merged = list(measured)
-    for path, points in compared.items():
-        taken = {point.subject for point in merged}
-        merged += [
-            point._replace(subject=f"{point.subject} ({path})") if point.subject in taken else point for point in points
-        ]
+    for path, rows in compared.items():
+        taken = {row["subject"] for row in merged}
+        merged += [{**row, "subject": f"{row['subject']} ({path})"} if row["subject"] in taken else row for row in rows]
     return merged
-
-
-def _points(rows: Sequence[dict[str, Any]]) -> list[RatePoint]:
-    return [_point(row) for row in rows if row["latencies"] and row["request_rate"]]
-
-
-def _point(row: dict[str, Any]) -> RatePoint:
-    tpot, itl = row["latencies"]["request_gap_ms"], row["latencies"]["token_gap_ms"]
-    ttft_p99 = row["latencies"]["first_token_ms"]["p99"]
-    return RatePoint(row["subject"], row["request_rate"], ttft_p99, tpot and tpot["mean"], itl and itl["p99"])
 
 
 def _lowest_rate(rows: Sequence[ServeRow], is_above: Callable[[ServeRow], bool]) -> float | None:

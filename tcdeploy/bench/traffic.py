@@ -1,8 +1,13 @@
-"""Arrival times of requests, and the percentiles of their latencies. Does not import torch.
+"""Arrival times of requests, the percentiles of their latencies, and goodput. Does not import torch.
 
 Time to first token (TTFT) and mean time per output token (TPOT) have one value per request, and their percentiles are
 over requests. Inter-token latency (ITL) has one value per pair of consecutive tokens, and its percentiles are over
 all pairs of all requests, which shows streams that stall. The three populations are never mixed.
+
+Goodput is the rate of requests that meet all limits on their latency. `ttft`, `tpot` and `e2e` are the values of `vllm
+bench serve --goodput` (there `e2el`). `itl` is the longest gap between two tokens of the request: its mean would be
+`tpot` again, and a percentile over the gaps of one response is close to the longest. A response of one token has no
+gaps, so it meets `tpot` and `itl`. A request that failed meets nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +15,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tcdeploy.bench.stats import Summary, intervals, summarize_ms
+from tcdeploy.errors import UsageError
 
 
 @dataclass
@@ -35,11 +41,6 @@ class RequestTiming:
             return None
         return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
 
-    @property
-    def e2e_seconds(self) -> float:
-        """From the arrival to the last token."""
-        return self.token_times[-1] - self.arrival
-
 
 @dataclass(frozen=True)
 class Latencies:
@@ -50,17 +51,29 @@ class Latencies:
     token_gap_ms: Summary | None  # ITL, over all pairs of consecutive tokens
 
 
-def arrival_times(requests: int, rate: float, seed: int, burstiness: float = 1.0) -> list[float]:
-    """Seconds since the start: all 0 for an infinite rate, otherwise random intervals with mean 1 / `rate`.
+SLO_METRICS: dict[str, Callable[[RequestTiming], float]] = {  # seconds
+    "ttft": lambda timing: timing.ttft_seconds,
+    "itl": lambda timing: max(intervals(timing.token_times), default=0.0),
+    "tpot": lambda timing: timing.tpot_seconds or 0.0,
+    "e2e": lambda timing: timing.token_times[-1] - timing.arrival,
+}
 
-    The intervals follow a gamma distribution with shape `burstiness`, as in `vllm bench serve`. Their coefficient of
-    variation is 1 / sqrt(burstiness): 1 is a Poisson process, less is burstier, more is steadier.
-    """
+
+@dataclass(frozen=True)
+class Goodput:
+    """`share` is of all requests, including those that failed."""
+
+    requests: int
+    share: float
+    requests_per_second: float
+
+
+def arrival_times(requests: int, rate: float, seed: int) -> list[float]:
+    """Seconds since the start: all 0 for an infinite rate, otherwise a Poisson process of `rate` per second."""
     if math.isinf(rate):
         return [0.0] * requests
     rng = random.Random(seed)
-    gaps = (rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(requests))
-    return list(itertools.accumulate(gaps))
+    return list(itertools.accumulate(rng.expovariate(rate) for _ in range(requests)))
 
 
 def latencies(request_timings: Iterable[RequestTiming]) -> Latencies:
@@ -72,3 +85,23 @@ def latencies(request_timings: Iterable[RequestTiming]) -> Latencies:
         summarize_ms(tpots) if tpots else None,
         summarize_ms(token_intervals) if token_intervals else None,
     )
+
+
+def parse_slo(text: str) -> dict[str, float]:
+    """Limits in ms by metric, of a text such as "ttft=200,itl=50". ServeSettings checks names and values."""
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            limits[name.strip()] = float(value)
+        except ValueError:
+            raise UsageError(f"--slo has {part!r}, expected METRIC=MILLISECONDS", "--slo ttft=200,itl=50") from None
+    return limits
+
+
+def measure_goodput(
+    succeeded: Sequence[RequestTiming], slo: dict[str, float], num_requests: int, seconds: float
+) -> Goodput:
+    """`num_requests` includes failures; `slo` gives limits in ms."""
+    good = sum(all(SLO_METRICS[name](timing) * 1e3 <= limit for name, limit in slo.items()) for timing in succeeded)
+    return Goodput(good, good / num_requests, good / seconds)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tcdeploy.bench.settings import DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
-from tcdeploy.cli.bench_output import publish
+from tcdeploy.cli.bench_display import publish
 from tcdeploy.cli.budget import enforce_budget, parse_budget
 from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.options import options_command

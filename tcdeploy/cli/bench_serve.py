@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tcdeploy.bench.serve_settings import ServeSettings
-from tcdeploy.cli.bench_output import publish_document
+from tcdeploy.cli.bench_display import publish_document
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.report_options import Json, warn_if_busy
 from tcdeploy.planning.extras import require_extra
@@ -30,11 +30,11 @@ def _sweep(settings: ServeSettings, as_json: bool) -> None:
     from tcdeploy.cli import display
 
     progress = display.PlainProgress()
-    compared = {path: sweep.read_points(path) for path in settings.compare}
+    compared = {path: sweep.read_rows(path) for path in settings.compare}
     report = sweep.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
     publish_document(report, settings.output, as_json)
     if settings.plot is not None:
         from tcdeploy.bench.plot import draw_rates
 
-        limits = (settings.ttft_limit, settings.tpot_limit)
-        draw_rates(sweep.merge_points(sweep.points_of(report), compared), limits, settings.plot)
+        measured = sweep.plotted_rows(report.document()["rows"])
+        draw_rates(sweep.merge_rows(measured, compared), (settings.ttft_limit, settings.tpot_limit), settings.plot)

@@ -50,19 +50,20 @@ def test_a_rate_without_a_response_exceeds_both_limits() -> None:
     assert limits["ttft_limit_rate"] == limits["tpot_limit_rate"] == limits["failing_rate"] == 2
 
 
-def test_points_of_an_earlier_document_are_those_of_its_report(tmp_path: Path) -> None:
+def test_rows_of_an_earlier_document_are_those_of_its_report(tmp_path: Path) -> None:
     report = Report("serve", {}, {}, {}, [*ROWS, dataclasses.replace(ROWS[0], latencies=None)])
     path = tmp_path / "sweep.json"
     path.write_text(json.dumps(report.document()))
-    points = sweep.read_points(str(path))
-    assert points == sweep.points_of(report) and len(points) == 4
-    assert points[1] == pytest.approx(("m", 8, 200, 21, 21))
+    rows = sweep.read_rows(str(path))
+    assert rows == sweep.plotted_rows(report.document()["rows"]) and len(rows) == 4
+    assert (rows[1]["subject"], rows[1]["request_rate"]) == ("m", 8)
+    assert rows[1]["latencies"]["first_token_ms"]["p99"] == pytest.approx(200)
 
 
 def test_servers_of_the_same_name_stay_separate_in_a_plot() -> None:
-    ours, other = sweep.RatePoint("m", 4.0, 1.0, 1.0, 1.0), sweep.RatePoint("v", 4.0, 2.0, 2.0, 2.0)
-    merged = sweep.merge_points([ours], {"a.json": [ours, other], "b.json": [other]})
-    assert [point.subject for point in merged] == ["m", "m (a.json)", "v", "v (b.json)"]
+    ours, other = {"subject": "m", "request_rate": 4.0}, {"subject": "v", "request_rate": 4.0}
+    merged = sweep.merge_rows([ours], {"a.json": [ours, other], "b.json": [other]})
+    assert [row["subject"] for row in merged] == ["m", "m (a.json)", "v", "v (b.json)"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"rows": [{"subject": "a"}]}'])
@@ -70,9 +71,9 @@ def test_a_file_that_is_no_sweep_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(UsageError, match="other.json is not the JSON document of a sweep"):
-        sweep.read_points(str(path))
+        sweep.read_rows(str(path))
     with pytest.raises(UsageError, match="cannot be read"):
-        sweep.read_points(str(tmp_path / "none.json"))
+        sweep.read_rows(str(tmp_path / "none.json"))
 
 
 def test_a_saturated_rate_has_a_long_first_token() -> None:

@@ -54,9 +54,8 @@ def test_bad_input_is_refused_before_torch(
     [
         (("--sweep", "4,often"), "expected a list of numbers"),
         (("--slo", "ttft"), "expected METRIC=MILLISECONDS"),
-        (("--lengths", "zipf"), "unknown lengths 'zipf'"),
         (("--trace", "/no/such.jsonl"), "/no/such.jsonl cannot be read"),
-        (("--trace", "t.jsonl", "--turns", "2"), "--turns has no effect with --trace"),
+        (("--trace", "t.jsonl", "--sweep", "2"), "--sweep has no effect with --trace"),
         (("--sweep", "4", "--output", "/no/such/folder/x.json"), "does not exist"),
     ],
 )
