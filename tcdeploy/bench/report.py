@@ -6,7 +6,7 @@ Every row names its subject: `tcdeploy` or a baseline. A baseline that could not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,11 +69,11 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     return {**{name: getattr(plan, name) for name in PLAN_FIELDS}, "buckets": buckets}
 
 
-def rows_or_failure(subject: str, measure: Callable[[], Iterator[Row]]) -> list[Row]:
-    """The rows of `measure`. If it raises, the rows up to then and a FailedRow with the reason."""
+def rows_or_failure(subject: str, measured: Iterator[Row]) -> list[Row]:
+    """The rows of `measured`. If it raises, the rows up to then and a FailedRow with the reason."""
     rows: list[Row] = []
     try:
-        for row in measure():
+        for row in measured:
             rows.append(row)
     except Exception as error:  # a baseline is third-party code; any error is its result
         rows.append(FailedRow(subject, failure_reason(error)))

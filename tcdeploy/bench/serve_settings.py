@@ -13,9 +13,9 @@ from typing import Any
 
 from tcdeploy.bench.settings import (
     check_arrivals,
-    check_plot,
+    check_fields,
+    check_files,
     check_positive,
-    check_writable,
     input_tokens,
     json_copy,
     measurement_option,
@@ -28,7 +28,7 @@ from tcdeploy.bench.settings import (
 )
 from tcdeploy.bench.traffic import SLO_METRICS, parse_slo
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.option import Option, option
+from tcdeploy.planning.option import Option, flag_name, option
 
 LOAD_FIELDS = (  # of loads that are not a trace
     "requests", "duration", "input_length", "output_length", "length_spread", "request_rate", "concurrency",
@@ -100,12 +100,8 @@ class ServeSettings:
     seed: int = random_seed()
 
     def __post_init__(self) -> None:
-        for name in ("requests", "input_length", "output_length", "prefix_groups"):
-            check_positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 1")
-        for name in ("ttft_limit", "tpot_limit"):
-            check_positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 100 (ms)")
-        if self.duration is not None:
-            check_positive("duration", self.duration, "--duration 30 (s)")
+        check_fields(self, requests=100, input_length=512, output_length=128, prefix_groups=1, duration=30)
+        check_fields(self, ttft_limit=500, tpot_limit=20)
         if self.shared_prefix < 0:
             raise UsageError(f"shared prefix is {self.shared_prefix}, and must not be negative", "--shared-prefix 0")
         if not 0 <= self.length_spread < 1:
@@ -120,10 +116,7 @@ class ServeSettings:
                 raise UsageError(f"unknown metric {name!r} in --slo", f"use {', '.join(SLO_METRICS)}")
             check_positive(f"the limit of {name}", limit, f"--slo {name}=200 (ms)")
         self._check_unused()
-        if self.output is not None:
-            check_writable(self.output, "--output")
-        if self.plot is not None:
-            check_plot(self.plot)
+        check_files(self.output, self.plot)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -164,7 +157,7 @@ class ServeSettings:
 
     def _set_flags(self, names: tuple[str, ...]) -> list[str]:
         """The flags of those fields that differ from their defaults."""
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) != _DEFAULTS[name]]
+        return [flag_name(name) for name in names if getattr(self, name) != _DEFAULTS[name]]
 
 
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(ServeSettings)}

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.extras import require_extra
-from tcdeploy.planning.option import option
+from tcdeploy.planning.option import flag_name, option
 from tcdeploy.planning.plan import Plan
 
 BASELINES = ("eager", "generate", "region")
@@ -83,12 +82,8 @@ class CommonSettings:
         for name in self.baselines:
             if name not in BASELINES:
                 raise UsageError(f"unknown baseline {name!r}", f"--baseline {'|'.join(BASELINES)}")
-        if self.price_per_hour is not None:
-            check_positive("price per hour", self.price_per_hour, "--price-per-hour 2.5")
-        if self.output is not None:
-            check_writable(self.output, "--output")
-        if self.plot is not None:
-            check_plot(self.plot)
+        check_fields(self, price_per_hour=2.5)
+        check_files(self.output, self.plot)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +102,7 @@ class DecodeSettings(CommonSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.context_length is not None:
-            check_positive("context length", self.context_length, f"--context-length {self.DEFAULT_CONTEXT}")
-        check_positive("repeats", self.repeats, "--repeats 30")
-        check_positive("steps", self.steps, "--steps 64")
+        check_fields(self, context_length=self.DEFAULT_CONTEXT, repeats=30, steps=64)
 
     def check_against_plan(self, plan: Plan) -> None:
         if self.context_length is not None:
@@ -137,11 +129,18 @@ class PrefillSettings(CommonSettings):
         super().__post_init__()
         for length in self.lengths or ():
             check_positive("prompt length", length, "--lengths 128,512")
-        check_positive("repeats", self.repeats, "--repeats 20")
+        check_fields(self, repeats=20)
 
     def check_against_plan(self, plan: Plan) -> None:
-        for length in self.lengths or ():
+        for length in self.lengths_within(plan):
             check_length("prompt length", length + 2, plan, "and two new tokens ")
+
+    def lengths_within(self, plan: Plan) -> tuple[int, ...]:
+        """The requested lengths, or the default ones that fit the context. Raises UsageError if none fits."""
+        lengths = self.lengths or tuple(length for length in self.DEFAULT_LENGTHS if length + 2 <= plan.context)
+        if not lengths:
+            raise UsageError(f"no default prompt length fits into a context of {plan.context} tokens", "--lengths 32")
+        return lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +158,7 @@ class ThroughputSettings(CommonSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("number of requests", self.requests, "--requests 64")
-        check_positive("input length", self.input_length, "--input-length 512")
-        check_positive("output length", self.output_length, "--output-length 128")
+        check_fields(self, requests=64, input_length=512, output_length=128)
         check_arrivals(self.request_rate, self.concurrency)
 
     def check_against_plan(self, plan: Plan) -> None:
@@ -193,11 +190,17 @@ class StartupSettings(CommonSettings):
         super().__post_init__()
         if (self.source == "bundle") != (self.bundle is not None):
             raise UsageError("--from bundle and --bundle FILE belong together", "add the other, or remove both")
-        check_positive("number of warm runs", self.warm_runs, "--warm-runs 1")
-        check_positive("prompt length", self.prompt_length, "--prompt-length 128")
+        check_fields(self, warm_runs=1, prompt_length=128)
 
     def check_against_plan(self, plan: Plan) -> None:
         check_length("prompt length", self.prompt_length + 2, plan, "and two new tokens ")
+
+
+def check_fields(settings: Any, **examples: float) -> None:
+    """Raises UsageError unless the fields, each given with a valid value, are positive or None."""
+    for name, example in examples.items():
+        if (value := getattr(settings, name)) is not None:
+            check_positive(name.replace("_", " "), value, f"{flag_name(name)} {example}")
 
 
 def check_positive(name: str, value: float, hint: str) -> None:
@@ -225,21 +228,24 @@ def check_length(name: str, tokens: int, plan: Plan, detail: str = "") -> None:
         )
 
 
-def check_writable(path: str, option: str) -> None:
-    """Raises UsageError before a long run rather than after it. Writes nothing; an existing file is not touched."""
+def check_files(output: str | None, plot: str | None) -> None:
+    """Raises UsageError before a long run rather than after it. Writes nothing; existing files are not touched."""
+    if output is not None:
+        _check_writable(output, "--output")
+    if plot is None:
+        return
+    if Path(plot).suffix not in PLOT_SUFFIXES:
+        raise UsageError(f"{plot} is not a supported plot format", f"use one of {', '.join(PLOT_SUFFIXES)}")
+    _check_writable(plot, "--plot")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'tcdeploy[plot]'")
+
+
+def _check_writable(path: str, flag: str) -> None:
     target = Path(path)
     if target.is_dir():
-        raise UsageError(f"{path} is a folder", f"name a file: {option} {target / 'bench'}")
+        raise UsageError(f"{path} is a folder", f"name a file: {flag} {target / 'bench'}")
     folder = target.absolute().parent
     if not os.access(target if target.exists() else folder, os.W_OK):
         fact = "cannot be written" if folder.is_dir() else f"is in a folder that does not exist: {folder}"
-        raise UsageError(f"{path} {fact}", f"name another file: {option} FILE")
-
-
-def check_plot(path: str) -> None:
-    if Path(path).suffix not in PLOT_SUFFIXES:
-        raise UsageError(f"{path} is not a supported plot format", f"use one of {', '.join(PLOT_SUFFIXES)}")
-    check_writable(path, "--plot")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'tcdeploy[plot]'")
-    require_extra("serve", "plot the results of `bench serve`")
+        raise UsageError(f"{path} {fact}", f"name another file: {flag} FILE")

@@ -11,18 +11,17 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from tcdeploy.bench.baselines import BaselineModel
 from tcdeploy.bench.engine_driver import Prompts, can_time_host, count_captured_graphs, drain, submit
-from tcdeploy.bench.report import Report, Row, price_per_million
-from tcdeploy.bench.session import Session, make_report, start_session
+from tcdeploy.bench.report import Row, price_per_million
+from tcdeploy.bench.session import Session, run_benchmark
 from tcdeploy.bench.settings import ThroughputSettings
 from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, latencies
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Sequence
 from tcdeploy.errors import UsageError
-from tcdeploy.host.progress import Progress
-from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.start.deployment import Deployment
 
@@ -59,17 +58,8 @@ class ThroughputRow(Row):
     timeline: tuple[tuple[float, int, int], ...] = ()  # seconds, running, waiting; downsampled
 
 
-def run(recipe: Recipe, settings: ThroughputSettings, progress: Progress) -> Report:
-    session = start_session(recipe, settings, progress)
-    rows = session.measure(
-        lambda subject, deployment: measure(subject, deployment, session, settings),
-        lambda baseline: measure_baseline(baseline, session, settings),
-    )
-    return make_report(session, "throughput", settings, rows)
-
-
-def measure(subject: str, deployment: Deployment, session: Session, settings: ThroughputSettings) -> Iterator[Row]:
-    engine = deployment.engine
+def measure(subject: str, deployment: Deployment, session: Session[ThroughputSettings]) -> Iterator[Row]:
+    engine, settings = deployment.engine, session.settings
     prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
     session.progress.stage("requests")
     submit(engine, prompts.draw(settings.input_length), settings.output_length)  # an untimed first request
@@ -147,8 +137,9 @@ class _LoadLoop:
         self.host_seconds += now - start - (self.engine.device_wait_seconds - wait_before)
 
 
-def measure_baseline(baseline: BaselineModel, session: Session, settings: ThroughputSettings) -> Iterator[Row]:
+def measure_baseline(baseline: BaselineModel, session: Session[ThroughputSettings]) -> Iterator[Row]:
     """Batches as large as the plan's largest decode bucket, one after another. Raises UsageError for other arrivals."""
+    settings = session.settings
     if settings.concurrency or not math.isinf(settings.request_rate):
         raise UsageError(
             "it runs whole batches, and supports neither --request-rate nor --concurrency", "remove these options"
@@ -169,12 +160,9 @@ def measure_baseline(baseline: BaselineModel, session: Session, settings: Throug
 
 
 def _row(
-    subject: str,
-    request_timings: list[RequestTiming],
-    settings: ThroughputSettings,
-    counts: EngineCounts | None = None,
-    timeline: tuple[tuple[float, int, int], ...] = (),
-) -> ThroughputRow:
+    subject: str, request_timings: list[RequestTiming], settings: ThroughputSettings,
+    counts: EngineCounts | None = None, timeline: tuple[tuple[float, int, int], ...] = (),
+) -> ThroughputRow:  # fmt: skip
     output_tokens = sum(len(timing.token_times) for timing in request_timings)
     seconds = max(timing.token_times[-1] for timing in request_timings)
     output_rate = output_tokens / seconds
@@ -197,3 +185,6 @@ def _downsample(timeline: list[tuple[float, int, int]]) -> tuple[tuple[float, in
     """At most TIMELINE_POINTS points at equal strides, and the last point."""
     stride = -(-len(timeline) // TIMELINE_POINTS)
     return (*timeline[:-1:stride], timeline[-1])
+
+
+run = partial(run_benchmark, "throughput", measure, measure_baseline)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import tempfile
 from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tcdeploy.bench.settings import DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
+from tcdeploy.bench.settings import CommonSettings, DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
 from tcdeploy.cli.bench_display import publish
 from tcdeploy.cli.budget import enforce_budget, parse_budget
 from tcdeploy.cli.lazy_group import LazyGroup
@@ -26,9 +27,6 @@ from tcdeploy.cli.remote_cache import AllowUnsigned
 from tcdeploy.cli.report_options import Json, warn_if_busy
 from tcdeploy.planning.extras import require_compile_extra
 from tcdeploy.planning.recipe import Recipe
-
-if TYPE_CHECKING:
-    from tcdeploy.host.progress import Progress
 
 
 class _Commands(LazyGroup):
@@ -53,41 +51,30 @@ app = typer.Typer(
 @options_command
 def decode(recipe: Recipe, settings: DecodeSettings, json: Json = False) -> None:
     """Time a decode step of each bucket: on the device alone, and in the running engine."""
-    with _measuring() as progress:
-        from tcdeploy.bench import decode
-
-        report = decode.run(recipe, settings, progress)
-    publish(report, settings.plot, settings.output, json)
+    _measure("decode", recipe, settings, json)
 
 
 @options_command
 def prefill(recipe: Recipe, settings: PrefillSettings, json: Json = False) -> None:
     """Measure the time to first token of single prompts by their length."""
-    with _measuring() as progress:
-        from tcdeploy.bench import prefill
-
-        report = prefill.run(recipe, settings, progress)
-    publish(report, settings.plot, settings.output, json)
+    _measure("prefill", recipe, settings, json)
 
 
 @options_command
 def throughput(recipe: Recipe, settings: ThroughputSettings, json: Json = False) -> None:
     """Measure throughput and latencies of many requests on one engine, without HTTP."""
-    with _measuring() as progress:
-        from tcdeploy.bench import throughput
-
-        report = throughput.run(recipe, settings, progress)
-    publish(report, settings.plot, settings.output, json)
+    _measure("throughput", recipe, settings, json)
 
 
-@contextlib.contextmanager
-def _measuring() -> Iterator[Progress]:
+def _measure(name: str, recipe: Recipe, settings: CommonSettings, as_json: bool) -> None:
+    """Run tcdeploy/bench/NAME.py, which is imported while the progress is shown: it imports torch."""
     from tcdeploy.cli import display
 
     warn_if_busy()
     with display.show_progress() as progress:
         require_compile_extra()
-        yield progress
+        report = importlib.import_module(f"tcdeploy.bench.{name}").run(recipe, settings, progress)
+    publish(report, settings.plot, settings.output, as_json)
 
 
 @options_command

@@ -17,22 +17,24 @@ def test_rows_before_a_failure_are_kept() -> None:
         yield Row("eager")
         raise RuntimeError("CUDA out of memory\nlong story")
 
-    assert rows_or_failure("eager", rows) == [Row("eager"), FailedRow("eager", "RuntimeError: CUDA out of memory")]
+    assert rows_or_failure("eager", rows()) == [Row("eager"), FailedRow("eager", "RuntimeError: CUDA out of memory")]
 
 
 def test_a_baseline_that_fails_at_once_has_a_row() -> None:
     def refuse() -> Iterator[Row]:
         raise UsageError("no arrivals", "hint")
+        yield Row("generate")
 
-    assert rows_or_failure("generate", refuse) == [FailedRow("generate", "no arrivals")]
+    assert rows_or_failure("generate", refuse()) == [FailedRow("generate", "no arrivals")]
 
 
 def test_an_interrupt_is_raised() -> None:
     def interrupted() -> Iterator[Row]:
         raise KeyboardInterrupt
+        yield Row("eager")
 
     with pytest.raises(KeyboardInterrupt):
-        rows_or_failure("eager", interrupted)
+        rows_or_failure("eager", interrupted())
 
 
 def test_infinity_is_a_string_in_the_document() -> None:

@@ -31,7 +31,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
         (("decode", "--price-per-hour", "0"), "price per hour is 0"),
         (("prefill", "--lengths", "12,many"), "expected a list of integers"),
         (("prefill", "--lengths", "-3"), "prompt length is -3"),
-        (("throughput", "--requests", "0"), "number of requests is 0"),
+        (("throughput", "--requests", "0"), "requests is 0"),
         (("throughput", "--request-rate", "-1"), "request rate is -1"),
         (("throughput", "--request-rate", "often"), "expected a number"),
         (("startup", "--warm-runs", "0"), "warm runs is 0"),
