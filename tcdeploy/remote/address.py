@@ -26,6 +26,15 @@ LOCAL_SCHEMES = ("", "file", "local")
 SCHEMES_WITHOUT_USERINFO = (*LOCAL_SCHEMES, "memory", "hf", "abfs", "abfss")
 
 
+@dataclass(frozen=True)
+class CacheSource:
+    """Where a start fetches its cache from, and which bundles it accepts there."""
+
+    source: str  # path or URL of a bundle, or of a folder of bundles
+    allow_unsigned: bool = False  # accept a bundle without a trusted signature; its code runs on this machine
+    allow_rollback: bool = False  # accept a bundle that is older than the one it replaces
+
+
 class BundleName(NamedTuple):
     """A bundle's file name in every store: PLANKEY-SHA256.tcb."""
 

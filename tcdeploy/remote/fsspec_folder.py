@@ -2,7 +2,7 @@
 
 How each store writes a name only once:
 
-    a path, file://   os.link (local_folder.py)
+    a path, file://   os.link (store.py)
     s3://             If-None-Match: * on the put, and on completing a multipart upload: the second of two writers
                       gets 412. AWS and moto honour the header; an S3 clone that ignores it overwrites
     gs://             ifGenerationMatch=0 through gcsfs, with the same guarantee; not tested against the real service
@@ -29,9 +29,8 @@ from typing import Any
 from tcdeploy.errors import UsageError
 from tcdeploy.remote import retry
 from tcdeploy.remote.address import CHUNK_BYTES, LOCAL_SCHEMES, Address, BundleName, parse_bundle_name
-from tcdeploy.remote.local_folder import LocalFolder
 from tcdeploy.remote.retry import Deadline
-from tcdeploy.remote.store import Body, ObjectInfo, RemoteBundle
+from tcdeploy.remote.store import Body, LocalFolder, ObjectInfo, RemoteBundle
 
 PIP_EXTRAS = {
     "s3": "tcdeploy[s3]",

@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.extras import is_installed
-from tcdeploy.planning.recipe import Recipe, build_recipe
+from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.remote.address import CacheSource
 from tcdeploy.scale.replica import ReplicaSettings
 from tcdeploy.server.http.hot_path import hot_path_from_environment
 from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings, check_settings
@@ -140,27 +140,16 @@ def use_haproxy(http_options: Mapping[str, Any]) -> None:
 def write_arguments(replica: ReplicaSettings, route_prefix: str = "/") -> dict[str, Any]:
     """`replica` as plain values for YAML, without fields that have their defaults."""
     server = dataclasses.replace(replica.server, root_path=route_prefix.rstrip("/"))
-    settings = _changed_fields(server, ServerSettings(), skipped=NOT_SENT | {"chat_template"})
-    if server.chat_template is not None:
-        settings["chat_template"] = {"path": str(server.chat_template.path), "text": server.chat_template.text}
-    arguments: dict[str, Any] = {
-        "recipe": _changed_fields(replica.recipe, Recipe(model="")),
-        "settings": settings,
-    }
+    arguments = {"recipe": _plain_values(replica.recipe), "settings": _plain_values(server, NOT_SENT)}
     if replica.cache is not None:
-        arguments["cache"] = _changed_fields(replica.cache, CacheSource(""))
+        arguments["cache"] = _plain_values(replica.cache)
     if replica.trusted_keys is not None:
         arguments["trusted_keys"] = replica.trusted_keys
     return arguments
 
 
-def _changed_fields(value: Any, default: Any, skipped: Set[str] = frozenset()) -> dict[str, Any]:
-    changed = {}
-    for item in dataclasses.fields(value):
-        content = getattr(value, item.name)
-        if item.name not in skipped and content != getattr(default, item.name):
-            changed[item.name] = list(content) if isinstance(content, tuple) else content
-    return changed
+def _plain_values(value: Any, skipped: set[str] | None = None) -> Any:
+    return TypeAdapter(type(value)).dump_python(value, mode="json", exclude_defaults=True, exclude=skipped)
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> ReplicaSettings:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcdeploy import errors
-from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.remote.address import CacheSource
 from tcdeploy.server.http.hot_path import shorten_switch_interval
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.observe.metrics import Metrics
@@ -116,13 +116,8 @@ class Replica:
         trusted_keys = Path(settings.trusted_keys) if settings.trusted_keys else None
         if settings.cache is not None:
             from tcdeploy.bundle.fetch import fetch
-            from tcdeploy.cache.trust.signing import default_trusted_keys_folder
 
-            cache = settings.cache
-            fetch(
-                settings.recipe, cache.source, trusted_keys or default_trusted_keys_folder(), cache.allow_unsigned,
-                cache.allow_rollback,
-            )  # fmt: skip
+            fetch(settings.recipe, settings.cache, trusted_keys)
         from tcdeploy.start.prepare import prepare
 
         eager = settings.server.start == "eager"
