@@ -10,7 +10,6 @@ latencies, each event of the stream counts as one token; numbers of tokens come 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import math
 import time
@@ -26,7 +25,7 @@ except ImportError:  # not available on every platform
 
 from tcdeploy.bench.client import Client
 from tcdeploy.bench.loads import LoadRequest, make_load
-from tcdeploy.bench.report import Report, Row
+from tcdeploy.bench.report import Row
 from tcdeploy.bench.serve_settings import ServeSettings
 from tcdeploy.bench.traffic import Goodput, Latencies, RequestTiming, latencies, measure_goodput
 from tcdeploy.errors import NetworkError
@@ -62,16 +61,6 @@ class ServeRow(Row):
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0  # served by the prefix cache; 0 if the server does not report it
     goodput: Goodput | None = None  # None without limits
-
-
-def run(settings: ServeSettings) -> Report:
-    with asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
-        return make_report(settings, runner.run(run_load(settings)))
-
-
-def make_report(settings: ServeSettings, rows: list[ServeRow], extra: dict[str, Any] | None = None) -> Report:
-    public_settings = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
-    return Report("serve", {}, {}, public_settings, rows, extra or {})
 
 
 async def run_load(settings: ServeSettings) -> list[ServeRow]:

@@ -1,30 +1,35 @@
-"""A sweep over request rates: where a server's latency exceeds its limits. Does not import torch.
+"""Runs the load of `bench serve`, once or at each rate of a sweep, and says where latencies exceed their limits.
 
-The same load is run at each rate, one after another. The limits are on the 99th percentile of the first token and on
-the mean time per token, which grow with the length of the run once requests arrive faster than they complete.
+The loads of a sweep run one after another. The limits are on the 99th percentile of the first token and on the mean
+time per token, which grow with the length of the run once requests arrive faster than they complete. Does not import
+torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tcdeploy.bench.report import Report
 from tcdeploy.bench.serve_settings import ServeSettings
-from tcdeploy.bench.serving import LOOP_FACTORY, ServeRow, make_report, run_load
+from tcdeploy.bench.serving import LOOP_FACTORY, ServeRow, run_load
 from tcdeploy.errors import UsageError
 
 
 def run(settings: ServeSettings, on_rate: Callable[[float], None]) -> Report:
-    """`on_rate` is called before each rate. The report has a row per rate."""
+    """`on_rate` is called before each rate of a sweep. The report has a row per rate."""
     rows: list[ServeRow] = []
-    for rate in settings.sweep:
-        on_rate(rate)
+    for rate in settings.sweep or (None,):
+        if rate is not None:
+            on_rate(rate)
         with asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
-            rows += runner.run(run_load(settings.at_rate(rate)))
-    return make_report(settings, rows, describe_limits(rows, settings.ttft_limit, settings.tpot_limit))
+            rows += runner.run(run_load(settings if rate is None else settings.at_rate(rate)))
+    public_settings = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
+    extra = describe_limits(rows, settings.ttft_limit, settings.tpot_limit) if settings.sweep else {}
+    return Report("serve", {}, {}, public_settings, rows, extra)
 
 
 def describe_limits(rows: Sequence[ServeRow], ttft_limit: float, tpot_limit: float) -> dict[str, Any]:

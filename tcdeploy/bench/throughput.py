@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tcdeploy.bench.baselines import BaselineModel
-from tcdeploy.bench.engine_driver import Prompts, can_time_host, count_captured_graphs, drain, submit
+from tcdeploy.bench.engine_driver import Prompts, drain, submit
 from tcdeploy.bench.report import Row, price_per_million
 from tcdeploy.bench.session import Session, run_benchmark
 from tcdeploy.bench.settings import ThroughputSettings
@@ -67,7 +67,7 @@ def measure(subject: str, deployment: Deployment, session: Session[ThroughputSet
     engine.allocator.reset_prefix_cache()
     request_prompts = [prompts.draw(settings.input_length) for _ in range(settings.requests)]
     arrivals = arrival_times(settings.requests, settings.request_rate, settings.seed)
-    captures_before, preemptions_before = count_captured_graphs(engine), engine.scheduler.stats.preemptions
+    captures_before, preemptions_before = len(engine.runner.graphs), engine.scheduler.stats.preemptions
     with measure_compiles() as compiled:
         loop = _LoadLoop(engine, settings.output_length, settings.concurrency)
         loop.run(list(zip(arrivals, request_prompts, strict=True)))
@@ -76,9 +76,9 @@ def measure(subject: str, deployment: Deployment, session: Session[ThroughputSet
         peak_running=max(running for _, running, _ in loop.timeline),
         preemptions=engine.scheduler.stats.preemptions - preemptions_before,
         prefix_hit_tokens=sum(sequence.prefix_hit_tokens for sequence in loop.sequences),
-        host_us=loop.host_seconds / loop.steps * 1e6 if can_time_host(engine) else None,
+        host_us=loop.host_seconds / loop.steps * 1e6 if engine.plan.device == "cuda" else None,
         compiles=compiled.counts.compiles,
-        captures=count_captured_graphs(engine) - captures_before,
+        captures=len(engine.runner.graphs) - captures_before,
     )
     yield _row(subject, list(loop.request_timings.values()), settings, counts, _downsample(loop.timeline))
 
@@ -166,19 +166,14 @@ def _row(
     output_tokens = sum(len(timing.token_times) for timing in request_timings)
     seconds = max(timing.token_times[-1] for timing in request_timings)
     output_rate = output_tokens / seconds
+    num_requests = len(request_timings)
+    total_rate = output_rate + num_requests * settings.input_length / seconds
     return ThroughputRow(
-        subject,
-        len(request_timings),
-        seconds,
-        output_rate,
-        (output_tokens + len(request_timings) * settings.input_length) / seconds,
-        len(request_timings) / seconds,
-        latencies(request_timings),
+        subject, num_requests, seconds, output_rate, total_rate, num_requests / seconds, latencies(request_timings),
         price_per_million(output_rate, settings.price_per_hour),
         tuple((timing.arrival, timing.token_times[0], timing.token_times[-1]) for timing in request_timings),
-        counts,
-        timeline,
-    )
+        counts, timeline,
+    )  # fmt: skip
 
 
 def _downsample(timeline: list[tuple[float, int, int]]) -> tuple[tuple[float, int, int], ...]:

@@ -4,7 +4,9 @@ torch reports a miss only after compiling, and without a reason. This module com
 values: the machine, torch's settings, the sources of tcdeploy's ops, the model's config, and the plan's choices for
 each bucket. If the plan is the packed one, all buckets hit. If it is another plan, a bucket still hits when nothing in
 its program differs: another context, depth or set of buckets changes nothing. tests/bundle/test_why.py compares each
-rule with what torch then does. Does not import torch.
+rule with what torch then does.
+
+`compare_manifests` lists what differs between two caches: their inputs and their files. Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tcdeploy.cache.record.bundle_header import PATH_FIELDS
 from tcdeploy.cache.record.manifest import Manifest, Origin, diff_sources
 from tcdeploy.planning.architecture import is_config_factor
 from tcdeploy.planning.bucket_record import BucketRecord
@@ -80,8 +83,7 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     plan_values, cached_values = lists_to_tuples(asdict(plan)), lists_to_tuples(cached.plan)
     fields = [name for name in plan_values if name not in NON_BUCKET_FIELDS]
     plan_differences = diff_mappings(
-        {name: plan_values[name] for name in fields},
-        {name: cached_values.get(name) for name in fields},
+        {name: plan_values[name] for name in fields}, {name: cached_values.get(name) for name in fields}
     )
     buckets = [
         _forecast_bucket(
@@ -199,3 +201,34 @@ def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in config.items() if is_config_factor(name) and name not in NON_LAYER_CONFIG_KEYS
     }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Inputs that differ, paths that are in one cache only or have other content, and the count of identical files."""
+
+    differences: tuple[Difference, ...]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    changed: tuple[str, ...]
+    same: int
+
+
+def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
+    differences = [
+        *diff_mappings(_without_paths(first.environment), _without_paths(second.environment), "environment."),
+        *diff_mappings(_without_paths(first.plan), _without_paths(second.plan), "plan."),
+        *diff_mappings(first.origin.model_config, second.origin.model_config, "config."),
+        *diff_mappings(first.origin.torch_settings, second.origin.torch_settings, "torch."),
+        *diff_sources(first.origin, second.origin),
+    ]
+    first_files, second_files = ({file.path: file.sha256 for file in manifest.files} for manifest in (first, second))
+    shared = first_files.keys() & second_files.keys()
+    changed = tuple(sorted(path for path in shared if first_files[path] != second_files[path]))
+    only_first = tuple(sorted(first_files.keys() - second_files.keys()))
+    only_second = tuple(sorted(second_files.keys() - first_files.keys()))
+    return Comparison(tuple(differences), only_first, only_second, changed, len(shared) - len(changed))
+
+
+def _without_paths(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in (*PATH_FIELDS, "decisions")}

@@ -16,23 +16,13 @@ def serve(settings: ServeSettings, json: Json = False) -> None:
     require_extra("serve", "send requests to a server")
     check_api_keys(() if settings.api_key is None else (settings.api_key,))
     warn_if_busy()
-    if settings.sweep:
-        _sweep(settings, json)
-        return
-    from tcdeploy.bench import serving
-
-    publish_document(serving.run(settings), settings.output, json)
-
-
-def _sweep(settings: ServeSettings, as_json: bool) -> None:
-    """Documents to compare are read first, so that an error in them is found before the run."""
     from tcdeploy.bench import sweep
     from tcdeploy.cli import display
 
     progress = display.PlainProgress()
-    compared = {path: sweep.read_rows(path) for path in settings.compare}
+    compared = {path: sweep.read_rows(path) for path in settings.compare}  # finds an error in them before the run
     report = sweep.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
-    publish_document(report, settings.output, as_json)
+    publish_document(report, settings.output, json)
     if settings.plot is not None:
         from tcdeploy.bench.plot import draw_rates
 

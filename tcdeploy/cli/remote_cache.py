@@ -105,7 +105,7 @@ def pull(
 
     If FILE.tcb is a bundle of the same plan, it is replaced only by one that is not older.
     """
-    from tcdeploy.bundle.compare import check_not_older
+    from tcdeploy.bundle.unpack import check_not_older
     from tcdeploy.cli import cache_display
     from tcdeploy.remote import transfer
 

@@ -32,13 +32,9 @@ from tcdeploy.remote.address import CHUNK_BYTES, LOCAL_SCHEMES, Address, BundleN
 from tcdeploy.remote.retry import Deadline
 from tcdeploy.remote.store import Body, LocalFolder, ObjectInfo, RemoteBundle
 
-PIP_EXTRAS = {
-    "s3": "tcdeploy[s3]",
-    "s3a": "tcdeploy[s3]",
-    "gs": "tcdeploy[gs]",
-    "gcs": "tcdeploy[gs]",
-    "hf": "tcdeploy",
-}
+PIP_EXTRAS = (
+    dict.fromkeys(("s3", "s3a"), "tcdeploy[s3]") | dict.fromkeys(("gs", "gcs"), "tcdeploy[gs]") | {"hf": "tcdeploy"}
+)
 READ_ONLY_SCHEMES = ("http", "https")
 PART_BYTES = 16 << 20  # of a multipart upload
 MAX_CONCURRENT_PARTS = 4  # bounds the memory of an upload to 64 MiB
@@ -92,17 +88,9 @@ class FsspecFolder:
             raise UsageError(f"{self.address.redacted} is read-only", "push to a folder, s3://, gs://, hf:// or oci://")
         path = self._path(name)
         try:
-            if self._is_s3:
-                self._call(
-                    "put_file",
-                    str(file),
-                    path,
-                    mode="create",
-                    chunksize=PART_BYTES,
-                    max_concurrency=MAX_CONCURRENT_PARTS,
-                )
-            elif self.address.scheme in ("gs", "gcs"):
-                self._call("put_file", str(file), path, mode="create", chunksize=PART_BYTES)
+            if self._is_s3 or self.address.scheme in ("gs", "gcs"):
+                options = {"max_concurrency": MAX_CONCURRENT_PARTS} if self._is_s3 else {}
+                self._call("put_file", str(file), path, mode="create", chunksize=PART_BYTES, **options)
             elif self.address.scheme == "hf":
                 self.fs.put_file(str(file), path)
             else:

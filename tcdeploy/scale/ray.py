@@ -29,12 +29,17 @@ from starlette.types import ASGIApp, Message
 from tcdeploy.scale.ingress import ForwardedRequest, ingress_app, respond
 from tcdeploy.scale.ray_config import DEPLOYMENT, IMPORT_PATH, INGRESS_DEPLOYMENT, ROUTED_IMPORT_PATH, read_arguments
 from tcdeploy.scale.ray_metrics import RayMetrics
-from tcdeploy.scale.replica import Replica
+from tcdeploy.scale.replica import close_server, start_server
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.admission import RETRY_AFTER_S
+from tcdeploy.server.model_server import ModelServer
 from tcdeploy.server.observe.request_log import RequestLog
 
 MAX_STARTS = 2  # of a replica; a model that cannot be loaded fails each time
+
+
+class ReplicaUnhealthyError(RuntimeError):
+    """The engine has stopped, or a canary has differed with `canary_strict`."""
 
 
 class Model:
@@ -42,31 +47,31 @@ class Model:
 
     async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         """Returns once the model is ready. Raises ReplicaStartError."""
-        self._replica: Replica | None = None  # Ray calls __del__ also if the start fails
-        self._replica = await Replica.start(read_arguments(arguments))
-        self._reporting = asyncio.create_task(RayMetrics(self._replica.metrics).run())
+        self._server: ModelServer | None = None  # Ray calls __del__ also if the start fails
+        self._server = await start_server(read_arguments(arguments))
+        self._reporting = asyncio.create_task(RayMetrics(self._server.metrics).run())
 
     def __serve_build_asgi_app__(self) -> RequestLog:
-        """Ray calls it after the constructor."""
-        assert self._replica is not None
-        return self._replica.app
+        """Ray calls it after the constructor. The app has the routes of `tcdeploy serve`."""
+        assert self._server is not None
+        return self._server.app
 
     async def respond(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
         """Answer a request of the ingress. See `ingress.respond`."""
-        assert self._replica is not None
-        async with contextlib.aclosing(respond(self._replica.app, request)) as batches:
+        assert self._server is not None
+        async with contextlib.aclosing(respond(self._server.app, request)) as batches:
             async for events in batches:
                 yield events
 
     def check_health(self) -> None:
         """Ray replaces the replica if this raises."""
-        if self._replica is not None:
-            self._replica.check_health()
+        if self._server is not None and not self._server.state.is_healthy:
+            raise ReplicaUnhealthyError(self._server.state.unready_reason)
 
     def __del__(self) -> None:
         """Ray calls it once the replica's requests have ended."""
-        if self._replica is not None:
-            self._replica.close()
+        if self._server is not None:
+            close_server(self._server)
 
 
 class Ingress:
