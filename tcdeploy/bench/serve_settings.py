@@ -12,18 +12,14 @@ from functools import partial
 from typing import Any
 
 from tcdeploy.bench.settings import (
-    check_arrivals,
+    LoadSettings,
     check_fields,
     check_files,
     check_positive,
-    input_tokens,
     json_copy,
     measurement_option,
-    num_clients,
     output_option,
-    output_tokens,
     parse_list,
-    poisson_rate,
     random_seed,
 )
 from tcdeploy.bench.traffic import SLO_METRICS, parse_slo
@@ -48,12 +44,8 @@ def _first_word(text: str) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-    """A load on a server: requests that arrive at `request_rate` per second, or are sent by `concurrency` clients if it
-    is not 0.
-
-    With `concurrency` 1 the client busy-waits, and needs a core that the server does not use.
-    """
+class ServeSettings(LoadSettings):
+    """A load on a server. With `concurrency` 1 the client busy-waits, and needs a core that the server does not use."""
 
     url: str = server_option(
         "http://127.0.0.1:8000", "Base URL of the server, without /v1", parse=lambda text: text.rstrip("/")
@@ -69,10 +61,6 @@ class ServeSettings:
     duration: float | None = measurement_option(
         None, "Seconds during which requests arrive at the request rate, instead of --requests"
     )
-    request_rate: float = poisson_rate()
-    concurrency: int = num_clients()
-    input_length: int = input_tokens()
-    output_length: int = output_tokens()
     length_spread: float = measurement_option(0.0, "Lengths are uniform within this share of both lengths; 0.5: +-50%")
     shared_prefix: int = measurement_option(
         0, "Tokens that the prompts of a group share, before those of --input-length"
@@ -100,15 +88,14 @@ class ServeSettings:
     seed: int = random_seed()
 
     def __post_init__(self) -> None:
-        check_fields(self, requests=100, input_length=512, output_length=128, prefix_groups=1, duration=30)
-        check_fields(self, ttft_limit=500, tpot_limit=20)
+        self.check_load()
+        check_fields(self, requests=100, prefix_groups=1, duration=30, ttft_limit=500, tpot_limit=20)
         if self.shared_prefix < 0:
             raise UsageError(f"shared prefix is {self.shared_prefix}, and must not be negative", "--shared-prefix 0")
         if not 0 <= self.length_spread < 1:
             raise UsageError(
                 f"length spread is {self.length_spread}, and must be at least 0 and below 1", "--length-spread 0.5"
             )
-        check_arrivals(self.request_rate, self.concurrency)
         for rate in self.sweep:
             check_positive("a rate of --sweep", rate, "--sweep 4,8 (requests per second)")
         for name, limit in self.slo.items():
@@ -132,32 +119,23 @@ class ServeSettings:
         return dataclasses.replace(self, request_rate=request_rate, **{name: _DEFAULTS[name] for name in SWEEP_FIELDS})
 
     def _check_unused(self) -> None:
-        if self.trace is not None:
-            self._refuse("--trace", *LOAD_FIELDS)
-        if self.sweep:
-            self._refuse("--sweep", "request_rate", "concurrency")
-        else:
-            self._refuse_without("--sweep", *SWEEP_FIELDS)
-            if math.isinf(self.request_rate):
-                self._refuse_without("--request-rate", "duration")
-        if self.duration is not None:
-            self._refuse("--duration", "requests")
-        if not self.shared_prefix:
-            self._refuse_without("--shared-prefix", "prefix_groups")
-        if self.plot is None:
-            self._refuse_without("--plot", "compare")
-
-    def _refuse(self, option: str, *names: str) -> None:
-        for flag in self._set_flags(names):
-            raise UsageError(f"{flag} has no effect with {option}", "remove one of the two")
-
-    def _refuse_without(self, option: str, *names: str) -> None:
-        for flag in self._set_flags(names):
-            raise UsageError(f"{flag} has no effect without {option}", f"add {option}, or remove {flag}")
-
-    def _set_flags(self, names: tuple[str, ...]) -> list[str]:
-        """The flags of those fields that differ from their defaults."""
-        return [flag_name(name) for name in names if getattr(self, name) != _DEFAULTS[name]]
+        """Raises UsageError for an option that has no effect with another one, or without it."""
+        has_rate = bool(self.sweep) or not math.isinf(self.request_rate)
+        for option_name, is_set, excluded, dependent in (
+            ("--trace", self.trace is not None, LOAD_FIELDS, ()),
+            ("--sweep", bool(self.sweep), ("request_rate", "concurrency"), SWEEP_FIELDS),
+            ("--request-rate", has_rate, (), ("duration",)),
+            ("--duration", self.duration is not None, ("requests",), ()),
+            ("--shared-prefix", self.shared_prefix > 0, (), ("prefix_groups",)),
+            ("--plot", self.plot is not None, (), ("compare",)),
+        ):
+            for name in excluded if is_set else dependent:
+                if getattr(self, name) != _DEFAULTS[name]:
+                    flag = flag_name(name)
+                    if is_set:
+                        raise UsageError(f"{flag} has no effect with {option_name}", "remove one of the two")
+                    message = f"{flag} has no effect without {option_name}"
+                    raise UsageError(message, f"add {option_name}, or remove {flag}")
 
 
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(ServeSettings)}

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 try:
     import uvloop
@@ -69,7 +69,7 @@ async def run_load(settings: ServeSettings) -> list[ServeRow]:
     sessions = make_load(settings)
     client = Client(settings.url, settings.headers)
     model = settings.served_model or await _first_model(client, settings.url)
-    encoded = [[_encode_request(client, model, request) for request in session] for session in sessions]
+    encoded = [[(_encode_request(client, model, request), request) for request in session] for session in sessions]
     load = _Load(client)
     await (load.run_closed(encoded, settings.concurrency) if settings.concurrency else load.run_open(encoded))
     seconds = load.now()
@@ -101,18 +101,11 @@ def _make_row(settings: ServeSettings, model: str, kind: str, results: list[Requ
     )
 
 
-class EncodedRequest(NamedTuple):
-    """All requests are encoded before the clock starts, so that encoding is not part of the latency."""
-
-    data: bytes
-    earliest: float
-    kind: str
+# Requests are encoded before the clock starts, so that encoding is not part of the latency.
+EncodedSession: TypeAlias = list[tuple[bytes, LoadRequest]]
 
 
-EncodedSession: TypeAlias = list[EncodedRequest]
-
-
-def _encode_request(client: Client, model: str, request: LoadRequest) -> EncodedRequest:
+def _encode_request(client: Client, model: str, request: LoadRequest) -> bytes:
     body = {
         "model": model,
         "prompt": request.prompt,
@@ -123,8 +116,7 @@ def _encode_request(client: Client, model: str, request: LoadRequest) -> Encoded
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    data = client.encode_request("POST", "/v1/completions", json.dumps(body).encode())
-    return EncodedRequest(data, request.earliest, request.kind)
+    return client.encode_request("POST", "/v1/completions", json.dumps(body).encode())
 
 
 class _Load:
@@ -154,12 +146,12 @@ class _Load:
 
     async def _run_session(self, session: EncodedSession, start: float) -> None:
         """`start`: seconds on the clock. A failed request does not end its session."""
-        for request in session:
+        for data, request in session:
             arrival = max(start, request.earliest)
             if (wait := arrival - self.now()) > 0:
                 await asyncio.sleep(wait)
             result = RequestResult(arrival, kind=request.kind)
-            await self._send(request.data, result)
+            await self._send(data, result)
             self.results.append(result)
             start = self.now()
 

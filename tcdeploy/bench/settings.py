@@ -54,18 +54,6 @@ baselines_option = partial(
 price_option = partial(
     measurement_option, None, "Price of the machine per hour; adds the cost of a million output tokens"
 )
-input_tokens = partial(measurement_option, 512, "Tokens per prompt")
-output_tokens = partial(measurement_option, 128, "Output tokens per request")
-poisson_rate = partial(
-    measurement_option,
-    math.inf,
-    "Requests per second, with Poisson arrivals; inf: all at once",
-    metavar="FLOAT",
-    parse=_parse_rate,
-)
-num_clients = partial(
-    measurement_option, 0, "Clients that each send the next request after a response; 0: use --request-rate"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,22 +132,40 @@ class PrefillSettings(CommonSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputSettings(CommonSettings):
+class LoadSettings:
     """Requests with Poisson arrivals at `request_rate` per second (infinity: all at once), or by `concurrency`
     clients."""
 
+    input_length: int = measurement_option(512, "Tokens per prompt")
+    output_length: int = measurement_option(128, "Output tokens per request")
+    request_rate: float = measurement_option(
+        math.inf, "Requests per second, with Poisson arrivals; inf: all at once", metavar="FLOAT", parse=_parse_rate
+    )
+    concurrency: int = measurement_option(
+        0, "Clients that each send the next request after a response; 0: use --request-rate"
+    )
+
+    def check_load(self) -> None:
+        check_fields(self, input_length=512, output_length=128)
+        if self.request_rate != math.inf:
+            check_positive("request rate", self.request_rate, "--request-rate 4 (per second), or --request-rate inf")
+        if self.concurrency < 0:
+            message = f"concurrency is {self.concurrency}, and must not be negative"
+            raise UsageError(message, "--concurrency 8, or 0 for no limit")
+        if self.concurrency and self.request_rate != math.inf:
+            raise UsageError("--request-rate and --concurrency exclude each other", "remove one of the two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputSettings(LoadSettings, CommonSettings):
     requests: int = measurement_option(64, "Number of requests")
-    input_length: int = input_tokens()
-    output_length: int = output_tokens()
-    request_rate: float = poisson_rate()
-    concurrency: int = num_clients()
     baselines: tuple[str, ...] = baselines_option()
     price_per_hour: float | None = price_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, requests=64, input_length=512, output_length=128)
-        check_arrivals(self.request_rate, self.concurrency)
+        check_fields(self, requests=64)
+        self.check_load()
 
     def check_against_plan(self, plan: Plan) -> None:
         total = self.input_length + self.output_length
@@ -207,17 +213,6 @@ def check_positive(name: str, value: float, hint: str) -> None:
     """Raises UsageError, for infinity and NaN too."""
     if not 0 < value < math.inf:
         raise UsageError(f"{name} is {value}, and must be {'finite' if value > 0 else 'above 0'}", hint)
-
-
-def check_arrivals(request_rate: float, concurrency: int) -> None:
-    if request_rate != math.inf:
-        check_positive("request rate", request_rate, "--request-rate 4 (per second), or --request-rate inf")
-    if concurrency < 0:
-        raise UsageError(
-            f"concurrency is {concurrency}, and must not be negative", "--concurrency 8, or 0 for no limit"
-        )
-    if concurrency and not math.isinf(request_rate):
-        raise UsageError("--request-rate and --concurrency exclude each other", "remove one of the two")
 
 
 def check_length(name: str, tokens: int, plan: Plan, detail: str = "") -> None:

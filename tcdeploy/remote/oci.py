@@ -183,14 +183,9 @@ class OciRepository:
         with contextlib.ExitStack() as stack:
             data = stack.enter_context(open(content, "rb")) if isinstance(content, Path) else content
             response: Response = self.session.request(
-                method,
-                url,
-                data=data,
-                headers={"Accept-Encoding": "identity", **(headers or {})},
-                auth=self._authorize,
-                stream=True,
-                timeout=(retry.CONNECT_TIMEOUT_SECONDS, retry.READ_TIMEOUT_SECONDS),
-            )
+                method, url, data=data, headers={"Accept-Encoding": "identity", **(headers or {})},
+                auth=self._authorize, stream=True, timeout=(retry.CONNECT_TIMEOUT_SECONDS, retry.READ_TIMEOUT_SECONDS),
+            )  # fmt: skip
         return response
 
     def _authorize(self, request: PreparedRequest) -> PreparedRequest:

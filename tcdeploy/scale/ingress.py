@@ -62,20 +62,11 @@ class ForwardedRequest:
 
     def scope(self) -> Scope:
         return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": self.method,
-            "scheme": "http",
-            "path": self.path,
-            "raw_path": quote(self.path, PATH_CHARS).encode(),
-            "query_string": self.query_string,
-            "root_path": "",
-            "headers": list(self.headers),
-            "client": None,
-            "server": None,
-            "extensions": {},
-        }
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
+            "method": self.method, "path": self.path, "raw_path": quote(self.path, PATH_CHARS).encode(),
+            "query_string": self.query_string, "root_path": "", "headers": list(self.headers),
+            "client": None, "server": None, "extensions": {},
+        }  # fmt: skip
 
 
 Forward = Callable[[ForwardedRequest], AsyncGenerator[list[Message], None]]
