@@ -8,7 +8,7 @@ work. The difference is host overhead, and should be zero while the host runs on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -49,16 +49,6 @@ class DecodeRow(Row):
     breakdown: Breakdown | None = None
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes. `other_bytes`: graphs, workspaces, the CUDA context, and other processes on the device."""
-
-    total_bytes: int
-    weight_bytes: int
-    kv_bytes: int
-    other_bytes: int
-
-
 def measure(subject: str, deployment: Deployment, session: Session[DecodeSettings]) -> Iterator[DecodeRow]:
     engine, plan, settings = deployment.engine, deployment.plan, session.settings
     prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
@@ -80,8 +70,7 @@ def measure(subject: str, deployment: Deployment, session: Session[DecodeSetting
             host_us=steady.host_seconds / steady.steps * 1e6 if steady and steady.host_seconds is not None else None,
             breakdown=breakdown,
         )
-    memory = device_memory(plan)
-    session.extra.setdefault("device_memory", memory and asdict(memory))  # of the deployment, not of a baseline
+    session.extra.setdefault("device_memory", device_memory(plan))  # of the deployment, not of a baseline
 
 
 def _row(
@@ -140,13 +129,17 @@ def measure_baseline(baseline: BaselineModel, session: Session[DecodeSettings]) 
         yield replace(row, first_call_seconds=first_call_seconds)
 
 
-def device_memory(plan: Plan) -> DeviceMemory | None:
-    """Device memory in use now; None on a CPU, where the share of the deployment cannot be measured."""
+def device_memory(plan: Plan) -> dict[str, int] | None:
+    """Bytes in use now; None on a CPU, where the share of the deployment cannot be measured.
+
+    `other_bytes`: graphs, workspaces, the CUDA context, and other processes on the device.
+    """
     if plan.device != "cuda":
         return None
     torch.cuda.empty_cache()  # return what the measurement itself left in the caching allocator
     free, total = torch.cuda.mem_get_info()
-    return DeviceMemory(total, plan.weight_bytes, plan.kv_bytes, total - free - plan.weight_bytes - plan.kv_bytes)
+    known = {"total_bytes": total, "weight_bytes": plan.weight_bytes, "kv_bytes": plan.kv_bytes}
+    return {**known, "other_bytes": total - free - plan.weight_bytes - plan.kv_bytes}
 
 
 run = partial(run_benchmark, "decode", measure, measure_baseline)

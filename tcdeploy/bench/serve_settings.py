@@ -38,11 +38,6 @@ SLO_OPTION = Option(
 server_option = partial(option, panel="Server")
 
 
-def _first_word(text: str) -> str | None:
-    """`serve` accepts several keys in the variable of the API key."""
-    return next(iter(text.split()), None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(LoadSettings):
     """A load on a server. With `concurrency` 1 the client busy-waits, and needs a core that the server does not use."""
@@ -53,7 +48,9 @@ class ServeSettings(LoadSettings):
     served_model: str | None = server_option(
         None, "Model name in the requests [default: the first that the server lists]", metavar="NAME"
     )
-    api_key: str | None = server_option(None, "API key, sent as a bearer token", has_variable=True, parse=_first_word)
+    api_key: str | None = server_option(  # the variable may have several keys for `serve`
+        None, "API key, sent as a bearer token", has_variable=True, parse=lambda text: next(iter(text.split()), None)
+    )
     label: str | None = server_option(
         None, "Name of the server in table and plot [default: the model name]", metavar="NAME"
     )
@@ -104,10 +101,6 @@ class ServeSettings(LoadSettings):
             check_positive(f"the limit of {name}", limit, f"--slo {name}=200 (ms)")
         self._check_unused()
         check_files(self.output, self.plot)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     @property
     def num_requests(self) -> int:

@@ -67,7 +67,7 @@ async def run_load(settings: ServeSettings) -> list[ServeRow]:
     """A row of all requests, and one of each kind, if the trace has kinds. Raises NetworkError if the server cannot be
     reached."""
     sessions = make_load(settings)
-    client = Client(settings.url, settings.headers)
+    client = Client(settings.url, {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {})
     model = settings.served_model or await _first_model(client, settings.url)
     encoded = [[(_encode_request(client, model, request), request) for request in session] for session in sessions]
     load = _Load(client)
@@ -106,16 +106,10 @@ EncodedSession: TypeAlias = list[tuple[bytes, LoadRequest]]
 
 
 def _encode_request(client: Client, model: str, request: LoadRequest) -> bytes:
-    body = {
-        "model": model,
-        "prompt": request.prompt,
-        "max_tokens": request.output_length,
-        "temperature": 0,
-        "repetition_penalty": 1,  # otherwise the default of the model
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    body = {  # without the penalty, the server would use the default of the model
+        "model": model, "prompt": request.prompt, "max_tokens": request.output_length, "temperature": 0,
+        "repetition_penalty": 1, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
     return client.encode_request("POST", "/v1/completions", json.dumps(body).encode())
 
 

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message
 
 from tcdeploy.scale.ingress import ForwardedRequest, ingress_app, respond
 from tcdeploy.scale.ray_config import DEPLOYMENT, IMPORT_PATH, INGRESS_DEPLOYMENT, ROUTED_IMPORT_PATH, read_arguments
-from tcdeploy.scale.ray_metrics import RayMetrics
+from tcdeploy.scale.ray_metrics import report_metrics
 from tcdeploy.scale.replica import close_server, start_server
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.admission import RETRY_AFTER_S
@@ -49,7 +49,7 @@ class Model:
         """Returns once the model is ready. Raises ReplicaStartError."""
         self._server: ModelServer | None = None  # Ray calls __del__ also if the start fails
         self._server = await start_server(read_arguments(arguments))
-        self._reporting = asyncio.create_task(RayMetrics(self._server.metrics).run())
+        self._reporting = asyncio.create_task(report_metrics(self._server.metrics))
 
     def __serve_build_asgi_app__(self) -> RequestLog:
         """Ray calls it after the constructor. The app has the routes of `tcdeploy serve`."""
