@@ -17,7 +17,7 @@ from tcdeploy.bench.baselines import BaselineModel
 from tcdeploy.bench.breakdown import Breakdown, profile_step
 from tcdeploy.bench.engine_driver import Prompts, SteadyRun, decode_step, placed_sequences, run_steady, steady_shape
 from tcdeploy.bench.floor import WeightSizes, count_weights, decode_floor, share_of_floor
-from tcdeploy.bench.report import Row, price_per_million
+from tcdeploy.bench.report import Row
 from tcdeploy.bench.session import Session, run_benchmark
 from tcdeploy.bench.settings import DecodeSettings
 from tcdeploy.bench.stats import Summary, intervals, summarize_ms
@@ -42,7 +42,6 @@ class DecodeRow(Row):
     floor_ms: float | None
     share_of_floor: float | None
     tokens_per_second: float | None  # None: the KV cache cannot hold a full bucket of growing sequences
-    price_per_million_tokens: float | None
     wall_ms: float | None = None
     host_us: float | None = None
     first_call_seconds: float | None = None
@@ -82,7 +81,7 @@ def _row(
     floor = decode_floor(weights, session.planned.architecture, plan.kv_dtype, session.rates, batch, context)
     return DecodeRow(
         subject, batch, context, step_ms, floor.bytes_read, floor.floor_ms, share_of_floor(floor.floor_ms, step_ms.p50),
-        rate, price_per_million(rate, session.settings.price_per_hour),
+        rate,
     )  # fmt: skip
 
 

@@ -85,10 +85,3 @@ def failure_reason(error: Exception) -> str:
         return error.message
     text = str(error).strip().split("\n")[0][:MAX_REASON_CHARS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def price_per_million(tokens_per_second: float | None, price_per_hour: float | None) -> float | None:
-    """Price of a million output tokens on a machine that does nothing else."""
-    if tokens_per_second is None or price_per_hour is None:
-        return None
-    return price_per_hour / 3600 / tokens_per_second * 1e6

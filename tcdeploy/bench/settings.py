@@ -51,26 +51,21 @@ baselines_option = partial(
     name="baseline",
     metavar="|".join(BASELINES),
 )
-price_option = partial(
-    measurement_option, None, "Price of the machine per hour; adds the cost of a million output tokens"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
-    """Settings of all benchmarks of a deployment. Baselines and price are options of those that declare them again."""
+    """Settings of all benchmarks of a deployment. Baselines are an option of those that declare them again."""
 
     baselines: tuple[str, ...] = ()
     plot: str | None = output_option(None, "Write a plot to this .png, .svg or .pdf file")
     output: str | None = json_copy()
-    price_per_hour: float | None = None  # of the machine, in any currency
     seed: int = random_seed()
 
     def __post_init__(self) -> None:
         for name in self.baselines:
             if name not in BASELINES:
                 raise UsageError(f"unknown baseline {name!r}", f"--baseline {'|'.join(BASELINES)}")
-        check_fields(self, price_per_hour=2.5)
         check_files(self.output, self.plot)
 
 
@@ -86,7 +81,6 @@ class DecodeSettings(CommonSettings):
     steps: int = measurement_option(64, "Engine steps per bucket")
     breakdown: bool = measurement_option(False, "Add GPU time by kind of kernel and between kernels; needs a GPU")
     baselines: tuple[str, ...] = baselines_option()
-    price_per_hour: float | None = price_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,7 +154,6 @@ class LoadSettings:
 class ThroughputSettings(LoadSettings, CommonSettings):
     requests: int = measurement_option(64, "Number of requests")
     baselines: tuple[str, ...] = baselines_option()
-    price_per_hour: float | None = price_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,7 @@ from functools import partial
 
 from tcdeploy.bench.baselines import BaselineModel
 from tcdeploy.bench.engine_driver import Prompts, drain, submit
-from tcdeploy.bench.report import Row, price_per_million
+from tcdeploy.bench.report import Row
 from tcdeploy.bench.session import Session, run_benchmark
 from tcdeploy.bench.settings import ThroughputSettings
 from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, latencies
@@ -52,7 +52,6 @@ class ThroughputRow(Row):
     total_tokens_per_second: float
     requests_per_second: float
     latencies: Latencies
-    price_per_million_tokens: float | None
     request_timings: tuple[tuple[float, float, float], ...]  # seconds: arrival, first token, last token
     engine: EngineCounts | None = None
     timeline: tuple[tuple[float, int, int], ...] = ()  # seconds, running, waiting; downsampled
@@ -170,7 +169,6 @@ def _row(
     total_rate = output_rate + num_requests * settings.input_length / seconds
     return ThroughputRow(
         subject, num_requests, seconds, output_rate, total_rate, num_requests / seconds, latencies(request_timings),
-        price_per_million(output_rate, settings.price_per_hour),
         tuple((timing.arrival, timing.token_times[0], timing.token_times[-1]) for timing in request_timings),
         counts, timeline,
     )  # fmt: skip

@@ -18,14 +18,15 @@ from typing import Annotated
 
 import typer
 
+from tcdeploy.bench.serve_settings import ServeSettings
 from tcdeploy.bench.settings import CommonSettings, DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
-from tcdeploy.cli.bench_display import publish
+from tcdeploy.cli.bench_display import publish, publish_document
 from tcdeploy.cli.budget import enforce_budget, parse_budget
 from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import AllowUnsigned
 from tcdeploy.cli.report_options import Json, warn_if_busy
-from tcdeploy.planning.extras import require_compile_extra
+from tcdeploy.planning.extras import require_compile_extra, require_extra
 from tcdeploy.planning.recipe import Recipe
 
 
@@ -35,7 +36,7 @@ class _Commands(LazyGroup):
         "prefill": f"{__name__}:prefill",
         "throughput": f"{__name__}:throughput",
         "startup": f"{__name__}:startup",
-        "serve": "tcdeploy.cli.bench_serve:serve",
+        "serve": f"{__name__}:serve",
     }
 
 
@@ -122,3 +123,25 @@ def _unpacked(bundle: str | None, allow_unsigned: bool) -> Iterator[str | None]:
         folder = Path(parent, "cache")
         unpack(Path(bundle), folder, default_trusted_keys_folder(), allow_unsigned)
         yield str(folder)
+
+
+@options_command
+def serve(settings: ServeSettings, json: Json = False) -> None:
+    """Measure throughput and latencies of any OpenAI-compatible server."""
+    require_extra("serve", "send requests to a server")
+    from tcdeploy.server.settings import check_api_keys
+
+    check_api_keys(() if settings.api_key is None else (settings.api_key,))
+    warn_if_busy()
+    from tcdeploy.bench import sweep
+    from tcdeploy.cli import display
+
+    progress = display.PlainProgress()
+    compared = {path: sweep.read_rows(path) for path in settings.compare}  # finds an error in them before the run
+    report = sweep.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
+    publish_document(report, settings.output, json)
+    if settings.plot is not None:
+        from tcdeploy.bench.plot import draw_rates
+
+        measured = sweep.plotted_rows(report.document()["rows"])
+        draw_rates(sweep.merge_rows(measured, compared), (settings.ttft_limit, settings.tpot_limit), settings.plot)

@@ -96,8 +96,6 @@ def _load_columns(rows: list[Any]) -> list[TableColumn]:
 def _rare_columns(rows: list[Any]) -> list[TableColumn]:
     """Columns at the end, of values that only some reports have."""
     columns: list[TableColumn] = []
-    if any(getattr(row, "price_per_million_tokens", None) is not None for row in rows):
-        columns.append((Column("per 1M tok"), lambda row: _number(row.price_per_million_tokens)))
     if any(getattr(row, "cached_prompt_tokens", 0) for row in rows):
         columns.append(
             (Column("cached", rank=3), lambda row: _percent(row.cached_prompt_tokens / max(row.prompt_tokens, 1)))

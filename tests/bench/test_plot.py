@@ -23,15 +23,15 @@ MS = Summary(3, 1.0, 2.0, 3.0, 3.0, 2.0, 3.0)
 SERVED = [RequestTiming(0.0, [1.0, 2.0]), RequestTiming(0.5, [1.5, 2.5])]
 ROWS: dict[str, list[Row]] = {
     "decode": [
-        DecodeRow("tcdeploy", 1, 512, MS, 10**9, 0.5, 0.25, 500.0, None),
-        DecodeRow("tcdeploy", 4, 512, MS, 10**9, 0.6, 0.3, None, None),
-        DecodeRow("eager", 1, 512, MS, 10**9, None, None, 100.0, None),
+        DecodeRow("tcdeploy", 1, 512, MS, 10**9, 0.5, 0.25, 500.0),
+        DecodeRow("tcdeploy", 4, 512, MS, 10**9, 0.6, 0.3, None),
+        DecodeRow("eager", 1, 512, MS, 10**9, None, None, 100.0),
         FailedRow("generate", "why"),
     ],
     "prefill": [PrefillRow("tcdeploy", 128, MS, MS, 0.5, 0.25), PrefillRow("eager", 512, MS, None, None, None)],
     "throughput": [
         ThroughputRow(
-            "tcdeploy", 2, 2.5, 1.6, 9.6, 0.8, latencies(SERVED), None, ((0.0, 1.0, 2.0), (0.5, 1.5, 2.5)), None,
+            "tcdeploy", 2, 2.5, 1.6, 9.6, 0.8, latencies(SERVED), ((0.0, 1.0, 2.0), (0.5, 1.5, 2.5)), None,
             ((1.0, 1, 1), (2.5, 0, 0)),
         )
     ],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tcdeploy.bench.report import FailedRow, Report, Row, price_per_million, rows_or_failure
+from tcdeploy.bench.report import FailedRow, Report, Row, rows_or_failure
 from tcdeploy.errors import UsageError
 
 
@@ -42,9 +42,3 @@ def test_infinity_is_a_string_in_the_document() -> None:
     document = json.loads(json.dumps(report.document(), allow_nan=False))
     assert document["settings"] == {"request_rate": "inf", "requests": 3}
     assert document["rows"] == [{"subject": "eager", "reason": "why"}]
-
-
-def test_a_price_follows_from_the_rate() -> None:
-    assert price_per_million(1000.0, 3.6) == pytest.approx(1.0)
-    assert price_per_million(1000.0, None) is None
-    assert price_per_million(None, 3.6) is None

@@ -35,8 +35,6 @@ def plan() -> Plan:
         (DecodeSettings, {"context_length": 0}),
         (DecodeSettings, {"repeats": 0}),
         (DecodeSettings, {"steps": -1}),
-        (DecodeSettings, {"price_per_hour": 0.0}),
-        (DecodeSettings, {"price_per_hour": math.nan}),
         (PrefillSettings, {"lengths": (128, 0)}),
         (PrefillSettings, {"repeats": 0}),
         (ThroughputSettings, {"requests": 0}),
