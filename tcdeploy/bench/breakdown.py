@@ -19,7 +19,7 @@ from tcdeploy.bench.stats import median
 
 REPLAYS = 5
 TOP_KERNELS = 12
-KINDS = ("gemm", "attention", "sampling", "other")  # in the order of the fields of `Breakdown`
+KINDS = ("gemm", "attention", "sampling", "other")
 KERNEL_KINDS = tuple(  # the first match counts; FlashAttention's kernel names contain CUTLASS types
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
@@ -114,9 +114,13 @@ def summarize_replays(replays: list[list[KernelRun]]) -> Breakdown:
         )
 
     return Breakdown(
-        len(replays), median(_span_us(replay) for replay in replays), busy_us(*KINDS),
-        median(gap_us(replay) for replay in replays), *(busy_us(kind) for kind in KINDS), _top_kernels(replays),
-    )  # fmt: skip
+        replays=len(replays),
+        step_us=median(_span_us(replay) for replay in replays),
+        kernel_us=busy_us(*KINDS),
+        gap_us=median(gap_us(replay) for replay in replays),
+        **{f"{kind}_us": busy_us(kind) for kind in KINDS},
+        top=_top_kernels(replays),
+    )
 
 
 def gap_us(kernels: list[KernelRun]) -> float:

@@ -25,7 +25,7 @@ from typing import TypeAlias
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 
 from tcdeploy.bench.serve_settings import ServeSettings
-from tcdeploy.bench.traffic import arrival_times
+from tcdeploy.bench.stats import arrival_times
 from tcdeploy.errors import UsageError
 
 TOKEN_IDS = range(10, 900)  # in every vocabulary, and mostly text

@@ -22,7 +22,7 @@ from tcdeploy.bench.settings import (
     parse_list,
     random_seed,
 )
-from tcdeploy.bench.traffic import SLO_METRICS, parse_slo
+from tcdeploy.bench.stats import SLO_METRICS, parse_slo
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.option import Option, flag_name, option
 

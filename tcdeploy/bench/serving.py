@@ -27,7 +27,7 @@ from tcdeploy.bench.client import Client
 from tcdeploy.bench.loads import LoadRequest, make_load
 from tcdeploy.bench.report import Row
 from tcdeploy.bench.serve_settings import ServeSettings
-from tcdeploy.bench.traffic import Goodput, Latencies, RequestTiming, latencies, measure_goodput
+from tcdeploy.bench.stats import Goodput, Latencies, RequestTiming, latencies, measure_goodput
 from tcdeploy.errors import NetworkError
 
 LOOP_FACTORY = uvloop.new_event_loop if uvloop else None

@@ -2,7 +2,7 @@
 
 The loop submits the requests that have arrived, runs one engine step, and records the time of each token. Prompts are
 random and of one length, and every output has its full length. With `concurrency`, that many clients each send their
-next request when the previous one is complete, as in `bench serve`. traffic.py defines the latencies.
+next request when the previous one is complete, as in `bench serve`. stats.py defines the latencies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tcdeploy.bench.engine_driver import Prompts, drain, submit
 from tcdeploy.bench.report import Row
 from tcdeploy.bench.session import Session, run_benchmark
 from tcdeploy.bench.settings import ThroughputSettings
-from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, latencies
+from tcdeploy.bench.stats import Latencies, RequestTiming, arrival_times, latencies
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Sequence
 from tcdeploy.errors import UsageError

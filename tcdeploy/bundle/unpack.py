@@ -95,7 +95,8 @@ def unpack(
     try:
         create_folder(folder, is_trusted_folder)
         with folder_lock(folder):
-            _check_links(folder, manifest)
+            # A folder that is a symbolic link would be written through.
+            check_no_links(folder, (Path(file.path).parent.as_posix() for file in manifest.files))
             if not allow_rollback:
                 _check_not_older(path, opened, folder, trusted_keys)
             already_present = _is_unpacked(folder, manifest, key)
@@ -110,11 +111,6 @@ def unpack(
             ) from error
         raise TcdeployError(f"{folder} cannot be written: {error.strerror}", "choose another folder") from error
     return UnpackResult(key, len(manifest.files), size, opened.signer, already_present)
-
-
-def _check_links(folder: Path, manifest: Manifest) -> None:
-    """Raise TrustError if a folder of a bundled file is a symbolic link: tcdeploy would write through it."""
-    check_no_links(folder, (Path(file.path).parent.as_posix() for file in manifest.files))
 
 
 def _check_not_older(path: Path, opened: CheckedHeader, folder: Path, trusted_keys: Path) -> None:

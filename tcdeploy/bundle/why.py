@@ -73,7 +73,7 @@ class Forecast:
 def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Origin) -> Forecast:
     """Predict the hits of a start of `plan` on this machine in the cache that `cached` describes."""
     head_differences: list[Difference] = []
-    shared_differences = diff_environments(environment, _environment(cached))
+    shared_differences = diff_environments(environment, parse_environment(cached.environment))
     shared_differences += diff_sources(origin, cached.origin)
     shared_differences += diff_mappings(origin.torch_settings, cached.origin.torch_settings, "torch.")
     here_config, cached_config = _layer_config(origin.model_config), _layer_config(cached.origin.model_config)
@@ -129,8 +129,8 @@ def version_differences(cached: Manifest, installed: Mapping[str, Any]) -> tuple
     Ahead-of-time packages can start without transformers, and on a CPU without Triton. A start without transformers
     needs the record of a start with the same Python, patch level included (start/record/factors.py).
     """
-    environment = _environment(cached)
-    here = {**installed, "python": _minor_version(str(installed["python"]))}
+    environment = parse_environment(cached.environment)
+    here = {**installed, "python": ".".join(str(installed["python"]).split(".")[:2])}
     there = environment.cache_factors()
     if cached.plan.get("programs") == "aot":
         if installed.get("transformers") == "":
@@ -143,11 +143,6 @@ def version_differences(cached: Manifest, installed: Mapping[str, Any]) -> tuple
             {name: _without_local_label(there[name]) for name in here},
         )
     )
-
-
-def _minor_version(version: str) -> str:
-    """3.11 of 3.11.7."""
-    return ".".join(version.split(".")[:2])
 
 
 def _without_local_label(version: Any) -> Any:
@@ -191,10 +186,6 @@ def _variant_reasons(bucket: Bucket, cached: str, plan: Plan) -> list[str]:
 def _median_seconds(cached: Manifest, bucket: Bucket) -> float | None:
     same_phase = [seconds for name, seconds in cached.cold_seconds().items() if name.startswith(bucket.phase)]
     return statistics.median(same_phase) if same_phase else None
-
-
-def _environment(cached: Manifest) -> Environment:
-    return parse_environment(cached.environment)
 
 
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,12 +41,9 @@ class _Commands(LazyGroup):
 
 
 app = typer.Typer(
-    cls=_Commands,
-    name="bench",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    cls=_Commands, name="bench", no_args_is_help=True, rich_markup_mode=None,
     help="Measure MODEL against the limits of this machine and against baselines, or any server.",
-)
+)  # fmt: skip
 
 
 @options_command

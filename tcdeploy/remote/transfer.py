@@ -142,8 +142,10 @@ def _pull_once(store: Store, name: BundleName, address: Address, staging: Path, 
     with store.read(name) as body, _open_unbuffered(staging) as file:
 
         def write(chunk: bytes) -> None:
+            remaining = memoryview(chunk)
             with _translate_local_errors(staging.parent):
-                _write_all(file, chunk)
+                while remaining:  # an unbuffered write may be partial, as on a nearly full disk
+                    remaining = remaining[file.write(remaining) :]
 
         max_bytes = _max_download_bytes(body.size, address, staging.parent)
         sha256 = _receive(body, max_bytes, deadline, write)
@@ -210,13 +212,6 @@ def _open_unbuffered(staging: Path) -> Iterator[FileIO]:
         file = FileIO(staging, "w")
     with file:
         yield file
-
-
-def _write_all(file: FileIO, chunk: bytes) -> None:
-    """Repeat unbuffered writes, which may be partial, as on a nearly full disk."""
-    remaining = memoryview(chunk)
-    while remaining:
-        remaining = remaining[file.write(remaining) :]
 
 
 @contextlib.contextmanager

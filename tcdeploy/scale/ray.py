@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -24,18 +26,23 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.metrics import Gauge
 from starlette.types import ASGIApp, Message
 
 from tcdeploy.scale.ingress import ForwardedRequest, ingress_app, respond
 from tcdeploy.scale.ray_config import DEPLOYMENT, IMPORT_PATH, INGRESS_DEPLOYMENT, ROUTED_IMPORT_PATH, read_arguments
-from tcdeploy.scale.ray_metrics import report_metrics
 from tcdeploy.scale.replica import close_server, start_server
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.admission import RETRY_AFTER_S
 from tcdeploy.server.model_server import ModelServer
+from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.request_log import RequestLog
 
 MAX_STARTS = 2  # of a replica; a model that cannot be loaded fails each time
+REPORT_INTERVAL_VARIABLE = "RAY_metrics_report_interval_ms"  # set for Ray in the environment of `ray start`
+DEFAULT_REPORT_INTERVAL_MS = 10_000
+SHORTEST_REPORT_INTERVAL_MS = 1_000  # shorter ones have no effect in Ray
+log = logging.getLogger("tcdeploy.scale")
 
 
 class ReplicaUnhealthyError(RuntimeError):
@@ -72,6 +79,45 @@ class Model:
         """Ray calls it once the replica's requests have ended."""
         if self._server is not None:
             close_server(self._server)
+
+
+async def report_metrics(metrics: Metrics) -> None:
+    """Copy the metrics of this replica to Ray's forever. Prometheus scrapes Ray's from one port of each node, while a
+    request for `/metrics` through Ray's proxy reaches only one replica.
+
+    Ray adds the labels `application`, `deployment` and `replica`. It reports a gauge only if it was set since the
+    previous report, so they are set twice per report.
+    """
+    gauges: dict[str, Gauge] = {}
+    milliseconds = DEFAULT_REPORT_INTERVAL_MS
+    with contextlib.suppress(ValueError):
+        milliseconds = int(os.environ.get(REPORT_INTERVAL_VARIABLE, milliseconds))
+    while True:
+        try:
+            _set_gauges(metrics, gauges)
+        except Exception:  # Ray then lacks this replica's metrics for a while, and the replica goes on
+            log.exception("the metrics of this replica cannot be reported to Ray")
+        await asyncio.sleep(max(milliseconds, SHORTEST_REPORT_INTERVAL_MS) / 2000)
+
+
+def _set_gauges(metrics: Metrics, gauges: dict[str, Gauge]) -> None:
+    """Each sample becomes a gauge with its name and labels. `gauges`: by name; missing ones are added.
+
+    Ray allows no colon in a name and adds the prefix `ray_`, so `tcdeploy:prompt_tokens_total` becomes
+    `ray_tcdeploy_prompt_tokens_total`. Counters are not copied to Ray's counters, whose series remain after the replica
+    has ended, and histograms not to Ray's histograms, whose sums are computed from the middle of each bucket. `rate()`
+    and `histogram_quantile()` do not depend on the type. Takes 2.5 ms for the 240 samples of a server without a model.
+    """
+    for family in metrics.registry.collect():
+        if not family.name.startswith(metrics.prefix) or family.type == "info":
+            continue  # Ray reports the CPU and the memory of its processes itself
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            if sample.name not in gauges:
+                name = sample.name.replace(":", "_")
+                gauges[sample.name] = Gauge(name, family.documentation, tuple(sample.labels))
+            gauges[sample.name].set(sample.value, dict(sample.labels))
 
 
 class Ingress:

@@ -29,7 +29,7 @@ from ray.serve.schema import (
 
 from tcdeploy.errors import ModelError, ThresholdError, UsageError
 from tcdeploy.scale.ray import build_application
-from tcdeploy.scale.ray_config import DEPLOYMENT, REQUEST_ROUTER, proxy_url, url_host
+from tcdeploy.scale.ray_config import REQUEST_ROUTER, proxy_url, url_host
 from tcdeploy.scale.ray_session import ADDRESS_VARIABLE, own_cluster, private_session, warn_of_shared_token
 from tcdeploy.scale.replica import start_error
 
@@ -181,12 +181,6 @@ def metrics_urls() -> list[str]:
     """`/metrics` URLs for Prometheus, one for each live node of the cluster."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return [f"http://{url_host(node['NodeManagerAddress'])}:{node['MetricsExportPort']}/metrics" for node in nodes]
-
-
-def replica_states(name: str) -> dict[str, int]:
-    """Number of replicas of a model by state, such as {"RUNNING": 2, "STARTING": 1}."""
-    deployment = serve.status().applications[name].deployments[DEPLOYMENT]
-    return {str(state): count for state, count in deployment.replica_states.items() if count}
 
 
 def remove_application(name: str) -> None:

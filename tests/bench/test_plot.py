@@ -14,9 +14,8 @@ from tcdeploy.bench.prefill import PrefillRow
 from tcdeploy.bench.report import FailedRow, Report, Row
 from tcdeploy.bench.serving import ServeRow
 from tcdeploy.bench.startup import StartupRow
-from tcdeploy.bench.stats import Summary
+from tcdeploy.bench.stats import Latencies, RequestTiming, Summary, latencies
 from tcdeploy.bench.throughput import ThroughputRow
-from tcdeploy.bench.traffic import Latencies, RequestTiming, latencies
 
 pytest.importorskip("matplotlib", reason="the plot extra is not installed")
 MS = Summary(3, 1.0, 2.0, 3.0, 3.0, 2.0, 3.0)

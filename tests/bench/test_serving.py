@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.bench.traffic import arrival_times
+from tcdeploy.bench.stats import arrival_times
 from tests.bench.fake_server import FakeServer, run_load
 
 SMALL = {"input_length": 6, "output_length": 4}

@@ -12,7 +12,7 @@ from tcdeploy.bench import sweep
 from tcdeploy.bench.report import Report
 from tcdeploy.bench.serve_settings import ServeSettings
 from tcdeploy.bench.serving import ServeRow
-from tcdeploy.bench.traffic import RequestTiming, latencies
+from tcdeploy.bench.stats import RequestTiming, latencies
 from tcdeploy.errors import UsageError
 from tests.bench.fake_server import FakeServer, run_in_thread
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tcdeploy.bench.serve_settings import ServeSettings
-from tcdeploy.bench.traffic import Goodput, RequestTiming, arrival_times, latencies, measure_goodput, parse_slo
+from tcdeploy.bench.stats import Goodput, RequestTiming, arrival_times, latencies, measure_goodput, parse_slo
 from tcdeploy.errors import UsageError
 
 

@@ -14,9 +14,8 @@ from tcdeploy.bench.prefill import PrefillRow
 from tcdeploy.bench.report import Report
 from tcdeploy.bench.serving import ServeRow
 from tcdeploy.bench.startup import StartupRow
-from tcdeploy.bench.stats import Summary
+from tcdeploy.bench.stats import Goodput, Latencies, Summary
 from tcdeploy.bench.throughput import EngineCounts, ThroughputRow
-from tcdeploy.bench.traffic import Goodput, Latencies
 from tcdeploy.bundle.verify import BucketReplay
 from tcdeploy.bundle.why import BucketForecast, Forecast
 from tcdeploy.cache.inventory import CachedPlan
