@@ -53,7 +53,7 @@ TORCH_FREE = (
     "server.generate.admission", "remote.transfer", "cache.trust.signed_header", "cache.record.bundle_header",
     "cache.trust.signing", "cache.record.provenance", "cache.staging.restore", "host.temporary_files",
     "bundle.container", "bundle.pack", "bundle.unpack", "bench.client", "bench.loads", "bench.plot",
-    "bench.serve_settings", "bench.serving", "bench.settings", "bench.stats", "bench.sweep",
+    "bench.serve_settings", "bench.serving", "bench.settings", "bench.stats",
     "cli.bench", "bundle.verify", "bundle.why", "cache.inventory", "cli.app", "cli.cache",
     "cli.options", "doctor.examination", "doctor.report", "host.resources",
     "cli.doctor", "cli.doctor_display", "explain.causes", "explain.findings", "explain.source_line",

@@ -65,14 +65,12 @@ def make_load(settings: ServeSettings) -> list[ClientSession]:
         return _read_trace(settings.trace, settings.seed)
     rng = random.Random(f"{settings.seed} lengths")
     name = f"{settings.seed} {settings.request_rate:g}"
-    prefixes = [
-        TokenStream(f"{name} prefix {group}").first(settings.shared_prefix) for group in range(settings.prefix_groups)
-    ]
+    prefix = TokenStream(f"{name} prefix").first(settings.shared_prefix)
     sessions = []
     for number, arrival in enumerate(arrival_times(settings.num_requests, settings.request_rate, settings.seed)):
         input_length = _draw_length(settings.input_length, settings.length_spread, rng)
         output_length = _draw_length(settings.output_length, settings.length_spread, rng)
-        prompt = prefixes[number % len(prefixes)] + TokenStream(f"{name} session {number}").first(input_length)
+        prompt = prefix + TokenStream(f"{name} session {number}").first(input_length)
         sessions.append([LoadRequest(prompt, output_length, arrival)])
     return sessions
 

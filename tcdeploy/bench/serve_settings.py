@@ -28,7 +28,7 @@ from tcdeploy.planning.option import Option, flag_name, option
 
 LOAD_FIELDS = (  # of loads that are not a trace
     "requests", "duration", "input_length", "output_length", "length_spread", "request_rate", "concurrency",
-    "shared_prefix", "prefix_groups", "sweep",
+    "shared_prefix", "sweep",
 )  # fmt: skip
 SWEEP_FIELDS = ("sweep", "plot", "compare", "ttft_limit", "tpot_limit")
 SLO_OPTION = Option(
@@ -59,10 +59,7 @@ class ServeSettings(LoadSettings):
         None, "Seconds during which requests arrive at the request rate, instead of --requests"
     )
     length_spread: float = measurement_option(0.0, "Lengths are uniform within this share of both lengths; 0.5: +-50%")
-    shared_prefix: int = measurement_option(
-        0, "Tokens that the prompts of a group share, before those of --input-length"
-    )
-    prefix_groups: int = measurement_option(1, "Number of different shared prefixes")
+    shared_prefix: int = measurement_option(0, "Tokens that all prompts share, before those of --input-length")
     trace: str | None = measurement_option(
         None,
         "Send the requests of a JSONL file with timestamp (s), input_length and output_length per line",
@@ -86,7 +83,7 @@ class ServeSettings(LoadSettings):
 
     def __post_init__(self) -> None:
         self.check_load()
-        check_fields(self, requests=100, prefix_groups=1, duration=30, ttft_limit=500, tpot_limit=20)
+        check_fields(self, requests=100, duration=30, ttft_limit=500, tpot_limit=20)
         if self.shared_prefix < 0:
             raise UsageError(f"shared prefix is {self.shared_prefix}, and must not be negative", "--shared-prefix 0")
         if not 0 <= self.length_spread < 1:
@@ -119,7 +116,6 @@ class ServeSettings(LoadSettings):
             ("--sweep", bool(self.sweep), ("request_rate", "concurrency"), SWEEP_FIELDS),
             ("--request-rate", has_rate, (), ("duration",)),
             ("--duration", self.duration is not None, ("requests",), ()),
-            ("--shared-prefix", self.shared_prefix > 0, (), ("prefix_groups",)),
             ("--plot", self.plot is not None, (), ("compare",)),
         ):
             for name in excluded if is_set else dependent:

@@ -85,27 +85,22 @@ def verify_folder(
     of other versions of tcdeploy, and TcdeployError if another process holds the folder for too long.
     """
     check_no_links(folder, OWN_NAMES)
-    with shared_folder_lock(folder):
-        return _verify_plans(folder, trusted_keys, allow_unsigned, require_signed)
-
-
-def _verify_plans(folder: Path, trusted_keys: Path, allow_unsigned: bool, require_signed: bool) -> list[VerifiedPlan]:
-    manifests = read_manifests(folder)
     plans = []
-    for key, manifest in manifests.items():
-        bundle = read_stored_bundle(folder, key, trusted_keys, allow_unsigned)
-        _check_files(folder, bundle.files if bundle is not None else ())
-        check_manifest(folder, key, manifest, bundle)
-        _check_files(folder, manifest.files)
-        if require_signed:
-            check_manifests(str(folder), key, {key: manifest}, SigningPolicy(trusted_keys, require_signed))
-        plans.append(_verified_plan(manifest, bundle))
-    _check_stored_headers(folder)
-    if unlisted := unlisted_files(folder):
-        raise IntegrityError(
-            f"{folder / unlisted[0]} is not listed in any manifest",
-            f"no start uses it; delete all such files: tcdeploy cache gc {folder} --unlisted",
-        )
+    with shared_folder_lock(folder):
+        for key, manifest in read_manifests(folder).items():
+            bundle = read_stored_bundle(folder, key, trusted_keys, allow_unsigned)
+            _check_files(folder, bundle.files if bundle is not None else ())
+            check_manifest(folder, key, manifest, bundle)
+            _check_files(folder, manifest.files)
+            if require_signed:
+                check_manifests(str(folder), key, {key: manifest}, SigningPolicy(trusted_keys, require_signed))
+            plans.append(_verified_plan(manifest, bundle))
+        _check_stored_headers(folder)
+        if unlisted := unlisted_files(folder):
+            raise IntegrityError(
+                f"{folder / unlisted[0]} is not listed in any manifest",
+                f"no start uses it; delete all such files: tcdeploy cache gc {folder} --unlisted",
+            )
     if not plans:
         raise no_plan_error(folder)
     return plans

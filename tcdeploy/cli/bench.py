@@ -130,15 +130,15 @@ def serve(settings: ServeSettings, json: Json = False) -> None:
 
     check_api_keys(() if settings.api_key is None else (settings.api_key,))
     warn_if_busy()
-    from tcdeploy.bench import sweep
+    from tcdeploy.bench import serving
     from tcdeploy.cli import display
 
     progress = display.PlainProgress()
-    compared = {path: sweep.read_rows(path) for path in settings.compare}  # finds an error in them before the run
-    report = sweep.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
+    compared = {path: serving.read_rows(path) for path in settings.compare}  # finds an error in them before the run
+    report = serving.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
     publish_document(report, settings.output, json)
     if settings.plot is not None:
         from tcdeploy.bench.plot import draw_rates
 
-        measured = sweep.plotted_rows(report.document()["rows"])
-        draw_rates(sweep.merge_rows(measured, compared), (settings.ttft_limit, settings.tpot_limit), settings.plot)
+        measured = serving.plotted_rows(report.document()["rows"])
+        draw_rates(serving.merge_rows(measured, compared), (settings.ttft_limit, settings.tpot_limit), settings.plot)

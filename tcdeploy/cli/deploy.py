@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import sys
@@ -181,8 +182,7 @@ def _check_ingress(path: Path, content: dict[str, Any], is_routed: bool) -> None
 
 def _application_name(model: str) -> str:
     """A name for a path: the part of a Hub id or of a path after the last slash, without characters such as `:`."""
-    last = model.rstrip("/").rsplit("/", 1)[-1]
-    return "".join(character if character.isalnum() or character in "-_." else "-" for character in last)
+    return re.sub(r"[^\w.-]", "-", model.rstrip("/").rsplit("/", 1)[-1])
 
 
 def _read_replica(place: str, arguments: str) -> ReplicaSettings:

@@ -20,6 +20,7 @@ RENAMED = {
     "--burstiness": "a trace with the arrival times (--trace FILE)",
     "--explain-breaks": "tcdeploy explain MODEL --no-measure",
     "--prefill-burst": "--max-consecutive-prefills",
+    "--prefix-groups": "--shared-prefix, which all prompts share",
     "--price-per-hour": "a division of yours: price per hour / 3600 / tokens per second",
     "--served-name": "--served-model-name",
     "--think-time": "a trace whose lines share a session (--trace FILE)",

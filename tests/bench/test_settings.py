@@ -121,7 +121,6 @@ def test_a_breakdown_needs_a_gpu(plan: Plan) -> None:
         ({"sweep": (4.0,), "concurrency": 3}, "--concurrency has no effect with --sweep"),
         ({"duration": 5.0}, "--duration has no effect without --request-rate"),
         ({"duration": 5.0, "request_rate": 2.0, "requests": 9}, "--requests has no effect with --duration"),
-        ({"prefix_groups": 2}, "--prefix-groups has no effect without --shared-prefix"),
         ({"ttft_limit": 1.0}, "--ttft-limit has no effect without --sweep"),
         ({"sweep": (4.0,), "compare": ("a.json",)}, "--compare has no effect without --plot"),
     ],
