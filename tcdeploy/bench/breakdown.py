@@ -67,11 +67,6 @@ class Breakdown:
     top: tuple[KernelTime, ...]
 
 
-def profile_step(restore: Callable[[], object], step: Callable[[], object]) -> Breakdown:
-    """Profile `step` REPLAYS times, and summarize its kernels by kind."""
-    return summarize_replays(profile_replays(restore, step))
-
-
 def profile_replays(restore: Callable[[], object], step: Callable[[], object]) -> list[list[KernelRun]]:
     """The kernels of REPLAYS steps on a GPU. A step before them includes the profiler's own start, and is discarded."""
     replays = []

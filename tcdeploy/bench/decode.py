@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from tcdeploy.bench.baselines import BaselineModel
-from tcdeploy.bench.breakdown import Breakdown, profile_step
+from tcdeploy.bench.breakdown import Breakdown, profile_replays, summarize_replays
 from tcdeploy.bench.engine_driver import Prompts, SteadyRun, decode_step, placed_sequences, run_steady, steady_shape
 from tcdeploy.bench.floor import WeightSizes, count_weights, decode_floor, share_of_floor
 from tcdeploy.bench.report import Row
@@ -58,7 +58,7 @@ def measure(subject: str, deployment: Deployment, session: Session[DecodeSetting
         with placed_sequences(engine, prompts, batch, context) as sequences:
             restore, step = decode_step(engine, sequences)
             seconds = step_seconds(plan.device, restore, step, settings.repeats)
-            breakdown = profile_step(restore, step) if settings.breakdown else None
+            breakdown = summarize_replays(profile_replays(restore, step)) if settings.breakdown else None
         steady = _run_steady(deployment, prompts, batch, context, settings.steps)
         row = _row(
             subject, session, weights, batch, context, seconds, steady.tokens / steady.wall_seconds if steady else None

@@ -44,13 +44,11 @@ output_option = partial(option, panel="Output", metavar="FILE")
 json_copy = partial(output_option, None, "Also write the JSON document to this file")
 random_seed = partial(measurement_option, 0, "Seed of the random prompts and arrival times")
 baselines_option = partial(
-    measurement_option,
-    (),
+    measurement_option, (),
     "Also measure transformers' model with its own attention (eager: in a plain loop; generate: by its `generate`), or "
     "attention and MLP as regions with CUDA graphs of their own; may be repeated",
-    name="baseline",
-    metavar="|".join(BASELINES),
-)
+    name="baseline", metavar="|".join(BASELINES),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,19 +85,11 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     plan_differences = diff_mappings(
         {name: plan_values[name] for name in fields}, {name: cached_values.get(name) for name in fields}
     )
-    buckets = [
-        _forecast_bucket(
-            bucket,
-            cached,
-            plan,
-            [
-                *shared_differences,
-                *(head_differences if _compiles_head(bucket, plan) else ()),
-                *_relevant_differences(bucket, plan_differences),
-            ],
-        )
-        for bucket in plan.buckets
-    ]
+    buckets = []
+    for bucket in plan.buckets:
+        of_head = head_differences if _compiles_head(bucket, plan) else []
+        differences = [*shared_differences, *of_head, *_relevant_differences(bucket, plan_differences)]
+        buckets.append(_forecast_bucket(bucket, cached, plan, differences))
     return Forecast(tuple(buckets), tuple(shared_differences + head_differences + plan_differences))
 
 
@@ -137,12 +129,8 @@ def version_differences(cached: Manifest, installed: Mapping[str, Any]) -> tuple
             here["python"], there["python"] = installed["python"], environment.python
         unused = {"transformers"} if environment.gpus else {"transformers", "triton"}
         here = {name: value for name, value in here.items() if value or name not in unused}
-    return tuple(
-        diff_mappings(
-            {name: _without_local_label(value) for name, value in here.items()},
-            {name: _without_local_label(there[name]) for name in here},
-        )
-    )
+    here = {name: _without_local_label(value) for name, value in here.items()}
+    return tuple(diff_mappings(here, {name: _without_local_label(there[name]) for name in here}))
 
 
 def _without_local_label(version: Any) -> Any:
@@ -163,9 +151,8 @@ def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, differences: 
     if not reasons:
         return BucketForecast(bucket.name, True)
     seconds = cached.cold_seconds().get(bucket.name)
-    return BucketForecast(
-        bucket.name, False, tuple(reasons), seconds or _median_seconds(cached, bucket), seconds is None
-    )
+    estimate = seconds or _median_seconds(cached, bucket)
+    return BucketForecast(bucket.name, False, tuple(reasons), estimate, is_estimate=seconds is None)
 
 
 def _has_untimed_variant(bucket: Bucket, record: BucketRecord, plan: Plan) -> bool:

@@ -139,7 +139,9 @@ def _stored_sha256(store: Store, name: BundleName, size: int, deadline: Deadline
 
 def _pull_once(store: Store, name: BundleName, address: Address, staging: Path, deadline: Deadline) -> None:
     """One attempt: download, verify and fsync."""
-    with store.read(name) as body, _open_unbuffered(staging) as file:
+    with _translate_local_errors(staging.parent):
+        file = FileIO(staging, "w")  # unbuffered: flushing in `close` could raise outside the error translation
+    with file, store.read(name) as body:
 
         def write(chunk: bytes) -> None:
             remaining = memoryview(chunk)
@@ -203,15 +205,6 @@ def _atomic_replace(to: Path) -> Iterator[Path]:
             os.replace(staging, to)
         with contextlib.suppress(OSError):  # the bundle itself is flushed
             sync(to.parent)
-
-
-@contextlib.contextmanager
-def _open_unbuffered(staging: Path) -> Iterator[FileIO]:
-    """Open for writing without a buffer: flushing one in `close` could raise outside the error translation."""
-    with _translate_local_errors(staging.parent):
-        file = FileIO(staging, "w")
-    with file:
-        yield file
 
 
 @contextlib.contextmanager
