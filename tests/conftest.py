@@ -60,14 +60,15 @@ COMPILING_FIXTURES = frozenset(
 COMPILING_PATHS = (
     "kernels/attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py",
     "cache/test_folder.py", "cache/test_source_keys.py", "programs/", "coverage/test_types.py",
-    "deploy/test_docker_image.py", "doctor/test_machine_faults.py", "scale/test_ray.py", "engine/test_tuning.py",
-    "explain/test_explain.py", "gpu/", "kernels/linear/", "models/test_packed_linears.py", "parity/",
-    "start/test_packaged_families.py", "test_prewarm.py", "test_story.py", "torch_compat/",
+    "deploy/test_docker_image.py", "doctor/test_machine_faults.py", "scale/test_ray.py", "scale/test_ray_router.py",
+    "engine/test_tuning.py", "explain/test_explain.py", "gpu/", "kernels/linear/", "models/test_packed_linears.py",
+    "parity/", "start/test_packaged_families.py", "test_prewarm.py", "test_story.py", "torch_compat/",
 )  # fmt: skip
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
-    "start/test_packaged_start.py", "start/test_parallel_compile.py", "scale/test_ray.py", "programs/test_programs.py",
+    "start/test_packaged_start.py", "start/test_parallel_compile.py", "scale/test_ray.py", "scale/test_ray_router.py",
+    "programs/test_programs.py",
     "bundle/test_why.py", "coverage/test_types.py", "server/test_eager_start.py", "server/test_faults.py",
     "start/test_packaged_families.py", "programs/test_export.py", "engine/test_tuning.py", "cache/test_folder.py",
     "parity/test_planted_faults.py", "server/test_openapi.py", "test_prewarm.py", "bundle/test_relocation.py",

@@ -89,15 +89,10 @@ def _run_eager(model: PreTrainedModel, ids: Tensor, new_tokens: int, timestamps:
 
 def _run_generate(model: PreTrainedModel, ids: Tensor, new_tokens: int, timestamps: Timestamps) -> None:
     model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        cache_implementation="static",
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None,
+        pad_token_id=0, cache_implementation="static",
         logits_processor=LogitsProcessorList([_TimestampProcessor(timestamps)]),
-    )
+    )  # fmt: skip
 
 
 class _TimestampProcessor(LogitsProcessor):

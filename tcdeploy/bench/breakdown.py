@@ -19,6 +19,7 @@ from tcdeploy.bench.stats import median
 
 REPLAYS = 5
 TOP_KERNELS = 12
+KINDS = ("gemm", "attention", "sampling", "other")
 KERNEL_KINDS = tuple(  # the first match counts; FlashAttention's kernel names contain CUTLASS types
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
@@ -66,11 +67,6 @@ class Breakdown:
     top: tuple[KernelTime, ...]
 
 
-def profile_step(restore: Callable[[], object], step: Callable[[], object]) -> Breakdown:
-    """Profile `step` REPLAYS times, and summarize its kernels by kind."""
-    return summarize_replays(profile_replays(restore, step))
-
-
 def profile_replays(restore: Callable[[], object], step: Callable[[], object]) -> list[list[KernelRun]]:
     """The kernels of REPLAYS steps on a GPU. A step before them includes the profiler's own start, and is discarded."""
     replays = []
@@ -105,14 +101,19 @@ def trim_overlap(kernels: list[KernelRun]) -> list[KernelRun]:
 def summarize_replays(replays: list[list[KernelRun]]) -> Breakdown:
     """`replays`: the kernels of one step each, in any order."""
     replays = [trim_overlap(replay) for replay in replays]
-    kinds = ("gemm", "attention", "sampling", "other")
-    us_by_kind = {kind: median(_busy_us(_of_kind(replay, kind)) for replay in replays) for kind in kinds}
+
+    def busy_us(*kinds: str) -> float:
+        return median(
+            sum(kernel.stop - kernel.start for kernel in replay if kernel_kind(kernel.name) in kinds)
+            for replay in replays
+        )
+
     return Breakdown(
         replays=len(replays),
         step_us=median(_span_us(replay) for replay in replays),
-        kernel_us=median(_busy_us(replay) for replay in replays),
+        kernel_us=busy_us(*KINDS),
         gap_us=median(gap_us(replay) for replay in replays),
-        **{f"{kind}_us": us for kind, us in us_by_kind.items()},
+        **{f"{kind}_us": busy_us(kind) for kind in KINDS},
         top=_top_kernels(replays),
     )
 
@@ -131,14 +132,6 @@ def kernel_kind(name: str) -> str:
     return next((kind for kind, pattern in KERNEL_KINDS if pattern.search(name)), "other")
 
 
-def _of_kind(kernels: list[KernelRun], kind: str) -> list[KernelRun]:
-    return [kernel for kernel in kernels if kernel_kind(kernel.name) == kind]
-
-
-def _busy_us(kernels: list[KernelRun]) -> float:
-    return sum(kernel.stop - kernel.start for kernel in kernels)
-
-
 def _span_us(kernels: list[KernelRun]) -> float:
     if not kernels:
         return 0.0
@@ -147,13 +140,11 @@ def _span_us(kernels: list[KernelRun]) -> float:
 
 def _top_kernels(replays: list[list[KernelRun]]) -> tuple[KernelTime, ...]:
     """The kernels with the longest total time per step, averaged over the replays."""
-    total_us: dict[str, float] = defaultdict(float)
-    count: dict[str, int] = defaultdict(int)
+    us_by_name: dict[str, list[float]] = defaultdict(list)
     for kernel in (kernel for replay in replays for kernel in replay):
-        total_us[kernel.name] += kernel.stop - kernel.start
-        count[kernel.name] += 1
-    longest = sorted(total_us, key=total_us.__getitem__, reverse=True)[:TOP_KERNELS]
+        us_by_name[kernel.name].append(kernel.stop - kernel.start)
+    longest = sorted(us_by_name.items(), key=lambda item: sum(item[1]), reverse=True)[:TOP_KERNELS]
     return tuple(
-        KernelTime(name, kernel_kind(name), count[name] / len(replays), total_us[name] / len(replays))
-        for name in longest
+        KernelTime(name, kernel_kind(name), len(times) / len(replays), sum(times) / len(replays))
+        for name, times in longest
     )

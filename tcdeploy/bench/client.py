@@ -115,9 +115,8 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
         has_status = self._status is not None and not self._status.done() and self._parser.get_status_code()
-        is_complete = (
-            has_status and not self._has_body_framing and error is None
-        )  # such a body ends with the connection
+        # A body without framing ends with the connection.
+        is_complete = has_status and not self._has_body_framing and error is None
         self._finish(None if is_complete else error or ConnectionResetError("the connection was closed"))
 
     def _finish(self, error: Exception | None) -> None:

@@ -7,24 +7,22 @@ work. The difference is host overhead, and should be zero while the host runs on
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from tcdeploy.bench.baselines import BaselineModel
-from tcdeploy.bench.breakdown import Breakdown, profile_step
+from tcdeploy.bench.breakdown import Breakdown, profile_replays, summarize_replays
 from tcdeploy.bench.engine_driver import Prompts, SteadyRun, decode_step, placed_sequences, run_steady, steady_shape
-from tcdeploy.bench.floor import DecodeFloor, count_weights, decode_floor, share_of_floor
-from tcdeploy.bench.report import Report, Row, price_per_million
-from tcdeploy.bench.session import Session, make_report, start_session
+from tcdeploy.bench.floor import WeightSizes, count_weights, decode_floor, share_of_floor
+from tcdeploy.bench.report import Row
+from tcdeploy.bench.session import Session, run_benchmark
 from tcdeploy.bench.settings import DecodeSettings
 from tcdeploy.bench.stats import Summary, intervals, summarize_ms
 from tcdeploy.bench.timing import step_seconds
-from tcdeploy.host.progress import Progress
 from tcdeploy.planning.plan import Plan
-from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.deployment import Deployment
 
 MAX_STEADY_RUNS = 4  # of a bucket, until no request ends early
@@ -44,37 +42,14 @@ class DecodeRow(Row):
     floor_ms: float | None
     share_of_floor: float | None
     tokens_per_second: float | None  # None: the KV cache cannot hold a full bucket of growing sequences
-    price_per_million_tokens: float | None
     wall_ms: float | None = None
     host_us: float | None = None
     first_call_seconds: float | None = None
     breakdown: Breakdown | None = None
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes. `other_bytes`: graphs, workspaces, the CUDA context, and other processes on the device."""
-
-    total_bytes: int
-    weight_bytes: int
-    kv_bytes: int
-    other_bytes: int
-
-
-def run(recipe: Recipe, settings: DecodeSettings, progress: Progress) -> Report:
-    session = start_session(recipe, settings, progress)
-    memory: list[DeviceMemory | None] = []
-
-    def measure_deployment(subject: str, deployment: Deployment) -> Iterator[Row]:
-        yield from measure(subject, deployment, session, settings)
-        memory.append(device_memory(deployment.plan))
-
-    rows = session.measure(measure_deployment, lambda baseline: measure_baseline(baseline, session, settings))
-    return make_report(session, "decode", settings, rows, device_memory=memory[0] and dataclasses.asdict(memory[0]))
-
-
-def measure(subject: str, deployment: Deployment, session: Session, settings: DecodeSettings) -> Iterator[DecodeRow]:
-    engine, plan = deployment.engine, deployment.plan
+def measure(subject: str, deployment: Deployment, session: Session[DecodeSettings]) -> Iterator[DecodeRow]:
+    engine, plan, settings = deployment.engine, deployment.plan, session.settings
     prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
     weights = count_weights(engine.runner.model, plan.weight_bytes)
     for bucket in plan.decode_buckets:
@@ -83,27 +58,31 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: De
         with placed_sequences(engine, prompts, batch, context) as sequences:
             restore, step = decode_step(engine, sequences)
             seconds = step_seconds(plan.device, restore, step, settings.repeats)
-            breakdown = profile_step(restore, step) if settings.breakdown else None
+            breakdown = summarize_replays(profile_replays(restore, step)) if settings.breakdown else None
         steady = _run_steady(deployment, prompts, batch, context, settings.steps)
-        floor = decode_floor(weights, deployment.architecture, plan.kv_dtype, session.rates, batch, context)
-        rate = steady.tokens / steady.wall_seconds if steady else None
-        yield DecodeRow(
-            subject,
-            batch,
-            context,
-            *_floor_columns(seconds, floor),
-            rate,
-            price_per_million(rate, settings.price_per_hour),
+        row = _row(
+            subject, session, weights, batch, context, seconds, steady.tokens / steady.wall_seconds if steady else None
+        )
+        yield replace(
+            row,
             wall_ms=steady.wall_seconds / steady.steps * 1e3 if steady else None,
             host_us=steady.host_seconds / steady.steps * 1e6 if steady and steady.host_seconds is not None else None,
             breakdown=breakdown,
         )
+    session.extra.setdefault("device_memory", device_memory(plan))  # of the deployment, not of a baseline
 
 
-def _floor_columns(seconds: list[float], floor: DecodeFloor) -> tuple[Summary, int, float | None, float | None]:
-    """(step_ms, bytes_read, floor_ms, share_of_floor) of a row."""
-    step_ms = summarize_ms(seconds)
-    return step_ms, floor.bytes_read, floor.floor_ms, share_of_floor(floor.floor_ms, step_ms.p50)
+def _row(
+    subject: str, session: Session[DecodeSettings], weights: WeightSizes, batch: int, context: int,
+    seconds: list[float], rate: float | None,
+) -> DecodeRow:  # fmt: skip
+    """`seconds`: of each step. `rate`: tokens per second."""
+    plan, step_ms = session.planned.plan, summarize_ms(seconds)
+    floor = decode_floor(weights, session.planned.architecture, plan.kv_dtype, session.rates, batch, context)
+    return DecodeRow(
+        subject, batch, context, step_ms, floor.bytes_read, floor.floor_ms, share_of_floor(floor.floor_ms, step_ms.p50),
+        rate,
+    )  # fmt: skip
 
 
 def effective_context(plan: Plan, batch: int, settings: DecodeSettings) -> int:
@@ -131,10 +110,10 @@ def _run_steady(deployment: Deployment, prompts: Prompts, batch: int, context: i
     return None
 
 
-def measure_baseline(baseline: BaselineModel, session: Session, settings: DecodeSettings) -> Iterator[DecodeRow]:
+def measure_baseline(baseline: BaselineModel, session: Session[DecodeSettings]) -> Iterator[DecodeRow]:
     """Time whole batches. The prompt length is chosen so that the context is reached halfway through the steps."""
-    plan, architecture = baseline.plan, session.planned.architecture
-    prompts = Prompts(architecture.vocab_size, settings.seed)
+    plan, settings = baseline.plan, session.settings
+    prompts = Prompts(session.planned.architecture.vocab_size, settings.seed)
     weights = count_weights(baseline.model, plan.weight_bytes)
     for bucket in plan.decode_buckets:
         session.progress.stage(f"{baseline.name} {bucket.name}")
@@ -144,23 +123,22 @@ def measure_baseline(baseline: BaselineModel, session: Session, settings: Decode
         batch_prompts = [prompts.draw(length) for _ in range(batch)]
         first_call_seconds = baseline.first_call_seconds(batch_prompts, steps + 1)
         times = baseline.token_times(batch_prompts, steps + 1)
-        floor = decode_floor(weights, architecture, plan.kv_dtype, session.rates, batch, context)
         rate = batch * steps / (times[-1] - times[0])
-        yield DecodeRow(
-            baseline.name,
-            batch,
-            context,
-            *_floor_columns(intervals(times), floor),
-            rate,
-            price_per_million(rate, settings.price_per_hour),
-            first_call_seconds=first_call_seconds,
-        )
+        row = _row(baseline.name, session, weights, batch, context, intervals(times), rate)
+        yield replace(row, first_call_seconds=first_call_seconds)
 
 
-def device_memory(plan: Plan) -> DeviceMemory | None:
-    """Device memory in use now; None on a CPU, where the share of the deployment cannot be measured."""
+def device_memory(plan: Plan) -> dict[str, int] | None:
+    """Bytes in use now; None on a CPU, where the share of the deployment cannot be measured.
+
+    `other_bytes`: graphs, workspaces, the CUDA context, and other processes on the device.
+    """
     if plan.device != "cuda":
         return None
     torch.cuda.empty_cache()  # return what the measurement itself left in the caching allocator
     free, total = torch.cuda.mem_get_info()
-    return DeviceMemory(total, plan.weight_bytes, plan.kv_bytes, total - free - plan.weight_bytes - plan.kv_bytes)
+    known = {"total_bytes": total, "weight_bytes": plan.weight_bytes, "kv_bytes": plan.kv_bytes}
+    return {**known, "other_bytes": total - free - plan.weight_bytes - plan.kv_bytes}
+
+
+run = partial(run_benchmark, "decode", measure, measure_baseline)

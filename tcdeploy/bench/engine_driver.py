@@ -1,4 +1,4 @@
-"""Drives the engine of a prepared deployment; the only benchmark module that knows the engine's interface.
+"""Drives the engine of a prepared deployment.
 
 There are two ways. *Placed* sequences occupy decode rows with a KV cache whose contents were never computed, so that
 a step costs what it costs at that context and can be repeated from the same state. *Requests* go through `submit` and
@@ -166,18 +166,9 @@ def run_steady(engine: Engine, prompts: list[list[int]], new_tokens: int, steps:
         with contextlib.suppress(UsageError):  # it has ended
             engine.abort(request_id)
     drain(engine)
-    return SteadyRun(steps, tokens, wall_seconds, host_seconds if can_time_host(engine) else None, early_steps)
+    return SteadyRun(steps, tokens, wall_seconds, host_seconds if engine.plan.device == "cuda" else None, early_steps)
 
 
 def drain(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
-
-
-def can_time_host(engine: Engine) -> bool:
-    """Whether host time can be measured apart from device time."""
-    return engine.plan.device == "cuda"
-
-
-def count_captured_graphs(engine: Engine) -> int:
-    return len(engine.runner.graphs)

@@ -1,25 +1,35 @@
 """The requests of a load: prompts, output lengths and arrival times, fixed before the clock starts. No torch.
 
-A load is a list of sessions, and a session a list of requests that are sent one after another; most sessions are one
-request. Prompts are random token ids, which need no tokenization. They depend on the seed and on the request rate, so
-that no rate of a sweep is served from the prefix cache of an earlier one; lengths and relative arrival times depend on
-the seed only.
+A load is a list of sessions, and a session a list of requests that are sent one after another. Prompts are random token
+ids, which need no tokenization. They depend on the seed and on the request rate, so that no rate of a sweep is served
+from the prefix cache of an earlier one; lengths and relative arrival times depend on the seed only.
 
-Chats (`turns` > 1): a prompt consists of the session's previous prompt, as many random ids as the answer had tokens,
-and `input_length` new ones. The answer's own ids are not used, because servers return text. A prefix cache can
-therefore serve the previous prompt but not the previous answer, and saves less than it does for real chats.
+A trace is a JSONL file with one request per line:
+
+    {"timestamp": 0.8, "input_length": 900, "output_length": 120, "session": "a", "kind": "chat"}
+
+`timestamp` is the arrival in seconds; times count from the earliest of the file. Lengths are in tokens. `prompt`, text
+or a list of token ids, may replace `input_length`. Requests of one `session` are sent in the order of their timestamps,
+each after the response to the previous one, and their random prompts continue each other: a longer one begins with the
+shorter. A prefix cache can therefore serve the previous prompt, but not the previous answer. Latencies are also
+reported for each `kind`.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from tcdeploy.bench.lengths import Lengths, draw_lengths
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+
 from tcdeploy.bench.serve_settings import ServeSettings
-from tcdeploy.bench.traffic import arrival_times
+from tcdeploy.bench.stats import arrival_times
+from tcdeploy.errors import UsageError
 
 TOKEN_IDS = range(10, 900)  # in every vocabulary, and mostly text
+TRACE_HINT = '{"timestamp": SECONDS, "input_length": TOKENS, "output_length": TOKENS}, one per line'
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class LoadRequest:
     kind: str = ""  # latencies are also reported per kind
 
 
-ClientSession = list[LoadRequest]
+ClientSession: TypeAlias = list[LoadRequest]
 
 
 class TokenStream:
@@ -50,32 +60,65 @@ class TokenStream:
 
 
 def make_load(settings: ServeSettings) -> list[ClientSession]:
-    """The sessions of all settings but `trace`, which trace.py reads."""
-    arrivals = arrival_times(settings.num_sessions, settings.request_rate, settings.seed, settings.burstiness)
+    """The sessions of the trace, or one request per session with the lengths and arrivals of the settings."""
+    if settings.trace is not None:
+        return _read_trace(settings.trace, settings.seed)
     rng = random.Random(f"{settings.seed} lengths")
     name = f"{settings.seed} {settings.request_rate:g}"
-    prefixes = [
-        TokenStream(f"{name} prefix {group}").first(settings.shared_prefix) for group in range(settings.prefix_groups)
+    prefix = TokenStream(f"{name} prefix").first(settings.shared_prefix)
+    sessions = []
+    for number, arrival in enumerate(arrival_times(settings.num_requests, settings.request_rate, settings.seed)):
+        input_length = _draw_length(settings.input_length, settings.length_spread, rng)
+        output_length = _draw_length(settings.output_length, settings.length_spread, rng)
+        prompt = prefix + TokenStream(f"{name} session {number}").first(input_length)
+        sessions.append([LoadRequest(prompt, output_length, arrival)])
+    return sessions
+
+
+def _draw_length(nominal: int, spread: float, rng: random.Random) -> int:
+    """Uniform within +-spread of the nominal length."""
+    return max(1, rng.randint(math.ceil(nominal * (1 - spread)), math.floor(nominal * (1 + spread))))
+
+
+class _TraceLine(BaseModel, strict=True, extra="forbid"):
+    timestamp: FiniteFloat
+    output_length: PositiveInt
+    input_length: PositiveInt | None = None
+    prompt: str | list[NonNegativeInt] | None = Field(None, min_length=1)
+    session: str | int | None = None
+    kind: str = ""
+
+
+def _read_trace(path: str, seed: int) -> list[ClientSession]:
+    """The sessions in the order of their first requests. Raises UsageError with file and line."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            texts = file.read().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", "--trace FILE") from None
+    lines = [
+        (number, _parse_line(f"{path}, line {number}", text)) for number, text in enumerate(texts, 1) if text.strip()
     ]
-    return [
-        _make_session(
-            prefixes[number % len(prefixes)],
-            TokenStream(f"{name} session {number}"),
-            [_draw_turn(settings, rng) for _ in range(settings.turns)],
-            arrival,
-        )
-        for number, arrival in enumerate(arrivals)
-    ]
+    if not lines:
+        raise UsageError(f"{path} contains no requests", TRACE_HINT)
+    start = min(line.timestamp for _, line in lines)
+    sessions: dict[str, tuple[TokenStream, ClientSession]] = {}
+    for number, line in lines:
+        name = f"line {number}" if line.session is None else f"session {line.session}"
+        stream, session = sessions.setdefault(name, (TokenStream(f"{seed} {name}"), []))
+        prompt = line.prompt or stream.first(line.input_length or 0)
+        session.append(LoadRequest(prompt, line.output_length, line.timestamp - start, line.kind))
+    ordered = [sorted(session, key=lambda request: request.earliest) for _, session in sessions.values()]
+    return sorted(ordered, key=lambda session: session[0].earliest)
 
 
-def _draw_turn(settings: ServeSettings, rng: random.Random) -> Lengths:
-    return draw_lengths(settings.lengths, settings.input_length, settings.output_length, settings.length_spread, rng)
-
-
-def _make_session(prefix: list[int], stream: TokenStream, turns: list[Lengths], arrival: float) -> ClientSession:
-    requests, length = [], 0
-    for turn in turns:
-        length += turn.input
-        requests.append(LoadRequest(prefix + stream.first(length), turn.output, arrival))
-        length += turn.output
-    return requests
+def _parse_line(place: str, text: str) -> _TraceLine:
+    try:
+        line = _TraceLine.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(step) for step in first["loc"][:1])
+        raise UsageError(f"{place}: {key + ': ' if key else ''}{first['msg']}", TRACE_HINT) from None
+    if line.prompt is None and line.input_length is None:
+        raise UsageError(f"{place}: input_length: Field required", TRACE_HINT)
+    return line

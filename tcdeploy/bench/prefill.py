@@ -8,26 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from tcdeploy.bench.baselines import BaselineModel
-from tcdeploy.bench.engine_driver import (
-    TTFT_NEW_TOKENS,
-    Prompts,
-    cool_down,
-    measure_ttft,
-    placed_sequences,
-    prefill_step,
-)
+from tcdeploy.bench.engine_driver import Prompts, cool_down, measure_ttft, placed_sequences, prefill_step
 from tcdeploy.bench.floor import WeightSizes, count_weights, prefill_floor_ms, share_of_floor
-from tcdeploy.bench.report import Report, Row
-from tcdeploy.bench.session import Session, make_report, start_session
+from tcdeploy.bench.report import Row
+from tcdeploy.bench.session import Session, run_benchmark
 from tcdeploy.bench.settings import PrefillSettings
 from tcdeploy.bench.stats import Summary, summarize_ms
 from tcdeploy.bench.timing import step_seconds
-from tcdeploy.errors import UsageError
-from tcdeploy.host.progress import Progress
-from tcdeploy.planning.plan import Plan
-from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.deployment import Deployment
 
 
@@ -42,68 +32,41 @@ class PrefillRow(Row):
     share_of_floor: float | None
 
 
-def run(recipe: Recipe, settings: PrefillSettings, progress: Progress) -> Report:
-    session = start_session(recipe, settings, progress)
-    plan = session.planned.plan
-    lengths = lengths_to_measure(plan, settings)
-    rows = session.measure(
-        lambda subject, deployment: measure(subject, deployment, lengths, session, settings),
-        lambda baseline: measure_baseline(baseline, lengths, session, settings),
-    )
-    return make_report(session, "prefill", settings, rows)
-
-
-def lengths_to_measure(plan: Plan, settings: PrefillSettings) -> tuple[int, ...]:
-    """The requested lengths, or the default ones that fit the context. Raises UsageError if none fits."""
-    if settings.lengths is not None:
-        return settings.lengths
-    lengths = tuple(length for length in settings.DEFAULT_LENGTHS if length + TTFT_NEW_TOKENS <= plan.context)
-    if not lengths:
-        raise UsageError(f"no default prompt length fits into a context of {plan.context} tokens", "--lengths 32")
-    return lengths
-
-
-def measure(
-    subject: str, deployment: Deployment, lengths: tuple[int, ...], session: Session, settings: PrefillSettings
-) -> Iterator[PrefillRow]:
-    engine, plan = deployment.engine, deployment.plan
+def measure(subject: str, deployment: Deployment, session: Session[PrefillSettings]) -> Iterator[PrefillRow]:
+    engine, plan, settings = deployment.engine, deployment.plan, session.settings
     prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
     weights = count_weights(engine.runner.model, plan.weight_bytes)
-    for length in lengths:
+    for length in settings.lengths_within(plan):
         session.progress.stage(f"prompts of {length}")
         measure_ttft(engine, prompts.draw(length))  # untimed: the first prompt of a length allocates buffers
         seconds = [measure_ttft(engine, prompts.draw(length)) for _ in range(settings.repeats)]
         with placed_sequences(engine, prompts, 1, length) as (sequence,):
             step = prefill_step(engine, sequence)
             device_seconds = step_seconds(plan.device, lambda: None, step, settings.repeats)
-        yield _row(subject, length, seconds, device_seconds, weights, session)
+        yield _row(subject, length, seconds, summarize_ms(device_seconds), weights, session)
 
 
-def measure_baseline(
-    baseline: BaselineModel, lengths: tuple[int, ...], session: Session, settings: PrefillSettings
-) -> Iterator[PrefillRow]:
+def measure_baseline(baseline: BaselineModel, session: Session[PrefillSettings]) -> Iterator[PrefillRow]:
     """Time one new token. `generate` does not compile prefill, so this is an eager forward for every baseline."""
-    prompts = Prompts(session.planned.architecture.vocab_size, settings.seed)
+    prompts = Prompts(session.planned.architecture.vocab_size, session.settings.seed)
     weights = count_weights(baseline.model, baseline.plan.weight_bytes)
-    for length in lengths:
+    for length in session.settings.lengths_within(baseline.plan):
         session.progress.stage(f"{baseline.name} prompts of {length}")
         seconds = []
-        for _ in range(settings.repeats):
+        for _ in range(session.settings.repeats):
             cool_down(baseline.plan.device)
             seconds.append(baseline.token_times([prompts.draw(length)], 1)[0])
         yield _row(baseline.name, length, seconds, None, weights, session)
 
 
 def _row(
-    subject: str,
-    length: int,
-    seconds: list[float],
-    device_seconds: list[float] | None,
-    weights: WeightSizes,
-    session: Session,
-) -> PrefillRow:
+    subject: str, length: int, seconds: list[float], device_ms: Summary | None, weights: WeightSizes,
+    session: Session[PrefillSettings],
+) -> PrefillRow:  # fmt: skip
     first_token_ms = summarize_ms(seconds)
-    device_ms = summarize_ms(device_seconds) if device_seconds else None
     floor_ms = prefill_floor_ms(length, session.rates, weights)
     share = share_of_floor(floor_ms, (device_ms or first_token_ms).p50)
     return PrefillRow(subject, length, first_token_ms, device_ms, floor_ms, share)
+
+
+run = partial(run_benchmark, "prefill", measure, measure_baseline)

@@ -6,7 +6,7 @@ Every row names its subject: `tcdeploy` or a baseline. A baseline that could not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,7 @@ TCDEPLOY = "tcdeploy"
 ENVIRONMENT_FIELDS = ("python", "torch", "transformers", "triton", "cuda", "driver", "gpu", "cpu", "cpu_threads")
 PLAN_FIELDS = (
     "model", "revision", "load_format", "key", "device", "weight_dtype", "kv_dtype", "compute_dtype", "mode",
-    "region", "programs", "graphs", "prefill_attention",
-    "decode_attention", "context", "block_size", "kv_blocks",
+    "region", "programs", "graphs", "prefill_attention", "decode_attention", "context", "block_size", "kv_blocks",
 )  # fmt: skip
 MAX_REASON_CHARS = 300
 
@@ -69,11 +68,11 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     return {**{name: getattr(plan, name) for name in PLAN_FIELDS}, "buckets": buckets}
 
 
-def rows_or_failure(subject: str, measure: Callable[[], Iterator[Row]]) -> list[Row]:
-    """The rows of `measure`. If it raises, the rows up to then and a FailedRow with the reason."""
+def rows_or_failure(subject: str, measured: Iterator[Row]) -> list[Row]:
+    """The rows of `measured`. If it raises, the rows up to then and a FailedRow with the reason."""
     rows: list[Row] = []
     try:
-        for row in measure():
+        for row in measured:
             rows.append(row)
     except Exception as error:  # a baseline is third-party code; any error is its result
         rows.append(FailedRow(subject, failure_reason(error)))
@@ -85,10 +84,3 @@ def failure_reason(error: Exception) -> str:
         return error.message
     text = str(error).strip().split("\n")[0][:MAX_REASON_CHARS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def price_per_million(tokens_per_second: float | None, price_per_hour: float | None) -> float | None:
-    """Price of a million output tokens on a machine that does nothing else."""
-    if tokens_per_second is None or price_per_hour is None:
-        return None
-    return price_per_hour / 3600 / tokens_per_second * 1e6

@@ -11,30 +11,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tcdeploy.bench.goodput import SLO_METRICS, parse_slo
-from tcdeploy.bench.lengths import DISTRIBUTIONS
 from tcdeploy.bench.settings import (
-    check_arrivals,
-    check_plot,
+    LoadSettings,
+    check_fields,
+    check_files,
     check_positive,
-    check_writable,
-    input_tokens,
     json_copy,
     measurement_option,
-    num_clients,
     output_option,
-    output_tokens,
     parse_list,
-    poisson_rate,
     random_seed,
 )
+from tcdeploy.bench.stats import SLO_METRICS, parse_slo
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.option import Option, option
+from tcdeploy.planning.option import Option, flag_name, option
 
-LENGTH_FIELDS = ("input_length", "output_length", "length_spread")
-TRACED_FIELDS = (
-    "requests", "duration", *LENGTH_FIELDS, "lengths", "request_rate", "burstiness", "concurrency", "shared_prefix",
-    "prefix_groups", "turns", "think_time", "sweep",
+LOAD_FIELDS = (  # of loads that are not a trace
+    "requests", "duration", "input_length", "output_length", "length_spread", "request_rate", "concurrency",
+    "shared_prefix", "sweep",
 )  # fmt: skip
 SWEEP_FIELDS = ("sweep", "plot", "compare", "ttft_limit", "tpot_limit")
 SLO_OPTION = Option(
@@ -44,18 +38,9 @@ SLO_OPTION = Option(
 server_option = partial(option, panel="Server")
 
 
-def _first_word(text: str) -> str | None:
-    """`serve` accepts several keys in the variable of the API key."""
-    return next(iter(text.split()), None)
-
-
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-    """A load on a server: sessions of `turns` requests, which start at `request_rate` per second or are taken by
-    `concurrency` clients if it is not 0. With `turns` 1, a session is a request.
-
-    With `concurrency` 1 the client busy-waits, and needs a core that the server does not use.
-    """
+class ServeSettings(LoadSettings):
+    """A load on a server. With `concurrency` 1 the client busy-waits, and needs a core that the server does not use."""
 
     url: str = server_option(
         "http://127.0.0.1:8000", "Base URL of the server, without /v1", parse=lambda text: text.rstrip("/")
@@ -63,35 +48,18 @@ class ServeSettings:
     served_model: str | None = server_option(
         None, "Model name in the requests [default: the first that the server lists]", metavar="NAME"
     )
-    api_key: str | None = server_option(None, "API key, sent as a bearer token", has_variable=True, parse=_first_word)
+    api_key: str | None = server_option(  # the variable may have several keys for `serve`
+        None, "API key, sent as a bearer token", has_variable=True, parse=lambda text: next(iter(text.split()), None)
+    )
     label: str | None = server_option(
         None, "Name of the server in table and plot [default: the model name]", metavar="NAME"
     )
-    requests: int = measurement_option(100, "Number of requests; with --turns, of sessions")
+    requests: int = measurement_option(100, "Number of requests")
     duration: float | None = measurement_option(
         None, "Seconds during which requests arrive at the request rate, instead of --requests"
     )
-    request_rate: float = poisson_rate()
-    burstiness: float = measurement_option(
-        1.0, "Shape of the gamma-distributed intervals; 1: Poisson arrivals, below 1: bursts"
-    )
-    concurrency: int = num_clients()
-    input_length: int = input_tokens()
-    output_length: int = output_tokens()
     length_spread: float = measurement_option(0.0, "Lengths are uniform within this share of both lengths; 0.5: +-50%")
-    lengths: str = measurement_option(
-        "uniform",
-        "Distribution of lengths; sharegpt: log-normal, means of 217 in and 198 out, at most 1,024",
-        metavar="|".join(DISTRIBUTIONS),
-    )
-    shared_prefix: int = measurement_option(
-        0, "Tokens that the prompts of a group share, before those of --input-length"
-    )
-    prefix_groups: int = measurement_option(1, "Number of different shared prefixes")
-    turns: int = measurement_option(
-        1, "Requests of a session, each of which continues the previous prompt; the request rate counts sessions"
-    )
-    think_time: float = measurement_option(0.0, "Seconds between a response and the next request of its session")
+    shared_prefix: int = measurement_option(0, "Tokens that all prompts share, before those of --input-length")
     trace: str | None = measurement_option(
         None,
         "Send the requests of a JSONL file with timestamp (s), input_length and output_length per line",
@@ -114,30 +82,25 @@ class ServeSettings:
     seed: int = random_seed()
 
     def __post_init__(self) -> None:
-        for name in ("requests", "input_length", "output_length", "burstiness", "prefix_groups", "turns"):
-            check_positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 1")
-        for name in ("ttft_limit", "tpot_limit"):
-            check_positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 100 (ms)")
-        for name in ("shared_prefix", "think_time"):
-            if getattr(self, name) < 0:
-                raise UsageError(
-                    f"{name.replace('_', ' ')} is {getattr(self, name)}, and must not be negative",
-                    f"--{name.replace('_', '-')} 0",
-                )
-        for name in ("burstiness", "ttft_limit", "tpot_limit", "think_time", "duration"):
-            _check_finite(name.replace("_", " "), getattr(self, name) or 0.0)
-        check_arrivals(self.request_rate, self.concurrency)
-        self._check_lengths()
-        self._check_sweep()
+        self.check_load()
+        check_fields(self, requests=100, duration=30, ttft_limit=500, tpot_limit=20)
+        if self.shared_prefix < 0:
+            raise UsageError(f"shared prefix is {self.shared_prefix}, and must not be negative", "--shared-prefix 0")
+        if not 0 <= self.length_spread < 1:
+            raise UsageError(
+                f"length spread is {self.length_spread}, and must be at least 0 and below 1", "--length-spread 0.5"
+            )
+        for rate in self.sweep:
+            check_positive("a rate of --sweep", rate, "--sweep 4,8 (requests per second)")
+        for name, limit in self.slo.items():
+            if name not in SLO_METRICS:
+                raise UsageError(f"unknown metric {name!r} in --slo", f"use {', '.join(SLO_METRICS)}")
+            check_positive(f"the limit of {name}", limit, f"--slo {name}=200 (ms)")
         self._check_unused()
-        self._check_files()
+        check_files(self.output, self.plot)
 
     @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-
-    @property
-    def num_sessions(self) -> int:
+    def num_requests(self) -> int:
         """`requests`, or as many as arrive in `duration` on average."""
         return self.requests if self.duration is None else max(1, round(self.request_rate * self.duration))
 
@@ -145,68 +108,23 @@ class ServeSettings:
         """The load of one rate of the sweep."""
         return dataclasses.replace(self, request_rate=request_rate, **{name: _DEFAULTS[name] for name in SWEEP_FIELDS})
 
-    def _check_lengths(self) -> None:
-        if self.lengths not in DISTRIBUTIONS:
-            raise UsageError(f"unknown lengths {self.lengths!r}", f"--lengths {'|'.join(DISTRIBUTIONS)}")
-        if not 0 <= self.length_spread < 1:
-            raise UsageError(
-                f"length spread is {self.length_spread}, and must be at least 0 and below 1", "--length-spread 0.5"
-            )
-
-    def _check_sweep(self) -> None:
-        for rate in self.sweep:
-            check_arrivals(rate, 0)
-            _check_finite("a rate of --sweep", rate)
-        for name, limit in self.slo.items():
-            if name not in SLO_METRICS:
-                raise UsageError(f"unknown metric {name!r} in --slo", f"use {', '.join(SLO_METRICS)}")
-            check_positive(f"the limit of {name}", limit, f"--slo {name}=200 (ms)")
-            _check_finite(f"the limit of {name}", limit)
-
     def _check_unused(self) -> None:
-        if self.trace is not None:
-            self._refuse("--trace", *TRACED_FIELDS)
-        if self.sweep:
-            self._refuse("--sweep", "request_rate", "concurrency")
-        else:
-            self._refuse_without("--sweep", *SWEEP_FIELDS)
-            if math.isinf(self.request_rate):
-                self._refuse_without("--request-rate", "burstiness", "duration")
-        if self.duration is not None:
-            check_positive("duration", self.duration, "--duration 30 (s)")
-            self._refuse("--duration", "requests")
-        if self.lengths != "uniform":
-            self._refuse(f"--lengths {self.lengths}", *LENGTH_FIELDS)
-        if not self.shared_prefix:
-            self._refuse_without("--shared-prefix", "prefix_groups")
-        if self.turns == 1:
-            self._refuse_without("--turns", "think_time")
-        if self.plot is None:
-            self._refuse_without("--plot", "compare")
-
-    def _refuse(self, option: str, *names: str) -> None:
-        for flag in self._set_flags(names):
-            raise UsageError(f"{flag} has no effect with {option}", "remove one of the two")
-
-    def _refuse_without(self, option: str, *names: str) -> None:
-        for flag in self._set_flags(names):
-            raise UsageError(f"{flag} has no effect without {option}", f"add {option}, or remove {flag}")
-
-    def _set_flags(self, names: tuple[str, ...]) -> list[str]:
-        """The flags of those fields that differ from their defaults."""
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) != _DEFAULTS[name]]
-
-    def _check_files(self) -> None:
-        if self.output is not None:
-            check_writable(self.output, "--output")
-        if self.plot is not None:
-            check_plot(self.plot)
-
-
-def _check_finite(name: str, value: float) -> None:
-    """Raises UsageError, for NaN too."""
-    if not math.isfinite(value):
-        raise UsageError(f"{name} is {value}, and must be finite", "use a number, such as 10")
+        """Raises UsageError for an option that has no effect with another one, or without it."""
+        has_rate = bool(self.sweep) or not math.isinf(self.request_rate)
+        for option_name, is_set, excluded, dependent in (
+            ("--trace", self.trace is not None, LOAD_FIELDS, ()),
+            ("--sweep", bool(self.sweep), ("request_rate", "concurrency"), SWEEP_FIELDS),
+            ("--request-rate", has_rate, (), ("duration",)),
+            ("--duration", self.duration is not None, ("requests",), ()),
+            ("--plot", self.plot is not None, (), ("compare",)),
+        ):
+            for name in excluded if is_set else dependent:
+                if getattr(self, name) != _DEFAULTS[name]:
+                    flag = flag_name(name)
+                    if is_set:
+                        raise UsageError(f"{flag} has no effect with {option_name}", "remove one of the two")
+                    message = f"{flag} has no effect without {option_name}"
+                    raise UsageError(message, f"add {option_name}, or remove {flag}")
 
 
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(ServeSettings)}

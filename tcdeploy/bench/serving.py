@@ -1,11 +1,13 @@
 """`bench serve`: load on any OpenAI-compatible server, measured by its clients. Does not import torch.
 
 Open loop (`request_rate`, `trace`): arrival times do not depend on the server, and waiting for a slow server is part of
-the latency. Closed loop (`concurrency`): each client starts its next session when the previous one is complete; a
-single client busy-waits, because its wake-up time would count as server time. In both, a later request of a session
-arrives `think_time` after the response to the previous one. loads.py and trace.py define what is sent; responses run to
-their full length (`ignore_eos`). For latencies, each event of the stream counts as one token; numbers of tokens come
-from the server's `usage`.
+the latency. Closed loop (`concurrency`): each client sends its next request when the previous one is complete; a single
+client busy-waits, because its wake-up time would count as server time. In both, a later request of a session arrives
+when the previous one is complete. loads.py defines what is sent; responses run to their full length (`ignore_eos`). For
+latencies, each event of the stream counts as one token; numbers of tokens come from the server's `usage`.
+
+The loads of a sweep run one after another. Its limits are on the 99th percentile of the first token and on the mean
+time per token, which grow with the length of the run once requests arrive faster than they complete.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 try:
     import uvloop
@@ -26,13 +28,11 @@ except ImportError:  # not available on every platform
     uvloop = None  # type: ignore[assignment]
 
 from tcdeploy.bench.client import Client
-from tcdeploy.bench.goodput import Goodput, measure_goodput
 from tcdeploy.bench.loads import LoadRequest, make_load
 from tcdeploy.bench.report import Report, Row
 from tcdeploy.bench.serve_settings import ServeSettings
-from tcdeploy.bench.trace import read_trace
-from tcdeploy.bench.traffic import Latencies, RequestTiming, latencies
-from tcdeploy.errors import NetworkError
+from tcdeploy.bench.stats import Goodput, Latencies, RequestTiming, latencies, measure_goodput
+from tcdeploy.errors import NetworkError, UsageError
 
 LOOP_FACTORY = uvloop.new_event_loop if uvloop else None
 
@@ -67,26 +67,16 @@ class ServeRow(Row):
     goodput: Goodput | None = None  # None without limits
 
 
-def run(settings: ServeSettings) -> Report:
-    with asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
-        return make_report(settings, runner.run(run_load(settings)))
-
-
-def make_report(settings: ServeSettings, rows: list[ServeRow], extra: dict[str, Any] | None = None) -> Report:
-    public_settings = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
-    return Report("serve", {}, {}, public_settings, rows, extra or {})
-
-
 async def run_load(settings: ServeSettings) -> list[ServeRow]:
     """A row of all requests, and one of each kind, if the trace has kinds. Raises NetworkError if the server cannot be
     reached."""
-    sessions = make_load(settings) if settings.trace is None else read_trace(settings.trace, settings.seed)
-    client = Client(settings.url, settings.headers)
+    sessions = make_load(settings)
+    client = Client(settings.url, {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {})
     model = settings.served_model or await _first_model(client, settings.url)
-    encoded = [[_encode_request(client, model, request) for request in session] for session in sessions]
-    load = _Load(client, settings.think_time)
+    encoded = [[(_encode_request(client, model, request), request) for request in session] for session in sessions]
+    load = _Load(client)
     await (load.run_closed(encoded, settings.concurrency) if settings.concurrency else load.run_open(encoded))
-    seconds = load.clock.now()
+    seconds = load.now()
     client.close()
     kinds = sorted({result.kind for result in load.results} - {""})
     return [
@@ -115,47 +105,27 @@ def _make_row(settings: ServeSettings, model: str, kind: str, results: list[Requ
     )
 
 
-class EncodedRequest(NamedTuple):
-    """All requests are encoded before the clock starts, so that encoding is not part of the latency."""
-
-    data: bytes
-    earliest: float
-    kind: str
+# Requests are encoded before the clock starts, so that encoding is not part of the latency.
+EncodedSession: TypeAlias = list[tuple[bytes, LoadRequest]]
 
 
-EncodedSession: TypeAlias = list[EncodedRequest]
-
-
-def _encode_request(client: Client, model: str, request: LoadRequest) -> EncodedRequest:
-    body = {
-        "model": model,
-        "prompt": request.prompt,
-        "max_tokens": request.output_length,
-        "temperature": 0,
-        "repetition_penalty": 1,  # otherwise the default of the model
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    data = client.encode_request("POST", "/v1/completions", json.dumps(body).encode())
-    return EncodedRequest(data, request.earliest, request.kind)
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self._start
+def _encode_request(client: Client, model: str, request: LoadRequest) -> bytes:
+    body = {  # without the penalty, the server would use the default of the model
+        "model": model, "prompt": request.prompt, "max_tokens": request.output_length, "temperature": 0,
+        "repetition_penalty": 1, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    return client.encode_request("POST", "/v1/completions", json.dumps(body).encode())
 
 
 class _Load:
     """One run of a load, with its results. The clock starts on construction."""
 
-    def __init__(self, client: Client, think_time: float) -> None:
-        self._client, self._think_time = client, think_time
+    def __init__(self, client: Client) -> None:
+        self._client, self._start = client, time.perf_counter()
         self.results: list[RequestResult] = []
-        self.clock = _Clock()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
 
     async def run_open(self, sessions: list[EncodedSession]) -> None:
         await asyncio.gather(*(self._run_session(session, 0.0) for session in sessions))
@@ -165,7 +135,7 @@ class _Load:
 
         async def run_client() -> None:
             for session in queue:
-                await self._run_session(session, self.clock.now())
+                await self._run_session(session, self.now())
 
         clients = asyncio.gather(*(run_client() for _ in range(concurrency)))
         while concurrency == 1 and not clients.done():
@@ -174,38 +144,36 @@ class _Load:
 
     async def _run_session(self, session: EncodedSession, start: float) -> None:
         """`start`: seconds on the clock. A failed request does not end its session."""
-        for request in session:
+        for data, request in session:
             arrival = max(start, request.earliest)
-            if (wait := arrival - self.clock.now()) > 0:
+            if (wait := arrival - self.now()) > 0:
                 await asyncio.sleep(wait)
             result = RequestResult(arrival, kind=request.kind)
-            self.results.append(await _send_request(self._client, request.data, result, self.clock))
-            start = self.clock.now() + self._think_time
+            await self._send(data, result)
+            self.results.append(result)
+            start = self.now()
 
-
-async def _send_request(client: Client, request: bytes, result: RequestResult, clock: _Clock) -> RequestResult:
-    events = _EventStream(result, clock)
-    try:
-        status = await client.send(request, events.feed)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        result.failure = result.failure or type(error).__name__
-        return result
-    if status != 200:
-        result.failure = f"HTTP {status}"
-    elif not result.failure and not result.token_times:
-        result.failure = "no token"
-    result.output_tokens = result.output_tokens or len(result.token_times)
-    return result
+    async def _send(self, request: bytes, result: RequestResult) -> None:
+        try:
+            status = await self._client.send(request, _EventStream(result, self.now).feed)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            result.failure = result.failure or type(error).__name__
+            return
+        if status != 200:
+            result.failure = f"HTTP {status}"
+        elif not result.failure and not result.token_times:
+            result.failure = "no token"
+        result.output_tokens = result.output_tokens or len(result.token_times)
 
 
 class _EventStream:
     """Parses server-sent events incrementally, and records their times in the result."""
 
-    def __init__(self, result: RequestResult, clock: _Clock) -> None:
-        self._result, self._clock, self._buffer = result, clock, b""
+    def __init__(self, result: RequestResult, now: Callable[[], float]) -> None:
+        self._result, self._now, self._buffer = result, now, b""
 
     def feed(self, piece: bytes) -> None:
-        now = self._clock.now()
+        now = self._now()
         *lines, self._buffer = (self._buffer + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
@@ -215,8 +183,7 @@ class _EventStream:
         if "error" in event:
             self._result.failure = str(event["error"].get("code") or "error")
             return
-        if event.get("usage"):
-            usage = event["usage"]
+        if usage := event.get("usage"):
             self._result.prompt_tokens = usage.get("prompt_tokens", 0)
             self._result.cached_prompt_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             self._result.output_tokens = usage["completion_tokens"]
@@ -234,3 +201,80 @@ async def _first_model(client: Client, url: str) -> str:
             f"{url}/v1/models returned no model: {type(error).__name__} {error}",
             "wait until the server is ready, and pass --api-key if it needs one",
         ) from None
+
+
+def run(settings: ServeSettings, on_rate: Callable[[float], None]) -> Report:
+    """`on_rate` is called before each rate of a sweep. The report has a row per rate."""
+    rows: list[ServeRow] = []
+    for rate in settings.sweep or (None,):
+        if rate is not None:
+            on_rate(rate)
+        with asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
+            rows += runner.run(run_load(settings if rate is None else settings.at_rate(rate)))
+    public_settings = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
+    extra = describe_limits(rows, settings.ttft_limit, settings.tpot_limit) if settings.sweep else {}
+    return Report("serve", {}, {}, public_settings, rows, extra)
+
+
+def describe_limits(rows: Sequence[ServeRow], ttft_limit: float, tpot_limit: float) -> dict[str, Any]:
+    """Keys of the document: the lowest rate that exceeds each limit (ms), or None, and the same as notes.
+
+    A rate at which no request succeeds exceeds both limits.
+    """
+    ttft_rate = _lowest_rate(rows, lambda row: not row.latencies or row.latencies.first_token_ms.p99 > ttft_limit)
+    tpot_rate = _lowest_rate(rows, lambda row: not row.latencies or _tpot_mean_ms(row) > tpot_limit)
+    failing_rate = _lowest_rate(rows, lambda row: bool(row.failures))
+    limits = {
+        "ttft_limit_ms": ttft_limit, "tpot_limit_ms": tpot_limit, "ttft_limit_rate": ttft_rate,
+        "tpot_limit_rate": tpot_rate, "failing_rate": failing_rate,
+        "limit_rate": min((rate for rate in (ttft_rate, tpot_rate) if rate is not None), default=None),
+    }  # fmt: skip
+    notes = [
+        f"first token, p99, above {ttft_limit:g} ms: {_describe_rate(ttft_rate)}",
+        f"time per token, mean, above {tpot_limit:g} ms: {_describe_rate(tpot_rate)}",
+    ]
+    if failing_rate is not None:
+        notes.append(f"requests failed: {_describe_rate(failing_rate)}")
+    return {"sweep": limits, "notes": notes}
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """The rows of the JSON document of an earlier sweep that can be plotted. Raises UsageError if there are none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            rows = plotted_rows(json.load(file)["rows"])
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", "--compare FILE") from None
+    except (ValueError, KeyError, TypeError):
+        rows = []
+    if not rows:
+        hint = f"tcdeploy bench serve --sweep 4,8 --output {path}"
+        raise UsageError(f"{path} is not the JSON document of a sweep", hint)
+    return rows
+
+
+def plotted_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those of a rate at which no request succeeded. Raises KeyError and TypeError."""
+    return [row for row in rows if row["latencies"] and row["request_rate"]]
+
+
+def merge_rows(measured: list[dict[str, Any]], compared: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All rows. A server of a compared file (path: rows) whose name is taken gets the path added to its name."""
+    merged = list(measured)
+    for path, rows in compared.items():
+        taken = {row["subject"] for row in merged}
+        merged += [{**row, "subject": f"{row['subject']} ({path})"} if row["subject"] in taken else row for row in rows]
+    return merged
+
+
+def _lowest_rate(rows: Sequence[ServeRow], is_above: Callable[[ServeRow], bool]) -> float | None:
+    return min((row.request_rate for row in rows if row.request_rate and is_above(row)), default=None)
+
+
+def _tpot_mean_ms(row: ServeRow) -> float:
+    summary = row.latencies and row.latencies.request_gap_ms
+    return summary.mean if summary else 0.0
+
+
+def _describe_rate(rate: float | None) -> str:
+    return "at no rate" if rate is None else f"first at {rate:g} requests/s"

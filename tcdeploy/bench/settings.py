@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.extras import require_extra
-from tcdeploy.planning.option import option
+from tcdeploy.planning.option import flag_name, option
 from tcdeploy.planning.plan import Plan
 
 BASELINES = ("eager", "generate", "region")
@@ -45,50 +44,27 @@ output_option = partial(option, panel="Output", metavar="FILE")
 json_copy = partial(output_option, None, "Also write the JSON document to this file")
 random_seed = partial(measurement_option, 0, "Seed of the random prompts and arrival times")
 baselines_option = partial(
-    measurement_option,
-    (),
+    measurement_option, (),
     "Also measure transformers' model with its own attention (eager: in a plain loop; generate: by its `generate`), or "
     "attention and MLP as regions with CUDA graphs of their own; may be repeated",
-    name="baseline",
-    metavar="|".join(BASELINES),
-)
-price_option = partial(
-    measurement_option, None, "Price of the machine per hour; adds the cost of a million output tokens"
-)
-input_tokens = partial(measurement_option, 512, "Tokens per prompt")
-output_tokens = partial(measurement_option, 128, "Output tokens per request")
-poisson_rate = partial(
-    measurement_option,
-    math.inf,
-    "Requests per second, with Poisson arrivals; inf: all at once",
-    metavar="FLOAT",
-    parse=_parse_rate,
-)
-num_clients = partial(
-    measurement_option, 0, "Clients that each send the next request after a response; 0: use --request-rate"
-)
+    name="baseline", metavar="|".join(BASELINES),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
-    """Settings of all benchmarks of a deployment. Baselines and price are options of those that declare them again."""
+    """Settings of all benchmarks of a deployment. Baselines are an option of those that declare them again."""
 
     baselines: tuple[str, ...] = ()
     plot: str | None = output_option(None, "Write a plot to this .png, .svg or .pdf file")
     output: str | None = json_copy()
-    price_per_hour: float | None = None  # of the machine, in any currency
     seed: int = random_seed()
 
     def __post_init__(self) -> None:
         for name in self.baselines:
             if name not in BASELINES:
                 raise UsageError(f"unknown baseline {name!r}", f"--baseline {'|'.join(BASELINES)}")
-        if self.price_per_hour is not None:
-            check_positive("price per hour", self.price_per_hour, "--price-per-hour 2.5")
-        if self.output is not None:
-            check_writable(self.output, "--output")
-        if self.plot is not None:
-            check_plot(self.plot)
+        check_files(self.output, self.plot)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +79,10 @@ class DecodeSettings(CommonSettings):
     steps: int = measurement_option(64, "Engine steps per bucket")
     breakdown: bool = measurement_option(False, "Add GPU time by kind of kernel and between kernels; needs a GPU")
     baselines: tuple[str, ...] = baselines_option()
-    price_per_hour: float | None = price_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.context_length is not None:
-            check_positive("context length", self.context_length, f"--context-length {self.DEFAULT_CONTEXT}")
-        check_positive("repeats", self.repeats, "--repeats 30")
-        check_positive("steps", self.steps, "--steps 64")
+        check_fields(self, context_length=self.DEFAULT_CONTEXT, repeats=30, steps=64)
 
     def check_against_plan(self, plan: Plan) -> None:
         if self.context_length is not None:
@@ -137,32 +109,54 @@ class PrefillSettings(CommonSettings):
         super().__post_init__()
         for length in self.lengths or ():
             check_positive("prompt length", length, "--lengths 128,512")
-        check_positive("repeats", self.repeats, "--repeats 20")
+        check_fields(self, repeats=20)
 
     def check_against_plan(self, plan: Plan) -> None:
-        for length in self.lengths or ():
+        for length in self.lengths_within(plan):
             check_length("prompt length", length + 2, plan, "and two new tokens ")
+
+    def lengths_within(self, plan: Plan) -> tuple[int, ...]:
+        """The requested lengths, or the default ones that fit the context. Raises UsageError if none fits."""
+        lengths = self.lengths or tuple(length for length in self.DEFAULT_LENGTHS if length + 2 <= plan.context)
+        if not lengths:
+            raise UsageError(f"no default prompt length fits into a context of {plan.context} tokens", "--lengths 32")
+        return lengths
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputSettings(CommonSettings):
+class LoadSettings:
     """Requests with Poisson arrivals at `request_rate` per second (infinity: all at once), or by `concurrency`
     clients."""
 
+    input_length: int = measurement_option(512, "Tokens per prompt")
+    output_length: int = measurement_option(128, "Output tokens per request")
+    request_rate: float = measurement_option(
+        math.inf, "Requests per second, with Poisson arrivals; inf: all at once", metavar="FLOAT", parse=_parse_rate
+    )
+    concurrency: int = measurement_option(
+        0, "Clients that each send the next request after a response; 0: use --request-rate"
+    )
+
+    def check_load(self) -> None:
+        check_fields(self, input_length=512, output_length=128)
+        if self.request_rate != math.inf:
+            check_positive("request rate", self.request_rate, "--request-rate 4 (per second), or --request-rate inf")
+        if self.concurrency < 0:
+            message = f"concurrency is {self.concurrency}, and must not be negative"
+            raise UsageError(message, "--concurrency 8, or 0 for no limit")
+        if self.concurrency and self.request_rate != math.inf:
+            raise UsageError("--request-rate and --concurrency exclude each other", "remove one of the two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputSettings(LoadSettings, CommonSettings):
     requests: int = measurement_option(64, "Number of requests")
-    input_length: int = input_tokens()
-    output_length: int = output_tokens()
-    request_rate: float = poisson_rate()
-    concurrency: int = num_clients()
     baselines: tuple[str, ...] = baselines_option()
-    price_per_hour: float | None = price_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("number of requests", self.requests, "--requests 64")
-        check_positive("input length", self.input_length, "--input-length 512")
-        check_positive("output length", self.output_length, "--output-length 128")
-        check_arrivals(self.request_rate, self.concurrency)
+        check_fields(self, requests=64)
+        self.check_load()
 
     def check_against_plan(self, plan: Plan) -> None:
         total = self.input_length + self.output_length
@@ -193,27 +187,23 @@ class StartupSettings(CommonSettings):
         super().__post_init__()
         if (self.source == "bundle") != (self.bundle is not None):
             raise UsageError("--from bundle and --bundle FILE belong together", "add the other, or remove both")
-        check_positive("number of warm runs", self.warm_runs, "--warm-runs 1")
-        check_positive("prompt length", self.prompt_length, "--prompt-length 128")
+        check_fields(self, warm_runs=1, prompt_length=128)
 
     def check_against_plan(self, plan: Plan) -> None:
         check_length("prompt length", self.prompt_length + 2, plan, "and two new tokens ")
 
 
+def check_fields(settings: Any, **examples: float) -> None:
+    """Raises UsageError unless the fields, each given with a valid value, are positive or None."""
+    for name, example in examples.items():
+        if (value := getattr(settings, name)) is not None:
+            check_positive(name.replace("_", " "), value, f"{flag_name(name)} {example}")
+
+
 def check_positive(name: str, value: float, hint: str) -> None:
-    """Raises UsageError, for NaN too."""
-    if not value > 0:
-        raise UsageError(f"{name} is {value}, and must be above 0", hint)
-
-
-def check_arrivals(request_rate: float, concurrency: int) -> None:
-    check_positive("request rate", request_rate, "--request-rate 4 (per second), or --request-rate inf")
-    if concurrency < 0:
-        raise UsageError(
-            f"concurrency is {concurrency}, and must not be negative", "--concurrency 8, or 0 for no limit"
-        )
-    if concurrency and not math.isinf(request_rate):
-        raise UsageError("--request-rate and --concurrency exclude each other", "remove one of the two")
+    """Raises UsageError, for infinity and NaN too."""
+    if not 0 < value < math.inf:
+        raise UsageError(f"{name} is {value}, and must be {'finite' if value > 0 else 'above 0'}", hint)
 
 
 def check_length(name: str, tokens: int, plan: Plan, detail: str = "") -> None:
@@ -224,21 +214,24 @@ def check_length(name: str, tokens: int, plan: Plan, detail: str = "") -> None:
         )
 
 
-def check_writable(path: str, option: str) -> None:
-    """Raises UsageError before a long run rather than after it. Writes nothing; an existing file is not touched."""
+def check_files(output: str | None, plot: str | None) -> None:
+    """Raises UsageError before a long run rather than after it. Writes nothing; existing files are not touched."""
+    if output is not None:
+        _check_writable(output, "--output")
+    if plot is None:
+        return
+    if Path(plot).suffix not in PLOT_SUFFIXES:
+        raise UsageError(f"{plot} is not a supported plot format", f"use one of {', '.join(PLOT_SUFFIXES)}")
+    _check_writable(plot, "--plot")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'tcdeploy[plot]'")
+
+
+def _check_writable(path: str, flag: str) -> None:
     target = Path(path)
     if target.is_dir():
-        raise UsageError(f"{path} is a folder", f"name a file: {option} {target / 'bench'}")
+        raise UsageError(f"{path} is a folder", f"name a file: {flag} {target / 'bench'}")
     folder = target.absolute().parent
     if not os.access(target if target.exists() else folder, os.W_OK):
         fact = "cannot be written" if folder.is_dir() else f"is in a folder that does not exist: {folder}"
-        raise UsageError(f"{path} {fact}", f"name another file: {option} FILE")
-
-
-def check_plot(path: str) -> None:
-    if Path(path).suffix not in PLOT_SUFFIXES:
-        raise UsageError(f"{path} is not a supported plot format", f"use one of {', '.join(PLOT_SUFFIXES)}")
-    check_writable(path, "--plot")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'tcdeploy[plot]'")
-    require_extra("serve", "plot the results of `bench serve`")
+        raise UsageError(f"{path} {fact}", f"name another file: {flag} FILE")

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,8 +23,6 @@ from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.host.progress import Progress
 from tcdeploy.planning.environment import detect_environment
 from tcdeploy.planning.recipe import Recipe
-
-RunProcess = Callable[[list[str]], str]  # runs a command and returns its stdout
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class StartupRow(Row):
     weights_seconds: float | None = None
 
 
-def run(recipe: Recipe, settings: StartupSettings, progress: Progress, start: RunProcess | None = None) -> Report:
+def run(recipe: Recipe, settings: StartupSettings, progress: Progress) -> Report:
     """One row per start; the child reports environment and plan. Raises TcdeployError if a child fails."""
     with tempfile.TemporaryDirectory(prefix="tcdeploy-startup-") as folder:
         is_cold = settings.source == "cold"
@@ -52,8 +49,9 @@ def run(recipe: Recipe, settings: StartupSettings, progress: Progress, start: Ru
         rows = []
         for kind in (*["cold"] * is_cold, *["warm"] * settings.warm_runs):
             progress.stage(f"{kind} start")
-            child_report, started, ended = _run_child(command, start or run_process)
-            rows.append(_row(kind, child_report, started, ended))
+            started = time.time()  # on the wall clock, as the times of the child
+            child_report = json.loads(run_process(command))
+            rows.append(_row(kind, child_report, started, time.time()))
     return Report("startup", child_report["environment"], child_report["plan"], dataclasses.asdict(settings), rows)
 
 
@@ -99,13 +97,6 @@ def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Pro
         "plan": describe_plan(deployment.plan),
         "environment": describe_environment(detect_environment(recipe.device)),
     }
-
-
-def _run_child(command: list[str], start: RunProcess) -> tuple[dict[str, Any], float, float]:
-    """(report of the child, its start, its end), the times on the wall clock."""
-    started = time.time()
-    child_report = json.loads(start(command))
-    return child_report, started, time.time()
 
 
 def _row(kind: str, child_report: dict[str, Any], started: float, ended: float) -> StartupRow:

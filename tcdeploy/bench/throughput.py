@@ -2,7 +2,7 @@
 
 The loop submits the requests that have arrived, runs one engine step, and records the time of each token. Prompts are
 random and of one length, and every output has its full length. With `concurrency`, that many clients each send their
-next request when the previous one is complete, as in `bench serve`. traffic.py defines the latencies.
+next request when the previous one is complete, as in `bench serve`. stats.py defines the latencies.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from tcdeploy.bench.baselines import BaselineModel
-from tcdeploy.bench.engine_driver import Prompts, can_time_host, count_captured_graphs, drain, submit
-from tcdeploy.bench.report import Report, Row, price_per_million
-from tcdeploy.bench.session import Session, make_report, start_session
+from tcdeploy.bench.engine_driver import Prompts, drain, submit
+from tcdeploy.bench.report import Row
+from tcdeploy.bench.session import Session, run_benchmark
 from tcdeploy.bench.settings import ThroughputSettings
-from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, latencies
+from tcdeploy.bench.stats import Latencies, RequestTiming, arrival_times, latencies
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Sequence
 from tcdeploy.errors import UsageError
-from tcdeploy.host.progress import Progress
-from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.start.deployment import Deployment
 
@@ -53,23 +52,13 @@ class ThroughputRow(Row):
     total_tokens_per_second: float
     requests_per_second: float
     latencies: Latencies
-    price_per_million_tokens: float | None
     request_timings: tuple[tuple[float, float, float], ...]  # seconds: arrival, first token, last token
     engine: EngineCounts | None = None
     timeline: tuple[tuple[float, int, int], ...] = ()  # seconds, running, waiting; downsampled
 
 
-def run(recipe: Recipe, settings: ThroughputSettings, progress: Progress) -> Report:
-    session = start_session(recipe, settings, progress)
-    rows = session.measure(
-        lambda subject, deployment: measure(subject, deployment, session, settings),
-        lambda baseline: measure_baseline(baseline, session, settings),
-    )
-    return make_report(session, "throughput", settings, rows)
-
-
-def measure(subject: str, deployment: Deployment, session: Session, settings: ThroughputSettings) -> Iterator[Row]:
-    engine = deployment.engine
+def measure(subject: str, deployment: Deployment, session: Session[ThroughputSettings]) -> Iterator[Row]:
+    engine, settings = deployment.engine, session.settings
     prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
     session.progress.stage("requests")
     submit(engine, prompts.draw(settings.input_length), settings.output_length)  # an untimed first request
@@ -77,7 +66,7 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: Th
     engine.allocator.reset_prefix_cache()
     request_prompts = [prompts.draw(settings.input_length) for _ in range(settings.requests)]
     arrivals = arrival_times(settings.requests, settings.request_rate, settings.seed)
-    captures_before, preemptions_before = count_captured_graphs(engine), engine.scheduler.stats.preemptions
+    captures_before, preemptions_before = len(engine.runner.graphs), engine.scheduler.stats.preemptions
     with measure_compiles() as compiled:
         loop = _LoadLoop(engine, settings.output_length, settings.concurrency)
         loop.run(list(zip(arrivals, request_prompts, strict=True)))
@@ -86,9 +75,9 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: Th
         peak_running=max(running for _, running, _ in loop.timeline),
         preemptions=engine.scheduler.stats.preemptions - preemptions_before,
         prefix_hit_tokens=sum(sequence.prefix_hit_tokens for sequence in loop.sequences),
-        host_us=loop.host_seconds / loop.steps * 1e6 if can_time_host(engine) else None,
+        host_us=loop.host_seconds / loop.steps * 1e6 if engine.plan.device == "cuda" else None,
         compiles=compiled.counts.compiles,
-        captures=count_captured_graphs(engine) - captures_before,
+        captures=len(engine.runner.graphs) - captures_before,
     )
     yield _row(subject, list(loop.request_timings.values()), settings, counts, _downsample(loop.timeline))
 
@@ -147,8 +136,9 @@ class _LoadLoop:
         self.host_seconds += now - start - (self.engine.device_wait_seconds - wait_before)
 
 
-def measure_baseline(baseline: BaselineModel, session: Session, settings: ThroughputSettings) -> Iterator[Row]:
+def measure_baseline(baseline: BaselineModel, session: Session[ThroughputSettings]) -> Iterator[Row]:
     """Batches as large as the plan's largest decode bucket, one after another. Raises UsageError for other arrivals."""
+    settings = session.settings
     if settings.concurrency or not math.isinf(settings.request_rate):
         raise UsageError(
             "it runs whole batches, and supports neither --request-rate nor --concurrency", "remove these options"
@@ -169,31 +159,25 @@ def measure_baseline(baseline: BaselineModel, session: Session, settings: Throug
 
 
 def _row(
-    subject: str,
-    request_timings: list[RequestTiming],
-    settings: ThroughputSettings,
-    counts: EngineCounts | None = None,
-    timeline: tuple[tuple[float, int, int], ...] = (),
-) -> ThroughputRow:
+    subject: str, request_timings: list[RequestTiming], settings: ThroughputSettings,
+    counts: EngineCounts | None = None, timeline: tuple[tuple[float, int, int], ...] = (),
+) -> ThroughputRow:  # fmt: skip
     output_tokens = sum(len(timing.token_times) for timing in request_timings)
     seconds = max(timing.token_times[-1] for timing in request_timings)
     output_rate = output_tokens / seconds
+    num_requests = len(request_timings)
+    total_rate = output_rate + num_requests * settings.input_length / seconds
     return ThroughputRow(
-        subject,
-        len(request_timings),
-        seconds,
-        output_rate,
-        (output_tokens + len(request_timings) * settings.input_length) / seconds,
-        len(request_timings) / seconds,
-        latencies(request_timings),
-        price_per_million(output_rate, settings.price_per_hour),
+        subject, num_requests, seconds, output_rate, total_rate, num_requests / seconds, latencies(request_timings),
         tuple((timing.arrival, timing.token_times[0], timing.token_times[-1]) for timing in request_timings),
-        counts,
-        timeline,
-    )
+        counts, timeline,
+    )  # fmt: skip
 
 
 def _downsample(timeline: list[tuple[float, int, int]]) -> tuple[tuple[float, int, int], ...]:
     """At most TIMELINE_POINTS points at equal strides, and the last point."""
     stride = -(-len(timeline) // TIMELINE_POINTS)
     return (*timeline[:-1:stride], timeline[-1])
+
+
+run = partial(run_benchmark, "throughput", measure, measure_baseline)

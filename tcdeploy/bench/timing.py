@@ -24,10 +24,12 @@ WARMUP_STEPS = 2
 class Timestamps:
     """Timestamps on the device's stream. Recording one does not synchronize."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, waits: bool = True) -> None:
+        """`waits`: for the work that has been enqueued before."""
         self._is_cuda = device == "cuda"
         self._timestamps: list[Any] = []
-        synchronize()
+        if waits:
+            synchronize()
         self.record()
 
     def record(self) -> None:
@@ -49,7 +51,8 @@ class Timestamps:
 
 def step_seconds(device: str, restore: Callable[[], object], step: Callable[[], object], repeats: int) -> list[float]:
     """Time `step` in isolation `repeats` times. `restore` resets the state before each step, and is not timed."""
-    filler = _Filler(device)
+    num_copies = FILLER_COPIES if device == "cuda" else 0
+    filler = torch.empty(2, FILLER_BYTES // 2 if num_copies else 0, dtype=torch.uint8, device=device)
     for _ in range(WARMUP_STEPS):
         restore()
         step()
@@ -57,33 +60,10 @@ def step_seconds(device: str, restore: Callable[[], object], step: Callable[[], 
     for _ in range(repeats):
         restore()
         synchronize()
-        filler.run()
-        seconds.append(_time_once(device, step))
-    return seconds
-
-
-def _time_once(device: str, step: Callable[[], object]) -> float:
-    if device != "cuda":
-        start = time.perf_counter()
+        for _ in range(num_copies):
+            filler[0].copy_(filler[1])
+        timestamps = Timestamps(device, waits=False)
         step()
-        return time.perf_counter() - start
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-class _Filler:
-    """Device work that hides the launch latency of the work enqueued after it. Does nothing on a CPU."""
-
-    def __init__(self, device: str) -> None:
-        self._halves = None
-        if device == "cuda":
-            self._halves = torch.empty(2, FILLER_BYTES // 2, dtype=torch.uint8, device=device)
-
-    def run(self) -> None:
-        if self._halves is not None:
-            for _ in range(FILLER_COPIES):
-                self._halves[0].copy_(self._halves[1])
+        timestamps.record()
+        seconds += timestamps.seconds()
+    return seconds

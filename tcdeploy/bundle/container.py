@@ -200,9 +200,6 @@ def _padding(length: int) -> int:
 
 
 def _sha256_from(path: Path, offset: int) -> str:
-    digest = hashlib.sha256()
     with open_regular(path, follows_links=True) as file:
         file.seek(offset)
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # IO lacks readinto

@@ -22,13 +22,13 @@ from tcdeploy.cache.folder.layout import manifest_path
 from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.record.provenance import SigningPolicy, check_manifests
 from tcdeploy.cache.record.unlisted import discard_if_damaged
-from tcdeploy.cache.trust.signing import TrustedKey
+from tcdeploy.cache.trust.signing import TrustedKey, default_trusted_keys_folder
 from tcdeploy.errors import MismatchError, TcdeployError, TrustError
 from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.environment import Difference
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.remote.address import LOCAL_SCHEMES, Address, parse_bundle_name
+from tcdeploy.remote.address import LOCAL_SCHEMES, Address, CacheSource, parse_bundle_name
 from tcdeploy.remote.transfer import PushResult, find, pull, push
 from tcdeploy.start.decide import decide, origin_of, with_cxx_compiler
 from tcdeploy.start.planned import PlannedModel
@@ -53,14 +53,13 @@ class EnvironmentMismatchError(MismatchError):
         self.differences = differences
 
 
-def fetch(
-    recipe: Recipe, source: str, trusted_keys: Path, allow_unsigned: bool = False, allow_rollback: bool = False
-) -> FetchResult:
-    """Fetch the recipe's plan into its cache folder. `source` is a bundle (path or URL) or a folder of bundles.
+def fetch(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None = None) -> FetchResult:
+    """Fetch the recipe's plan into its cache folder. `trusted_keys`: the folder of public keys; None: the default.
 
     Raises MismatchError (no bundle of this plan), TrustError, IntegrityError, NetworkError, SpaceError and UsageError.
     """
     start = time.perf_counter()
+    trusted_keys = trusted_keys or default_trusted_keys_folder()
     planned = decide(recipe)
     plan = planned.plan
     check_folder(plan.cache_dir, recipe.trust_cache_dir)
@@ -68,17 +67,18 @@ def fetch(
         check_folder(plan.cache_dir, recipe.trust_cache_dir, must_exist=True)  # it may be newer than the first check
         if not _needs_refetch(plan, recipe, trusted_keys):
             return FetchResult(plan.key, "", 0, None, time.perf_counter() - start)
-    address = Address.parse(_resolve_bundle_url(source, plan.key))
+    address = Address.parse(_resolve_bundle_url(cache.source, plan.key))
     with temporary_folder("fetch") as work_dir:
         path = Path(address.host_and_path)
         if address.scheme not in LOCAL_SCHEMES or parse_bundle_name(path.name):
             path = pull(address.url, Path(work_dir, "bundle.tcb"))
         with _named(path, address.redacted):
-            header = open_bundle(path, trusted_keys, allow_unsigned).header
+            header = open_bundle(path, trusted_keys, cache.allow_unsigned).header
             _check_compatible(planned, header.manifest, address.redacted)
             unpacked = unpack(
-                path, Path(plan.cache_dir), trusted_keys, allow_unsigned, allow_rollback, recipe.trust_cache_dir
-            )
+                path, Path(plan.cache_dir), trusted_keys, cache.allow_unsigned, cache.allow_rollback,
+                recipe.trust_cache_dir,
+            )  # fmt: skip
     return FetchResult(header.plan_key, address.redacted, unpacked.bytes, unpacked.signer, time.perf_counter() - start)
 
 

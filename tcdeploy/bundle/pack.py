@@ -77,10 +77,7 @@ def pack(
         # A folder that cannot be written needs no lock: nothing removes files from it.
         with folder_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():
             payload = write_bundle(
-                target,
-                folder,
-                manifest.files,
-                lambda payload: _make_signed_header(manifest, payload, secret_key),
+                target, folder, manifest.files, lambda payload: _make_signed_header(manifest, payload, secret_key)
             )
     unpacked_bytes, packed_bytes = sum(file.bytes for file in manifest.files), target.stat().st_size
     return PackResult(target, plan_key, len(manifest.files), unpacked_bytes, packed_bytes, packed_bytes - payload.bytes)

@@ -36,6 +36,7 @@ from tcdeploy.cache.trust.ownership import check_no_links, make_private_folder
 from tcdeploy.cache.trust.signing import (
     MAX_HEADER_BYTES,
     MAX_SIGNATURES_BYTES,
+    SignedHeader,
     TrustedKey,
     read_signed_header,
     signed_header_bytes,
@@ -66,8 +67,7 @@ def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) ->
     a file that cannot be read.
     """
     try:
-        with open_regular(path, follows_links=True) as file:
-            signed_header = read_signed_header(file, str(path))
+        signed_header = _read_signed_header(path)
         signer = verify_signature(signed_header, str(path), trusted_keys, allow_unsigned)
         header = parse_header(signed_header, str(path))
         check_payload(path, signed_header, header.payload)
@@ -79,13 +79,9 @@ def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) ->
 
 
 def unpack(
-    path: Path,
-    folder: Path,
-    trusted_keys: Path,
-    allow_unsigned: bool = False,
-    allow_rollback: bool = False,
+    path: Path, folder: Path, trusted_keys: Path, allow_unsigned: bool = False, allow_rollback: bool = False,
     is_trusted_folder: bool = False,
-) -> UnpackResult:
+) -> UnpackResult:  # fmt: skip
     """Unpack a bundle into a cache folder.
 
     allow_unsigned: accept a bundle that no trusted key signed.
@@ -100,7 +96,8 @@ def unpack(
     try:
         create_folder(folder, is_trusted_folder)
         with folder_lock(folder):
-            _check_links(folder, manifest)
+            # A folder that is a symbolic link would be written through.
+            check_no_links(folder, (Path(file.path).parent.as_posix() for file in manifest.files))
             if not allow_rollback:
                 _check_not_older(path, opened, folder, trusted_keys)
             already_present = _is_unpacked(folder, manifest, key)
@@ -115,11 +112,6 @@ def unpack(
             ) from error
         raise TcdeployError(f"{folder} cannot be written: {error.strerror}", "choose another folder") from error
     return UnpackResult(key, len(manifest.files), size, opened.signer, already_present)
-
-
-def _check_links(folder: Path, manifest: Manifest) -> None:
-    """Raise TrustError if a folder of a bundled file is a symbolic link: tcdeploy would write through it."""
-    check_no_links(folder, (Path(file.path).parent.as_posix() for file in manifest.files))
 
 
 def _check_not_older(path: Path, opened: CheckedHeader, folder: Path, trusted_keys: Path) -> None:
@@ -140,6 +132,29 @@ def _check_not_older(path: Path, opened: CheckedHeader, folder: Path, trusted_ke
             f"{reason}",
             "fetch the newer bundle; to replace the plan with the older one: --allow-rollback",
         )
+
+
+def check_not_older(new: Path, existing: Path) -> None:
+    """Raise TrustError if both files are bundles of the same plan and the new one is older.
+
+    Raises IntegrityError or MismatchError if this version can read the existing bundle and not the new one. Signatures
+    are not verified.
+    """
+    try:
+        existing_header = parse_header(_read_signed_header(existing), str(existing))
+    except (OSError, IntegrityError, MismatchError):
+        return
+    new_header = parse_header(_read_signed_header(new), str(new))
+    if new_header.plan_key == existing_header.plan_key and (reason := rollback_reason(new_header, existing_header)):
+        raise TrustError(
+            f"the bundle is older than {existing}, which it would replace: {reason}",
+            "pull it to another file, or add --allow-rollback",
+        )
+
+
+def _read_signed_header(path: Path) -> SignedHeader:
+    with open_regular(path, follows_links=True) as file:
+        return read_signed_header(file, str(path))
 
 
 def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:

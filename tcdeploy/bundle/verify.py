@@ -85,27 +85,22 @@ def verify_folder(
     of other versions of tcdeploy, and TcdeployError if another process holds the folder for too long.
     """
     check_no_links(folder, OWN_NAMES)
-    with shared_folder_lock(folder):
-        return _verify_plans(folder, trusted_keys, allow_unsigned, require_signed)
-
-
-def _verify_plans(folder: Path, trusted_keys: Path, allow_unsigned: bool, require_signed: bool) -> list[VerifiedPlan]:
-    manifests = read_manifests(folder)
     plans = []
-    for key, manifest in manifests.items():
-        bundle = read_stored_bundle(folder, key, trusted_keys, allow_unsigned)
-        _check_files(folder, bundle.files if bundle is not None else ())
-        check_manifest(folder, key, manifest, bundle)
-        _check_files(folder, manifest.files)
-        if require_signed:
-            check_manifests(str(folder), key, {key: manifest}, SigningPolicy(trusted_keys, require_signed))
-        plans.append(_verified_plan(manifest, bundle))
-    _check_stored_headers(folder)
-    if unlisted := unlisted_files(folder):
-        raise IntegrityError(
-            f"{folder / unlisted[0]} is not listed in any manifest",
-            f"no start uses it; delete all such files: tcdeploy cache gc {folder} --unlisted",
-        )
+    with shared_folder_lock(folder):
+        for key, manifest in read_manifests(folder).items():
+            bundle = read_stored_bundle(folder, key, trusted_keys, allow_unsigned)
+            _check_files(folder, bundle.files if bundle is not None else ())
+            check_manifest(folder, key, manifest, bundle)
+            _check_files(folder, manifest.files)
+            if require_signed:
+                check_manifests(str(folder), key, {key: manifest}, SigningPolicy(trusted_keys, require_signed))
+            plans.append(_verified_plan(manifest, bundle))
+        _check_stored_headers(folder)
+        if unlisted := unlisted_files(folder):
+            raise IntegrityError(
+                f"{folder / unlisted[0]} is not listed in any manifest",
+                f"no start uses it; delete all such files: tcdeploy cache gc {folder} --unlisted",
+            )
     if not plans:
         raise no_plan_error(folder)
     return plans
@@ -146,16 +141,11 @@ def _check_stored_headers(folder: Path) -> None:
 
 def _verified_plan(manifest: Manifest, bundle: CheckedHeader | None) -> VerifiedPlan:
     plan, made_here = manifest.plan, files_made_here(manifest.files, bundle) if bundle is not None else []
+    size = sum(file.bytes for file in manifest.files)
     return VerifiedPlan(
-        plan_key=plan["key"],
-        model=plan["model"],
-        files=len(manifest.files),
-        bytes=sum(file.bytes for file in manifest.files),
-        signer=bundle.signer if bundle is not None else None,
-        is_from_bundle=bundle is not None,
-        files_not_from_bundle=len(made_here),
-        paths_not_from_bundle=tuple(made_here),
-    )
+        plan["key"], plan["model"], len(manifest.files), size, bundle.signer if bundle is not None else None,
+        bundle is not None, len(made_here), tuple(made_here),
+    )  # fmt: skip
 
 
 def compare_top_tokens(packed: Manifest, local_records: tuple[BucketRecord, ...]) -> list[BucketReplay]:

@@ -4,7 +4,9 @@ torch reports a miss only after compiling, and without a reason. This module com
 values: the machine, torch's settings, the sources of tcdeploy's ops, the model's config, and the plan's choices for
 each bucket. If the plan is the packed one, all buckets hit. If it is another plan, a bucket still hits when nothing in
 its program differs: another context, depth or set of buckets changes nothing. tests/bundle/test_why.py compares each
-rule with what torch then does. Does not import torch.
+rule with what torch then does.
+
+`compare_manifests` lists what differs between two caches: their inputs and their files. Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tcdeploy.cache.record.bundle_header import PATH_FIELDS
 from tcdeploy.cache.record.manifest import Manifest, Origin, diff_sources
 from tcdeploy.planning.architecture import is_config_factor
 from tcdeploy.planning.bucket_record import BucketRecord
@@ -70,7 +73,7 @@ class Forecast:
 def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Origin) -> Forecast:
     """Predict the hits of a start of `plan` on this machine in the cache that `cached` describes."""
     head_differences: list[Difference] = []
-    shared_differences = diff_environments(environment, _environment(cached))
+    shared_differences = diff_environments(environment, parse_environment(cached.environment))
     shared_differences += diff_sources(origin, cached.origin)
     shared_differences += diff_mappings(origin.torch_settings, cached.origin.torch_settings, "torch.")
     here_config, cached_config = _layer_config(origin.model_config), _layer_config(cached.origin.model_config)
@@ -80,22 +83,13 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     plan_values, cached_values = lists_to_tuples(asdict(plan)), lists_to_tuples(cached.plan)
     fields = [name for name in plan_values if name not in NON_BUCKET_FIELDS]
     plan_differences = diff_mappings(
-        {name: plan_values[name] for name in fields},
-        {name: cached_values.get(name) for name in fields},
+        {name: plan_values[name] for name in fields}, {name: cached_values.get(name) for name in fields}
     )
-    buckets = [
-        _forecast_bucket(
-            bucket,
-            cached,
-            plan,
-            [
-                *shared_differences,
-                *(head_differences if _compiles_head(bucket, plan) else ()),
-                *_relevant_differences(bucket, plan_differences),
-            ],
-        )
-        for bucket in plan.buckets
-    ]
+    buckets = []
+    for bucket in plan.buckets:
+        of_head = head_differences if _compiles_head(bucket, plan) else []
+        differences = [*shared_differences, *of_head, *_relevant_differences(bucket, plan_differences)]
+        buckets.append(_forecast_bucket(bucket, cached, plan, differences))
     return Forecast(tuple(buckets), tuple(shared_differences + head_differences + plan_differences))
 
 
@@ -127,25 +121,16 @@ def version_differences(cached: Manifest, installed: Mapping[str, Any]) -> tuple
     Ahead-of-time packages can start without transformers, and on a CPU without Triton. A start without transformers
     needs the record of a start with the same Python, patch level included (start/record/factors.py).
     """
-    environment = _environment(cached)
-    here = {**installed, "python": _minor_version(str(installed["python"]))}
+    environment = parse_environment(cached.environment)
+    here = {**installed, "python": ".".join(str(installed["python"]).split(".")[:2])}
     there = environment.cache_factors()
     if cached.plan.get("programs") == "aot":
         if installed.get("transformers") == "":
             here["python"], there["python"] = installed["python"], environment.python
         unused = {"transformers"} if environment.gpus else {"transformers", "triton"}
         here = {name: value for name, value in here.items() if value or name not in unused}
-    return tuple(
-        diff_mappings(
-            {name: _without_local_label(value) for name, value in here.items()},
-            {name: _without_local_label(there[name]) for name in here},
-        )
-    )
-
-
-def _minor_version(version: str) -> str:
-    """3.11 of 3.11.7."""
-    return ".".join(version.split(".")[:2])
+    here = {name: _without_local_label(value) for name, value in here.items()}
+    return tuple(diff_mappings(here, {name: _without_local_label(there[name]) for name in here}))
 
 
 def _without_local_label(version: Any) -> Any:
@@ -166,9 +151,8 @@ def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, differences: 
     if not reasons:
         return BucketForecast(bucket.name, True)
     seconds = cached.cold_seconds().get(bucket.name)
-    return BucketForecast(
-        bucket.name, False, tuple(reasons), seconds or _median_seconds(cached, bucket), seconds is None
-    )
+    estimate = seconds or _median_seconds(cached, bucket)
+    return BucketForecast(bucket.name, False, tuple(reasons), estimate, is_estimate=seconds is None)
 
 
 def _has_untimed_variant(bucket: Bucket, record: BucketRecord, plan: Plan) -> bool:
@@ -191,11 +175,38 @@ def _median_seconds(cached: Manifest, bucket: Bucket) -> float | None:
     return statistics.median(same_phase) if same_phase else None
 
 
-def _environment(cached: Manifest) -> Environment:
-    return parse_environment(cached.environment)
-
-
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in config.items() if is_config_factor(name) and name not in NON_LAYER_CONFIG_KEYS
     }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Inputs that differ, paths that are in one cache only or have other content, and the count of identical files."""
+
+    differences: tuple[Difference, ...]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    changed: tuple[str, ...]
+    same: int
+
+
+def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
+    differences = [
+        *diff_mappings(_without_paths(first.environment), _without_paths(second.environment), "environment."),
+        *diff_mappings(_without_paths(first.plan), _without_paths(second.plan), "plan."),
+        *diff_mappings(first.origin.model_config, second.origin.model_config, "config."),
+        *diff_mappings(first.origin.torch_settings, second.origin.torch_settings, "torch."),
+        *diff_sources(first.origin, second.origin),
+    ]
+    first_files, second_files = ({file.path: file.sha256 for file in manifest.files} for manifest in (first, second))
+    shared = first_files.keys() & second_files.keys()
+    changed = tuple(sorted(path for path in shared if first_files[path] != second_files[path]))
+    only_first = tuple(sorted(first_files.keys() - second_files.keys()))
+    only_second = tuple(sorted(second_files.keys() - first_files.keys()))
+    return Comparison(tuple(differences), only_first, only_second, changed, len(shared) - len(changed))
+
+
+def _without_paths(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in (*PATH_FIELDS, "decisions")}

@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import tempfile
 from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tcdeploy.bench.settings import DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
-from tcdeploy.cli.bench_output import publish
+from tcdeploy.bench.serve_settings import ServeSettings
+from tcdeploy.bench.settings import CommonSettings, DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
+from tcdeploy.cli.bench_display import publish, publish_document
 from tcdeploy.cli.budget import enforce_budget, parse_budget
 from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import AllowUnsigned
 from tcdeploy.cli.report_options import Json, warn_if_busy
-from tcdeploy.planning.extras import require_compile_extra
+from tcdeploy.planning.extras import require_compile_extra, require_extra
 from tcdeploy.planning.recipe import Recipe
-
-if TYPE_CHECKING:
-    from tcdeploy.host.progress import Progress
 
 
 class _Commands(LazyGroup):
@@ -37,57 +36,43 @@ class _Commands(LazyGroup):
         "prefill": f"{__name__}:prefill",
         "throughput": f"{__name__}:throughput",
         "startup": f"{__name__}:startup",
-        "serve": "tcdeploy.cli.bench_serve:serve",
+        "serve": f"{__name__}:serve",
     }
 
 
 app = typer.Typer(
-    cls=_Commands,
-    name="bench",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    cls=_Commands, name="bench", no_args_is_help=True, rich_markup_mode=None,
     help="Measure MODEL against the limits of this machine and against baselines, or any server.",
-)
+)  # fmt: skip
 
 
 @options_command
 def decode(recipe: Recipe, settings: DecodeSettings, json: Json = False) -> None:
     """Time a decode step of each bucket: on the device alone, and in the running engine."""
-    with _measuring() as progress:
-        from tcdeploy.bench import decode
-
-        report = decode.run(recipe, settings, progress)
-    publish(report, settings.plot, settings.output, json)
+    _measure("decode", recipe, settings, json)
 
 
 @options_command
 def prefill(recipe: Recipe, settings: PrefillSettings, json: Json = False) -> None:
     """Measure the time to first token of single prompts by their length."""
-    with _measuring() as progress:
-        from tcdeploy.bench import prefill
-
-        report = prefill.run(recipe, settings, progress)
-    publish(report, settings.plot, settings.output, json)
+    _measure("prefill", recipe, settings, json)
 
 
 @options_command
 def throughput(recipe: Recipe, settings: ThroughputSettings, json: Json = False) -> None:
     """Measure throughput and latencies of many requests on one engine, without HTTP."""
-    with _measuring() as progress:
-        from tcdeploy.bench import throughput
-
-        report = throughput.run(recipe, settings, progress)
-    publish(report, settings.plot, settings.output, json)
+    _measure("throughput", recipe, settings, json)
 
 
-@contextlib.contextmanager
-def _measuring() -> Iterator[Progress]:
+def _measure(name: str, recipe: Recipe, settings: CommonSettings, as_json: bool) -> None:
+    """Run tcdeploy/bench/NAME.py, which is imported while the progress is shown: it imports torch."""
     from tcdeploy.cli import display
 
     warn_if_busy()
     with display.show_progress() as progress:
         require_compile_extra()
-        yield progress
+        report = importlib.import_module(f"tcdeploy.bench.{name}").run(recipe, settings, progress)
+    publish(report, settings.plot, settings.output, as_json)
 
 
 @options_command
@@ -135,3 +120,25 @@ def _unpacked(bundle: str | None, allow_unsigned: bool) -> Iterator[str | None]:
         folder = Path(parent, "cache")
         unpack(Path(bundle), folder, default_trusted_keys_folder(), allow_unsigned)
         yield str(folder)
+
+
+@options_command
+def serve(settings: ServeSettings, json: Json = False) -> None:
+    """Measure throughput and latencies of any OpenAI-compatible server."""
+    require_extra("serve", "send requests to a server")
+    from tcdeploy.server.settings import check_api_keys
+
+    check_api_keys(() if settings.api_key is None else (settings.api_key,))
+    warn_if_busy()
+    from tcdeploy.bench import serving
+    from tcdeploy.cli import display
+
+    progress = display.PlainProgress()
+    compared = {path: serving.read_rows(path) for path in settings.compare}  # finds an error in them before the run
+    report = serving.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
+    publish_document(report, settings.output, json)
+    if settings.plot is not None:
+        from tcdeploy.bench.plot import draw_rates
+
+        measured = serving.plotted_rows(report.document()["rows"])
+        draw_rates(serving.merge_rows(measured, compared), (settings.ttft_limit, settings.tpot_limit), settings.plot)

@@ -14,12 +14,11 @@ from tcdeploy.cli.display import json_document, show_sentence, show_table
 from tcdeploy.cli.tables import Column, Table
 
 if TYPE_CHECKING:
-    from tcdeploy.bundle.compare import Comparison
     from tcdeploy.bundle.fetch import FetchResult
     from tcdeploy.bundle.pack import PackResult
     from tcdeploy.bundle.unpack import UnpackResult
     from tcdeploy.bundle.verify import BucketReplay, VerifiedPlan
-    from tcdeploy.bundle.why import Forecast
+    from tcdeploy.bundle.why import Comparison, Forecast
     from tcdeploy.cache.inventory import CachedPlan, GcResult
     from tcdeploy.cache.record.manifest import Manifest
     from tcdeploy.cache.trust.signing import TrustedKey

@@ -121,7 +121,7 @@ def diff(
     json: Json = False,
 ) -> None:
     """Compare two bundles or cache folders of one plan each: their inputs and their files."""
-    from tcdeploy.bundle.compare import compare_manifests
+    from tcdeploy.bundle.why import compare_manifests
     from tcdeploy.cli import cache_display
 
     cache_display.show_comparison(compare_manifests(read_single_manifest(first), read_single_manifest(second)), json)

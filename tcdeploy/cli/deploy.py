@@ -1,7 +1,8 @@
-"""`tcdeploy deploy`: replicas of one or more models on Ray Serve."""
+"""`tcdeploy deploy`: replicas of a model on Ray Serve."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import sys
@@ -22,12 +23,17 @@ if TYPE_CHECKING:
 
 ENTRY_HINT = "an entry is, for example: {serve: 'builtin:tiny --device cpu', num_replicas: 2}"
 PARSE_ERROR: Any = typer.BadParameter.__base__  # the UsageError of click, which typer does not export
+FIELDS = ("models", "http_options", "proxy_location", "route_prefix", "ingress")
+GATEWAY_HINT = (
+    "deploy each model from a file of its own, with a path of its own (route_prefix: /NAME) if they share a cluster; "
+    "a gateway, such as LiteLLM's proxy or Envoy AI Gateway, gives them one address"
+)
 # Further options of `serve` that Ray replaces, or that are for the command's own output.
 REFUSED = {"root_path", "budget", "dry_run", "json"}
 
 
 def deploy(
-    config: Annotated[Path, typer.Argument(help="YAML file with the models", metavar="FILE", show_default=False)],
+    config: Annotated[Path, typer.Argument(help="YAML file with the model", metavar="FILE", show_default=False)],
     ray: Annotated[bool, typer.Option("--ray", help="Deploy on Ray Serve")] = False,
     address: Annotated[
         str | None,
@@ -37,15 +43,14 @@ def deploy(
             envvar="RAY_ADDRESS",
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds until every model must have a replica")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds until the model must have a replica")] = 600.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config for `serve deploy`, and exit")] = False,
     json: Json = False,
 ) -> None:
-    """Run the models of FILE as replicas behind one address, until Ctrl-C or SIGTERM.
+    """Run the model of FILE as replicas behind one address, until Ctrl-C or SIGTERM.
 
-    FILE is a config of Ray Serve with `models` in place of `applications`. An entry has `serve`, the arguments of
-    `tcdeploy serve`, and fields of Ray Serve's deployments, such as num_replicas and autoscaling_config. Several models
-    share one base URL.
+    FILE is a config of Ray Serve with `models` in place of `applications`. Its entry has `serve`, the arguments of
+    `tcdeploy serve`, and fields of Ray Serve's deployments, such as num_replicas and autoscaling_config.
     """
     if not ray:
         raise UsageError("deploy needs --ray", "tcdeploy deploy FILE --ray")
@@ -55,7 +60,7 @@ def deploy(
 
     content = read_file(config)
     use_haproxy(content.get("http_options") or {})
-    serve_file = serve_config(read_entries(config, content), content)
+    serve_file = serve_config(read_entry(config, content), content)
     from tcdeploy.scale import ray_cluster
 
     ray_cluster.check_config(serve_file)
@@ -76,12 +81,12 @@ def _run(serve_file: dict[str, Any], address: str | None, timeout: float, json: 
             if lacking := ray_cluster.lacking_resources(serve_file):
                 if not address:
                     raise UsageError(
-                        lacking, "use a larger machine or a cluster, or set ray_actor_options of the models"
+                        lacking, "use a larger machine or a cluster, or set ray_actor_options of the model"
                     )
                 print(f"warning: {lacking}; waiting until nodes join", file=sys.stderr)
-            deployed = ray_cluster.deploy_applications(serve_file, timeout, logs)
+            deployed = ray_cluster.deploy_application(serve_file, timeout, logs)
         except KeyboardInterrupt:
-            hint = "models of this file may be left on the cluster: see `serve status`" if address else ""
+            hint = "the model of this file may be left on the cluster: see `serve status`" if address else ""
             raise Interrupted("interrupted", hint) from None
         try:
             _report(deployed, json)
@@ -89,29 +94,22 @@ def _run(serve_file: dict[str, Any], address: str | None, timeout: float, json: 
         except KeyboardInterrupt:
             pass
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):  # until the models are removed
+            for number in (signal.SIGTERM, signal.SIGINT):  # until the model is removed
                 signal.signal(number, signal.SIG_IGN)
-            ray_cluster.remove_applications([item.name for item in deployed])
+            ray_cluster.remove_application(deployed.name)
 
 
-def _report(deployed: list[Deployed], json: bool) -> None:
+def _report(deployed: Deployed, json: bool) -> None:
     from tcdeploy.cli import display
     from tcdeploy.cli.tables import Column, Table
     from tcdeploy.scale import ray_cluster
-    from tcdeploy.scale.ray_config import INGRESS
 
     metrics_urls = ray_cluster.metrics_urls()
-    models = [item for item in deployed if item.name != INGRESS]
-    ingress_url = next((item.url for item in deployed if item.name == INGRESS), None)
     if json:
-        document = {"models": [item._asdict() for item in models], "ingress_url": ingress_url}
-        print(display.json_document("deploy", **document, metrics_urls=metrics_urls))
+        print(display.json_document("deploy", models=[deployed._asdict()], metrics_urls=metrics_urls))
     else:
         columns = (Column("model", "name"), Column("URL", "name"), Column("seconds", "number"))
-        rows = [(item.name, f"{item.url}/v1", f"{item.seconds:.1f}") for item in models]
-        display.show_table(Table(columns, rows))
-        if ingress_url:
-            print(f"all models: {ingress_url}/v1")
+        display.show_table(Table(columns, [(deployed.name, f"{deployed.url}/v1", f"{deployed.seconds:.1f}")]))
         if len(metrics_urls) == 1:  # the nodes of a cluster are found by Ray's service discovery
             print(f"metrics of all replicas: {metrics_urls[0]}")
     sys.stdout.flush()
@@ -122,89 +120,69 @@ def _interrupt(*_: object) -> None:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The content of the YAML file, with at least one model. Raises UsageError."""
+    """The content of the YAML file, with one model. Raises UsageError."""
     import yaml
 
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # an invalid date raises ValueError
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UsageError(f"{path} cannot be read: {reason}", "FILE is a YAML file with the models to deploy") from error
+        raise UsageError(f"{path} cannot be read: {reason}", "FILE is a YAML file with the model to deploy") from error
     models = content.get("models") if isinstance(content, dict) else None
     if not isinstance(models, list) or not models:
         raise UsageError(f"{path} has no list `models`", ENTRY_HINT)
-    if unknown := sorted(set(content) - {"models", "http_options", "proxy_location", "ingress"}):
+    if len(models) > 1:
+        raise UsageError(f"{path} names {len(models)} models, and a deployment has one", GATEWAY_HINT)
+    if unknown := sorted(set(content) - set(FIELDS)):
         raise UsageError(
-            f"{path} has the unknown field {unknown[0]}; known: models, http_options, proxy_location, ingress",
+            f"{path} has the unknown field {unknown[0]}; known: {', '.join(FIELDS)}",
             "for other fields, print the config with --dry-run, add them, and deploy it with Ray's own `serve deploy`",
         )
-    if not isinstance(content.get("http_options", {}), dict):
-        raise UsageError(f"{path}: http_options must be a mapping", "http_options: {host: 0.0.0.0, port: 8000}")
-    ingress = content.get("ingress", False)
-    if ingress is not False and not isinstance(ingress, dict):
-        raise UsageError(f"{path}: ingress must be a mapping or false", "ingress: {num_replicas: 2}, or ingress: false")
-    if isinstance(ingress, dict):
-        _check_ingress(path, ingress, models)
+    _check_mappings(str(path), content, "http_options")
+    if not str(content.get("route_prefix", "/")).startswith("/"):
+        raise UsageError(f"{path}: route_prefix must begin with /", "route_prefix: /NAME")
     return content
 
 
-def _check_ingress(path: Path, ingress: dict[str, Any], models: list[Any]) -> None:
-    """Raises UsageError for fields that cannot have an effect."""
-    from tcdeploy.scale.ray_config import REQUEST_ROUTER
-
-    if "name" in ingress:
-        raise UsageError(f"{path}: ingress has a name", "remove it: the name of its deployment is fixed")
-    for key in ("ray_actor_options", "autoscaling_config"):
-        if not isinstance(ingress.get(key, {}), dict):
-            raise UsageError(f"{path}: ingress: {key} must be a mapping", f"{key}: {{FIELD: VALUE}}")
-    if len(models) == 1 and not (isinstance(models[0], dict) and REQUEST_ROUTER in models[0]):
-        raise UsageError(f"{path}: ingress has no effect, because the only model is served at /", "remove ingress")
+def _check_mappings(place: str, values: dict[str, Any], *keys: str) -> None:
+    for key in keys:
+        if not isinstance(values.get(key, {}), dict):
+            raise UsageError(f"{place}: {key} must be a mapping", f"{key}: {{FIELD: VALUE}}")
 
 
-def read_entries(path: Path, content: dict[str, Any]) -> list[ModelEntry]:
-    """The models, with their names in the API. Raises UsageError."""
+def read_entry(path: Path, content: dict[str, Any]) -> ModelEntry:
+    """The model of the file. Raises UsageError."""
     from tcdeploy.scale.ray_config import REQUEST_ROUTER, ModelEntry
 
-    replicas = []
-    for number, entry in enumerate(content["models"], 1):
-        if not isinstance(entry, dict) or not isinstance(entry.get("serve"), str):
-            raise UsageError(f"{path}: model {number} has no text `serve`", ENTRY_HINT)
-        if "name" in entry:
-            raise UsageError(f"{path}: model {number} has a name", "name it with --served-model-name in `serve`")
-        for key in ("ray_actor_options", "autoscaling_config", REQUEST_ROUTER):
-            if not isinstance(entry.get(key, {}), dict):
-                raise UsageError(f"{path}: model {number}: {key} must be a mapping", f"{key}: {{FIELD: VALUE}}")
-        replicas.append(_read_replica(f"{path}: model {number}", entry["serve"]))
-    names = [_application_name(replica.server.model) for replica in replicas]
-    options = [{key: value for key, value in entry.items() if key != "serve"} for entry in content["models"]]
-    prefixes = ["/"] if len(names) == 1 else [f"/{name}" for name in names]
-    entries = [
-        ModelEntry(name, prefix, replica, fields)
-        for name, prefix, replica, fields in zip(names, prefixes, replicas, options, strict=True)
-    ]
-    _check_names(path, entries)
-    return entries
+    [entry] = content["models"]
+    if not isinstance(entry, dict) or not isinstance(entry.get("serve"), str):
+        raise UsageError(f"{path}: the model has no text `serve`", ENTRY_HINT)
+    if "name" in entry:
+        raise UsageError(f"{path}: the model has a name", "name it with --served-model-name in `serve`")
+    _check_mappings(f"{path}: model", entry, "ray_actor_options", "autoscaling_config", REQUEST_ROUTER)
+    if "ingress" in content:
+        _check_ingress(path, content, REQUEST_ROUTER in entry)
+    replica = _read_replica(f"{path}: model", entry["serve"])
+    options = {key: value for key, value in entry.items() if key != "serve"}
+    return ModelEntry(_application_name(replica.server.model), replica, options)
 
 
-def _check_names(path: Path, entries: list[ModelEntry]) -> None:
-    """Raises UsageError if a name is not unique, or reserved."""
-    from tcdeploy.scale.ray_config import INGRESS, ROUTE_NAMES
-
-    hidden = [entry.name for entry in entries if entry.route_prefix != "/" and entry.name in ROUTE_NAMES]
-    if hidden:
-        raise UsageError(f"{path}: the name {hidden[0]} is reserved", "name the model with --served-model-name NAME")
-    in_api = [name for entry in entries for name in set(entry.model_names)]
-    for names in ([INGRESS, *(entry.name for entry in entries)], in_api):
-        if len(set(names)) < len(names):
-            name = next(name for name in names if names.count(name) > 1)
-            problem = f"the name {name} is reserved" if name == INGRESS else f"two models have the name {name}"
-            raise UsageError(f"{path}: {problem}", "name a model with --served-model-name NAME")
+def _check_ingress(path: Path, content: dict[str, Any], is_routed: bool) -> None:
+    """Raises UsageError for fields that cannot have an effect."""
+    if not is_routed:
+        raise UsageError(
+            f"{path}: ingress has no effect without request_router_config, because requests reach the model directly",
+            f"remove ingress; for several models, {GATEWAY_HINT}",
+        )
+    _check_mappings(str(path), content, "ingress")
+    if "name" in content["ingress"]:
+        raise UsageError(f"{path}: ingress has a name", "remove it: the name of its deployment is fixed")
+    _check_mappings(f"{path}: ingress", content["ingress"], "ray_actor_options", "autoscaling_config")
 
 
 def _application_name(model: str) -> str:
     """A name for a path: the part of a Hub id or of a path after the last slash, without characters such as `:`."""
-    last = model.rstrip("/").rsplit("/", 1)[-1]
-    return "".join(character if character.isalnum() or character in "-_." else "-" for character in last)
+    return re.sub(r"[^\w.-]", "-", model.rstrip("/").rsplit("/", 1)[-1])
 
 
 def _read_replica(place: str, arguments: str) -> ReplicaSettings:

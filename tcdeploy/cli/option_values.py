@@ -60,8 +60,8 @@ class Command(HelpWithoutConversion, TyperCommand):
             return super().parse_args(ctx, args)
         except PARSER_ERROR as error:
             flag = getattr(error, "option_name", None)
-            if flag in RENAMED:
-                raise UsageError(f"{flag} is now {RENAMED[flag]}", f"use {RENAMED[flag]}") from None
+            if new := RENAMED.get(f"{flag}") or RENAMED.get(f"{ctx.info_name} {flag}"):
+                raise UsageError(f"{flag} is now {new}", f"use {new}") from None
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

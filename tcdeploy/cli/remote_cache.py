@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.cli.cache_target import BundleFile, read_single_manifest
 from tcdeploy.cli.help_panels import ADVANCED
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.remote.address import CacheSource
 
 CacheFrom = Annotated[
     str | None,
@@ -56,12 +56,10 @@ def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None) -
     A bundle from another environment is refused; the differences are printed to stderr as a table.
     """
     from tcdeploy.bundle.fetch import EnvironmentMismatchError, fetch
-    from tcdeploy.cache.trust import signing
     from tcdeploy.cli import cache_display
 
-    trusted = trusted_keys or signing.default_trusted_keys_folder()
     try:
-        fetched = fetch(recipe, cache.source, trusted, cache.allow_unsigned, cache.allow_rollback)
+        fetched = fetch(recipe, cache, trusted_keys)
     except EnvironmentMismatchError as error:
         cache_display.show_differences(error.differences, sys.stderr)
         raise
@@ -107,7 +105,7 @@ def pull(
 
     If FILE.tcb is a bundle of the same plan, it is replaced only by one that is not older.
     """
-    from tcdeploy.bundle.compare import check_not_older
+    from tcdeploy.bundle.unpack import check_not_older
     from tcdeploy.cli import cache_display
     from tcdeploy.remote import transfer
 

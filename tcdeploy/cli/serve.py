@@ -10,7 +10,6 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.process import enable_access_log, set_log_level
@@ -21,6 +20,7 @@ from tcdeploy.errors import UsageError
 from tcdeploy.planning.dry_run import PlanFinding
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.remote.address import CacheSource
 from tcdeploy.server.settings import ServerSettings, check_settings
 from tcdeploy.text.chat_template import start_renderer
 

@@ -14,10 +14,18 @@ from dataclasses import Field
 from typing import Any, NamedTuple
 
 ENVIRONMENT_PREFIX = "TCDEPLOY_"
-RENAMED = {  # removed flags; if the new flag is of a recipe, its key and variable were renamed too
+# Removed flags; one that another command still has is preceded by its command. If the new flag is of a recipe, its key
+# and variable were renamed too.
+RENAMED = {
+    "--burstiness": "a trace with the arrival times (--trace FILE)",
     "--explain-breaks": "tcdeploy explain MODEL --no-measure",
     "--prefill-burst": "--max-consecutive-prefills",
+    "--prefix-groups": "--shared-prefix, which all prompts share",
+    "--price-per-hour": "a division of yours: price per hour / 3600 / tokens per second",
     "--served-name": "--served-model-name",
+    "--think-time": "a trace whose lines share a session (--trace FILE)",
+    "--turns": "a trace whose lines share a session (--trace FILE)",
+    "serve --lengths": "--length-spread, or a trace with the lengths (--trace FILE)",
 }
 
 

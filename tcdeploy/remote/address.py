@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,15 @@ CHUNK_BYTES = 1 << 20
 LOCAL_SCHEMES = ("", "file", "local")
 # Schemes in which an @ belongs to the path, a revision or an account, not to a login.
 SCHEMES_WITHOUT_USERINFO = (*LOCAL_SCHEMES, "memory", "hf", "abfs", "abfss")
+
+
+@dataclass(frozen=True)
+class CacheSource:
+    """Where a start fetches its cache from, and which bundles it accepts there."""
+
+    source: str  # path or URL of a bundle, or of a folder of bundles
+    allow_unsigned: bool = False  # accept a bundle without a trusted signature; its code runs on this machine
+    allow_rollback: bool = False  # accept a bundle that is older than the one it replaces
 
 
 class BundleName(NamedTuple):
@@ -104,7 +113,7 @@ class Address:
         return self._format("", self.query if self.query in NON_SECRET_QUERIES else "")
 
     def child(self, name: str) -> Address:
-        return Address(self.scheme, self.userinfo, f"{self.host_and_path.rstrip('/')}/{name}", self.query)
+        return replace(self, host_and_path=f"{self.host_and_path.rstrip('/')}/{name}")
 
     def split(self) -> tuple[Address, BundleName]:
         """The folder and the bundle name. Raises UsageError if the last component is not a bundle name."""
@@ -117,7 +126,7 @@ class Address:
             )
         if not folder:
             folder = "/" if self.host_and_path.startswith("/") else "."
-        return Address(self.scheme, self.userinfo, folder, self.query), name
+        return replace(self, host_and_path=folder), name
 
     def scrub(self, text: str) -> str:
         """Remove the secrets of this URL, and logins and queries of any URL, from a library's message."""
@@ -126,9 +135,5 @@ class Address:
         return re.sub(r"//[^/\s@]*@", "//", re.sub(r"\?[^\s'\"<>)]*", "", text))
 
     def _format(self, userinfo: str, query: str) -> str:
-        return (
-            (f"{self.scheme}://" if self.scheme else "")
-            + userinfo
-            + self.host_and_path
-            + (f"?{query}" if query else "")
-        )
+        prefix = f"{self.scheme}://" if self.scheme else ""
+        return prefix + userinfo + self.host_and_path + (f"?{query}" if query else "")

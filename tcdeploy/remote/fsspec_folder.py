@@ -2,7 +2,7 @@
 
 How each store writes a name only once:
 
-    a path, file://   os.link (local_folder.py)
+    a path, file://   os.link (store.py)
     s3://             If-None-Match: * on the put, and on completing a multipart upload: the second of two writers
                       gets 412. AWS and moto honour the header; an S3 clone that ignores it overwrites
     gs://             ifGenerationMatch=0 through gcsfs, with the same guarantee; not tested against the real service
@@ -29,17 +29,12 @@ from typing import Any
 from tcdeploy.errors import UsageError
 from tcdeploy.remote import retry
 from tcdeploy.remote.address import CHUNK_BYTES, LOCAL_SCHEMES, Address, BundleName, parse_bundle_name
-from tcdeploy.remote.local_folder import LocalFolder
 from tcdeploy.remote.retry import Deadline
-from tcdeploy.remote.store import Body, ObjectInfo, RemoteBundle
+from tcdeploy.remote.store import Body, LocalFolder, ObjectInfo, RemoteBundle
 
-PIP_EXTRAS = {
-    "s3": "tcdeploy[s3]",
-    "s3a": "tcdeploy[s3]",
-    "gs": "tcdeploy[gs]",
-    "gcs": "tcdeploy[gs]",
-    "hf": "tcdeploy",
-}
+PIP_EXTRAS = (
+    dict.fromkeys(("s3", "s3a"), "tcdeploy[s3]") | dict.fromkeys(("gs", "gcs"), "tcdeploy[gs]") | {"hf": "tcdeploy"}
+)
 READ_ONLY_SCHEMES = ("http", "https")
 PART_BYTES = 16 << 20  # of a multipart upload
 MAX_CONCURRENT_PARTS = 4  # bounds the memory of an upload to 64 MiB
@@ -93,17 +88,9 @@ class FsspecFolder:
             raise UsageError(f"{self.address.redacted} is read-only", "push to a folder, s3://, gs://, hf:// or oci://")
         path = self._path(name)
         try:
-            if self._is_s3:
-                self._call(
-                    "put_file",
-                    str(file),
-                    path,
-                    mode="create",
-                    chunksize=PART_BYTES,
-                    max_concurrency=MAX_CONCURRENT_PARTS,
-                )
-            elif self.address.scheme in ("gs", "gcs"):
-                self._call("put_file", str(file), path, mode="create", chunksize=PART_BYTES)
+            if self._is_s3 or self.address.scheme in ("gs", "gcs"):
+                options = {"max_concurrency": MAX_CONCURRENT_PARTS} if self._is_s3 else {}
+                self._call("put_file", str(file), path, mode="create", chunksize=PART_BYTES, **options)
             elif self.address.scheme == "hf":
                 self.fs.put_file(str(file), path)
             else:

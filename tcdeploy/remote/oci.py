@@ -99,20 +99,13 @@ class OciRepository:
         blob, config = f"sha256:{name.sha256}", f"sha256:{hashlib.sha256(EMPTY_CONFIG).hexdigest()}"
         self._put_blob(blob, file)
         self._put_blob(config, EMPTY_CONFIG)
-        layer = {
-            "mediaType": LAYER_TYPE,
-            "digest": blob,
-            "size": file.stat().st_size,
-            "annotations": {TITLE_ANNOTATION: str(name)},
-        }
+        layer = {"mediaType": LAYER_TYPE, "digest": blob, "size": file.stat().st_size}
         manifest = {
-            "schemaVersion": 2,
-            "mediaType": MANIFEST_TYPE,
-            "artifactType": ARTIFACT_TYPE,
+            "schemaVersion": 2, "mediaType": MANIFEST_TYPE, "artifactType": ARTIFACT_TYPE,
             "config": {"mediaType": CONFIG_TYPE, "digest": config, "size": len(EMPTY_CONFIG)},
-            "layers": [layer],
+            "layers": [{**layer, "annotations": {TITLE_ANNOTATION: str(name)}}],
             "annotations": {CREATED_ANNOTATION: datetime.now(UTC).isoformat(timespec="milliseconds")},
-        }
+        }  # fmt: skip
         headers = {"Content-Type": MANIFEST_TYPE}
         self._request("PUT", self._manifest_url(name), json.dumps(manifest).encode(), headers).close()
 
@@ -183,14 +176,9 @@ class OciRepository:
         with contextlib.ExitStack() as stack:
             data = stack.enter_context(open(content, "rb")) if isinstance(content, Path) else content
             response: Response = self.session.request(
-                method,
-                url,
-                data=data,
-                headers={"Accept-Encoding": "identity", **(headers or {})},
-                auth=self._authorize,
-                stream=True,
-                timeout=(retry.CONNECT_TIMEOUT_SECONDS, retry.READ_TIMEOUT_SECONDS),
-            )
+                method, url, data=data, headers={"Accept-Encoding": "identity", **(headers or {})},
+                auth=self._authorize, stream=True, timeout=(retry.CONNECT_TIMEOUT_SECONDS, retry.READ_TIMEOUT_SECONDS),
+            )  # fmt: skip
         return response
 
     def _authorize(self, request: PreparedRequest) -> PreparedRequest:

@@ -86,13 +86,9 @@ def _decode_login(login: str | None) -> str:
 def _run_credential_helper(helper: Any, host: str) -> str | None:
     try:
         completed = subprocess.run(
-            [f"docker-credential-{helper}", "get"],
-            input=host,
-            text=True,
-            capture_output=True,
+            [f"docker-credential-{helper}", "get"], input=host, text=True, capture_output=True, check=True,
             timeout=retry.READ_TIMEOUT_SECONDS,
-            check=True,
-        )
+        )  # fmt: skip
         credentials = json.loads(completed.stdout)
         return base64.b64encode(f"{credentials['Username']}:{credentials['Secret']}".encode()).decode()
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):

@@ -75,11 +75,8 @@ class Deadline:
         """At least 0.1: libraries treat a timeout of 0 as no timeout."""
         return max(0.1, self.start + self.seconds - time.monotonic())
 
-    def is_expired(self) -> bool:
-        return time.monotonic() >= self.start + self.seconds
-
     def check(self) -> None:
-        if self.is_expired():
+        if time.monotonic() >= self.start + self.seconds:
             raise TimeoutError(f"not completed within {self.seconds:g} s")
 
 

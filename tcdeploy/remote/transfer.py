@@ -131,38 +131,46 @@ def _push_once(store: Store, name: BundleName, file: Path, size: int, address: A
     return True
 
 
-def _stored_sha256(store: Store, name: BundleName, size: int, deadline: Deadline) -> str:
-    """sha256 of the stored bundle, or "longer" if it exceeds `size`."""
-    digest, received = hashlib.sha256(), 0
+def _stored_sha256(store: Store, name: BundleName, size: int, deadline: Deadline) -> str | None:
+    """sha256 of the stored bundle; None if it exceeds `size`."""
     with store.read(name) as body:
-        for chunk in body.chunks:
-            deadline.check()
-            digest.update(chunk)
-            received += len(chunk)
-            if received > size:
-                return "longer"
-    _check_complete(body, received)
-    return digest.hexdigest()
+        return _receive(body, size, deadline, lambda chunk: None)
 
 
 def _pull_once(store: Store, name: BundleName, address: Address, staging: Path, deadline: Deadline) -> None:
     """One attempt: download, verify and fsync."""
-    digest, received = hashlib.sha256(), 0
-    with store.read(name) as body, _open_unbuffered(staging) as file:
-        max_bytes = _max_download_bytes(body.size, address, staging.parent)
-        for chunk in body.chunks:
-            deadline.check()
-            received += len(chunk)
-            if received > max_bytes:
-                raise _damaged_error(address, f"it is longer than {max_bytes} bytes")
-            digest.update(chunk)
+    with _translate_local_errors(staging.parent):
+        file = FileIO(staging, "w")  # unbuffered: flushing in `close` could raise outside the error translation
+    with file, store.read(name) as body:
+
+        def write(chunk: bytes) -> None:
+            remaining = memoryview(chunk)
             with _translate_local_errors(staging.parent):
-                _write_all(file, chunk)
-        _check_complete(body, received)
-        if digest.hexdigest() != name.sha256:
-            raise _damaged_error(address, f"its sha256 is {digest.hexdigest()}")
+                while remaining:  # an unbuffered write may be partial, as on a nearly full disk
+                    remaining = remaining[file.write(remaining) :]
+
+        max_bytes = _max_download_bytes(body.size, address, staging.parent)
+        sha256 = _receive(body, max_bytes, deadline, write)
+        if sha256 != name.sha256:
+            fact = f"its sha256 is {sha256}" if sha256 else f"it is longer than {max_bytes} bytes"
+            raise _damaged_error(address, fact)
         with _translate_local_errors(staging.parent):
             os.fsync(file.fileno())
+
+
+def _receive(body: Body, max_bytes: int, deadline: Deadline, write: Callable[[bytes], None]) -> str | None:
+    """sha256 of the bytes, which `write` gets; None for more than `max_bytes`. Raises ConnectionError for too few."""
+    digest, received = hashlib.sha256(), 0
+    for chunk in body.chunks:
+        deadline.check()
+        received += len(chunk)
+        if received > max_bytes:
+            return None
+        digest.update(chunk)
+        write(chunk)
+    if body.size is not None and received != body.size:
+        raise ConnectionError(f"the transfer ended after {received} of {body.size} bytes")
+    return digest.hexdigest()
 
 
 def _max_download_bytes(content_length: int | None, address: Address, folder: Path) -> int:
@@ -178,11 +186,6 @@ def _max_download_bytes(content_length: int | None, address: Address, folder: Pa
             "free some space, or pull to another folder",
         )
     return content_length
-
-
-def _check_complete(body: Body, received: int) -> None:
-    if body.size is not None and received != body.size:
-        raise ConnectionError(f"the transfer ended after {received} of {body.size} bytes")
 
 
 def _damaged_error(address: Address, detail: str) -> IntegrityError:
@@ -202,22 +205,6 @@ def _atomic_replace(to: Path) -> Iterator[Path]:
             os.replace(staging, to)
         with contextlib.suppress(OSError):  # the bundle itself is flushed
             sync(to.parent)
-
-
-@contextlib.contextmanager
-def _open_unbuffered(staging: Path) -> Iterator[FileIO]:
-    """Open for writing without a buffer: flushing one in `close` could raise outside the error translation."""
-    with _translate_local_errors(staging.parent):
-        file = FileIO(staging, "w")
-    with file:
-        yield file
-
-
-def _write_all(file: FileIO, chunk: bytes) -> None:
-    """Repeat unbuffered writes, which may be partial, as on a nearly full disk."""
-    remaining = memoryview(chunk)
-    while remaining:
-        remaining = remaining[file.write(remaining) :]
 
 
 @contextlib.contextmanager

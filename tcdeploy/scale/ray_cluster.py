@@ -1,4 +1,4 @@
-"""Runs a config on Ray Serve: connects to Ray or starts it, deploys, and waits until every model has a replica."""
+"""Runs a config on Ray Serve: connects to Ray or starts it, deploys, and waits until the model has a replica."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from ray.serve.schema import (
 
 from tcdeploy.errors import ModelError, ThresholdError, UsageError
 from tcdeploy.scale.ray import build_application
-from tcdeploy.scale.ray_config import DEPLOYMENT, INGRESS, REQUEST_ROUTER, proxy_url, url_host
+from tcdeploy.scale.ray_config import REQUEST_ROUTER, proxy_url, url_host
 from tcdeploy.scale.ray_session import ADDRESS_VARIABLE, own_cluster, private_session, warn_of_shared_token
 from tcdeploy.scale.replica import start_error
 
@@ -44,9 +44,7 @@ PROXY_HINT = (
     "RAY_SERVE_HAPROXY_STATS_PORT (8404), must be free"
 )
 FIELDS_HINT = "the fields are described at https://docs.ray.io/en/latest/serve/api/#serve-rest-api"
-OTHER_INGRESS_HINT = (
-    "deploy all models from one file, or set `ingress: false` in this one and use each model's own path"
-)
+PATH_HINT = "give the model a path of its own: route_prefix: /NAME"
 log = logging.getLogger("tcdeploy.scale")
 
 
@@ -132,13 +130,13 @@ def _check_fields(config: Mapping[str, Any], schema: type[BaseModel]) -> None:
         raise UsageError(f"Ray Serve has no field {unknown[0]} in {schema.__name__}", FIELDS_HINT)
 
 
-def deploy_applications(config: Mapping[str, Any], timeout: float, logs: str = CLUSTER_LOGS) -> list[Deployed]:
-    """Deploy the applications, and wait at most `timeout` seconds until each is running.
+def deploy_application(config: Mapping[str, Any], timeout: float, logs: str = CLUSTER_LOGS) -> Deployed:
+    """Deploy the application of the config, and wait at most `timeout` seconds until it is running.
 
     `logs`: the folder that `connection` yields.
 
-    If one fails, those that did not exist before are removed. Raises the error of the replica, ThresholdError
-    after the time, and UsageError if the proxy cannot start.
+    If it fails and did not exist before, it is removed. Raises the error of the replica, ThresholdError after the time,
+    and UsageError if the proxy cannot start, or if another application has its path.
     """
     http = HTTPOptions(**config["http_options"])
     try:
@@ -146,41 +144,37 @@ def deploy_applications(config: Mapping[str, Any], timeout: float, logs: str = C
     except (RayError, RuntimeError) as error:  # of the proxy
         reason = " ".join(line.strip() for line in str(error).splitlines()[-LAST_LINES:])
         raise UsageError(f"the proxy of Ray Serve cannot start: {reason}", PROXY_HINT) from error
-    schemas = [ServeApplicationSchema.model_validate(application) for application in config["applications"]]
-    existing = set(serve.status().applications)
-    if existing & {schema.name for schema in schemas} == {INGRESS}:
-        raise UsageError("the cluster has an ingress for other models", OTHER_INGRESS_HINT)
-    start = time.monotonic()
-    seconds: dict[str, float] = {}
+    schema = ServeApplicationSchema.model_validate(config["applications"][0])
+    is_new, start = schema.name not in serve.status().applications, time.monotonic()
     try:
-        _run(schemas)
-        while len(seconds) < len(schemas):
-            statuses = serve.status().applications
-            for schema in schemas:
-                _raise_if_failed(schema.name, statuses[schema.name], logs)
-                if statuses[schema.name].status == ApplicationStatus.RUNNING and schema.name not in seconds:
-                    seconds[schema.name] = time.monotonic() - start
-            waiting = [schema.name for schema in schemas if schema.name not in seconds]
-            if waiting and time.monotonic() - start > timeout:
-                reason = _deployment_message(statuses[waiting[0]]) or "no replica has started"
-                message = f"{waiting[0]} is not running after {timeout:g} s: {reason}"
+        _run(schema)
+        while (status := serve.status().applications[schema.name]).status != ApplicationStatus.RUNNING:
+            _raise_if_failed(schema.name, status, logs)
+            if time.monotonic() - start > timeout:
+                reason = _deployment_message(status) or "no replica has started"
+                message = f"{schema.name} is not running after {timeout:g} s: {reason}"
                 raise ThresholdError(message, f"--timeout allows more time; {LOGS_HINT.format(logs)}")
-            if waiting:
-                time.sleep(POLL_S)
+            time.sleep(POLL_S)
     except BaseException:
-        remove_applications([schema.name for schema in schemas if schema.name not in existing])
+        if is_new:
+            remove_application(schema.name)
         raise
-    address = proxy_url(config["http_options"])
-    paths = {schema.name: (schema.route_prefix or "/").rstrip("/") for schema in schemas}
-    return [Deployed(name, f"{address}{path}", seconds[name]) for name, path in paths.items()]
+    path = (schema.route_prefix or "/").rstrip("/")
+    return Deployed(schema.name, f"{proxy_url(config['http_options'])}{path}", time.monotonic() - start)
 
 
-def _run(schemas: Sequence[ServeApplicationSchema]) -> None:
-    """Raises UsageError if a path belongs to another application."""
+def _run(schema: ServeApplicationSchema) -> None:
+    """Raises UsageError if its path belongs to another application."""
+    options = {
+        deployment.name: deployment.model_dump(exclude_unset=True, exclude={"name"})
+        for deployment in schema.deployments
+    }
+    application = build_application(schema.import_path, schema.args, options)
+    target = serve.RunTarget(application, name=schema.name, route_prefix=schema.route_prefix)
     try:
-        serve.run_many([_target(schema) for schema in schemas], wait_for_applications_running=False)
+        serve.run_many([target], wait_for_applications_running=False)
     except RayServeException as error:
-        raise UsageError(f"Ray Serve rejects the models: {str(error).splitlines()[-1]}", OTHER_INGRESS_HINT) from error
+        raise UsageError(f"Ray Serve rejects the model: {str(error).splitlines()[-1]}", PATH_HINT) from error
 
 
 def metrics_urls() -> list[str]:
@@ -189,36 +183,18 @@ def metrics_urls() -> list[str]:
     return [f"http://{url_host(node['NodeManagerAddress'])}:{node['MetricsExportPort']}/metrics" for node in nodes]
 
 
-def replica_states(name: str) -> dict[str, int]:
-    """Number of replicas of a model by state, such as {"RUNNING": 2, "STARTING": 1}."""
-    deployment = serve.status().applications[name].deployments[DEPLOYMENT]
-    return {str(state): count for state, count in deployment.replica_states.items() if count}
+def remove_application(name: str) -> None:
+    """Remove an application once its requests have ended, at most its drain time-out later.
 
-
-def remove_applications(names: Sequence[str]) -> None:
-    """Remove applications once their requests have ended, at most their drain time-outs later.
-
-    Warns if some are left after REMOVAL_TIMEOUT_S.
+    Warns if it is left after REMOVAL_TIMEOUT_S.
     """
-    for name in names:
-        serve.delete(name, _blocking=False)
+    serve.delete(name, _blocking=False)
     deadline = time.monotonic() + REMOVAL_TIMEOUT_S
-    while left := sorted(set(names) & set(serve.status().applications)):
+    while name in serve.status().applications:
         if time.monotonic() > deadline:
-            log.warning(
-                "%s: not removed after %d s; `serve status` shows the state", ", ".join(left), REMOVAL_TIMEOUT_S
-            )
+            log.warning("%s: not removed after %d s; `serve status` shows the state", name, REMOVAL_TIMEOUT_S)
             return
         time.sleep(POLL_S)
-
-
-def _target(schema: ServeApplicationSchema) -> serve.RunTarget:
-    options = {
-        deployment.name: deployment.model_dump(exclude_unset=True, exclude={"name"})
-        for deployment in schema.deployments
-    }
-    application = build_application(schema.import_path, schema.args, options)
-    return serve.RunTarget(application, name=schema.name, route_prefix=schema.route_prefix)
 
 
 def _raise_if_failed(name: str, status: Any, logs: str) -> None:

@@ -1,6 +1,6 @@
 """Writes configs for Ray Serve, and reads the arguments of an application in them. Does not import Ray.
 
-`tcdeploy deploy` reads a file that is such a config, with `models` in place of `applications`: each entry has the
+`tcdeploy deploy` reads a file that is such a config, with `models` in place of `applications`: its only entry has the
 arguments of `tcdeploy serve` and, optionally, fields of Ray Serve's deployments, which replace the defaults below.
 """
 
@@ -9,31 +9,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.extras import is_installed
-from tcdeploy.planning.recipe import Recipe, build_recipe
-from tcdeploy.scale.ingress import IngressModel
+from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.remote.address import CacheSource
 from tcdeploy.scale.replica import ReplicaSettings
 from tcdeploy.server.http.hot_path import hot_path_from_environment
-from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings, check_api_keys, check_settings
+from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings, check_settings
 
 DEPLOYMENT = "Model"  # name of the deployment in ray.py
 IMPORT_PATH = "tcdeploy.scale.ray:build"
-INGRESS = "ingress"  # name of its application
 INGRESS_DEPLOYMENT = "Ingress"  # name of its deployment in ray.py
-INGRESS_IMPORT_PATH = "tcdeploy.scale.ray:build_ingress"
 ROUTED_IMPORT_PATH = "tcdeploy.scale.ray:build_routed"
-# Applications at these paths would hide routes of the ingress, or of Ray's proxy ("-").
-ROUTE_NAMES = ("v1", "health", "ready", "tokenize", "detokenize", "-")
 INGRESS_REQUESTS = 1000  # that one replica of the ingress forwards at once
-HEAD_NODE = {"node:__internal_head__": 0.001}  # a resource that Ray gives to the head node
 REQUEST_ROUTER = "request_router_config"  # field of a deployment: how handles choose a replica
 PREFIX_ROUTER = "tcdeploy.scale.prefix_router.PrefixRouter"
 DEFAULT_PORT = 8000  # of Ray Serve
@@ -50,75 +44,50 @@ KindT = TypeVar("KindT")
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model of a deployment.
+    """The model of a deployment. `name`: of its application. `options`: fields of its deployment besides the defaults.
 
-    name: of the application in Ray. route_prefix: path at which Ray's proxies serve it: "/" or "/NAME".
-    options: fields of Ray Serve's deployments that replace the defaults.
+    is_routed: whether a request router chooses its replicas, so that requests come through a deployment handle.
     """
 
     name: str
-    route_prefix: str
     replica: ReplicaSettings
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_routed(self) -> bool:
-        """Whether requests reach the model through a deployment handle, whose request router chooses the replica."""
         return REQUEST_ROUTER in self.options
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """In the API."""
-        return self.replica.server.model, *self.replica.server.model_aliases
 
+def serve_config(entry: ModelEntry, other: Mapping[str, Any]) -> dict[str, Any]:
+    """A config for `serve deploy`. A model with a request router has an ingress in its application (ingress.py).
 
-@dataclass(frozen=True)
-class IngressSettings:
-    """models: by application. proxy_url: of Ray's proxy on each node that runs a replica of the ingress."""
-
-    models: Mapping[str, IngressModel]
-    proxy_url: str
-    max_body_bytes: int = ServerSettings.max_body_bytes
-
-
-def serve_config(entries: Sequence[ModelEntry], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A config for `serve deploy`.
-
-    `other`: its fields `http_options` and `proxy_location`, and `ingress`, the deployment fields of the ingress, if
-    given. Several models are also behind an ingress at `/`, unless `ingress` is False. A model with a request router of
-    its own has an ingress in its application, because HAProxy picks replicas itself and bypasses that router.
+    `other`: its fields `http_options` and `proxy_location`, the `route_prefix` of the application, and `ingress`, the
+    fields of the ingress' deployment. All are optional.
     """
-    proxy_location = other.get("proxy_location", "EveryNode")
-    http_options = {"host": "127.0.0.1", **(other.get("http_options") or {})}
-
-    def ingress() -> dict[str, Any]:
-        options = _ingress_options(entries, proxy_location, other.get("ingress") or {})
-        return {"name": INGRESS_DEPLOYMENT, **options}
-
-    applications = [
-        {
-            "name": entry.name,
-            "route_prefix": entry.route_prefix,
-            "import_path": ROUTED_IMPORT_PATH if entry.is_routed else IMPORT_PATH,
-            "args": write_arguments(entry.replica, entry.route_prefix),
-            "deployments": [
-                {"name": DEPLOYMENT, **deployment_options(entry)},
-                *([ingress()] if entry.is_routed else []),
-            ],
+    route_prefix = other.get("route_prefix", "/")
+    deployments = [{"name": DEPLOYMENT, **deployment_options(entry)}]
+    if entry.is_routed:
+        given = other.get("ingress", {})
+        ingress = {  # reserves no CPU, so that it starts wherever the model does
+            "name": INGRESS_DEPLOYMENT,
+            "max_ongoing_requests": INGRESS_REQUESTS,
+            "graceful_shutdown_timeout_s": entry.replica.server.drain_timeout,
+            **given,
+            "ray_actor_options": {"num_cpus": 0, "num_gpus": 0, **given.get("ray_actor_options", {})},
         }
-        for entry in entries
-    ]
-    if other.get("ingress") is not False and len(entries) > 1:
-        applications.append(
-            {
-                "name": INGRESS,
-                "route_prefix": "/",
-                "import_path": INGRESS_IMPORT_PATH,
-                "args": _ingress_arguments(entries, http_options),
-                "deployments": [ingress()],
-            }
-        )
-    return {"proxy_location": proxy_location, "http_options": http_options, "applications": applications}
+        deployments.append(ingress)
+    application = {
+        "name": entry.name,
+        "route_prefix": route_prefix,
+        "import_path": ROUTED_IMPORT_PATH if entry.is_routed else IMPORT_PATH,
+        "args": write_arguments(entry.replica, route_prefix),
+        "deployments": deployments,
+    }
+    return {
+        "proxy_location": other.get("proxy_location", "EveryNode"),
+        "http_options": {"host": "127.0.0.1", **(other.get("http_options") or {})},
+        "applications": [application],
+    }
 
 
 def proxy_url(http_options: Mapping[str, Any]) -> str:
@@ -131,39 +100,6 @@ def proxy_url(http_options: Mapping[str, Any]) -> str:
 
 def url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _ingress_options(entries: Sequence[ModelEntry], proxy_location: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the deployment of the ingress. It reserves no CPU, so that it starts wherever the models do."""
-    actor: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
-    if proxy_location == "HeadOnly":
-        actor["resources"] = dict(HEAD_NODE)
-    return {
-        "max_ongoing_requests": INGRESS_REQUESTS,
-        "graceful_shutdown_timeout_s": max(entry.replica.server.drain_timeout for entry in entries),
-        **given,
-        "ray_actor_options": {**actor, **given.get("ray_actor_options", {})},
-    }
-
-
-def _ingress_arguments(entries: Sequence[ModelEntry], http_options: Mapping[str, Any]) -> dict[str, Any]:
-    models: dict[str, dict[str, Any]] = {}
-    for entry in entries:
-        models[entry.name] = {"names": list(entry.model_names)}
-        if entry.is_routed:
-            models[entry.name]["needs_prompt"] = True
-        if entry.replica.server.api_keys:
-            models[entry.name]["api_keys"] = list(entry.replica.server.api_keys)
-    size = max(entry.replica.server.max_body_bytes for entry in entries)
-    return {"models": models, "proxy_url": proxy_url(http_options), "max_body_bytes": size}
-
-
-def read_ingress_arguments(arguments: Mapping[str, Any]) -> IngressSettings:
-    """Raises UsageError for unknown keys and invalid values."""
-    settings = _validate(IngressSettings, "args", arguments)
-    for model in settings.models.values():
-        check_api_keys(model.api_keys)
-    return settings
 
 
 def deployment_options(entry: ModelEntry) -> dict[str, Any]:
@@ -204,27 +140,16 @@ def use_haproxy(http_options: Mapping[str, Any]) -> None:
 def write_arguments(replica: ReplicaSettings, route_prefix: str = "/") -> dict[str, Any]:
     """`replica` as plain values for YAML, without fields that have their defaults."""
     server = dataclasses.replace(replica.server, root_path=route_prefix.rstrip("/"))
-    settings = _changed_fields(server, ServerSettings(), skipped=NOT_SENT | {"chat_template"})
-    if server.chat_template is not None:
-        settings["chat_template"] = {"path": str(server.chat_template.path), "text": server.chat_template.text}
-    arguments: dict[str, Any] = {
-        "recipe": _changed_fields(replica.recipe, Recipe(model="")),
-        "settings": settings,
-    }
+    arguments = {"recipe": _plain_values(replica.recipe), "settings": _plain_values(server, NOT_SENT)}
     if replica.cache is not None:
-        arguments["cache"] = _changed_fields(replica.cache, CacheSource(""))
+        arguments["cache"] = _plain_values(replica.cache)
     if replica.trusted_keys is not None:
         arguments["trusted_keys"] = replica.trusted_keys
     return arguments
 
 
-def _changed_fields(value: Any, default: Any, skipped: Set[str] = frozenset()) -> dict[str, Any]:
-    changed = {}
-    for item in dataclasses.fields(value):
-        content = getattr(value, item.name)
-        if item.name not in skipped and content != getattr(default, item.name):
-            changed[item.name] = list(content) if isinstance(content, tuple) else content
-    return changed
+def _plain_values(value: Any, skipped: set[str] | None = None) -> Any:
+    return TypeAdapter(type(value)).dump_python(value, mode="json", exclude_defaults=True, exclude=skipped)
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> ReplicaSettings:

@@ -7,18 +7,17 @@ import logging
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcdeploy import errors
-from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.remote.address import CacheSource
 from tcdeploy.server.http.hot_path import shorten_switch_interval
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
-from tcdeploy.server.observe.metrics import Metrics
-from tcdeploy.server.observe.request_log import RequestLog
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.text.chat_template import start_renderer
 
@@ -59,79 +58,53 @@ def start_error(text: str) -> TcdeployError | None:
     return kind(message, hint.strip())
 
 
-class ReplicaUnhealthyError(RuntimeError):
-    """The engine has stopped, or a canary has differed with `canary_strict`."""
+async def start_server(settings: ReplicaSettings) -> ModelServer:
+    """Load the model; returns once every bucket is warm and checked. Raises ReplicaStartError.
 
+    Call it in the event loop that calls the server's `app`. If the engine stops later, the process ends.
+    """
+    relax_gc_for_startup()
+    if settings.server.hot_path.short_switch_interval:
+        shorten_switch_interval()
+    start_renderer()
+    loop = asyncio.get_running_loop()
+    started: asyncio.Future[Deployment] = loop.create_future()
 
-class Replica:
-    """A loaded model. Create it with `await Replica.start(settings)` in the event loop that calls `app`."""
-
-    def __init__(self, settings: ReplicaSettings) -> None:
-        self._settings = settings
-        self._started: asyncio.Future[Deployment] = asyncio.get_running_loop().create_future()
-        self._server = ModelServer(settings.server, self._deploy, self._started.set_result, self._fail)
-
-    @classmethod
-    async def start(cls, settings: ReplicaSettings) -> Replica:
-        """Load the model; returns once every bucket is warm and checked. Raises ReplicaStartError."""
-        relax_gc_for_startup()
-        if settings.server.hot_path.short_switch_interval:
-            shorten_switch_interval()
-        start_renderer()
-        replica = cls(settings)
-        replica._server.start()
-        try:
-            await replica._started
-        except BaseException as error:
-            replica.close()
-            if isinstance(error, TcdeployError):
-                raise ReplicaStartError.from_cause(error) from error
-            raise
-        return replica
-
-    @property
-    def app(self) -> RequestLog:
-        """The ASGI app, with the routes of `tcdeploy serve`."""
-        return self._server.app
-
-    @property
-    def metrics(self) -> Metrics:
-        return self._server.metrics
-
-    def check_health(self) -> None:
-        """Raises ReplicaUnhealthyError."""
-        if not self._server.state.is_healthy:
-            raise ReplicaUnhealthyError(self._server.state.unready_reason)
-
-    def close(self) -> None:
-        """Stop the engine thread. Ray has already waited for the replica's requests."""
-        self._server.close()
-        from tcdeploy.cache.staging.folder import remove_own_staging_folders
-
-        remove_own_staging_folders()
-
-    def _deploy(self) -> Deployment:
-        """Runs in the engine thread."""
-        settings = self._settings
-        trusted_keys = Path(settings.trusted_keys) if settings.trusted_keys else None
-        if settings.cache is not None:
-            from tcdeploy.bundle.fetch import fetch
-            from tcdeploy.cache.trust.signing import default_trusted_keys_folder
-
-            cache = settings.cache
-            fetch(
-                settings.recipe, cache.source, trusted_keys or default_trusted_keys_folder(), cache.allow_unsigned,
-                cache.allow_rollback,
-            )  # fmt: skip
-        from tcdeploy.start.prepare import prepare
-
-        eager = settings.server.start == "eager"
-        return prepare(settings.recipe, trusted_keys=trusted_keys, needs_tokenizer=True, eager=eager)
-
-    def _fail(self, error: BaseException) -> None:
-        """A replica that cannot run further ends its process, so that it is replaced at once."""
-        if not self._started.done():
-            self._started.set_exception(error)
-        else:
+    def fail(error: BaseException) -> None:
+        if not started.done():
+            started.set_exception(error)
+        else:  # Ray replaces the replica at once if its process ends
             log.error("the engine has stopped: %s", error)
-            asyncio.get_running_loop().call_later(ERROR_DELIVERY_S, os._exit, 1)
+            loop.call_later(ERROR_DELIVERY_S, os._exit, 1)
+
+    server = ModelServer(settings.server, partial(_deploy, settings), started.set_result, fail)
+    server.start()
+    try:
+        await started
+    except BaseException as error:
+        close_server(server)
+        if isinstance(error, TcdeployError):
+            raise ReplicaStartError.from_cause(error) from error
+        raise
+    return server
+
+
+def _deploy(settings: ReplicaSettings) -> Deployment:
+    """Runs in the engine thread."""
+    trusted_keys = Path(settings.trusted_keys) if settings.trusted_keys else None
+    if settings.cache is not None:
+        from tcdeploy.bundle.fetch import fetch
+
+        fetch(settings.recipe, settings.cache, trusted_keys)
+    from tcdeploy.start.prepare import prepare
+
+    eager = settings.server.start == "eager"
+    return prepare(settings.recipe, trusted_keys=trusted_keys, needs_tokenizer=True, eager=eager)
+
+
+def close_server(server: ModelServer) -> None:
+    """Stop the engine thread. Ray has already waited for the replica's requests."""
+    server.close()
+    from tcdeploy.cache.staging.folder import remove_own_staging_folders
+
+    remove_own_staging_folders()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,9 +37,11 @@ def baseline(reference_tiny: Any, session: Session) -> BaselineModel:
 
 
 def test_a_decode_row_for_each_bucket(tiny_deployment: Any, session: Session, baseline: BaselineModel) -> None:
-    settings = DecodeSettings(context_length=48, repeats=4, steps=6, price_per_hour=3.6)
-    rows = list(decode.measure("tcdeploy", tiny_deployment, session, settings))
-    rows += list(decode.measure_baseline(baseline, session, settings))
+    settings = DecodeSettings(context_length=48, repeats=4, steps=6)
+    session = replace(session, settings=settings)
+    rows = list(decode.measure("tcdeploy", tiny_deployment, session))
+    rows += list(decode.measure_baseline(baseline, session))
+    assert session.extra == {"device_memory": None}
     assert [(row.subject, row.batch, row.context) for row in rows] == [
         ("tcdeploy", 1, 48), ("tcdeploy", 4, 48), ("eager", 1, 48), ("eager", 4, 48),
     ]  # fmt: skip
@@ -47,7 +50,7 @@ def test_a_decode_row_for_each_bucket(tiny_deployment: Any, session: Session, ba
         assert row.bytes_read == tiny_deployment.plan.weight_bytes + row.batch * 48 * 6 * 2 * 2 * 32 * 4
         assert row.floor_ms == pytest.approx(row.bytes_read / 1e7)
         assert row.share_of_floor == pytest.approx(row.floor_ms / row.step_ms.p50)
-        assert row.tokens_per_second and row.price_per_million_tokens == pytest.approx(1000 / row.tokens_per_second)
+        assert row.tokens_per_second
         assert row.host_us is None and row.breakdown is None
     assert rows[0].wall_ms and rows[2].first_call_seconds and rows[2].wall_ms is None
 
@@ -62,9 +65,9 @@ def test_the_context_is_the_requested_one_or_less_where_the_cache_is_smaller(ses
 def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, baseline: BaselineModel) -> None:
     settings = PrefillSettings(lengths=(8, 200), repeats=3)
     start = time.perf_counter()
-    rows = list(prefill.measure("tcdeploy", tiny_deployment, (8, 200), session, settings))
+    rows = list(prefill.measure("tcdeploy", tiny_deployment, replace(session, settings=settings)))
     wall_ms = (time.perf_counter() - start) * 1e3
-    rows += list(prefill.measure_baseline(baseline, (8, 200), session, settings))
+    rows += list(prefill.measure_baseline(baseline, replace(session, settings=settings)))
     assert [(row.subject, row.tokens) for row in rows] == [
         ("tcdeploy", 8), ("tcdeploy", 200), ("eager", 8), ("eager", 200),
     ]  # fmt: skip
@@ -79,14 +82,14 @@ def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, b
 
 
 def test_default_lengths_are_those_that_fit_the_context(session: Session) -> None:
-    assert prefill.lengths_to_measure(session.planned.plan, PrefillSettings()) == (128, 512)
-    assert prefill.lengths_to_measure(session.planned.plan, PrefillSettings(lengths=(7,))) == (7,)
+    assert PrefillSettings().lengths_within(session.planned.plan) == (128, 512)
+    assert PrefillSettings(lengths=(7,)).lengths_within(session.planned.plan) == (7,)
 
 
 @pytest.mark.parametrize("rate", [math.inf, 100.0])
 def test_every_request_runs_to_its_full_length(tiny_deployment: Any, session: Session, rate: float) -> None:
     settings = ThroughputSettings(requests=6, input_length=12, output_length=5, request_rate=rate)
-    [row] = throughput.measure("tcdeploy", tiny_deployment, session, settings)
+    [row] = throughput.measure("tcdeploy", tiny_deployment, replace(session, settings=settings))
     assert isinstance(row, throughput.ThroughputRow) and row.engine
     assert row.requests == row.latencies.first_token_ms.count == 6
     assert row.latencies.token_gap_ms and row.latencies.token_gap_ms.count == 6 * 4
@@ -101,7 +104,7 @@ def test_every_request_runs_to_its_full_length(tiny_deployment: Any, session: Se
 
 def test_a_client_sends_its_next_request_after_a_complete_response(tiny_deployment: Any, session: Session) -> None:
     settings = ThroughputSettings(requests=6, input_length=12, output_length=5, concurrency=2)
-    [row] = throughput.measure("tcdeploy", tiny_deployment, session, settings)
+    [row] = throughput.measure("tcdeploy", tiny_deployment, replace(session, settings=settings))
     assert isinstance(row, throughput.ThroughputRow) and row.engine
     assert row.requests == 6 and row.engine.peak_running == 2
     arrivals = sorted(arrival for arrival, _, _ in row.request_timings)
@@ -112,7 +115,7 @@ def test_a_client_sends_its_next_request_after_a_complete_response(tiny_deployme
 
 def test_a_baseline_runs_batches_one_after_another(session: Session, baseline: BaselineModel) -> None:
     settings = ThroughputSettings(requests=6, input_length=12, output_length=5)
-    [row] = throughput.measure_baseline(baseline, session, settings)
+    [row] = throughput.measure_baseline(baseline, replace(session, settings=settings))
     assert isinstance(row, throughput.ThroughputRow) and row.engine is None
     firsts = [first for _, first, _ in row.request_timings]
     assert len(set(firsts[:4])) == len(set(firsts[4:])) == 1 and firsts[0] < firsts[4]
@@ -122,7 +125,7 @@ def test_a_baseline_runs_batches_one_after_another(session: Session, baseline: B
 def test_a_baseline_supports_neither_rate_nor_concurrency(session: Session, baseline: BaselineModel) -> None:
     for settings in (ThroughputSettings(request_rate=1.0), ThroughputSettings(concurrency=1)):
         with pytest.raises(UsageError, match="whole batches"):
-            next(throughput.measure_baseline(baseline, session, settings))
+            next(throughput.measure_baseline(baseline, replace(session, settings=settings)))
 
 
 def test_a_downsampled_timeline_keeps_its_last_point() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,25 @@ from tcdeploy.bench.decode import DecodeRow
 from tcdeploy.bench.plot import draw, draw_figure, draw_rates
 from tcdeploy.bench.prefill import PrefillRow
 from tcdeploy.bench.report import FailedRow, Report, Row
+from tcdeploy.bench.serving import ServeRow
 from tcdeploy.bench.startup import StartupRow
-from tcdeploy.bench.stats import Summary
-from tcdeploy.bench.sweep import RatePoint
+from tcdeploy.bench.stats import Latencies, RequestTiming, Summary, latencies
 from tcdeploy.bench.throughput import ThroughputRow
-from tcdeploy.bench.traffic import RequestTiming, latencies
 
 pytest.importorskip("matplotlib", reason="the plot extra is not installed")
 MS = Summary(3, 1.0, 2.0, 3.0, 3.0, 2.0, 3.0)
 SERVED = [RequestTiming(0.0, [1.0, 2.0]), RequestTiming(0.5, [1.5, 2.5])]
 ROWS: dict[str, list[Row]] = {
     "decode": [
-        DecodeRow("tcdeploy", 1, 512, MS, 10**9, 0.5, 0.25, 500.0, None),
-        DecodeRow("tcdeploy", 4, 512, MS, 10**9, 0.6, 0.3, None, None),
-        DecodeRow("eager", 1, 512, MS, 10**9, None, None, 100.0, None),
+        DecodeRow("tcdeploy", 1, 512, MS, 10**9, 0.5, 0.25, 500.0),
+        DecodeRow("tcdeploy", 4, 512, MS, 10**9, 0.6, 0.3, None),
+        DecodeRow("eager", 1, 512, MS, 10**9, None, None, 100.0),
         FailedRow("generate", "why"),
     ],
     "prefill": [PrefillRow("tcdeploy", 128, MS, MS, 0.5, 0.25), PrefillRow("eager", 512, MS, None, None, None)],
     "throughput": [
         ThroughputRow(
-            "tcdeploy", 2, 2.5, 1.6, 9.6, 0.8, latencies(SERVED), None, ((0.0, 1.0, 2.0), (0.5, 1.5, 2.5)), None,
+            "tcdeploy", 2, 2.5, 1.6, 9.6, 0.8, latencies(SERVED), ((0.0, 1.0, 2.0), (0.5, 1.5, 2.5)), None,
             ((1.0, 1, 1), (2.5, 0, 0)),
         )
     ],
@@ -81,8 +81,13 @@ def test_the_title_names_the_gpu_or_the_cpu() -> None:
 
 def test_latencies_of_two_servers_can_be_plotted_over_the_rate(tmp_path: Path) -> None:
     """One point has no time per token: its responses were single tokens."""
-    points = [RatePoint("ours", 8.0, 120.0, 11.0, 30.0), RatePoint("ours", 4.0, 60.0, 9.0, 12.0)]
-    points += [RatePoint("other", 4.0, 70.0, None, None), RatePoint("other", 8.0, 600.0, 12.0, 45.0)]
+    several, single = latencies(SERVED), Latencies(MS, None, None)
+    rows = [
+        asdict(ServeRow(subject, 9, {}, 1.0, 9, 9.0, 9.0, times, rate))
+        for subject, rate, times in (
+            ("ours", 8.0, several), ("ours", 4.0, several), ("other", 4.0, single), ("other", 8.0, several),
+        )
+    ]  # fmt: skip
     path = tmp_path / "rates.svg"
-    draw_rates(points, (500.0, 20.0), str(path))
+    draw_rates(rows, (500.0, 20.0), str(path))
     assert path.read_bytes().startswith(b"<?xml") and path.stat().st_size > 5000

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tcdeploy.bench.traffic import arrival_times
+from tcdeploy.bench.stats import arrival_times
 from tests.bench.fake_server import FakeServer, run_load
 
 SMALL = {"input_length": 6, "output_length": 4}
@@ -27,24 +26,11 @@ def test_every_request_has_its_lengths_and_the_row_its_token_counts() -> None:
 
 def test_no_request_reaches_the_server_before_its_arrival_time() -> None:
     fake = FakeServer()
-    [row] = run_load(fake, requests=20, request_rate=10.0, burstiness=0.3, seed=4, **SMALL)
-    scheduled = arrival_times(20, 10.0, seed=4, burstiness=0.3)
+    [row] = run_load(fake, requests=20, request_rate=10.0, seed=4, **SMALL)
+    scheduled = arrival_times(20, 10.0, seed=4)
     arrived = sorted(arrival for arrival, _ in fake.spans)
     assert row.request_rate == 10.0 and row.seconds >= scheduled[-1]
     assert arrived[-1] - arrived[0] >= 0.5 * (scheduled[-1] - scheduled[0])
-
-
-@pytest.mark.parametrize("arrivals", [{"concurrency": 2}, {"request_rate": 200.0}])
-def test_turns_of_a_chat_follow_each_other_after_the_think_time(arrivals: dict[str, Any]) -> None:
-    fake = FakeServer()
-    [row] = run_load(fake, requests=3, turns=3, think_time=0.3, **arrivals, **SMALL)
-    assert (row.requests, row.failures) == (9, {})
-    chats: dict[tuple[int, ...], list[list[int]]] = {}
-    for body in fake.bodies:
-        chats.setdefault(tuple(body["prompt"][:6]), []).append(body["prompt"])
-    assert [[len(prompt) for prompt in prompts] for prompts in chats.values()] == [[6, 16, 26]] * 3
-    assert len(fake.spans) == 9
-    assert row.latencies is not None and row.latencies.first_token_ms.p50 < 250  # the think time is not waiting time
 
 
 def test_a_trace_is_sent_at_its_times_and_reported_by_kind(tmp_path: Path) -> None:

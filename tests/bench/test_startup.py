@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tcdeploy.bench import startup
 from tcdeploy.bench.settings import StartupSettings
-from tcdeploy.bench.startup import StartupRow, recipe_flags, run, run_process
+from tcdeploy.bench.startup import StartupRow, recipe_flags, run_process
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.progress import NullProgress
 from tcdeploy.planning.recipe import Recipe, build_recipe
@@ -30,22 +31,25 @@ def test_recipe_flags_round_trip() -> None:
     assert build_recipe(flags, environ={"TCDEPLOY_REGION": "blocks"}) == recipe
 
 
-def fake_child(commands: list[list[str]], stages: dict[str, float]) -> object:
-    def start(command: list[str]) -> str:
-        commands.append(command)
-        now = time.time()
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of the children, which are not run: each reports two stages."""
+    started: list[list[str]] = []
+
+    def run_process(command: list[str]) -> str:
+        started.append(command)
+        now, stages = time.time(), {"import": 1.0, "compile": 2.0}
         child_report = {"began": now + 0.5, "ended": now + 4, "stage_seconds": stages, "plan": {"model": "m"}}
         return json.dumps(
             {**child_report, "import_seconds": {"torch": 0.8}, "weights_seconds": 0.6, "environment": {"gpu": ""}}
         )
 
-    return start
+    monkeypatch.setattr(startup, "run_process", run_process)
+    return started
 
 
-def test_one_cold_start_and_then_warm_starts_share_a_temporary_folder() -> None:
-    commands: list[list[str]] = []
-    start = fake_child(commands, {"import": 1.0, "compile": 2.0})
-    report = run(Recipe(model="m", cache_dir="mine"), StartupSettings(warm_runs=2), NullProgress(), start)  # type: ignore[arg-type]
+def test_one_cold_start_and_then_warm_starts_share_a_temporary_folder(commands: list[list[str]]) -> None:
+    report = startup.run(Recipe(model="m", cache_dir="mine"), StartupSettings(warm_runs=2), NullProgress())
     rows = [row for row in report.rows if isinstance(row, StartupRow)]
     assert [row.start for row in rows] == ["cold", "warm", "warm"]
     folders = {command[command.index("--cache-dir") + 1] for command in commands}
@@ -54,18 +58,16 @@ def test_one_cold_start_and_then_warm_starts_share_a_temporary_folder() -> None:
     assert all("--child" in command for command in commands)
 
 
-def test_starts_from_a_filled_cache_use_the_folder_of_the_recipe() -> None:
-    commands: list[list[str]] = []
-    start = fake_child(commands, {"import": 1.0})
+def test_starts_from_a_filled_cache_use_the_folder_of_the_recipe(commands: list[list[str]]) -> None:
     settings = StartupSettings(source="cache", warm_runs=2)
-    report = run(Recipe(model="m", cache_dir="mine"), settings, NullProgress(), start)  # type: ignore[arg-type]
+    report = startup.run(Recipe(model="m", cache_dir="mine"), settings, NullProgress())
     assert [row.start for row in report.rows if isinstance(row, StartupRow)] == ["warm", "warm"]
     assert all(command[command.index("--cache-dir") + 1] == "mine" for command in commands)
 
 
+@pytest.mark.usefixtures("commands")
 def test_stages_add_up_to_the_first_token() -> None:
-    start = fake_child([], {"import": 1.0, "compile": 2.0})
-    report = run(Recipe(model="m"), StartupSettings(), NullProgress(), start)  # type: ignore[arg-type]
+    report = startup.run(Recipe(model="m"), StartupSettings(), NullProgress())
     row = report.rows[0]
     assert isinstance(row, StartupRow)
     assert list(row.stage_seconds) == ["interpreter", "import", "compile", "other"]

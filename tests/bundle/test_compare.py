@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bundle.compare import compare_manifests
+from tcdeploy.bundle.why import compare_manifests
 from tcdeploy.cache.record.manifest import Manifest
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import KINDS, fill, make_small, manifest_for

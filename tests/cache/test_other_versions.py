@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bundle.compare import check_not_older
-from tcdeploy.bundle.unpack import unpack
+from tcdeploy.bundle.unpack import check_not_older, unpack
 from tcdeploy.cache.folder.layout import manifest_path, stored_header_path
 from tcdeploy.cache.folder.leases import acquire_lease
 from tcdeploy.cache.inventory import LEFTOVER_AGE_SECONDS, collect_garbage, list_plans, usage_by_kind

@@ -33,7 +33,7 @@ except SystemExit as exit_:
 """
 COMMAND_MODULES = {
     f"tcdeploy.cli.{name}"
-    for name in ("bench", "bench_serve", "cache", "cache_bundle", "cache_inspect", "compile", "deploy", "doctor",
+    for name in ("bench", "cache", "cache_bundle", "cache_inspect", "compile", "deploy", "doctor",
                  "explain", "generate", "recipes", "serve", "warm")
 }  # fmt: skip
 
@@ -55,7 +55,7 @@ def modules_after(*arguments: str) -> tuple[int, set[str]]:
         (("serve", "builtin:tiny", "--port", "0", "--memory-fraction", "0.5", "--canary-interval", "-1"), 2, {"serve"}),
         (("generate", "builtin:tiny", "x", "--top-p", "7", "--programs", "aot", "--context", "64"), 2, {"generate"}),
         (("bench", "startup", "builtin:tiny", "--from", "cache", "--warm-runs", "0"), 2, {"bench"}),
-        (("bench", "serve", "--requests", "0"), 2, {"bench", "bench_serve"}),
+        (("bench", "serve", "--requests", "0"), 2, {"bench"}),
     ],
 )
 def test_a_command_imports_no_other_command_nor_pydantic_nor_rich(

@@ -15,7 +15,7 @@ from typer.main import get_command
 from tcdeploy.bench.report import FailedRow, Report
 from tcdeploy.bench.serving import ServeRow
 from tcdeploy.cli import app as cli
-from tcdeploy.cli.bench_output import publish_document
+from tcdeploy.cli.bench_display import publish_document
 from tcdeploy.errors import UsageError
 from tests.conftest import ROOT, TINY, RunCLI
 

@@ -10,14 +10,12 @@ import pytest
 
 from tcdeploy.bench.breakdown import Breakdown, KernelTime
 from tcdeploy.bench.decode import DecodeRow
-from tcdeploy.bench.goodput import Goodput
 from tcdeploy.bench.prefill import PrefillRow
 from tcdeploy.bench.report import Report
 from tcdeploy.bench.serving import ServeRow
 from tcdeploy.bench.startup import StartupRow
-from tcdeploy.bench.stats import Summary
+from tcdeploy.bench.stats import Goodput, Latencies, Summary
 from tcdeploy.bench.throughput import EngineCounts, ThroughputRow
-from tcdeploy.bench.traffic import Latencies
 from tcdeploy.bundle.verify import BucketReplay
 from tcdeploy.bundle.why import BucketForecast, Forecast
 from tcdeploy.cache.inventory import CachedPlan
@@ -77,9 +75,7 @@ def bench_tables(command: str, *rows: Any) -> dict[str, Table]:
 def decode_row(subject: str) -> DecodeRow:
     kernels = (KernelTime(KERNEL, "attention", 32.5, 1234.5), KernelTime("triton_red_fused_3", "other", 65, 23.4))
     breakdown = Breakdown(5, 12345.6, 12300.1, 45.6, 10987.6, 1234.5, 23.4, 345.6, kernels)
-    return DecodeRow(
-        subject, 256, 131072, SUMMARY, 71 << 30, 1234.5, 0.876, 1234567.8, 0.123, 1.2, 1234.5, 1.2, breakdown
-    )
+    return DecodeRow(subject, 256, 131072, SUMMARY, 71 << 30, 1234.5, 0.876, 1234567.8, 1.2, 1234.5, 1.2, breakdown)
 
 
 def every_table() -> dict[str, Table]:
@@ -94,7 +90,7 @@ def every_table() -> dict[str, Table]:
                      Goodput(10, 0.987, 1234.5))  # fmt: skip
     replays = [BucketReplay(bucket, 256, 12, 0.123, False, "12 tokens differ") for bucket in BUCKETS]
     torch_versions = Difference("environment.torch", "2.11.0+cu128", "2.13.1+cu130")
-    throughput = ThroughputRow("tcdeploy", 1, 1.0, 123456.7, 1234567.8, 1234.5, LATENCIES, 1.2, (), engine)
+    throughput = ThroughputRow("tcdeploy", 1, 1.0, 123456.7, 1234567.8, 1234.5, LATENCIES, (), engine)
     stages = {"import": 12.3, "decide": 0.4, "load": 101.2, "reference": 4.5, "compile": 1234.5, "first token": 1.2}
     return {
         "plan": plan_table(plan()),

@@ -193,7 +193,7 @@ def run(rng: random.Random, count: int) -> dict[str, Any]:
     """Attack a deployment of one model, whose proxy is HAProxy."""
     with tempfile.TemporaryDirectory() as name:
         home = make_folders(Path(name))
-        with ray_deployment(home, [model_entry(home / "cache", "tiny")]) as deployment:
+        with ray_deployment(home, model_entry(home / "cache", "tiny")) as deployment:
             target = find_target(deployment)
             results = attack(rng, count, target)
     numbers = {"files": len(target.files), "sockets": len(target.sockets), "ports": len(target.ports)}

@@ -35,25 +35,21 @@ def model_entry(cache: Path, name: str, **options: Any) -> dict[str, Any]:
 @dataclass
 class RayDeployment:
     process: subprocess.Popen[str]
-    models: list[dict[str, Any]]  # as `--json` reports them
-    ingress_url: str
+    url: str
     metrics_url: str
     home: Path
 
-    def client(self, number: int | None = 0) -> openai.OpenAI:
-        """`number`: of the model; None: the ingress."""
-        url = self.ingress_url if number is None else self.models[number]["url"]
-        return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def replica_pids(self, name: str) -> list[int]:
         """Processes of replicas whose constructor has begun. Other tests' clusters have other sessions."""
         start = f"ray::ServeReplica:{name}:Model"
         return sorted(process.pid for process in descendants(self.process.pid) if title(process).startswith(start))
 
-    def serving_replicas(self, number: int) -> set[str]:
+    def serving_replicas(self) -> set[str]:
         """Start times of the replicas that answer 32 requests for metrics, which are routed as others are."""
-        url = f"{self.models[number]['url']}/metrics"
-        texts = [httpx.get(url, timeout=60).text for _ in range(32)]
+        texts = [httpx.get(f"{self.url}/metrics", timeout=60).text for _ in range(32)]
         return {line for text in texts for line in text.splitlines() if line.startswith("process_start_time_seconds ")}
 
     def reported(self, metric: str, **labels: str) -> dict[str, float]:
@@ -89,10 +85,11 @@ def processes_of_home(home: Path) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDeployment]:
-    """Deploy, wait until all models are running, and stop with SIGTERM, which must remove everything."""
+def ray_deployment(folder: Path, model: dict[str, Any], **other: Any) -> Iterator[RayDeployment]:
+    """Deploy, wait until the model is running, and stop with SIGTERM, which must remove everything."""
     file = folder / "models.yaml"
-    file.write_text(yaml.safe_dump({"http_options": {"host": "0.0.0.0", "port": free_port()}, "models": models}))
+    http_options = {"host": "0.0.0.0", "port": free_port()}
+    file.write_text(yaml.safe_dump({"http_options": http_options, "models": [model], **other}))
     command = cli_command("deploy", str(file), "--ray", "--json")
     ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
     environ = cli_environment(
@@ -116,8 +113,8 @@ def ray_deployment(folder: Path, models: list[dict[str, Any]]) -> Iterator[RayDe
             document += line
         timer.cancel()
         report = json.loads(document)
-        [metrics_url] = report["metrics_urls"]
-        yield RayDeployment(process, report["models"], report["ingress_url"], metrics_url, folder)
+        [model], [metrics_url] = report["models"], report["metrics_urls"]
+        yield RayDeployment(process, model["url"], metrics_url, folder)
         below = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(180) == 0, "".join(stderr)
@@ -148,7 +145,6 @@ class Load:
     deployment: RayDeployment
     max_tokens: int = 40
     model: str = "tiny"
-    number: int | None = 0  # of the model; None: through the ingress
     outcomes: list[tuple[float, float, str]] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -170,7 +166,7 @@ class Load:
         return [error for _, _, error in self.outcomes if error]
 
     def _run(self) -> None:
-        with self.deployment.client(self.number) as client:
+        with self.deployment.client() as client:
             while not self._stop.is_set():
                 start = time.monotonic()
                 error = self._send(client)

@@ -15,15 +15,13 @@ import yaml
 from ray.serve import Application
 
 from tcdeploy.bundle.fetch import EnvironmentMismatchError
-from tcdeploy.cli.deploy import read_entries
+from tcdeploy.cli.deploy import read_entry
 from tcdeploy.errors import MismatchError, UsageError
-from tcdeploy.scale.ingress import IngressModel
 from tcdeploy.scale.ray_config import (
     HAPROXY_VARIABLE,
     PREFIX_ROUTER,
-    IngressSettings,
+    proxy_url,
     read_arguments,
-    read_ingress_arguments,
     serve_config,
     use_haproxy,
     write_arguments,
@@ -37,14 +35,11 @@ def test_the_recipe_is_a_config_of_ray_serve(run_cli: Any) -> None:
     recipe = ROOT / "recipes" / "deploy" / "ray" / "models.yaml"
     done = run_cli("deploy", str(recipe), "--ray", "--dry-run")
     assert done.returncode == 0, done.stderr
-    applications = yaml.safe_load(done.stdout)["applications"]
-    prefixes = [(item["name"], item["route_prefix"]) for item in applications]
-    assert prefixes == [("llama", "/llama"), ("qwen", "/qwen"), ("ingress", "/")]
-    assert applications[2]["args"]["models"] == {"llama": {"names": ["llama"]}, "qwen": {"names": ["qwen"]}}
-    assert applications[2]["args"]["proxy_url"] == "http://127.0.0.1:8000"
-    assert applications[0]["args"]["recipe"]["batch_sizes"] == [1, 8, 32]
-    assert applications[0]["args"]["cache"] == {"source": "s3://example-bundles/llama"}
-    [options] = applications[0]["deployments"]
+    [application] = yaml.safe_load(done.stdout)["applications"]
+    assert (application["name"], application["route_prefix"]) == ("llama", "/")
+    assert application["args"]["recipe"]["batch_sizes"] == [1, 8, 32]
+    assert application["args"]["cache"] == {"source": "s3://example-bundles/llama"}
+    [options] = application["deployments"]
     assert options["max_ongoing_requests"] == 32 and options["ray_actor_options"]["num_gpus"] == 1
     assert options["autoscaling_config"]["max_replicas"] == 4 and options["autoscaling_config"]["upscale_delay_s"] == 3
 
@@ -54,7 +49,7 @@ def test_the_arguments_of_an_application_are_read_back_as_they_were(tmp_path: Pa
     template.write_text("{{ messages }}")
     words = f"{TINY} --device cpu --batch-sizes 1,4 --max-queued 7 --chat-template {template} --api-key a --api-key b"
     file = {"models": [{"serve": f"{words} --cache-from /bundles --allow-unsigned --trusted-keys /keys"}]}
-    [entry] = read_entries(Path("models.yaml"), file)
+    entry = read_entry(Path("models.yaml"), file)
     written = json.loads(json.dumps(write_arguments(entry.replica)))
     assert read_arguments(written) == entry.replica
     assert entry.replica.server.api_keys == ("a", "b") and entry.replica.server.max_queued == 7
@@ -84,73 +79,59 @@ def test_invalid_arguments_of_an_application_are_refused(arguments: dict[str, An
     assert message in error.value.message
 
 
-def test_a_key_of_the_ingress_that_no_request_could_send_is_refused() -> None:
-    models = {"m": {"names": ["m"], "api_keys": [" lead"]}}
-    with pytest.raises(UsageError, match="character U\\+0020 at position 1"):
-        read_ingress_arguments({"models": models, "proxy_url": "http://127.0.0.1:8000", "max_body_bytes": 1})
-
-
 def test_variables_without_effect_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCDEPLOY_SSL_CERTFILE", "cert.pem")
     with pytest.raises(UsageError) as error:
-        read_entries(Path("models.yaml"), {"models": [{"serve": TINY}]})
-    assert error.value.message == "models.yaml: model 1: TCDEPLOY_SSL_CERTFILE has no effect on Ray Serve"
+        read_entry(Path("models.yaml"), {"models": [{"serve": TINY}]})
+    assert error.value.message == "models.yaml: model: TCDEPLOY_SSL_CERTFILE has no effect on Ray Serve"
 
 
 def test_the_proxy_listens_on_this_machine_only_and_a_replica_has_a_gpu_by_default() -> None:
-    entries = read_entries(Path("models.yaml"), {"models": [{"serve": TINY, "ray_actor_options": {"num_cpus": 4}}]})
-    config = serve_config(entries, {})
+    config = config_of({"serve": TINY, "ray_actor_options": {"num_cpus": 4}})
     assert config["http_options"] == {"host": "127.0.0.1"}
     assert config["applications"][0]["deployments"][0]["ray_actor_options"] == {"num_cpus": 4, "num_gpus": 1}
 
 
-def config_of(*models: dict[str, Any], **other: Any) -> dict[str, Any]:
-    content = {"models": list(models), **other}
-    return serve_config(read_entries(Path("models.yaml"), content), content)
+def config_of(model: dict[str, Any], **other: Any) -> dict[str, Any]:
+    content = {"models": [model], **other}
+    return serve_config(read_entry(Path("models.yaml"), content), content)
 
 
-def test_several_models_have_an_ingress_unless_the_file_says_that_they_have_none() -> None:
-    models = (
-        {"serve": f"{TINY} --served-model-name a --served-model-name b"},
-        {"serve": f"{TINY} --drain-timeout 70 --api-key k"},
-    )
-    http = {"host": "::", "port": 80, "ssl_certfile": "c"}
-    ingress = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 3}}
-    application = config_of(*models, http_options=http, ingress=ingress, proxy_location="HeadOnly")["applications"][2]
-    assert read_ingress_arguments(json.loads(json.dumps(application["args"]))) == IngressSettings(
-        {"a": IngressModel(("a", "b")), "builtin-tiny": IngressModel((TINY,), api_keys=("k",))}, "https://[::1]:80"
-    )
-    [options] = application["deployments"]
-    assert options["graceful_shutdown_timeout_s"] == 70 and options["num_replicas"] == 2
-    actor = options["ray_actor_options"]
-    assert actor == {"num_cpus": 3, "num_gpus": 0, "resources": {"node:__internal_head__": 0.001}}
-    assert [item["name"] for item in config_of(*models, ingress=False)["applications"]] == ["a", "builtin-tiny"]
-    assert [item["name"] for item in config_of(models[0])["applications"]] == ["a"]
+def test_a_model_is_served_at_the_path_of_the_file() -> None:
+    [application] = config_of({"serve": f"{TINY} --served-model-name org/a"}, route_prefix="/a")["applications"]
+    assert (application["name"], application["route_prefix"]) == ("a", "/a")
+    assert application["args"]["settings"] == {"model": "org/a", "root_path": "/a"}
+    assert read_arguments(application["args"]).server.root_path == "/a"
+
+
+def test_the_url_of_the_proxy_is_that_for_requests_from_its_own_machine() -> None:
+    assert proxy_url({"host": "::", "port": 80, "ssl_certfile": "c"}) == "https://[::1]:80"
+    assert proxy_url({"host": "0.0.0.0"}) == proxy_url({}) == "http://127.0.0.1:8000"
 
 
 def test_a_model_with_a_request_router_has_an_ingress_in_its_application() -> None:
     router = {"request_router_class": PREFIX_ROUTER}
-    flags = f"{TINY} --batch-sizes 1,8"
+    flags = f"{TINY} --batch-sizes 1,8 --drain-timeout 70"
     for model in ({"serve": flags}, {"serve": flags, "max_ongoing_requests": 64}):
-        [application] = config_of({**model, "request_router_config": router})["applications"]
+        given = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 3}}
+        [application] = config_of({**model, "request_router_config": router}, ingress=given)["applications"]
         assert application["route_prefix"] == "/" and application["import_path"].endswith(":build_routed")
-        assert [item["name"] for item in application["deployments"]] == ["Model", "Ingress"]
-        config = application["deployments"][0]["request_router_config"]
-        assert config["request_router_kwargs"] == {"imbalanced_threshold": model.get("max_ongoing_requests", 8) // 2}
+        model_options, ingress = application["deployments"]
+        assert (model_options["name"], ingress["name"]) == ("Model", "Ingress")
+        kwargs = model_options["request_router_config"]["request_router_kwargs"]
+        assert kwargs == {"imbalanced_threshold": model.get("max_ongoing_requests", 8) // 2}
+        assert ingress["graceful_shutdown_timeout_s"] == 70 and ingress["num_replicas"] == 2
+        assert ingress["ray_actor_options"] == {"num_cpus": 3, "num_gpus": 0}
     given = {**router, "request_router_kwargs": {"imbalanced_threshold": 5}}
-    applications = config_of(
-        {"serve": f"{TINY} --served-model-name a", "request_router_config": given}, {"serve": TINY}
-    )["applications"]
-    assert applications[0]["deployments"][0]["request_router_config"] == given
-    assert applications[2]["args"]["models"]["a"] == {"names": ["a"], "needs_prompt": True}
+    [application] = config_of({"serve": TINY, "request_router_config": given})["applications"]
+    assert application["deployments"][0]["request_router_config"] == given
 
 
 def test_ray_can_call_what_the_import_paths_of_a_config_name() -> None:
     """Ray accepts functions with exactly one parameter, the arguments of the application."""
-    router = {"request_router_class": PREFIX_ROUTER}
-    models = ({"serve": f"{TINY} --served-model-name a"}, {"serve": TINY, "request_router_config": router})
-    applications = config_of(*models)["applications"]
-    assert len({item["import_path"] for item in applications}) == 3
+    routed = {"request_router_config": {"request_router_class": PREFIX_ROUTER}}
+    applications = [config_of({"serve": TINY, **options})["applications"][0] for options in ({}, routed)]
+    assert len({item["import_path"] for item in applications}) == 2
     for application in applications:
         module, _, name = application["import_path"].partition(":")
         builder = getattr(importlib.import_module(module), name)
@@ -179,6 +160,9 @@ def test_the_proxy_is_haproxy_unless_its_address_is_local(monkeypatch: pytest.Mo
     assert os.environ[HAPROXY_VARIABLE] == "0", "the environment decides"
 
 
+ROUTED = f"models: [{{serve: builtin:tiny, request_router_config: {{request_router_class: {PREFIX_ROUTER}}}}}]\n"
+
+
 def config(text: str, tmp_path: Path) -> str:
     (tmp_path / "models.yaml").write_text(text)
     return str(tmp_path / "models.yaml")
@@ -188,7 +172,7 @@ def config(text: str, tmp_path: Path) -> str:
     ("text", "message"),
     [
         ("models: []\n", "has no list `models`"),
-        ("models:\n- {num_replicas: 2}\n", "model 1 has no text `serve`"),
+        ("models:\n- {num_replicas: 2}\n", "the model has no text `serve`"),
         ("models: [{serve: builtin:tiny}]\napplications: []\n", "has the unknown field applications; known: models"),
         ("models: [{serve: builtin:tiny, name: llama}]\n", "name it with --served-model-name"),
         ("models: [{serve: builtin:tiny, ray_actor_options: {num_gpu: 1}}]\n", "no field num_gpu"),
@@ -198,38 +182,26 @@ def config(text: str, tmp_path: Path) -> str:
         ("models: [{serve: builtin:tiny}]\nhttp_options: 8000\n", "http_options must be a mapping"),
         ("models: [{serve: builtin:tiny --port 80}]\n", "--port has no effect on Ray Serve"),
         ("models: [{serve: \"builtin:tiny --api-key 'a b'\"}]\n", "the character U+0020 at position 2"),
-        ("models: [{serve: builtin:tiny --max-queued x}]\n", "model 1: Invalid value for '--max-queued'"),
-        ("models: [{serve: builtin:tiny --unknown}]\n", "model 1: No such option: --unknown"),
+        ("models: [{serve: builtin:tiny --max-queued x}]\n", "model: Invalid value for '--max-queued'"),
+        ("models: [{serve: builtin:tiny --unknown}]\n", "model: No such option: --unknown"),
         ("models: [{serve: builtin:tiny --budget 3s}]\n", "--budget has no effect"),
         ("models: [{serve: builtin:tiny, replicas: 2}]\n", "no field replicas in DeploymentSchema"),
         ("http_option: {port: 1}\nmodels: [{serve: builtin:tiny}]\n", "has the unknown field http_option;"),
         ("models: [{serve: builtin:tiny, num_replicas: two}]\n", "Ray Serve rejects the config"),
-        ("models: [{serve: builtin:tiny}, {serve: builtin:tiny}]\n", "two models have the name builtin-tiny"),
+        ("models: [{serve: builtin:tiny}, {serve: builtin:tiny}]\n", "names 2 models, and a deployment has one"),
+        ("ingress: false\nmodels: [{serve: builtin:tiny}, {serve: builtin:tiny}]\n", "names 2 models"),
+        ("route_prefix: 2\nmodels: [{serve: builtin:tiny}]\n", "route_prefix must begin with /"),
+        ("route_prefix: llama\nmodels: [{serve: builtin:tiny}]\n", "route_prefix must begin with /"),
         ("{", "cannot be read"),
-        ("ingress: 2\nmodels: [{serve: builtin:tiny}]\n", "ingress must be a mapping or false"),
         (
-            "ingress: {replicas: 2}\nmodels: [{serve: builtin:tiny}, {serve: builtin:tiny --served-model-name a}]\n",
-            "no field replicas",
+            "ingress: {num_replicas: 2}\nmodels: [{serve: builtin:tiny}]\n",
+            "ingress has no effect without request_router",
         ),
-        ("models: [{serve: builtin:tiny --served-model-name ingress}]\n", "the name ingress is reserved"),
-        (
-            "models: [{serve: builtin:tiny --served-model-name v1}, {serve: builtin:tiny}]\n",
-            "the name v1 is reserved",
-        ),
-        ("ingress: {num_replicas: 2}\nmodels: [{serve: builtin:tiny}]\n", "ingress has no effect"),
-        (
-            "ingress: {name: front}\nmodels: [{serve: builtin:tiny}, {serve: builtin:tiny --served-model-name a}]\n",
-            "ingress has a name",
-        ),
-        (
-            "ingress: {autoscaling_config: 5}\nmodels: [{serve: builtin:tiny}, {serve: builtin:tiny}]\n",
-            "ingress: autoscaling_config must be a mapping",
-        ),
-        (
-            "models: [{serve: builtin:tiny --served-model-name a --served-model-name b},"
-            " {serve: builtin:tiny --served-model-name c --served-model-name b}]\n",
-            "two models have the name b",
-        ),
+        ("ingress: false\nmodels: [{serve: builtin:tiny}]\n", "ingress has no effect without request_router"),
+        (f"ingress: 2\n{ROUTED}", "ingress must be a mapping"),
+        (f"ingress: {{replicas: 2}}\n{ROUTED}", "no field replicas"),
+        (f"ingress: {{name: front}}\n{ROUTED}", "ingress has a name"),
+        (f"ingress: {{autoscaling_config: 5}}\n{ROUTED}", "ingress: autoscaling_config must be a mapping"),
         (
             "models: [{serve: builtin:tiny, request_router_config: {request_router_class: no.X}}]\n",
             "No module named 'no'",
@@ -241,3 +213,9 @@ def test_an_invalid_config_is_refused_before_ray_starts(run_cli: Any, tmp_path: 
     done = run_cli("deploy", config(text, tmp_path), "--ray", "--dry-run")
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_file_with_several_models_names_the_other_ways(run_cli: Any, tmp_path: Path) -> None:
+    done = run_cli("deploy", config("models: [{serve: a}, {serve: b}]\n", tmp_path), "--ray", "--dry-run")
+    assert done.returncode == 2
+    assert "route_prefix: /NAME" in done.stderr and "gateway, such as LiteLLM" in done.stderr
