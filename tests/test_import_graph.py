@@ -56,8 +56,8 @@ TORCH_FREE = (
     "bench.plot", "bench.serve_settings", "bench.serving", "bench.settings", "bench.stats", "bench.sweep",
     "bench.trace", "bench.traffic", "cli.bench_serve", "bundle.verify", "bundle.why", "cache.inventory",
     "bundle.compare", "cli.app", "cli.cache", "cli.options", "doctor.examination", "doctor.report", "host.resources",
-    "cli.doctor", "cli.doctor_display", "explain.causes", "explain.findings", "explain.source_line",
-    "explain.break_even", "explain.trace_folder", "cli.explain", "cli.explain_display",
+    "cli.doctor", "cli.doctor_display", "explain.findings", "explain.source_line",
+    "explain.break_even", "cli.explain", "cli.explain_display",
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"

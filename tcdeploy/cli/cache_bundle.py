@@ -225,9 +225,11 @@ def generate_key(
 ) -> None:
     """Generate a key pair for signing bundles. Keep NAME.key secret, and distribute NAME.pub."""
     from tcdeploy.cache.trust import signing
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
 
-    cache_display.show_key_pair(name, signing.generate_key(name), json)
+    secret, public, fingerprint = f"{name}.key", f"{name}.pub", signing.generate_key(name)
+    text = f"{secret} {public} {fingerprint}"
+    report("cache keygen", json, text, secret_key=secret, public_key=public, fingerprint=fingerprint)
 
 
 def sign(
@@ -237,10 +239,10 @@ def sign(
 ) -> None:
     """Sign a bundle in place."""
     from tcdeploy.bundle.pack import add_signature
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
 
     add_signature(file, key)
-    cache_display.show_signed(file, key, json)
+    report("cache sign", json, f"{file} is signed", path=file, secret_key=key)
 
 
 def trust(
@@ -251,7 +253,7 @@ def trust(
 ) -> None:
     """Trust bundles that are signed with this key."""
     from tcdeploy.cache.trust import signing
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
 
     key = signing.trust(name, file, trusted_keys or signing.default_trusted_keys_folder())
-    cache_display.show_trusted(key, json)
+    report("cache trust", json, f"{key.name} {key.fingerprint} is trusted", signer=key)

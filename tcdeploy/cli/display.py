@@ -1,8 +1,7 @@
 """Terminal output: the plan, progress per bucket, and reports. The only module that imports rich.
 
-Progress goes to stderr: bars on a terminal, one line per finished step otherwise. Reports go to stdout; with --json a
-report is a single JSON document, and stdout holds nothing else (report_options.py). rich is imported when bars or a
-table are drawn: that takes 0.1 s, and a server without a terminal draws neither.
+Progress goes to stderr, and reports to stdout, where --json prints a single JSON document and nothing else. rich is
+imported when bars or a table are drawn: that takes 0.1 s, and a server without a terminal draws neither.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tcdeploy.cli.start_tables import compile_table, plan_table, warm_table
-from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, fit_all, wrap
+from tcdeploy.cli.start_tables import COMPILE_CELLS, WARM_CELLS, plan_table
+from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, fit_all, tabulate, wrap
 from tcdeploy.errors import OutputError, SpaceError
 from tcdeploy.host.import_times import describe_imports
 from tcdeploy.planning.memory import gib
@@ -25,7 +25,6 @@ from tcdeploy.planning.memory import gib
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from tcdeploy.engine.schedule.sequence import NewToken
     from tcdeploy.planning.bucket_record import BucketRecord
     from tcdeploy.planning.dry_run import PlanFinding
     from tcdeploy.planning.plan import Plan
@@ -93,59 +92,48 @@ class PlainProgress:
         print(f"{self._label}: {record.seconds:.1f} s, {_outcome(record)}", file=sys.stderr, flush=True)
 
 
-class BarProgress:
+class BarProgress(PlainProgress):
     """One bar per bucket: pulsing during warm-up, then full, with the outcome. After `finish`, one line per event."""
 
     def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._stage: TaskID | None = None
-        self._bucket: TaskID | None = None
-        self._lines: PlainProgress | None = None
+        self._bars: Progress | None = bars
+        self._tasks: dict[str, TaskID] = {}  # the bars of the current stage and of the current bucket
 
     def finish(self) -> None:
         """Stop redrawing the bars, which would overwrite what a server prints while it runs."""
-        self._finish_stage()
-        self._bars.stop()
-        self._lines = PlainProgress()
+        if self._bars is not None:
+            self._complete("stage")
+            self._bars.stop()
+            self._bars = None
 
     def stage(self, name: str) -> None:
-        if self._lines is not None:
-            self._lines.stage(name)
+        if self._bars is None:
+            super().stage(name)
             return
-        self._finish_stage()
-        if self._bucket is not None:
-            self._bars.update(self._bucket, total=1, completed=1, outcome="is checked again")
-            self._bucket = None
+        self._complete("stage")
+        self._complete("bucket", outcome="is checked again")
         if name != "compile":  # shown as one bar per bucket
-            self._stage = self._bars.add_task(f"{name:<14}", total=None, outcome="")
-
-    def planned(self, plan: Plan) -> None:
-        _warn_about_fallbacks(plan)
+            self._tasks["stage"] = self._bars.add_task(f"{name:<14}", total=None, outcome="")
 
     def bucket_started(self, bucket: str, number: int, total: int) -> None:
-        if self._lines is not None:
-            self._lines.bucket_started(bucket, number, total)
-            return
-        self._bucket = self._bars.add_task(f"{bucket:<14}", total=None, outcome=f"{number} of {total}")
+        super().bucket_started(bucket, number, total)
+        if self._bars is not None:
+            self._tasks["bucket"] = self._bars.add_task(f"{bucket:<14}", total=None, outcome=f"{number} of {total}")
 
     def bucket_finished(self, record: BucketRecord) -> None:
-        if self._lines is not None:
-            self._lines.bucket_finished(record)
-            return
-        assert self._bucket is not None
-        self._bars.update(self._bucket, total=1, completed=1, outcome=_outcome(record))
-        self._bucket = None
+        if self._bars is None:
+            super().bucket_finished(record)
+        self._complete("bucket", outcome=_outcome(record))
 
-    def _finish_stage(self) -> None:
-        if self._stage is not None:
-            self._bars.update(self._stage, total=1, completed=1)
-            self._stage = None
+    def _complete(self, task: str, **fields: str) -> None:
+        if self._bars is not None and task in self._tasks:
+            self._bars.update(self._tasks.pop(task), total=1, completed=1, **fields)
 
 
 def show_plan(plan: Plan, findings: Sequence[PlanFinding], as_json: bool) -> None:
     """Print the plan of a dry run, and what this machine lacks for it."""
     if as_json:
-        _print_json("plan", plan=dataclasses.asdict(plan), findings=[dataclasses.asdict(item) for item in findings])
+        print(json_document("plan", plan=plan, findings=findings))
         return
     show_table(plan_table(plan))
     for finding in findings:
@@ -157,10 +145,10 @@ def show_plan(plan: Plan, findings: Sequence[PlanFinding], as_json: bool) -> Non
 def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     """Print the plan, one row per bucket with eager and compiled times, totals, and the next command."""
     if as_json:
-        _print_report("compile", deployment)
+        print_report("compile", deployment)
         return
     show_table(plan_table(deployment.plan))
-    show_table(compile_table(deployment.records))
+    show_table(tabulate(deployment.records, COMPILE_CELLS))
     contexts = sorted({record.timed_context for record in deployment.records if record.timed_context}, reverse=True)
     lengths = " and ".join(str(context) for context in contexts)
     show_sentence(
@@ -178,9 +166,9 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
 
 def show_warm_report(deployment: Deployment, as_json: bool) -> None:
     if as_json:
-        _print_report("warm", deployment)
+        print_report("warm", deployment)
         return
-    show_table(warm_table(deployment.records))
+    show_table(tabulate(deployment.records, WARM_CELLS))
     show_sentence(_explain_parity(deployment.records))
     _print_totals(deployment)
     print(f'next: tcdeploy generate {_carried_arguments()} "This module provides"')
@@ -193,11 +181,11 @@ def show_server_is_ready(deployment: Deployment, address: str, example: str, as_
     """
     try:
         if as_json:
-            _print_report("serve", deployment, address=address)
+            print_report("serve", deployment, address=address)
             sys.stdout.flush()
             return
         if deployment.swaps is None:
-            show_table(warm_table(deployment.records))
+            show_table(tabulate(deployment.records, WARM_CELLS))
             _print_totals(deployment)
         else:
             _print_stages(deployment)
@@ -347,37 +335,33 @@ def draw_table(table: Table, width: int | None, out: TextIO) -> None:
         print("\n".join(wrap(f"omitted at a width of {width}: {', '.join(layout.omitted)}", width)), file=out)
 
 
-def show_completion(deployment: Deployment, text: str, prompt_tokens: int, tokens: Sequence[NewToken]) -> None:
-    """Print the result of `generate --json`."""
-    _print_report(
-        "generate",
-        deployment,
-        text=text,
-        finish_reason=tokens[-1].finish_reason,
-        prompt_tokens=prompt_tokens,
-        output_tokens=len(tokens),
-        token_ids=[token.token_id for token in tokens],
-    )
+def print_report(command: str, deployment: Deployment, **more: Any) -> None:
+    """Print the JSON document of a start, with `more` of the command."""
+    start = {
+        "plan": deployment.plan,
+        "stage_seconds": deployment.stage_seconds,
+        "import_seconds": deployment.import_seconds,
+        "weights_read": deployment.weights_read,
+        "workspace_bytes": deployment.workspace_bytes,
+        "buckets": deployment.records,
+    }
+    print(json_document(command, **start, **more))
 
 
-def _print_report(command: str, deployment: Deployment, **more: Any) -> None:
-    """The document of a start, and `more` of the command."""
-    _print_json(
-        command,
-        plan=dataclasses.asdict(deployment.plan),
-        stage_seconds=deployment.stage_seconds,
-        import_seconds=deployment.import_seconds,
-        weights_read=None if deployment.weights_read is None else dataclasses.asdict(deployment.weights_read),
-        workspace_bytes=deployment.workspace_bytes,
-        buckets=[dataclasses.asdict(record) for record in deployment.records],
-        **more,
-    )
-
-
-def _print_json(command: str, **content: Any) -> None:
-    print(json_document(command, **content))
+def report(command: str, as_json: bool, text: str, **content: Any) -> None:
+    """Print the text as it is, or the JSON document."""
+    print(json_document(command, **content) if as_json else text)
 
 
 def json_document(command: str, **content: Any) -> str:
+    """`content` may contain paths and dataclasses, which may name properties to include in JSON_PROPERTIES."""
     document = {"schema": JSON_SCHEMA, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **content}
-    return json.dumps(document, indent=1)
+    return json.dumps(document, indent=1, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} has no JSON form")
+    return {**vars(value), **{name: getattr(value, name) for name in getattr(value, "JSON_PROPERTIES", ())}}

@@ -95,7 +95,10 @@ def _stream(deployment: Deployment, model: str, text: str, flags: dict[str, Any]
             print(pieces[-1], end="", flush=True)
     pieces.append(detokenizer.finish())
     if json:
-        display.show_completion(deployment, "".join(pieces), len(token_ids), tokens)
+        display.print_report(
+            "generate", deployment, text="".join(pieces), finish_reason=tokens[-1].finish_reason,
+            prompt_tokens=len(token_ids), output_tokens=len(tokens), token_ids=[token.token_id for token in tokens],
+        )  # fmt: skip
     else:
         print(pieces[-1])
 

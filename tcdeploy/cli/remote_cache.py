@@ -72,9 +72,9 @@ def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None) -
 def push_cache(cache_dir: str, plan_key: str, destination: str, key: Path | None) -> None:
     """Pack the plan and push it. The deployment must have been released: packing starts the plan once more."""
     from tcdeploy.bundle.fetch import pack_and_push
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.cache_display import format_pushed
 
-    cache_display.show_cache_pushed(pack_and_push(cache_dir, plan_key, destination, key))
+    print(f"cache: {format_pushed(pack_and_push(cache_dir, plan_key, destination, key))}", file=sys.stderr)
 
 
 def push(
@@ -86,13 +86,13 @@ def push(
     json: Json = False,
 ) -> None:
     """Push a bundle, named by the digest of its bytes. A bundle that is already there is not uploaded again."""
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli import cache_display, display
     from tcdeploy.remote import transfer
 
     if file.is_dir():
         raise UsageError(f"{file} is a folder", f"pack a bundle first: tcdeploy cache pack {file} -o FILE.tcb")
-    manifest = read_single_manifest(file)
-    cache_display.show_pushed(transfer.push(file, url, str(manifest.plan["key"])), json)
+    pushed = transfer.push(file, url, str(read_single_manifest(file).plan["key"]))
+    display.report("cache push", json, cache_display.format_pushed(pushed), **vars(pushed))
 
 
 def pull(
@@ -108,11 +108,12 @@ def pull(
     If FILE.tcb is a bundle of the same plan, it is replaced only by one that is not older.
     """
     from tcdeploy.bundle.compare import check_not_older
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
     from tcdeploy.remote import transfer
 
     transfer.pull(url, out, None if allow_rollback else lambda pulled: check_not_older(pulled, out))
-    cache_display.show_pulled(transfer.redacted(url), out, json)
+    size, shown_url = out.stat().st_size, transfer.redacted(url)
+    report("cache pull", json, f"{out}: {size} bytes, digest verified", url=shown_url, path=out, bytes=size)
 
 
 def find(
@@ -123,7 +124,9 @@ def find(
     json: Json = False,
 ) -> None:
     """List the bundles of a plan, newest first. Printed URLs do not contain the secrets of URL."""
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
     from tcdeploy.remote import transfer
 
-    cache_display.show_bundles([transfer.redacted(bundle_url) for bundle_url in transfer.find(url, plan)], plan, json)
+    urls = [transfer.redacted(bundle_url) for bundle_url in transfer.find(url, plan)]
+    if urls or json:
+        report("cache find", json, "\n".join(urls), plan_key=plan, bundles=[{"url": url} for url in urls])

@@ -11,12 +11,12 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 GAP = 2  # spaces between columns
 MIN_TEXT_WIDTH = 24  # of a column of sentences or of shortened names, unless its content is shorter
 PLAIN_WIDTH = 160  # columns, if the output is not a terminal and no table is wider
-CUT = "..."
+CUT, NO_VALUE = "...", "-"
 NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|us|min|h|d|[kMG]i?B|GB/s|TFLOP/s|tok/s)\b)")
 
@@ -44,8 +44,16 @@ class Table:
     title: str = ""
 
 
-@dataclass(frozen=True)
-class Layout:
+Cells: TypeAlias = Sequence[tuple[Column, Callable[[Any], str]]]  # columns, each with its cell of an item
+
+
+def tabulate(items: Iterable[Any], cells: Cells, title: str = "") -> Table:
+    """A table with a row for each item."""
+    rows = [[cell(item) for _, cell in cells] for item in items]
+    return Table(tuple(column for column, _ in cells), rows, title)
+
+
+class Layout(NamedTuple):
     """The shown columns by index, with their widths, and the headers of the omitted ones."""
 
     widths: dict[int, int]
@@ -68,8 +76,7 @@ def fit(table: Table, width: int, cell_width: Callable[[str], int] = len) -> Lay
         gain = min(spare, _full_width(table, index, cell_width) - widths[index])
         widths[index] += gain
         spare -= gain
-    omitted = tuple(column.header for index, column in enumerate(table.columns) if index not in widths)
-    return Layout(widths, omitted)
+    return Layout(widths, tuple(column.header for index, column in enumerate(table.columns) if index not in widths))
 
 
 def fit_all(table: Table, cell_width: Callable[[str], int] = len) -> Layout:
@@ -115,10 +122,14 @@ def shorten(name: str, width: int) -> str:
     return name if len(name) <= width else name[: width - len(CUT)] + CUT
 
 
+def optional(value: float | None, form: str, text: str = "{}") -> str:
+    """The value in `text`, or NO_VALUE."""
+    return NO_VALUE if value is None else text.format(f"{value:{form}}")
+
+
 def _least_width(table: Table, index: int, cell_width: Callable[[str], int]) -> int:
     column, cells = table.columns[index], [row[index] for row in table.rows]
-    header = _longest(column.header.split(), cell_width)
-    longest_cell = _longest(cells, cell_width)
+    header, longest_cell = _longest(column.header.split(), cell_width), _longest(cells, cell_width)
     if column.kind == "text":
         words = [word for cell in cells for word in cell.split()]
         return max(header, _longest(words, cell_width), min(longest_cell, MIN_TEXT_WIDTH))

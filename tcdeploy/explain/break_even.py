@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Plan
@@ -30,6 +31,8 @@ class BucketPayoff:
     cold_seconds, warm_seconds: time to compile or to load its programs, and to capture; None: not measured.
     break_even_tokens_*: tokens after which the saved time exceeds these seconds; None: never, or not measured.
     """
+
+    JSON_PROPERTIES: ClassVar = ("is_conclusive", "saved_ms", "break_even_tokens_cold", "break_even_tokens_warm")
 
     bucket: str
     tokens_per_step: int
@@ -70,6 +73,8 @@ class RequestPayoff:
     *_token_ms: time of one output token, which is one decode step.
     start_seconds_*: sum over all buckets of the plan, since a start prepares all of them; None: not measured.
     """
+
+    JSON_PROPERTIES: ClassVar = ("is_conclusive", "pays", "break_even_requests_cold", "break_even_requests_warm")
 
     prompt_tokens: int
     output_tokens: int

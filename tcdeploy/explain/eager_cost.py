@@ -29,8 +29,16 @@ class CallSeconds(NamedTuple):
     step: float
     by_module: dict[int, float]  # by id
 
-    def total(self, modules: Sequence[nn.Module]) -> float:
-        return sum(self.by_module.get(id(module), 0.0) for module in modules)
+    def cost(
+        self, bucket: str, finding: Finding, regions: Sequence[nn.Module] | None, modules: Sequence[nn.Module]
+    ) -> EagerCost:
+        """`regions`: None: the whole step. `modules`: those with the finding's line, if it is in a submodule."""
+        step_ms = self.step * 1e3
+        region_ms = step_ms if regions is None else self._total_ms(regions)
+        return EagerCost(bucket, step_ms, region_ms, finding.module, self._total_ms(modules) if modules else None)
+
+    def _total_ms(self, modules: Sequence[nn.Module]) -> float:
+        return sum(self.by_module.get(id(module), 0.0) for module in modules) * 1e3
 
 
 def with_costs(runner: ModelRunner, regions: Sequence[Region], findings: Sequence[Finding]) -> list[Finding]:
@@ -47,17 +55,8 @@ def with_costs(runner: ModelRunner, regions: Sequence[Region], findings: Sequenc
         with runner.uncounted_steps():
             seconds = measure_calls(batch.run, list(timed.values()), runner.plan.device)
         for number, (members, modules) in groups.items():
-            finding = findings[number]
-            if bucket.phase in finding.phases:
-                costs[number] += (
-                    EagerCost(
-                        bucket=bucket.name,
-                        step_ms=seconds.step * 1e3,
-                        region_ms=seconds.total(members) * 1e3,
-                        module=finding.module,
-                        module_ms=seconds.total(modules) * 1e3 if modules else None,
-                    ),
-                )
+            if bucket.phase in findings[number].phases:
+                costs[number] += (seconds.cost(bucket.name, findings[number], members, modules),)
     return [dataclasses.replace(finding, costs=costs[number]) for number, finding in enumerate(findings)]
 
 

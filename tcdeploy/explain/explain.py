@@ -16,11 +16,10 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.program_setup import regions_of
 from tcdeploy.errors import CompileError, UnsupportedModelError
 from tcdeploy.explain.break_even import Payoff, compute_payoff
-from tcdeploy.explain.causes import COMPILE_ERROR
 from tcdeploy.explain.eager_cost import with_costs
-from tcdeploy.explain.findings import Finding, RegionTrace, make_finding
+from tcdeploy.explain.findings import COMPILE_ERROR, Finding, RegionTrace, make_finding
 from tcdeploy.explain.kernels import BucketKernels, measure_kernels
-from tcdeploy.explain.refusal import read_refusal, with_measured_cost
+from tcdeploy.explain.refusal import explain_refusal
 from tcdeploy.explain.source_line import SourceLine
 from tcdeploy.explain.tracing import trace_regions
 from tcdeploy.host.progress import Progress
@@ -56,14 +55,12 @@ def explain(recipe: Recipe, progress: Progress, measures: bool = True, profiles:
     try:
         explanation = _explain_started(recipe, progress, profiles) if measures else _explain_loaded(recipe, progress)
     except UnsupportedModelError as error:
-        refusal = read_refusal(error)
+        refusal = explain_refusal(recipe, error)
         if refusal is None:
             raise
-        finding = with_measured_cost(recipe, refusal)
-        explanation = Explanation(recipe.model, (), (finding,), None, "the model cannot be started", ())
-    return dataclasses.replace(
-        explanation, findings=tuple(_in_model_folder(finding, recipe.model) for finding in explanation.findings)
-    )
+        explanation = Explanation(recipe.model, (), (refusal,), None, "the model cannot be started", ())
+    findings = tuple(_in_model_folder(finding, recipe.model) for finding in explanation.findings)
+    return dataclasses.replace(explanation, findings=findings)
 
 
 def _explain_started(recipe: Recipe, progress: Progress, profiles: bool) -> Explanation:
@@ -119,5 +116,5 @@ def _in_model_folder(finding: Finding, model: str) -> Finding:
         return finding
     with contextlib.suppress(OSError):
         if original.read_bytes() == Path(copied).read_bytes():
-            return dataclasses.replace(finding, location=finding.location._replace(file=str(original)))
+            return dataclasses.replace(finding, location=dataclasses.replace(finding.location, file=str(original)))
     return finding

@@ -13,16 +13,15 @@ import dataclasses
 import re
 import traceback
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from tcdeploy.errors import UnsupportedModelError
-from tcdeploy.explain.causes import BREAK_CAUSES, Cause
 from tcdeploy.explain.eager_cost import measure_calls
-from tcdeploy.explain.findings import EagerCost, Finding, make_finding
-from tcdeploy.explain.source_line import SourceLine, model_line
+from tcdeploy.explain.findings import BREAK_CAUSES, Cause, Finding, make_finding
+from tcdeploy.explain.source_line import model_line, read_frames
 from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.load import load_config, quiet_transformers
 from tcdeploy.models.load_errors import exception_chain
@@ -36,40 +35,24 @@ MAX_PARAMETERS = 500_000_000  # of a model that is built to measure the cost: 2 
 PROMPT_TOKENS = 32
 
 
-class Refusal(NamedTuple):
-    """Why a model cannot be planned, and the size of the model."""
-
-    finding: Finding
-    num_parameters: int
-
-
-def read_refusal(error: UnsupportedModelError) -> Refusal | None:
-    """The line that reads values of tensors; None if no change of the model's code would help."""
+def explain_refusal(recipe: Recipe, error: UnsupportedModelError) -> Finding | None:
+    """The line that reads values of tensors, with its cost; None if no change of the model's code would help."""
     if has_final_reason(error):
         return None
     for cause in exception_chain(error):
         if type(cause).__name__ in (VALUE_ERROR, SIZE_ERROR):
-            return _read(cause)
+            return _explain(recipe, cause)
     return None
 
 
-def _read(error: BaseException) -> Refusal:
-    name = type(error).__name__
-    frames = [
-        SourceLine(frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())
-        for frame in traceback.extract_tb(error.__traceback__)
-    ]
-    location = model_line(frames)
-    modules = _modules_in(error.__traceback__)
+def _explain(recipe: Recipe, error: BaseException) -> Finding:
+    name, modules = type(error).__name__, _modules_in(error.__traceback__)
+    location = model_line(read_frames(traceback.extract_tb(error.__traceback__)))
     path = next((path for path, module in modules[0].named_modules() if module is modules[-1]), "") if modules else ""
-    finding = make_finding(
-        "graph break", _classify(name, location.code), "", path, "", location, f"{name}: {_first_line(error)}", True
-    )
-    return Refusal(finding, sum(parameter.numel() for parameter in modules[0].parameters()) if modules else 0)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+    reason = f"{name}: {next(iter(str(error).strip().splitlines()), '')}"
+    finding = make_finding("graph break", _classify(name, location.code), "", path, "", location, reason, True)
+    num_parameters = sum(parameter.numel() for parameter in modules[0].parameters()) if modules else 0
+    return _with_measured_cost(recipe, finding) if 0 < num_parameters <= MAX_PARAMETERS else finding
 
 
 def _classify(error: str, code: str) -> Cause:
@@ -84,27 +67,19 @@ def _modules_in(trace: TracebackType | None) -> list[nn.Module]:
     return [owner for owner in owners if isinstance(owner, nn.Module)]
 
 
-def with_measured_cost(recipe: Recipe, refusal: Refusal) -> Finding:
-    """The finding, with the time of the modules that contain the line; unchanged if the model is too large."""
-    finding = refusal.finding
-    if not 0 < refusal.num_parameters <= MAX_PARAMETERS:
-        return finding
+def _with_measured_cost(recipe: Recipe, finding: Finding) -> Finding:
+    """The finding, with the time of the modules that contain the line."""
     config = load_config(recipe)
     with quiet_transformers():
-        model = auto_class(config, recipe.trust_remote_code).from_config(
-            config, dtype=torch.float32, trust_remote_code=recipe.trust_remote_code
+        model = (
+            auto_class(config, recipe.trust_remote_code)
+            .from_config(config, dtype=torch.float32, trust_remote_code=recipe.trust_remote_code)
+            .eval()
         )
-    model = model.eval()
     pattern = re.compile(re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(finding.module)))
     modules = [module for path, module in model.named_modules() if path and pattern.fullmatch(path)]
     input_ids = torch.arange(PROMPT_TOKENS)[None] % model.get_input_embeddings().num_embeddings
     with torch.no_grad():
         seconds = measure_calls(lambda: model(input_ids=input_ids, use_cache=False), modules, "cpu")
-    cost = EagerCost(
-        bucket=f"prompt of {PROMPT_TOKENS} tokens",
-        step_ms=seconds.step * 1e3,
-        region_ms=seconds.step * 1e3,
-        module=finding.module,
-        module_ms=seconds.total(modules) * 1e3 if modules else None,
-    )
+    cost = seconds.cost(f"prompt of {PROMPT_TOKENS} tokens", finding, None, modules)
     return dataclasses.replace(finding, costs=(cost,))
