@@ -11,47 +11,35 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tcdeploy.doctor import host, packages
 from tcdeploy.doctor.cache_folder import check_cache_folder, check_leftovers, check_plans
 from tcdeploy.doctor.gpu import check_driver, check_gpus
-from tcdeploy.doctor.host import check_compiler, check_disk_space, check_host, check_temporary_folder
-from tcdeploy.doctor.network import check_hub, check_port
-from tcdeploy.doctor.packages import (
-    check_bytecode,
-    check_flash_packages,
-    check_internals,
-    check_python,
-    check_server_packages,
-    check_torch,
-    check_transformers,
-    check_triton,
-)
 from tcdeploy.doctor.result import Check, Request, Result, finding, unchecked
 from tcdeploy.doctor.torch_probe import PROBE_SECONDS
-from tcdeploy.doctor.variables import check_variables
 
 LIMIT_SECONDS = PROBE_SECONDS + 30
 # By name, in the order of the table. The first of two findings that are equally bad is the worse one.
 CHECKS: dict[str, Check] = {
-    "Python": check_python,
-    "torch": check_torch,
-    "Triton": check_triton,
-    "transformers": check_transformers,
+    "Python": packages.check_python,
+    "torch": packages.check_torch,
+    "Triton": packages.check_triton,
+    "transformers": packages.check_transformers,
     "GPU": check_gpus,
     "driver": check_driver,
-    "C++ compiler": check_compiler,
-    "temporary files": check_temporary_folder,
+    "C++ compiler": host.check_compiler,
+    "temporary files": host.check_temporary_folder,
     "cache folder": check_cache_folder,
-    "disk space": check_disk_space,
+    "disk space": host.check_disk_space,
     "plans": check_plans,
     "leftovers": check_leftovers,
-    "variables": check_variables,
-    "private names": check_internals,
-    "bytecode": check_bytecode,
-    "flash-attn": check_flash_packages,
-    "host": check_host,
-    "server": check_server_packages,
-    "port": check_port,
-    "Hub": check_hub,
+    "variables": host.check_variables,
+    "private names": packages.check_internals,
+    "bytecode": packages.check_bytecode,
+    "flash-attn": packages.check_flash_packages,
+    "host": host.check_host,
+    "server": packages.check_server_packages,
+    "port": host.check_port,
+    "Hub": host.check_hub,
 }
 
 

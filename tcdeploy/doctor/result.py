@@ -52,6 +52,13 @@ def unchecked(reason: str) -> Result:
     return Result("", "note", f"could not be checked: {reason}")
 
 
+def missing(request: Request, section: str, summary: str, cure: str) -> Result:
+    """For a section that the probe lacks: blocking if it failed itself, and not what it needs."""
+    probe = request.probe
+    is_cause = probe.fails(section) and (section in ("driver", "torch") or "torch" in probe.sections)
+    return blocking(f"{summary}: {probe.reason(section)}", cure) if is_cause else unchecked(probe.reason(section))
+
+
 @dataclass(kw_only=True)
 class Request:
     """What to check. Its checks run in several threads.

@@ -34,6 +34,7 @@ PROBE_SECONDS = 120.0  # without bytecode, the imports take 20 s on two cores
 KILL_SECONDS = 5.0
 NVIDIA_SMI_SECONDS = 10.0
 GPU_QUERY = ("uuid", "name", "driver_version", "memory.total", "memory.used")
+PROCESS_QUERY = ("gpu_uuid", "pid", "used_memory")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class TorchProbe:
     def reason(self, section: str) -> str:
         """Why a section is missing."""
         return self.errors.get(section) or self.failure or "the process did not report it"
+
+    @property
+    def gpus(self) -> list[dict[str, Any]]:
+        """Those that torch uses."""
+        return (self.sections.get("gpus") or {}).get("gpus", [])
 
     @property
     def environment(self) -> Environment | None:
@@ -151,38 +157,31 @@ def _describe_error(error: Exception) -> str:
 
 
 def _describe_driver(timer: Any) -> dict[str, Any]:
-    """Before torch creates a CUDA context, which would be counted as used memory."""
+    """Before torch creates a CUDA context, which would be counted as used memory.
+
+    A container does not see the processes of other containers, or sees them with other numbers.
+    """
+    gpus, processes, error = [], [], ""
     try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS,
-        )  # fmt: skip
-    except FileNotFoundError:
-        return {"cuda": _driver_cuda_version(), "gpus": [], "error": "", "processes": []}
+        gpus, error = _query_driver("gpu", GPU_QUERY)
+        processes, _ = _query_driver("compute-apps", PROCESS_QUERY)
     except subprocess.TimeoutExpired:
-        error = f"nvidia-smi did not answer within {NVIDIA_SMI_SECONDS:.0f} s"
-        return {"cuda": None, "gpus": [], "error": error, "processes": []}
-    gpus, error = [], ""
+        if not gpus:
+            error = f"nvidia-smi did not answer within {NVIDIA_SMI_SECONDS:.0f} s"
+            return {"cuda": None, "gpus": [], "error": error, "processes": []}
+    except FileNotFoundError:  # not installed
+        pass
+    return {"cuda": _driver_cuda_version(), "gpus": gpus, "error": error, "processes": processes}
+
+
+def _query_driver(subject: str, names: tuple[str, ...]) -> tuple[list[dict[str, str]], str]:
+    """The rows that nvidia-smi prints, and its error. Raises OSError and TimeoutExpired."""
+    command = ["nvidia-smi", f"--query-{subject}={','.join(names)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
     if done.returncode:
-        error = next(iter((done.stdout + done.stderr).strip().splitlines()), f"status {done.returncode}")
-    else:
-        rows = [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines()]
-        gpus = [dict(zip(GPU_QUERY, row, strict=True)) for row in rows if len(row) == len(GPU_QUERY)]
-    return {"cuda": _driver_cuda_version(), "gpus": gpus, "error": error, "processes": _gpu_processes()}
-
-
-def _gpu_processes() -> list[dict[str, str]]:
-    """The processes that use GPUs. A container sees those of other containers not at all, or with other numbers."""
-    names = ("gpu_uuid", "pid", "used_memory")
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-compute-apps={','.join(names)}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return []
+        return [], next(iter((done.stdout + done.stderr).strip().splitlines()), f"status {done.returncode}")
     rows = [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines()]
-    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)], ""
 
 
 def _driver_cuda_version() -> list[int] | None:

@@ -189,8 +189,8 @@ def detect_environment(device: str | None = None) -> Environment:
     return Environment(
         python=platform.python_version(),
         torch=torch.__version__,
-        transformers=_version("transformers"),
-        triton=_version("triton"),
+        transformers=installed_version("transformers"),
+        triton=installed_version("triton"),
         cuda=torch.version.cuda or "" if gpus else "",
         driver=_driver_version() if gpus else "",
         gpus=gpus,
@@ -254,7 +254,7 @@ def installed_versions() -> dict[str, object]:
     gpu = _first_output_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "triton")},
+        **{name: installed_version(name) for name in ("torch", "transformers", "triton")},
         "flash_packages": installed_flash_packages(),
         **({"gpu": gpu} if gpu else {}),
     }
@@ -263,7 +263,7 @@ def installed_versions() -> dict[str, object]:
 def installed_flash_packages() -> tuple[tuple[str, str], ...]:
     """(backend, version) of each installed flash-attn package, by backend name."""
     return tuple(
-        (backend.name, _version(backend.distribution) or "unknown version")
+        (backend.name, installed_version(backend.distribution) or "unknown version")
         for backend in sorted(BACKENDS.values(), key=lambda backend: backend.name)
         if backend.module and _is_importable(backend.module) and _owns_module(backend)
     )
@@ -275,7 +275,7 @@ def _owns_module(backend: Backend) -> bool:
     flash-attn 2.8 ships an early `flash_attn.cute` of its own, with another interface and without its dependencies. A
     submodule therefore counts only if the distribution is installed.
     """
-    return "." not in backend.module or bool(_version(backend.distribution))
+    return "." not in backend.module or bool(installed_version(backend.distribution))
 
 
 def _is_importable(module: str) -> bool:
@@ -292,7 +292,7 @@ def _is_importable(module: str) -> bool:
     return importlib.machinery.PathFinder.find_spec(module, folders) is not None
 
 
-def _version(distribution: str) -> str:
+def installed_version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
