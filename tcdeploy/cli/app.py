@@ -1,7 +1,7 @@
 """The CLI entry point: names the commands, and turns errors into two lines on stderr and an exit code.
 
-Does not import torch, so that `--help` returns at once. A command is imported when it is called (lazy_group.py), and
-imports what it needs when it runs.
+Does not import torch, so that `--help` returns at once. A command is imported when it is called, and imports what it
+needs when it runs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Annotated
 
 import typer
 
-from tcdeploy.cli.docstrings import restore_docstring
+from tcdeploy.cli.commands import LazyGroup, restore_docstring
 from tcdeploy.cli.foreign_errors import PARSER_ERROR, is_help, parser_error, variable_error
-from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.process import configure_process
 from tcdeploy.cli.text_input import check_encoding
 from tcdeploy.errors import BrokenPipe, TcdeployError
-from tcdeploy.host.interpreter import WITHOUT_DOCSTRINGS
 
 PROGRAM = "tcdeploy"  # also after `python -m tcdeploy`; the shell's completion is set up for this name
 
@@ -82,8 +80,7 @@ def root(
 def main() -> None:
     """Run the CLI, and exit the process."""
     configure_process()
-    if sys.flags.optimize >= WITHOUT_DOCSTRINGS:
-        restore_docstring(root)
+    restore_docstring(root)
     try:
         check_encoding(sys.argv[1:], os.environ)
         sys.exit(_run())

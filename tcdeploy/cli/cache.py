@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from tcdeploy.cli.lazy_group import LazyGroup
+from tcdeploy.cli.commands import LazyGroup
 
 
 class _Commands(LazyGroup):

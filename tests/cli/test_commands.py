@@ -17,8 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from tcdeploy.cli import app as cli
-from tcdeploy.cli.lazy_group import LazyGroup
-from tcdeploy.cli.option_values import Command
+from tcdeploy.cli.commands import Command, LazyGroup
 from tests.conftest import ROOT
 
 REPORT_MODULES = """
