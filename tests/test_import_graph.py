@@ -55,8 +55,8 @@ TORCH_FREE = (
     "bundle.container", "bundle.pack", "bundle.unpack", "bench.client", "bench.goodput", "bench.lengths", "bench.loads",
     "bench.plot", "bench.serve_settings", "bench.serving", "bench.settings", "bench.stats", "bench.sweep",
     "bench.trace", "bench.traffic", "cli.bench_serve", "bundle.verify", "bundle.why", "cache.inventory",
-    "bundle.compare", "cli.app", "cli.cache", "cli.options", "doctor.examination", "doctor.report", "host.resources",
-    "cli.doctor", "cli.doctor_display", "explain.findings", "explain.source_line",
+    "bundle.compare", "cli.app", "cli.options", "doctor.examination", "doctor.report", "host.resources",
+    "cli.doctor", "explain.findings", "explain.source_line",
     "explain.break_even", "cli.explain", "cli.explain_display",
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")

@@ -16,8 +16,7 @@ import typer
 
 from tcdeploy.cli.commands import LazyGroup, restore_docstring
 from tcdeploy.cli.foreign_errors import PARSER_ERROR, is_help, parser_error, variable_error
-from tcdeploy.cli.process import configure_process
-from tcdeploy.cli.text_input import check_encoding
+from tcdeploy.cli.process import check_encoding, configure_process
 from tcdeploy.errors import BrokenPipe, TcdeployError
 
 PROGRAM = "tcdeploy"  # also after `python -m tcdeploy`; the shell's completion is set up for this name
@@ -34,10 +33,39 @@ class _Commands(LazyGroup):
         "doctor": "tcdeploy.cli.doctor:doctor",
         "recipes": "tcdeploy.cli.recipes:recipes",
         "bench": "tcdeploy.cli.bench:app",
-        "cache": "tcdeploy.cli.cache:app",
+        "cache": f"{__name__}:cache",
     }
 
 
+class _CacheCommands(LazyGroup):
+    """Only those that start a model or plan one import torch: `pack`, `why` and `verify --run`."""
+
+    sources = {
+        "pack": "tcdeploy.cli.cache_bundle:pack",
+        "unpack": "tcdeploy.cli.cache_bundle:unpack",
+        "verify": "tcdeploy.cli.cache_bundle:verify",
+        "why": "tcdeploy.cli.cache_inspect:why",
+        "ls": "tcdeploy.cli.cache_inspect:list_cache",
+        "du": "tcdeploy.cli.cache_inspect:disk_usage",
+        "gc": "tcdeploy.cli.cache_inspect:collect_garbage",
+        "diff": "tcdeploy.cli.cache_inspect:diff",
+        "push": "tcdeploy.cli.remote_cache:push",
+        "pull": "tcdeploy.cli.remote_cache:pull",
+        "find": "tcdeploy.cli.remote_cache:find",
+        "keygen": "tcdeploy.cli.cache_bundle:generate_key",
+        "sign": "tcdeploy.cli.cache_bundle:sign",
+        "trust": "tcdeploy.cli.cache_bundle:trust",
+    }
+
+
+cache = typer.Typer(
+    cls=_CacheCommands,
+    name="cache",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Pack, verify, list, clean up and share compile caches, and predict their hits.",
+)
 app = typer.Typer(
     cls=_Commands,
     name=PROGRAM,

@@ -19,11 +19,10 @@ import typer
 
 from tcdeploy.bench.settings import DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
 from tcdeploy.cli.bench_output import publish
-from tcdeploy.cli.budget import enforce_budget, parse_budget
 from tcdeploy.cli.commands import LazyGroup
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import AllowUnsigned
-from tcdeploy.cli.report_options import Json, warn_if_busy
+from tcdeploy.cli.report_options import Json, enforce_budget, parse_budget, warn_if_busy
 from tcdeploy.planning.extras import require_compile_extra
 from tcdeploy.planning.recipe import Recipe
 

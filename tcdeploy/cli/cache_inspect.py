@@ -8,18 +8,8 @@ from typing import Annotated
 
 import typer
 
-from tcdeploy.cli.cache_target import (
-    CacheDir,
-    Folder,
-    OptionalFolder,
-    Target,
-    TrustCacheDir,
-    find_cache_folder,
-    original_recipe,
-    read_manifests,
-    read_single_manifest,
-    require_cache_folder,
-)
+from tcdeploy.cli import cache_target
+from tcdeploy.cli.cache_target import CacheDir, Folder, OptionalFolder, Target, TrustCacheDir, find_cache_folder
 from tcdeploy.cli.options import RecipeOptions, options_command
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import MismatchError, UsageError
@@ -38,8 +28,9 @@ def why(target: Target, options: RecipeOptions, json: Json = False) -> None:
     from tcdeploy.bundle.why import forecast, merge_forecasts
     from tcdeploy.cli import cache_display
 
-    manifests = read_manifests(target)
-    recipe = options.build(bundle_recipe=original_recipe(manifests[0]) if len(manifests) == 1 else None)
+    manifests = cache_target.read_manifests(target)
+    bundle_recipe = cache_target.original_recipe(manifests[0]) if len(manifests) == 1 else None
+    recipe = options.build(bundle_recipe=bundle_recipe)
     from tcdeploy.start.decide import decide, origin_of, with_cxx_compiler
 
     planned = decide(recipe)
@@ -109,7 +100,7 @@ def collect_garbage(
     seconds = _parse_quantity("--older-than", older_than, ("s", "min", "h", "d"), "30d")
     size = _parse_quantity("--max-size", max_size, ("", "k", "m", "g"), "5g")
     max_bytes = None if size is None else int(size)
-    check_folder(require_cache_folder(folder), trust_cache_dir, must_exist=True)
+    check_folder(find_cache_folder(folder), trust_cache_dir, must_exist=True)
     removed = inventory.collect_garbage(folder, seconds, max_bytes, dry_run, unlisted)
     cache_display.show_removed(removed, dry_run, json)
 
@@ -125,7 +116,8 @@ def diff(
     from tcdeploy.bundle.compare import compare_manifests
     from tcdeploy.cli import cache_display
 
-    cache_display.show_comparison(compare_manifests(read_single_manifest(first), read_single_manifest(second)), json)
+    manifests = (cache_target.read_single_manifest(target) for target in (first, second))
+    cache_display.show_comparison(compare_manifests(*manifests), json)
 
 
 def _parse_quantity(option: str, text: str | None, units: tuple[str, ...], example: str) -> float | None:

@@ -125,9 +125,9 @@ class BarProgress(PlainProgress):
             super().bucket_finished(record)
         self._complete("bucket", outcome=_outcome(record))
 
-    def _complete(self, task: str, **fields: str) -> None:
+    def _complete(self, task: str, outcome: str = "") -> None:
         if self._bars is not None and task in self._tasks:
-            self._bars.update(self._tasks.pop(task), total=1, completed=1, **fields)
+            self._bars.update(self._tasks.pop(task), total=1, completed=1, outcome=outcome)
 
 
 def show_plan(plan: Plan, findings: Sequence[PlanFinding], as_json: bool) -> None:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import RecipeOptions, options_command
-from tcdeploy.cli.report_options import Json
-from tcdeploy.cli.text_input import read_text
+from tcdeploy.cli.process import read_text
+from tcdeploy.cli.report_options import Budget, Json, enforce_budget, parse_budget
 from tcdeploy.engine.schedule.sequence import DEFAULTS, SamplingParams
 from tcdeploy.errors import UsageError
 from tcdeploy.host.gc_policy import freeze_gc_after_startup

@@ -69,14 +69,6 @@ def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None) -
     return fetched.seconds
 
 
-def push_cache(cache_dir: str, plan_key: str, destination: str, key: Path | None) -> None:
-    """Pack the plan and push it. The deployment must have been released: packing starts the plan once more."""
-    from tcdeploy.bundle.fetch import pack_and_push
-    from tcdeploy.cli.cache_display import format_pushed
-
-    print(f"cache: {format_pushed(pack_and_push(cache_dir, plan_key, destination, key))}", file=sys.stderr)
-
-
 def push(
     file: BundleFile,
     url: Annotated[

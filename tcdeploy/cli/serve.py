@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcdeploy.bundle.cache_source import CacheSource
-from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.process import enable_access_log, set_log_level
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, CacheFrom, TrustedKeys, cache_source, fetch_cache
-from tcdeploy.cli.report_options import DryRun, Json
+from tcdeploy.cli.report_options import Budget, DryRun, Json, enforce_budget, parse_budget
 from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.dry_run import PlanFinding

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import signal
@@ -144,16 +145,15 @@ def write_sections() -> None:
             with timer.measure():
                 document = {"section": name, "value": describe(timer)}
         except Exception as error:  # a broken package may raise any exception when it is imported
-            document = {"section": name, "error": _describe_error(error)}
+            document = {"section": name, "error": f"{type(error).__name__}: {_first_line(error)}"[:400]}
         out.write(json.dumps(document) + "\n")
         out.flush()
     out.close()
     os._exit(0)  # libraries may crash or hang at exit
 
 
-def _describe_error(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:400]
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _describe_driver(timer: Any) -> dict[str, Any]:
@@ -161,7 +161,8 @@ def _describe_driver(timer: Any) -> dict[str, Any]:
 
     A container does not see the processes of other containers, or sees them with other numbers.
     """
-    gpus, processes, error = [], [], ""
+    gpus: list[dict[str, str]] = []
+    processes, error = gpus, ""
     try:
         gpus, error = _query_driver("gpu", GPU_QUERY)
         processes, _ = _query_driver("compute-apps", PROCESS_QUERY)
@@ -215,23 +216,17 @@ def _describe_gpus(timer: Any) -> dict[str, Any]:
             try:
                 torch.cuda.init()
             except (RuntimeError, AssertionError) as error:
-                problem = (str(error).strip().splitlines() or [""])[0]
+                problem = _first_line(error)
         return {"gpus": [], "problem": problem, "architectures": []}
-    gpus: list[dict[str, Any]] = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {"name": properties.name, "capability": [properties.major, properties.minor],
-             "total": properties.total_memory, "uuid": f"GPU-{getattr(properties, 'uuid', '')}"}
-        )  # fmt: skip
+    gpus: list[dict[str, Any]] = [
+        {
+            "name": gpu.name, "capability": [gpu.major, gpu.minor], "total": gpu.total_memory,
+            "uuid": f"GPU-{getattr(gpu, 'uuid', '')}",
+        }
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]  # fmt: skip
     gpus[0]["free"] = torch.cuda.mem_get_info(0)[0]  # creates a context, so only on the GPU that a deployment uses
     return {"gpus": gpus, "problem": "", "architectures": torch.cuda.get_arch_list()}
-
-
-def _describe_transformers(timer: Any) -> str:
-    import transformers
-
-    return str(transformers.__version__)
 
 
 def _describe_internals(timer: Any) -> list[tuple[str, str]]:
@@ -257,17 +252,13 @@ def _describe_cache_keys(timer: Any) -> dict[str, dict[str, str]]:
     return {"sources": op_source_digests(), "settings": torch_settings()}
 
 
-def _count_uncompiled(timer: Any) -> dict[str, int]:
-    return dict(timer.uncompiled)
-
-
 SECTIONS: dict[str, Callable[[Any], Any]] = {
     "driver": _describe_driver,
     "torch": _describe_torch,
     "gpus": _describe_gpus,
-    "transformers": _describe_transformers,
+    "transformers": lambda timer: importlib.import_module("transformers").__version__,
     "internals": _describe_internals,
     "environment": _describe_environment,
     "cache keys": _describe_cache_keys,
-    "uncompiled": _count_uncompiled,
+    "uncompiled": lambda timer: dict(timer.uncompiled),
 }

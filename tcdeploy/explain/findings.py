@@ -65,12 +65,12 @@ class Finding:
     kind: Kind
     cause: str
     title: str
+    meaning: str
+    cure: str
     region: str  # kind of the region
     module: str  # path of the region's first module
     phases: tuple[str, ...]
     location: SourceLine
-    meaning: str
-    cure: str
     torch_reason: str
     is_blocking: bool
     count: int = 1  # recompilations in all calls; other findings are not counted
@@ -78,21 +78,17 @@ class Finding:
 
 
 class Cause(NamedTuple):
-    """`name`: stable identifier in the JSON document. `title`: for display. `pattern`: for torch's message, or None."""
+    """`name`: stable identifier in the JSON document. `title`: for display. `pattern`: of torch's message."""
 
     name: str
     title: str
     meaning: str
     cure: str
-    pattern: re.Pattern[str] | None = None
-
-
-def _cause(name: str, title: str, meaning: str, cure: str, pattern: str = "") -> Cause:
-    return Cause(name, title, meaning, cure, re.compile(pattern, re.IGNORECASE) if pattern else None)
+    pattern: str = ""
 
 
 BREAK_CAUSES = (  # the first match counts
-    _cause(
+    Cause(
         "data-dependent-branch",
         "branch on a tensor's value",
         "Python branches on a value that is known only after the tensor is computed, so a program cannot contain the "
@@ -101,14 +97,14 @@ BREAK_CAUSES = (  # the first match counts
         "from forward",
         r"data-dependent (branching|assert)|generic_jump",
     ),
-    _cause(
+    Cause(
         "scalar-read",
         "tensor's value read by Python",
         "Python reads a number from a tensor (item, tolist, float, int), so it has to wait for the device.",
         "keep the number in a tensor, or compute it once in __init__",
         r"Tensor\.item|\.tolist|_local_scalar_dense|data.dependent operator",
     ),
-    _cause(
+    Cause(
         "data-dependent-shape",
         "size that depends on a tensor's values",
         "The size of the result depends on values of a tensor (nonzero, unique, a boolean mask), so memory cannot be "
@@ -116,14 +112,14 @@ BREAK_CAUSES = (  # the first match counts
         "replace the selection by torch.where or by a mask of fixed size",
         r"dynamic shape operator|data.dependent (output|shape)",
     ),
-    _cause(
+    Cause(
         "print",
         "print or logging",
         "A program contains tensor operations only, so the text would be printed once, during tracing.",
         "remove the line, or execute it only if `not torch.compiler.is_compiling()`",
         r"builtin operator `print`|logging|logger|warnings\.warn|\bwarn_explicit\b",
     ),
-    _cause(
+    Cause(
         "disabled",
         "function that is excluded from torch.compile",
         "The function is marked with torch.compiler.disable, so it always runs uncompiled.",
@@ -131,7 +127,7 @@ BREAK_CAUSES = (  # the first match counts
         "torch.library.custom_op",
         r"compiler\.disable|function `disable`",
     ),
-    _cause(
+    Cause(
         "untraceable-call",
         "call that torch.compile cannot trace",
         "The function is C code, an extension or a call of the operating system, and torch cannot see what it "
@@ -141,7 +137,7 @@ BREAK_CAUSES = (  # the first match counts
         r"builtin operator|skip(ped)? function|marked as skipped|function call|method call|ctypes|PyCFuncPtr|pybind|"
         r"c/c\+\+|non-function|not? .*trace.*(function|method|callable)",
     ),
-    _cause(
+    Cause(
         "unsupported-python",
         "Python feature that torch.compile cannot trace",
         "torch supports most of Python in traced code, but not this construct.",
@@ -150,14 +146,14 @@ BREAK_CAUSES = (  # the first match counts
         r"hasattr|setattr|getattr|bad import|unsupported (type|iter)",
     ),
 )
-OTHER_BREAK = _cause(
+OTHER_BREAK = Cause(
     "other-break",
     "code that torch.compile cannot trace",
     "torch cannot turn this line into tensor operations.",
     "rewrite it with tensor operations, or move it out of forward",
 )
 GUARD_CAUSES = (
-    _cause(
+    Cause(
         "shape-guard",
         "code that depends on the number of tokens",
         "Python branches on a size, so a program is valid for some lengths only, and other lengths need further "
@@ -166,7 +162,7 @@ GUARD_CAUSES = (
         "write the code so that it is right for every length without a branch, or decide once in __init__",
         r"\.size\(\)|size mismatch|\.shape\[|\.stride\(\)|duck shaping",
     ),
-    _cause(
+    Cause(
         "tensor-guard",
         "tensor with another dtype, device or layout",
         "A tensor has another dtype, device, number of dimensions or memory layout than in the first call, and each "
@@ -175,14 +171,14 @@ GUARD_CAUSES = (
         r"(dtype|device|rank|stride|requires_grad|dispatch key|conj|dynamic shape).* mismatch|tensor.* mismatch|"
         r"check_tensor|is_tensor",
     ),
-    _cause(
+    Cause(
         "global-guard",
         "global setting of torch",
         "A setting such as the grad mode, the default dtype or the number of threads has changed between two calls.",
         "set it once, before the first call",
         r"global state|grad_mode|num_threads|autocast|default_(dtype|device)|deterministic",
     ),
-    _cause(
+    Cause(
         "value-guard",
         "Python value that changes",
         "The program contains this number, string or object as a constant. Modules or calls with another value need "
@@ -191,20 +187,20 @@ GUARD_CAUSES = (
         r"==|\bis\b|___check_|len\(|\bin\b|type_id|hasattr",
     ),
 )
-OTHER_GUARD = _cause(
+OTHER_GUARD = Cause(
     "other-guard",
     "condition that does not hold for all calls",
     "torch specialised the program on a condition of the first call that was false in a later one.",
     "change the code so that the condition holds in all calls",
 )
-INPUT_MUTATION = _cause(
+INPUT_MUTATION = Cause(
     "input-mutation",
     "write to an input of the region, or to a view of it",
     "The write changes the caller's tensor. A program computes a new tensor and then copies it back, which is one more "
     "pass over the tensor in each layer. torch's CUDA graphs (--graphs region) skip such a program.",
     "compute a new tensor (x = x * y, torch.where, torch.cat), or write to x.clone()",
 )
-COMPILE_ERROR = _cause(
+COMPILE_ERROR = Cause(
     "compile-error",
     "torch.compile fails",
     "torch could not compile the regions, or the results of the programs differ from those of the model.",
@@ -213,25 +209,23 @@ COMPILE_ERROR = _cause(
 
 
 EXAMPLES = re.compile(r"\(e\.g\.[^)]*\)")  # in torch's explanations
-
-
-def classify_break(reason: str) -> Cause:
-    """`reason`: the result of `break_reason`."""
-    heading = EXAMPLES.sub("", break_heading(reason))
-    return next((cause for cause in BREAK_CAUSES if cause.pattern and cause.pattern.search(heading)), OTHER_BREAK)
-
-
-def classify_guard(reason: str) -> Cause:
-    condition = reason.partition("#")[0]
-    return next((cause for cause in GUARD_CAUSES if cause.pattern and cause.pattern.search(condition)), OTHER_GUARD)
-
-
 REASON = re.compile(
     r"Graph Break Reason: (?P<reason>.*?)(?=\n\nUser code traceback|\nUser code traceback|\Z)", re.DOTALL
 )
 EXPLANATION = re.compile(
     r"^(?P<heading>[^\n]+)\n +Explanation: (?P<explanation>.+?)(?=\n +\w[^\n]*: |\n\n|\Z)", re.M | re.S
 )
+
+
+def classify_break(reason: str) -> Cause:
+    """`reason`: the result of `break_reason`."""
+    heading = EXAMPLES.sub("", break_heading(reason))
+    return next((cause for cause in BREAK_CAUSES if re.search(cause.pattern, heading, re.I)), OTHER_BREAK)
+
+
+def classify_guard(reason: str) -> Cause:
+    condition = reason.partition("#")[0]
+    return next((cause for cause in GUARD_CAUSES if re.search(cause.pattern, condition, re.I)), OTHER_GUARD)
 
 
 def break_reason(text: str) -> str:
@@ -251,16 +245,4 @@ def break_heading(reason: str) -> str:
 def make_finding(
     kind: Kind, cause: Cause, region: str, module: str, phase: str, location: SourceLine, reason: str, is_blocking: bool
 ) -> Finding:
-    return Finding(
-        kind,
-        cause.name,
-        cause.title,
-        region,
-        module,
-        (phase,),
-        location,
-        cause.meaning,
-        cause.cure,
-        reason,
-        is_blocking,
-    )
+    return Finding(kind, *cause[:4], region, module, (phase,), location, reason, is_blocking)

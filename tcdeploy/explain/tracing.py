@@ -151,7 +151,7 @@ def trace_phase(
         return call
 
     calls = {region.module: call_of(region.module) for region in members}
-    config = torch.compiler.config
+    config: Any = torch.compiler.config
     limit = max(RECOMPILE_LIMIT, config.recompile_limit, config.accumulated_recompile_limit)
     raised = config.patch(recompile_limit=limit, accumulated_recompile_limit=limit)
     with _installed(calls), raised, warnings.catch_warnings(), compile_trace.collect_trace() as phase.trace:

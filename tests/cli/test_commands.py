@@ -32,7 +32,7 @@ except SystemExit as exit_:
 """
 COMMAND_MODULES = {
     f"tcdeploy.cli.{name}"
-    for name in ("bench", "bench_serve", "cache", "cache_bundle", "cache_inspect", "compile", "deploy", "doctor",
+    for name in ("bench", "bench_serve", "cache_bundle", "cache_inspect", "compile", "deploy", "doctor",
                  "explain", "generate", "recipes", "serve", "warm")
 }  # fmt: skip
 
