@@ -27,7 +27,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command, get_group
 
 from tcdeploy.cli.foreign_errors import PARSER_ERROR
-from tcdeploy.cli.help_panels import advanced_names, help_all_option, write_panels
+from tcdeploy.cli.help_panels import ADVANCED, help_all_option, write_panels
 from tcdeploy.errors import UsageError
 from tcdeploy.host.interpreter import WITHOUT_DOCSTRINGS
 from tcdeploy.planning.option import RENAMED, field_type
@@ -58,14 +58,15 @@ class Command(_HelpWithoutConversion, TyperCommand):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        hints = typing.get_type_hints(attributes["callback"])
+        hints = typing.get_type_hints(attributes["callback"], include_extras=True)
         for parameter in self.params:
             if isinstance(parameter, TyperArgument | TyperOption) and parameter.callback is None:
-                kind = field_type(hints[str(parameter.name)])
+                hint = hints[str(parameter.name)]
+                kind = field_type(hint.__origin__ if hasattr(hint, "__metadata__") else hint)
                 _replace_conversion(parameter, kind)
                 _complete_values(parameter, kind)
         self.params.append(help_all_option())
-        self.advanced = advanced_names(attributes["callback"])
+        self.advanced = {name for name, hint in hints.items() if ADVANCED in getattr(hint, "__metadata__", ())}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

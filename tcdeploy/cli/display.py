@@ -37,12 +37,12 @@ COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--truste
 
 
 @contextmanager
-def show_progress() -> Iterator[PlainProgress | BarProgress]:
+def show_progress() -> Iterator[PlainProgress]:
     """Progress display for stderr: bars on a terminal, lines otherwise. The first stage is `import`, of torch."""
+    progress = PlainProgress()
     if not sys.stderr.isatty():
-        plain = PlainProgress()
-        plain.stage("import")
-        yield plain
+        progress.stage("import")
+        yield progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -157,8 +157,7 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
         "transformers' own attention"
     )
     show_sentence(_explain_parity(deployment.records))
-    skipped = sum(record.cudagraph_skips for record in deployment.records)
-    if skipped:
+    if skipped := sum(record.cudagraph_skips for record in deployment.records):
         show_sentence(f"Inductor skipped CUDA graphs for {skipped} regions that mutate the KV cache or use CPU tensors")
     _print_totals(deployment)
     print(f"next: tcdeploy warm {_carried_arguments()}")
@@ -191,8 +190,7 @@ def show_server_is_ready(deployment: Deployment, address: str, example: str, as_
             _print_stages(deployment)
             show_sentence("answers with uncompiled steps; /ready?level=warm returns 200 once all buckets run programs")
         show_sentence(f"sampling defaults of the model: {deployment.generation_defaults.describe()}")
-        print(f"ready: {address}")
-        print(f"  {example}", flush=True)
+        print(f"ready: {address}\n  {example}", flush=True)
     except (OutputError, SpaceError) as error:
         print(f"warning: {error.message}; ready: {address}", file=sys.stderr)
 
@@ -203,16 +201,15 @@ def show_bench(tables: list[Table], remarks: list[str], document: str, as_json: 
     On a terminal stdout has one of them. Otherwise it has the document, and stderr has the tables.
     """
     is_terminal = sys.stdout.isatty()
-    prints_document = as_json or not is_terminal
     if not (as_json and is_terminal):
         out = sys.stdout if is_terminal else sys.stderr
         for table in tables:
             show_table(table, out)
         for remark in remarks:
             show_sentence(remark, out)
-    if prints_document:
+    if as_json or not is_terminal:
         print(document)
-    return prints_document
+    return as_json or not is_terminal
 
 
 def _explain_parity(records: Sequence[BucketRecord]) -> str:
@@ -224,15 +221,11 @@ def _explain_parity(records: Sequence[BucketRecord]) -> str:
 
 
 def _print_totals(deployment: Deployment) -> None:
-    records = deployment.records
+    records, plan, num_layers = deployment.records, deployment.plan, len(deployment.architecture.attention_layers)
     hits = sum(record.outcome == "hit" for record in records)
     compile_seconds = sum(record.compile_seconds for record in records)
-    programs = sum(record.programs for record in records)
-    num_layers = len(deployment.architecture.attention_layers)
-    show_sentence(
-        f"{hits} of {len(records)} buckets were cache hits; {programs} programs for "
-        f"{num_layers} layers; compile {compile_seconds:.1f} s"
-    )
+    programs = f"{sum(record.programs for record in records)} programs for {num_layers} layers"
+    show_sentence(f"{hits} of {len(records)} buckets were cache hits; {programs}; compile {compile_seconds:.1f} s")
     if num_layers > MAX_LAYER_KINDS and all(record.programs >= num_layers for record in records):
         show_sentence(
             "each layer has its own program, because a Python constant, such as the attention scale, differs between "
@@ -242,7 +235,6 @@ def _print_totals(deployment: Deployment) -> None:
         if record.trials:
             show_sentence(f"{record.bucket} variants: {_format_trials(record)}")
     if deployment.workspace_bytes is not None:
-        plan = deployment.plan
         show_sentence(
             f"device memory: weights {gib(plan.weight_bytes)}, KV cache {gib(plan.kv_bytes)}, everything else "
             f"{gib(deployment.workspace_bytes)} ({gib(plan.workspace_bytes)} predicted)"
@@ -254,8 +246,7 @@ def _print_stages(deployment: Deployment) -> None:
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
     copied = " (read-only: used a private copy)" if deployment.cache_dir != deployment.plan.cache_dir else ""
     show_sentence(f"stages: {stages}; cache folder {deployment.plan.cache_dir}{copied}")
-    if deployment.weights_read is not None:
-        total = deployment.weights_read
+    if (total := deployment.weights_read) is not None:
         show_sentence(
             f"weights: {total.num_bytes / 1e9:.2f} GB read in {total.seconds:.2f} s ({total.gb_per_second:.1f} GB/s), "
             "in parallel with these stages"
@@ -275,8 +266,7 @@ def _carried_arguments() -> str:
 
     Options of this command alone are left out: the next command does not accept them, and a URL may hold secrets.
     """
-    carried: list[str] = []
-    is_value = False
+    carried, is_value = [], False
     for word in sys.argv[2:]:
         name = word.partition("=")[0]
         if not is_value and name not in COMMAND_FLAGS and name not in COMMAND_OPTIONS:
@@ -324,10 +314,8 @@ def draw_table(table: Table, width: int | None, out: TextIO) -> None:
         return
     drawn = RichTable(box=None, header_style="bold", padding=(0, GAP, 0, 0), pad_edge=False)
     for index, column_width in layout.widths.items():
-        column = table.columns[index]
-        drawn.add_column(
-            Text(column.header), justify="right" if column.kind == "number" else "left", width=column_width
-        )
+        header, kind, _ = table.columns[index]
+        drawn.add_column(Text(header), justify="right" if kind == "number" else "left", width=column_width)
     for row in table.rows:
         drawn.add_row(*(Text(table.columns[index].cut(row[index], size)) for index, size in layout.widths.items()))
     Console(file=out, width=sum(layout.widths.values()) + GAP * len(layout.widths)).print(drawn)
@@ -354,14 +342,10 @@ def report(command: str, as_json: bool, text: str, **content: Any) -> None:
 
 
 def json_document(command: str, **content: Any) -> str:
-    """`content` may contain paths and dataclasses, which may name properties to include in JSON_PROPERTIES."""
+    """`content` may contain paths and dataclasses."""
     document = {"schema": JSON_SCHEMA, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **content}
     return json.dumps(document, indent=1, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if not dataclasses.is_dataclass(value):
-        raise TypeError(f"{type(value).__name__} has no JSON form")
-    return {**vars(value), **{name: getattr(value, name) for name in getattr(value, "JSON_PROPERTIES", ())}}
+    return str(value) if isinstance(value, Path) else dataclasses.asdict(value)

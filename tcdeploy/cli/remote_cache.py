@@ -17,18 +17,14 @@ from tcdeploy.planning.recipe import Recipe
 
 CacheFrom = Annotated[
     str | None,
-    typer.Option(
-        "--cache-from", help="Fetch the cache from this bundle, or from a remote folder of bundles", metavar="URL"
-    ),
+    typer.Option(help="Fetch the cache from this bundle, or from a remote folder of bundles", metavar="URL"),
 ]
 AllowUnsigned = Annotated[
     bool,
     typer.Option("--allow-unsigned", help="Accept a bundle without a trusted signature; its code runs on this machine"),
 ]
 AllowRollback = Annotated[
-    bool,
-    typer.Option("--allow-rollback", help="Accept a bundle that is older than the one it replaces"),
-    ADVANCED,
+    bool, typer.Option("--allow-rollback", help="Accept a bundle that is older than the one it replaces"), ADVANCED
 ]
 TrustedKeys = Annotated[
     Path | None,

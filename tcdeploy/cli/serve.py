@@ -119,10 +119,9 @@ def _run(
 def _missing_extras(settings: ServerSettings) -> list[PlanFinding]:
     """The packages that a server needs and that are not installed, as findings of a dry run."""
     findings = []
-    for extra, purpose, is_used in (("serve", SERVING, True), ("otel", TRACING, bool(settings.otlp_endpoint))):
+    for extra, purpose in (("serve", SERVING), *((("otel", TRACING),) if settings.otlp_endpoint else ())):
         try:
-            if is_used:
-                require_extra(extra, purpose)
+            require_extra(extra, purpose)
         except UsageError as error:
             findings.append(PlanFinding("packages", error.message, error.hint))
     return findings

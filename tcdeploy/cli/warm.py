@@ -17,14 +17,12 @@ from tcdeploy.planning.recipe import Recipe
 if TYPE_CHECKING:
     from tcdeploy.start.deployment import Deployment
 
-
 MissedShapes = Annotated[
     str | None,
     typer.Option("--from", help="Add buckets for the request shapes in a server's missed_shapes.jsonl", metavar="FILE"),
 ]
 CacheTo = Annotated[
-    str | None,
-    typer.Option("--cache-to", help="Pack the plan and push the bundle to this remote folder", metavar="URL"),
+    str | None, typer.Option(help="Pack the plan and push the bundle to this remote folder", metavar="URL")
 ]
 SigningKey = Annotated[
     Path | None, typer.Option("--sign", help="With --cache-to: sign the bundle with this key", metavar="NAME.key")

@@ -57,10 +57,12 @@ def examine(
     deadline = time.monotonic() + limit_seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    results = [
-        replace(result, check=name) for name in checks for result in outcomes.get(name) or [_hanging(limit_seconds)]
-    ]
-    return sorted(results, key=_rank)
+    hanging = finding(
+        f"could not be checked: no result within {limit_seconds:.0f} s",
+        "look for a network file system or a device that does not answer",
+    )
+    results = [replace(result, check=name) for name in checks for result in outcomes.get(name) or [hanging]]
+    return sorted(results, key=lambda item: (item.state != "finding", not item.is_blocking, item.state == "ok"))
 
 
 def _run(name: str, check: Check, request: Request, outcomes: dict[str, list[Result]]) -> None:
@@ -69,14 +71,3 @@ def _run(name: str, check: Check, request: Request, outcomes: dict[str, list[Res
         outcomes[name] = result if isinstance(result, list) else [result]
     except Exception as error:  # of any check, so that the others are reported
         outcomes[name] = [unchecked(f"{type(error).__name__}: {error}")]
-
-
-def _hanging(seconds: float) -> Result:
-    return finding(
-        f"could not be checked: no result within {seconds:.0f} s",
-        "look for a network file system or a device that does not answer",
-    )
-
-
-def _rank(result: Result) -> tuple[bool, bool, bool]:
-    return (result.state != "finding", not result.is_blocking, result.state == "ok")

@@ -45,10 +45,8 @@ def judge_missing_gpu(described: Mapping[str, Any], driver: Mapping[str, Any], t
     if hidden is not None and hidden.strip() in ("", "-1"):
         return note(f"{names}, hidden by CUDA_VISIBLE_DEVICES={hidden}: models run on the CPU")
     if torch_cuda is None:
-        return blocking(
-            f"this machine has a GPU ({names}), and the installed torch is built for CPUs",
-            "install the PyTorch build for your CUDA version: https://pytorch.org",
-        )
+        summary = f"this machine has a GPU ({names}), and the installed torch is built for CPUs"
+        return blocking(summary, "install the PyTorch build for your CUDA version: https://pytorch.org")
     return blocking(
         f"torch cannot use the GPU ({names}): {described['problem'] or 'it gives no reason'}",
         "compare the driver with torch's CUDA version, and check CUDA_VISIBLE_DEVICES and the container's GPU access",
@@ -126,10 +124,8 @@ def judge_driver(driver: Mapping[str, Any], torch_cuda: str | None, is_used: boo
     if driver["error"] and is_used:
         return note(f"torch uses the GPU, but nvidia-smi fails: {driver['error']}")
     if driver["error"]:
-        return blocking(
-            f"nvidia-smi fails: {driver['error']}",
-            "reload or reinstall the NVIDIA driver; after an update of the driver, reboot",
-        )
+        cure = "reload or reinstall the NVIDIA driver; after an update of the driver, reboot"
+        return blocking(f"nvidia-smi fails: {driver['error']}", cure)
     if driver["cuda"] is None:
         return note("no NVIDIA driver") if not driver["gpus"] else unchecked("libcuda.so.1 cannot be loaded")
     supported = ".".join(map(str, driver["cuda"]))
@@ -142,7 +138,5 @@ def judge_driver(driver: Mapping[str, Any], torch_cuda: str | None, is_used: boo
         return ok(f"{summary}; torch is built for CUDA {torch_cuda}")
     if driver["cuda"][0] == needed[0]:
         return note(f"{summary}; torch is built for CUDA {torch_cuda}, which runs on drivers of the same major version")
-    return blocking(
-        f"the driver {summary}, and torch is built for CUDA {torch_cuda}",
-        f"install a driver that supports CUDA {torch_cuda}, or a PyTorch build for CUDA {supported}",
-    )
+    cure = f"install a driver that supports CUDA {torch_cuda}, or a PyTorch build for CUDA {supported}"
+    return blocking(f"the driver {summary}, and torch is built for CUDA {torch_cuda}", cure)

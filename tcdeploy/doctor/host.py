@@ -64,9 +64,8 @@ def check_compiler(request: Request) -> Result:
     except OSError as error:
         return unchecked(f"{error.strerror or error}")
     if probe.failure:
-        return blocking(
-            f"{version} cannot link a library: {probe.failure}", "install g++ again, or set CXX to another compiler"
-        )
+        cure = "install g++ again, or set CXX to another compiler"
+        return blocking(f"{version} cannot link a library: {probe.failure}", cure)
     if probe.links_runtime_statically:
         return finding(
             f"{version} links libstdc++ statically, so ahead-of-time packages that it builds cannot be loaded",
@@ -91,9 +90,8 @@ def _missing_compiler(compiler: str) -> Result:
 def _version_of(compiler: str) -> str:
     """The first line of its version, or its name."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILER_SECONDS
-        )
+        command = [compiler, "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILER_SECONDS)
         if done.returncode == 0 and done.stdout.strip():
             return done.stdout.strip().splitlines()[0]
     return compiler
@@ -105,16 +103,13 @@ def check_temporary_folder(request: Request) -> Result:
         folder = tempfile.gettempdir()
     except FileNotFoundError:
         return blocking("there is no writable folder for temporary files", "set TMPDIR to a writable folder")
-    variable = next((name for name in TEMPORARY_VARIABLES if os.environ.get(name)), "")
-    if variable:
+    if variable := next((name for name in TEMPORARY_VARIABLES if os.environ.get(name)), ""):
         requested = os.environ[variable]
         try:
             write_test_file(requested)
         except OSError as error:
-            return finding(
-                f"{variable}={requested} cannot be written: {error.strerror}; {folder} is used instead",
-                f"create the folder, or set {variable} to a writable one",
-            )
+            summary = f"{variable}={requested} cannot be written: {error.strerror}; {folder} is used instead"
+            return finding(summary, f"create the folder, or set {variable} to a writable one")
     if is_noexec(folder):
         return finding(
             f"{folder} is mounted with noexec, and starts from packages or from a read-only cache load libraries from "
@@ -221,13 +216,10 @@ def check_port(request: Request) -> Result:
         return blocking(f"port {request.port} is not between 0 and 65535", "pass another --port")
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return blocking(
-                f"port {request.port} is in use by another process",
-                f"pass another --port to serve, or find the process: ss -ltnp 'sport = :{request.port}'",
-            )
-        return blocking(
-            f"cannot listen on port {request.port}: {error.strerror}", "pass another --port, from 1024 to 65535"
-        )
+            cure = f"pass another --port to serve, or find the process: ss -ltnp 'sport = :{request.port}'"
+            return blocking(f"port {request.port} is in use by another process", cure)
+        cure = "pass another --port, from 1024 to 65535"
+        return blocking(f"cannot listen on port {request.port}: {error.strerror}", cure)
     return ok(f"{request.port} is free" if request.port else "0: serve selects a free one")
 
 
@@ -236,13 +228,9 @@ def _is_one(value: str) -> bool:
     return value == "1"
 
 
-def _enables(value: str) -> bool:
-    """A setting of torch that is forced by a variable: any other text counts as true."""
-    return value not in ("0", "")
-
-
 def _disables(value: str) -> bool:
-    return not _enables(value)
+    """A setting of torch that is forced by a variable: any other text counts as true."""
+    return value in ("0", "")
 
 
 def _is_true_for_triton(value: str) -> bool:
@@ -252,8 +240,8 @@ def _is_true_for_triton(value: str) -> bool:
 _NO_CACHE = "torch's caches are disabled, so every start compiles everything"
 _EAGER = "torch.compile does nothing, so models run uncompiled"
 HARMFUL: dict[str, tuple[Callable[[str], bool], str]] = {  # whether a value does harm, and its effect
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": (_enables, _NO_CACHE),
-    "TORCH_COMPILE_FORCE_DISABLE_CACHES": (_enables, _NO_CACHE),
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": (lambda value: not _disables(value), _NO_CACHE),
+    "TORCH_COMPILE_FORCE_DISABLE_CACHES": (lambda value: not _disables(value), _NO_CACHE),
     "TORCHINDUCTOR_FX_GRAPH_CACHE": (_disables, "Inductor's cache is disabled, so every start compiles"),
     "TORCHINDUCTOR_AUTOGRAD_CACHE": (_disables, "AOTAutograd's cache is disabled, so every start compiles"),
     "TORCH_COMPILE_DISABLE": (_is_one, _EAGER),

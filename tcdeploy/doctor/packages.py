@@ -56,10 +56,8 @@ def check_triton(request: Request) -> Result:
     if old := _too_old("triton", version):
         return old
     if needed and needed != version:
-        return finding(
-            f"Triton {version} is installed, and torch {installed_version('torch')} requires {needed}",
-            f"pip install triton=={needed}",
-        )
+        summary = f"Triton {version} is installed, and torch {installed_version('torch')} requires {needed}"
+        return finding(summary, f"pip install triton=={needed}")
     return _with_tested_range("triton", version)
 
 
@@ -149,10 +147,9 @@ def _folder_of(package: str) -> str:
 def _too_old(package: str, version: str) -> Result | None:
     if not version or not is_older_than_tested(package, version):
         return None
-    return blocking(
-        f"{package} {version} is too old; tested are {tested_range(package)}",
-        f"pip install '{package}>={tested_range(package).partition(' ')[0]}'",
-    )
+    tested = tested_range(package)
+    cure = f"pip install '{package}>={tested.partition(' ')[0]}'"
+    return blocking(f"{package} {version} is too old; tested are {tested}", cure)
 
 
 def _with_tested_range(package: str, summary: str) -> Result:

@@ -25,7 +25,7 @@ from tcdeploy.explain.tracing import trace_regions
 from tcdeploy.host.progress import Progress
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start.deployment import Deployment, release_memory
+from tcdeploy.start.deployment import release_memory
 from tcdeploy.start.model_code import load_uncompiled
 from tcdeploy.start.prepare import prepare
 
@@ -70,7 +70,12 @@ def _explain_started(recipe: Recipe, progress: Progress, profiles: bool) -> Expl
     except CompileError as error:
         failure = error.message, error.hint
     if failure is None:
-        return _explain_deployment(deployment, progress, profiles)
+        plan, runner = deployment.plan, deployment.engine.runner
+        if profiles:
+            progress.stage("profile")
+        kernels = tuple(measure_kernels(runner, bucket) for bucket in plan.buckets) if profiles else ()
+        regions, findings = _trace(runner, deployment.architecture, progress)
+        return Explanation(plan.model, regions, findings, compute_payoff(plan, deployment.records), "", kernels)
     release_memory()  # outside the handler: the exception refers to the model
     explanation = _explain_loaded(recipe, progress, "the model cannot be compiled")
     if any(finding.is_blocking for finding in explanation.findings):
@@ -80,17 +85,6 @@ def _explain_started(recipe: Recipe, progress: Progress, profiles: bool) -> Expl
     failed = make_finding("error", COMPILE_ERROR, "", "", "", SourceLine(), message, True)
     findings = (dataclasses.replace(failed, cure=cure), *explanation.findings)
     return dataclasses.replace(explanation, findings=findings)
-
-
-def _explain_deployment(deployment: Deployment, progress: Progress, profiles: bool) -> Explanation:
-    plan, runner = deployment.plan, deployment.engine.runner
-    kernels: list[BucketKernels] = []
-    if profiles:
-        progress.stage("profile")
-        kernels = [measure_kernels(runner, bucket) for bucket in plan.buckets]
-    regions, findings = _trace(runner, deployment.architecture, progress)
-    payoff = compute_payoff(plan, deployment.records)
-    return Explanation(plan.model, regions, findings, payoff, "", tuple(kernels))
 
 
 def _explain_loaded(recipe: Recipe, progress: Progress, not_measured: str = NOT_REQUESTED) -> Explanation:

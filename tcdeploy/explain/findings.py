@@ -8,8 +8,8 @@ report loses the advice, but not the line.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from tcdeploy.explain.source_line import SourceLine
 
@@ -33,29 +33,25 @@ class RegionTrace:
     recompilations: dict[str, int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class EagerCost:
-    """Median milliseconds of one uncompiled step of a bucket, and of its parts.
+    """Median milliseconds of one uncompiled step of a bucket, and of its parts, with their shares of the step.
 
     region_ms: all regions of the finding's kind, which stay uncompiled until the finding is cured.
     module_ms: the modules with the line, in all layers; None if the line is not in a submodule of the region.
     """
-
-    JSON_PROPERTIES: ClassVar = ("region_share", "module_share")
 
     bucket: str
     step_ms: float
     region_ms: float
     module: str
     module_ms: float | None
+    region_share: float = field(init=False)
+    module_share: float | None = field(init=False)
 
-    @property
-    def region_share(self) -> float:
-        return self.region_ms / self.step_ms
-
-    @property
-    def module_share(self) -> float | None:
-        return None if self.module_ms is None else self.module_ms / self.step_ms
+    def __post_init__(self) -> None:
+        self.region_share = self.region_ms / self.step_ms
+        self.module_share = None if self.module_ms is None else self.module_ms / self.step_ms
 
 
 @dataclass(frozen=True)

@@ -259,8 +259,7 @@ def _find_mutations(region: Region, path: str, steps: dict[str, list[Callable[[]
 
 def _written_tensor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that an operation writes to; None if it writes to none, or is an operator of another library."""
-    if isinstance(kwargs.get("out"), Tensor):
-        out: Tensor = kwargs["out"]
+    if isinstance(out := kwargs.get("out"), Tensor):
         return out
     writes = name.endswith("_") and not name.endswith("__")
     return args[0] if writes and args and isinstance(args[0], Tensor) else None
