@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tcdeploy.cli.start_tables import COMPILE_CELLS, WARM_CELLS, plan_table
-from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, fit_all, tabulate, wrap
+from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, tabulate, wrap
 from tcdeploy.errors import OutputError, SpaceError
 from tcdeploy.host.import_times import describe_imports
 from tcdeploy.planning.memory import gib
@@ -307,7 +307,7 @@ def draw_table(table: Table, width: int | None, out: TextIO) -> None:
 
     if table.title:
         print(table.title, file=out)
-    layout = fit_all(table, cell_len) if width is None else fit(table, width, cell_len)
+    layout = fit(table, width, cell_len)
     if layout is None:
         assert width is not None
         print("\n".join(as_blocks(table, width)), file=out)

@@ -1,9 +1,7 @@
 """Process-wide settings of the command line, and checks of its input.
 
-`prepare()` changes none of the settings, so that it can be called as a library.
-
-A command that keeps serving tokens after startup (`generate`, `serve`, `bench`) also calls
-`gc_policy.freeze_gc_after_startup()` once its deployment is ready.
+`prepare()` changes none of the settings, so that it can be called as a library. A command that keeps serving tokens
+(`generate`, `serve`, `bench`) also calls `gc_policy.freeze_gc_after_startup()` once its deployment is ready.
 """
 
 from __future__ import annotations
@@ -46,11 +44,10 @@ def enable_access_log() -> None:
 
 
 def configure_process() -> None:
-    """Set up garbage collection, imports, the standard streams and logging of a command.
+    """Set up garbage collection, imports, the standard streams and logging, before anything large is imported.
 
     Garbage collection is deferred until startup is over. transformers is imported with fewer file reads, and without
-    packages that are not needed. Log records of this package are sent to stderr. The command line calls this function
-    once, before it imports anything large.
+    packages that are not needed. Log records of this package are sent to stderr.
     """
     if is_service_variable("TCDEPLOY_PORT", os.environ.get("TCDEPLOY_PORT", "")):
         del os.environ["TCDEPLOY_PORT"]  # Kubernetes sets it in all pods beside a service of the name tcdeploy

@@ -2,9 +2,7 @@
 
 A broken package or driver can end a process or make it hang, and an import of torch takes seconds. The process writes
 one JSON line per section to its stdout as soon as it has it, so what it found before it failed is known. It writes no
-bytecode, because modules without bytecode are counted.
-
-Does not import torch, except in the process.
+bytecode, because modules without bytecode are counted. Does not import torch, except in the process.
 """
 
 from __future__ import annotations
@@ -40,18 +38,10 @@ PROCESS_QUERY = ("gpu_uuid", "pid", "used_memory")
 
 @dataclass(frozen=True)
 class TorchProbe:
-    """What the process has found.
-
-    sections: by name, what each function of SECTIONS returned.
-    errors: by the name of a section, the exception that it raised.
-    failure: why the process did not finish; "" if it did.
-    failed_at: the section that did not finish; "" if the process could not be started.
-    """
-
-    sections: Mapping[str, Any]
-    errors: Mapping[str, str]
-    failure: str = ""
-    failed_at: str = ""
+    sections: Mapping[str, Any]  # by name, what each function of SECTIONS returned
+    errors: Mapping[str, str]  # by the name of a section, the exception that it raised
+    failure: str = ""  # why the process did not finish; "" if it did
+    failed_at: str = ""  # the section that did not finish; "" if the process could not be started
 
     def fails(self, section: str) -> bool:
         """Whether this section failed, and not an earlier one that ended the process."""

@@ -3,8 +3,6 @@
 A cold start compiles all programs, a warm start loads them from the cache; both then capture CUDA graphs. The seconds
 of a bucket are the time that its programs and graphs add to a start. Loading the model is not counted, since it takes
 the same time without programs.
-
-Step times are measured several times. A difference that is smaller than the sum of their spreads is not conclusive.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -79,16 +79,10 @@ def measure_calls(step: Callable[[], object], modules: Sequence[nn.Module], devi
         marks.append((owner, begins))
         clock[0].record()
 
-    def enter(module: nn.Module, args: Any) -> None:
-        mark(id(module), True)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        mark(id(module), False)
-
     step()
     runs: dict[int, list[float]] = defaultdict(list)
-    hooks = [module.register_forward_pre_hook(enter) for module in modules]
-    hooks += [module.register_forward_hook(leave) for module in modules]
+    hooks = [module.register_forward_pre_hook(lambda module, args: mark(id(module), True)) for module in modules]
+    hooks += [module.register_forward_hook(lambda module, args, output: mark(id(module), False)) for module in modules]
     try:
         for _ in range(REPEATS):
             marks.clear()

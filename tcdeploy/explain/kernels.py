@@ -2,9 +2,8 @@
 
 On a GPU, a row is a kernel, and one more row is the time in which no kernel runs. On a CPU, a row is an operation,
 without the operations that it calls, or a kernel that Inductor generated; another row is the time between operations.
-In both cases the rows add up to the step.
-
-The profiler makes a step slower: use the shares, and take times from the other tables.
+In both cases the rows add up to the step. The profiler makes a step slower: use the shares, and take times from the
+other tables.
 """
 
 from __future__ import annotations

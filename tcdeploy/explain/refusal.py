@@ -2,9 +2,7 @@
 
 A start runs every model once on fake tensors (models/probe.py), which have sizes but no values. A model that reads
 values fails there, before anything is traced. The exception's traceback contains the line, and its frames the modules.
-
-Without a plan there are no regions and no steps. The cost is therefore measured on transformers' own model with random
-weights, for one prompt, unless the model is large.
+The cost is measured on transformers' own model with random weights, for one prompt, unless the model is large.
 """
 
 from __future__ import annotations

@@ -3,10 +3,7 @@
 Dynamo traces each kind of region in real steps: prompts of several lengths, then decode steps. Its graphs are run
 uncompiled, so no compiler is needed and a kind takes seconds. Unlike in a deployment, graph breaks are allowed, so that
 all of them are found. So are conditions on the number of tokens, which is symbolic: code that depends on it causes a
-recompilation.
-
-Dynamo's programs are discarded before each kind and phase; otherwise tracing another kind would count as a
-recompilation.
+recompilation. Dynamo's programs are discarded before each kind and phase, or another kind would count as one too.
 """
 
 from __future__ import annotations
@@ -60,14 +57,11 @@ class PhaseTrace:
 
     def backend(self, graph: Any, example_inputs: Any) -> Callable[..., Any]:
         self.graphs += 1
-        forward: Callable[..., Any] = graph.forward
-        return forward
+        return graph.forward
 
     def end_call(self, module: nn.Module, recompilations: int) -> None:
-        """`recompilations`: their number before the call.
-
-        A module that is called twice in a step, such as rotary factors of two kinds of layers, may need two programs,
-        so the recompilations of its second call in the first step are dropped.
+        """`recompilations`: their number before the call. Those of a second call in the first step are dropped:
+        a module that is called twice in a step, such as rotary factors of two kinds of layers, may need two programs.
         """
         if self.is_first_call:
             self.is_first_call = False
@@ -78,10 +72,7 @@ class PhaseTrace:
 
 
 def trace_regions(runner: ModelRunner, regions: Sequence[Region]) -> tuple[list[RegionTrace], list[Finding]]:
-    """Trace every kind of region. The runner's steps run uncompiled afterwards.
-
-    Raises CompileError if this torch has no structured trace.
-    """
+    """Trace every kind of region. The runner's steps run uncompiled afterwards. Raises CompileError."""
     if not compile_trace.supported():
         raise CompileError("this version of torch has no structured trace of compilations", "install torch 2.13")
     runner.forward = runner.transformers_forward
@@ -231,9 +222,6 @@ def _find_mutations(region: Region, path: str, steps: dict[str, list[Callable[[]
         storages.update(_storage(tensor) for tensor in tensors_in((args, kwargs)))
         storages.discard(0)
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        storages.clear()
-
     def observe(phase: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         written = _written_tensor(name, args, kwargs) if storages else None
         if written is not None and _storage(written) in storages:
@@ -245,7 +233,7 @@ def _find_mutations(region: Region, path: str, steps: dict[str, list[Callable[[]
 
     hooks = [
         region.module.register_forward_pre_hook(enter, with_kwargs=True),
-        region.module.register_forward_hook(leave, always_call=True),
+        region.module.register_forward_hook(lambda module, args, output: storages.clear(), always_call=True),
     ]
     try:
         for phase, runs in steps.items():
@@ -272,8 +260,7 @@ def _storage(tensor: Tensor) -> int:
 def merge_findings(findings: Sequence[Finding]) -> list[Finding]:
     """One finding per cause and line of a region, blocking ones first.
 
-    After a break, torch traces the enclosing functions too, and reports the break again for each of them, so breaks
-    are not counted.
+    Breaks are not counted: after one, torch traces the enclosing functions too, and reports it again for each.
     """
     merged: dict[tuple[str, ...], Finding] = {}
     for finding in findings:
