@@ -114,7 +114,11 @@ def main() -> None:
         sys.exit(_run())
     except TcdeployError as error:
         if not isinstance(error, BrokenPipe):
-            _print_error(error.message, error.hint)
+            if os.environ.get("TCDEPLOY_DEBUG"):
+                traceback.print_exc()
+            print(f"error: {error.message}", file=sys.stderr)
+            if error.hint:
+                print(f"hint: {error.hint}", file=sys.stderr)
         with contextlib.suppress(TcdeployError):  # a flush that fails at exit would print a traceback
             sys.stdout.flush()
         sys.exit(error.exit_code)
@@ -135,11 +139,3 @@ def _run() -> int:
             raise translated from error
         raise
     return status if isinstance(status, int) else 0
-
-
-def _print_error(message: str, hint: str) -> None:
-    if os.environ.get("TCDEPLOY_DEBUG"):
-        traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)

@@ -70,7 +70,7 @@ def show_packed(packed: PackResult, manifest: Manifest, json: bool) -> None:
         files, size = usage.get(kind_of(file.path), (0, 0))
         usage[kind_of(file.path)] = (files + 1, size + file.bytes)
     if json:
-        print(json_document("cache pack", **vars(packed), kinds=_usage_document(usage)))
+        print(json_document("cache pack", **vars(packed), kinds=usage_document(usage)))
         return
     show_table(tabulate(sorted(usage.items(), key=lambda item: -item[1][1]), USAGE_CELLS))
     show_sentence(
@@ -145,13 +145,6 @@ def difference_table(differences: Sequence[Difference], first: str, second: str)
     return Table(columns, [(difference.name, difference.here, difference.there) for difference in differences])
 
 
-def show_plans(plans: list[CachedPlan], json: bool) -> None:
-    if json:
-        print(json_document("cache ls", plans=plans))
-    else:
-        show_table(tabulate(plans, PLAN_CELLS))
-
-
 def show_other_versions(folder: Path, verb: str) -> None:
     """Name on stderr the plans of other versions of tcdeploy, which this version has not `verb`."""
     if keys := sorted(read_other_versions(folder)):
@@ -167,19 +160,12 @@ def _plan_state(plan: CachedPlan) -> str:
     return ", ".join(state for state, holds in states.items() if holds) or "-"
 
 
-def show_usage(usage: Usage, json: bool) -> None:
-    if json:
-        print(json_document("cache du", kinds=_usage_document(usage)))
-    else:
-        show_table(usage_table(usage))
-
-
 def usage_table(usage: Usage) -> Table:
     total = sum(files for files, _ in usage.values()), sum(size for _, size in usage.values())
     return tabulate([*usage.items(), ("total", total)], USAGE_CELLS)
 
 
-def _usage_document(usage: Usage) -> dict[str, Any]:
+def usage_document(usage: Usage) -> dict[str, Any]:
     return {kind: {"files": files, "bytes": size} for kind, (files, size) in usage.items()}
 
 

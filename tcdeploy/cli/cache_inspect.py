@@ -53,19 +53,22 @@ def why(target: Target, options: RecipeOptions, json: Json = False) -> None:
 def list_cache(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: Json = False) -> None:
     """List the plans in a cache folder."""
     from tcdeploy.cache.inventory import list_plans
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli import cache_display, display
 
     found = find_cache_folder(folder, cache_dir)
-    cache_display.show_plans(list_plans(found), json)
+    plans = list_plans(found)
+    display.report("cache ls", json, display.tabulate(plans, cache_display.PLAN_CELLS), plans=plans)
     cache_display.show_other_versions(found, "listed")
 
 
 def disk_usage(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: Json = False) -> None:
     """Show the disk usage of a cache folder by kind of file."""
     from tcdeploy.cache.inventory import usage_by_kind
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.cache_display import usage_document, usage_table
+    from tcdeploy.cli.display import report
 
-    cache_display.show_usage(usage_by_kind(find_cache_folder(folder, cache_dir)), json)
+    usage = usage_by_kind(find_cache_folder(folder, cache_dir))
+    report("cache du", json, usage_table(usage), kinds=usage_document(usage))
 
 
 def collect_garbage(

@@ -6,13 +6,13 @@ imported when bars or a table are drawn: that takes 0.1 s, and a server without 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -336,16 +336,15 @@ def print_report(command: str, deployment: Deployment, **more: Any) -> None:
     print(json_document(command, **start, **more))
 
 
-def report(command: str, as_json: bool, text: str, **content: Any) -> None:
-    """Print the text as it is, or the JSON document."""
-    print(json_document(command, **content) if as_json else text)
+def report(command: str, as_json: bool, shown: str | Table, **content: Any) -> None:
+    """Print the text as it is, or the table; or the JSON document."""
+    if isinstance(shown, Table) and not as_json:
+        show_table(shown)
+    else:
+        print(json_document(command, **content) if as_json else shown)
 
 
 def json_document(command: str, **content: Any) -> str:
     """`content` may contain paths and dataclasses."""
     document = {"schema": JSON_SCHEMA, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **content}
-    return json.dumps(document, indent=1, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else dataclasses.asdict(value)
+    return json.dumps(document, indent=1, default=lambda item: str(item) if isinstance(item, Path) else asdict(item))

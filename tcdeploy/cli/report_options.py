@@ -1,6 +1,6 @@
 """Options that several commands share: what they print, and the time that a start may take.
 
-A command prints tables and sentences, and with `--json` one JSON document instead. `bench` prints the document without
+With `--json` a command prints one JSON document instead of tables and sentences. `bench` prints the document without
 `--json` too if stdout is not a terminal, which scripts rely on.
 """
 

@@ -112,7 +112,9 @@ def check_bytecode(request: Request) -> Result:
     uncompiled = request.probe.sections.get("uncompiled")
     if uncompiled is None:
         return unchecked(request.probe.reason("uncompiled"))
-    return judge_bytecode(uncompiled, will_be_written=_bytecode_will_be_written())
+    folder = sys.pycache_prefix or _folder_of("torch")
+    will_be_written = not sys.dont_write_bytecode and os.access(existing_parent(folder), os.W_OK)
+    return judge_bytecode(uncompiled, will_be_written)
 
 
 def judge_bytecode(uncompiled: dict[str, int], will_be_written: bool) -> Result:
@@ -130,12 +132,6 @@ def judge_bytecode(uncompiled: dict[str, int], will_be_written: bool) -> Result:
         "as the owner of the packages: env -u PYTHONDONTWRITEBYTECODE python -m compileall -q "
         f"{_folder_of(packages[0])}; in an image, do not set PYTHONDONTWRITEBYTECODE",
     )
-
-
-def _bytecode_will_be_written() -> bool:
-    """Whether a start keeps the bytecode of the packages that it imports."""
-    folder = sys.pycache_prefix or _folder_of("torch")
-    return not sys.dont_write_bytecode and os.access(existing_parent(folder), os.W_OK)
 
 
 def _folder_of(package: str) -> str:

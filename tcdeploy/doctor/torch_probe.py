@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.planning.environment import Environment, parse_environment
+from tcdeploy.planning.environment import Environment, detect_environment, parse_environment
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 COMMAND = (
@@ -228,12 +228,6 @@ def _describe_internals(timer: Any) -> list[tuple[str, str]]:
     return [(item.name, item.consequence) for item in missing_internals() if item.name in installed]
 
 
-def _describe_environment(timer: Any) -> dict[str, Any]:
-    from tcdeploy.planning.environment import detect_environment
-
-    return dataclasses.asdict(detect_environment())
-
-
 def _describe_cache_keys(timer: Any) -> dict[str, dict[str, str]]:
     """The inputs of torch's cache key that are neither in the environment nor in the plan."""
     from tcdeploy.programs.passes.post_grad import op_source_digests
@@ -248,7 +242,7 @@ SECTIONS: dict[str, Callable[[Any], Any]] = {
     "gpus": _describe_gpus,
     "transformers": lambda timer: importlib.import_module("transformers").__version__,
     "internals": _describe_internals,
-    "environment": _describe_environment,
+    "environment": lambda timer: dataclasses.asdict(detect_environment()),
     "cache keys": _describe_cache_keys,
     "uncompiled": lambda timer: dict(timer.uncompiled),
 }

@@ -22,26 +22,19 @@ PROMPT_TOKENS = 128  # at least, if the plan has such a prefill bucket
 
 @dataclass
 class BucketPayoff:
-    """Times of one bucket.
-
-    tokens_per_step: of a full bucket.
-    cold_seconds, warm_seconds: time to compile or to load its programs, and to capture; None: not measured.
-    *_spread_ms: half of the range of several measurements.
-    saved_ms: per step; 0 if the difference is noise, or if the program is slower.
-    break_even_tokens_*: tokens after which the saved time exceeds these seconds; None: never, or not measured.
-    """
+    """Times of one bucket. None: not measured."""
 
     bucket: str
-    tokens_per_step: int
+    tokens_per_step: int  # of a full bucket
     uncompiled_ms: float
     compiled_ms: float
-    cold_seconds: float | None
-    warm_seconds: float | None
-    uncompiled_spread_ms: float = 0.0
+    cold_seconds: float | None  # to compile its programs and to capture
+    warm_seconds: float | None  # to load its programs and to capture
+    uncompiled_spread_ms: float = 0.0  # half of the range of several measurements
     compiled_spread_ms: float = 0.0
     is_conclusive: bool = field(init=False)
-    saved_ms: float = field(init=False)
-    break_even_tokens_cold: int | None = field(init=False)
+    saved_ms: float = field(init=False)  # per step; 0 if the difference is noise, or if the program is slower
+    break_even_tokens_cold: int | None = field(init=False)  # after which the saved time exceeds cold_seconds
     break_even_tokens_warm: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,19 +46,15 @@ class BucketPayoff:
 
 @dataclass
 class RequestPayoff:
-    """One request at a time: a prompt that fills a prefill bucket, and then steps of the smallest decode bucket.
-
-    *_token_ms: time of one output token, which is one decode step.
-    start_seconds_*: sum over all buckets of the plan, since a start prepares all of them; None: not measured.
-    """
+    """One request at a time: a prompt that fills a prefill bucket, and then steps of the smallest decode bucket."""
 
     prompt_tokens: int
     output_tokens: int
-    uncompiled_token_ms: float
+    uncompiled_token_ms: float  # of one output token, which is one decode step
     compiled_token_ms: float
     uncompiled_seconds: float
     compiled_seconds: float
-    start_seconds_cold: float | None
+    start_seconds_cold: float | None  # of all buckets of the plan, as a start prepares all of them; None: not measured
     start_seconds_warm: float | None
     uncompiled_spread_seconds: float = 0.0
     compiled_spread_seconds: float = 0.0

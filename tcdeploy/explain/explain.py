@@ -34,16 +34,13 @@ NOT_REQUESTED = "not requested (--no-measure)"
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result. If the model cannot be planned, `regions` is empty and there is one finding.
-
-    payoff: None if the steps were not timed; `not_measured` is then the reason.
-    """
+    """The result. If the model cannot be planned, `regions` is empty and there is one finding."""
 
     model: str
     regions: tuple[RegionTrace, ...]
     findings: tuple[Finding, ...]
     payoff: Payoff | None
-    not_measured: str
+    not_measured: str  # why the steps were not timed, if there is no payoff
     kernels: tuple[BucketKernels, ...]
 
 

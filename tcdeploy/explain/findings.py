@@ -18,34 +18,28 @@ Kind = Literal["graph break", "recompilation", "input mutation", "error"]
 
 @dataclass(frozen=True)
 class RegionTrace:
-    """How regions of one kind were traced.
+    """How regions of one kind were traced, with counts by phase.
 
-    graphs: number of graphs of one call; 1 without graph breaks.
-    guards: conditions on inputs and modules that torch checks before it runs the programs of one call.
-    recompilations: in calls of all modules of the kind, with several prompt lengths; not counted if there is a break.
+    Recompilations are those of all modules of the kind, with several prompt lengths; not counted if there is a break.
     """
 
     kind: str
     type: str
     modules: int
-    graphs: dict[str, int]  # by phase
-    guards: dict[str, int]
+    graphs: dict[str, int]  # of one call; 1 without graph breaks
+    guards: dict[str, int]  # conditions that torch checks before it runs the programs of one call
     recompilations: dict[str, int]
 
 
 @dataclass
 class EagerCost:
-    """Median milliseconds of one uncompiled step of a bucket, and of its parts, with their shares of the step.
-
-    region_ms: all regions of the finding's kind, which stay uncompiled until the finding is cured.
-    module_ms: the modules with the line, in all layers; None if the line is not in a submodule of the region.
-    """
+    """Median milliseconds of one uncompiled step of a bucket, and of its parts, with their shares of the step."""
 
     bucket: str
     step_ms: float
-    region_ms: float
+    region_ms: float  # all regions of the finding's kind, which stay uncompiled until the finding is cured
     module: str
-    module_ms: float | None
+    module_ms: float | None  # those with the line, in all layers; None if it is not in a submodule of the region
     region_share: float = field(init=False)
     module_share: float | None = field(init=False)
 

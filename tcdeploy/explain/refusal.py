@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import traceback
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +42,9 @@ def explain_refusal(recipe: Recipe, error: UnsupportedModelError) -> Finding | N
 
 
 def _explain(recipe: Recipe, error: BaseException) -> Finding:
-    name, modules = type(error).__name__, _modules_in(error.__traceback__)
+    name = type(error).__name__
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]  # whose methods are in the frames
     location = model_line(read_frames(traceback.extract_tb(error.__traceback__)))
     path = next((path for path, module in modules[0].named_modules() if module is modules[-1]), "") if modules else ""
     reason = f"{name}: {next(iter(str(error).strip().splitlines()), '')}"
@@ -57,12 +57,6 @@ def _classify(error: str, code: str) -> Cause:
     if error == SIZE_ERROR:
         return CAUSES["data-dependent-shape"]
     return CAUSES["data-dependent-branch" if CONDITION.search(code) else "scalar-read"]
-
-
-def _modules_in(trace: TracebackType | None) -> list[nn.Module]:
-    """The modules whose methods are in the frames, outermost first."""
-    owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
-    return [owner for owner in owners if isinstance(owner, nn.Module)]
 
 
 def _with_measured_cost(recipe: Recipe, finding: Finding) -> Finding:

@@ -49,7 +49,6 @@ class PhaseTrace:
     graphs: int = 0
     first_call_graphs: int = 0
     first_call_guards: int = 0
-    is_first_call: bool = True
     is_first_step: bool = True
     called: set[nn.Module] = field(default_factory=set)
     trace: compile_trace.CompileTrace = field(default_factory=compile_trace.CompileTrace)
@@ -63,8 +62,7 @@ class PhaseTrace:
         """`recompilations`: their number before the call. Those of a second call in the first step are dropped:
         a module that is called twice in a step, such as rotary factors of two kinds of layers, may need two programs.
         """
-        if self.is_first_call:
-            self.is_first_call = False
+        if not self.called:
             self.first_call_graphs, self.first_call_guards = self.graphs, sum(self.trace.guard_counts)
         if self.is_first_step and module in self.called:
             del self.trace.recompilations[recompilations:]
