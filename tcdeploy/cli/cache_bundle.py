@@ -211,8 +211,7 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay
 
 
 def generate_key(
-    name: Annotated[Path, typer.Argument(help="NAME.key and NAME.pub are written", metavar="NAME")],
-    json: Json = False,
+    name: Annotated[Path, typer.Argument(help="NAME.key and NAME.pub are written", metavar="NAME")], json: Json = False
 ) -> None:
     """Generate a key pair for signing bundles. Keep NAME.key secret, and distribute NAME.pub."""
     from tcdeploy.cache.trust import signing

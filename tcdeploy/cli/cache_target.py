@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 Folder = Annotated[Path, typer.Argument(help="Cache folder", metavar="FOLDER", show_default=False)]
 OptionalFolder = Annotated[
-    Path | None,
-    typer.Argument(help="Cache folder; default: that of --cache-dir", metavar="FOLDER", show_default=False),
+    Path | None, typer.Argument(help="Cache folder; default: that of --cache-dir", metavar="FOLDER", show_default=False)
 ]
 CacheDir = Annotated[
     Path | None,

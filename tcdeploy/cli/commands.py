@@ -46,12 +46,6 @@ class _HelpWithoutConversion:
                 parameter.default = False
         return parameters
 
-    def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)  # type: ignore[misc]
-        if option is not None:
-            option.default = False
-        return option
-
 
 class Command(_HelpWithoutConversion, TyperCommand):
     """A command that converts each value by the annotation of its function's parameter."""

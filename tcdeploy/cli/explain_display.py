@@ -28,10 +28,7 @@ REGION_CELLS: Cells = (  # of a (region, phase)
 )
 PAYOFF_CELLS: Cells = (
     (Column("bucket", "name"), lambda bucket: bucket.bucket),
-    (
-        Column("uncompiled ms", rank=1),
-        lambda bucket: f"{bucket.uncompiled_ms:.2f} ± {bucket.uncompiled_spread_ms:.2f}",
-    ),
+    (Column("uncompiled ms", rank=1), lambda bucket: f"{bucket.uncompiled_ms:.2f} ± {bucket.uncompiled_spread_ms:.2f}"),
     (Column("compiled ms", rank=2), lambda bucket: f"{bucket.compiled_ms:.2f} ± {bucket.compiled_spread_ms:.2f}"),
     (Column("saved ms"), lambda bucket: f"{bucket.uncompiled_ms - bucket.compiled_ms:.2f}"),
     (Column("cold s", rank=3), lambda bucket: optional(bucket.cold_seconds, ".2f")),

@@ -30,11 +30,6 @@ class _StderrFormatter(logging.Formatter):
         return f"{record.levelname.lower()}: {super().format(record)}"
 
 
-def set_log_level(level: str) -> None:
-    """Set the lowest level of messages that this package sends to stderr: a name of logging, in lower case."""
-    logging.getLogger(LOGGER_NAME).setLevel(level.upper())
-
-
 def enable_access_log() -> None:
     """Send the lines of the access log to stderr as they are, at any log level."""
     logger, handler = logging.getLogger(ACCESS_LOGGER_NAME), logging.StreamHandler()

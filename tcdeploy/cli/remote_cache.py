@@ -16,8 +16,7 @@ from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 
 CacheFrom = Annotated[
-    str | None,
-    typer.Option(help="Fetch the cache from this bundle, or from a remote folder of bundles", metavar="URL"),
+    str | None, typer.Option(help="Fetch the cache from this bundle, or from a remote folder of bundles", metavar="URL")
 ]
 AllowUnsigned = Annotated[
     bool,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import shlex
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.cli.options import options_command
-from tcdeploy.cli.process import enable_access_log, set_log_level
+from tcdeploy.cli.process import LOGGER_NAME, enable_access_log
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, CacheFrom, TrustedKeys, cache_source, fetch_cache
 from tcdeploy.cli.report_options import Budget, DryRun, Json, enforce_budget, parse_budget
 from tcdeploy.cli.standard_streams import drop_unread_messages
@@ -48,7 +49,7 @@ def serve(
     cache = cache_source(cache_from, allow_unsigned, allow_rollback)
     budget_seconds = parse_budget(budget)
     settings = complete_settings(settings, recipe)
-    set_log_level(settings.log_level)
+    logging.getLogger(LOGGER_NAME).setLevel(settings.log_level.upper())
     if not dry_run:
         _run(recipe, settings, cache, trusted_keys, budget_seconds, json)
         return

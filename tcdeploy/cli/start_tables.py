@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tcdeploy.cli.tables import Cells, Column, Table, optional, tabulate
 
 if TYPE_CHECKING:
-    from tcdeploy.planning.bucket_record import BucketRecord
     from tcdeploy.planning.plan import Plan
 
 PLAN_CELLS: Cells = (
@@ -55,9 +54,8 @@ def plan_table(plan: Plan) -> Table:
     return tabulate(plan.decisions, PLAN_CELLS, title=f"plan for {plan.model}")
 
 
-def _speed_up(record: BucketRecord) -> str:
+def _speed_up(record: Any) -> str:
     """The factor; "inconclusive" if the difference is within the spread of the measurements."""
-    assert record.eager_ms is not None and record.compiled_ms is not None
     spread = (record.eager_spread_ms or 0.0) + (record.compiled_spread_ms or 0.0)
     if spread and abs(record.eager_ms - record.compiled_ms) <= spread:
         return "inconclusive"

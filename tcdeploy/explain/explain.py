@@ -16,10 +16,9 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.program_setup import regions_of
 from tcdeploy.errors import CompileError, UnsupportedModelError
 from tcdeploy.explain.break_even import Payoff, compute_payoff
-from tcdeploy.explain.eager_cost import with_costs
+from tcdeploy.explain.eager_cost import explain_refusal, with_costs
 from tcdeploy.explain.findings import COMPILE_ERROR, Finding, RegionTrace, make_finding
 from tcdeploy.explain.kernels import BucketKernels, measure_kernels
-from tcdeploy.explain.refusal import explain_refusal
 from tcdeploy.explain.source_line import SourceLine
 from tcdeploy.explain.tracing import trace_regions
 from tcdeploy.host.progress import Progress
