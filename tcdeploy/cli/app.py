@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from tcdeploy.cli.commands import LazyGroup, restore_docstring
-from tcdeploy.cli.foreign_errors import PARSER_ERROR, is_help, parser_error, variable_error
+from tcdeploy.cli.foreign_errors import PARSER_ERROR, parser_error, variable_error
 from tcdeploy.cli.process import check_encoding, configure_process
 from tcdeploy.errors import BrokenPipe, TcdeployError
 
@@ -130,7 +130,7 @@ def _run() -> int:
         status = app(prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
     except PARSER_ERROR as error:
-        if is_help(error):
+        if type(error).__name__ == "NoArgsIsHelpError":  # of a command without arguments
             error.show()
             return int(error.exit_code)
         raise parser_error(error) from error

@@ -53,11 +53,13 @@ def why(target: Target, options: RecipeOptions, json: Json = False) -> None:
 def list_cache(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: Json = False) -> None:
     """List the plans in a cache folder."""
     from tcdeploy.cache.inventory import list_plans
-    from tcdeploy.cli import cache_display, display
+    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
+    from tcdeploy.cli.tables import tabulate
 
     found = find_cache_folder(folder, cache_dir)
     plans = list_plans(found)
-    display.report("cache ls", json, display.tabulate(plans, cache_display.PLAN_CELLS), plans=plans)
+    report("cache ls", json, tabulate(plans, cache_display.PLAN_CELLS), plans=plans)
     cache_display.show_other_versions(found, "listed")
 
 

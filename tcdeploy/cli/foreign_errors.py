@@ -31,11 +31,6 @@ def parser_error(error: Any) -> UsageError:
     return UsageError(message[:1].lower() + message[1:], hint)
 
 
-def is_help(error: Any) -> bool:
-    """Whether the parser raised the error to show the help, because the command has no arguments."""
-    return type(error).__name__ == "NoArgsIsHelpError"
-
-
 def variable_error(error: BaseException, environ: Mapping[str, str]) -> UsageError | None:
     """The UsageError for an exception that torch or Triton raised because of a variable; None for other exceptions.
 

@@ -189,14 +189,10 @@ def _reason_unreachable(endpoint: str) -> str:
         is_answer = error.code < 500 and error.code != http.client.PROXY_AUTHENTICATION_REQUIRED
         return "" if is_answer else f"status {error.code}"
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return _describe(error)
-
-
-def _describe(error: Exception) -> str:
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, TimeoutError):
-        return f"no answer within {HUB_SECONDS:.0f} s"
-    return str(getattr(reason, "strerror", None) or reason or type(reason).__name__)
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            return f"no answer within {HUB_SECONDS:.0f} s"
+        return str(getattr(reason, "strerror", None) or reason or type(reason).__name__)
 
 
 def _describe_token() -> str:
@@ -229,7 +225,7 @@ def _is_one(value: str) -> bool:
 
 
 def _disables(value: str) -> bool:
-    """A setting of torch that is forced by a variable: any other text counts as true."""
+    """A setting of torch that is forced by a variable: any text but these counts as true."""
     return value in ("0", "")
 
 

@@ -5,7 +5,6 @@ Only variables with known prefixes are listed, and the values of those whose nam
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import os
 import platform
@@ -70,10 +69,14 @@ def redact(text: str) -> str:
     text = re.sub(r"\b(belongs to the user|by the group) [^\s,]+", r"\1 NAME", text)
     text = re.sub(r"(\w+://)[^/\s@]+@", r"\1", text)
     text = re.sub(r"(\w+://[^\s?]+)\?\S+", r"\1?...", text)
-    user = ""
-    with contextlib.suppress(KeyError, OSError):
-        user = getpass.getuser()
-    for name, replacement in ((user, "USER"), (socket.gethostname(), "HOST")):
+    for name, replacement in ((_user_name(), "USER"), (socket.gethostname(), "HOST")):
         if len(name) >= MIN_NAME_LENGTH and name not in COMMON_NAMES:
             text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", replacement, text)
     return text
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""

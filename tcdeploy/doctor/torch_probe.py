@@ -80,7 +80,10 @@ def run_torch_probe(seconds: float = PROBE_SECONDS, command: str = COMMAND) -> T
     except subprocess.TimeoutExpired:
         failure = f"did not finish within {seconds:.0f} s"
         _kill(process)
-        out, err = _read_rest(process)
+        try:
+            out, err = process.communicate(timeout=KILL_SECONDS)
+        except subprocess.TimeoutExpired as error:  # a killed process that waits for a driver may not end
+            out, err = error.stdout or b"", b""
     documents = list(_parse_lines(out.decode(errors="replace")))
     sections = {item["section"]: item["value"] for item in documents if "value" in item}
     errors = {item["section"]: item["error"] for item in documents if "error" in item}
@@ -96,14 +99,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _read_rest(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """The output of a killed process. A process that waits for a driver may not end."""
-    try:
-        return process.communicate(timeout=KILL_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        return error.stdout or b"", b""
 
 
 def _describe_exit(returncode: int, err: str) -> str:
