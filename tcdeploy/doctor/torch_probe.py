@@ -147,7 +147,8 @@ def _describe_driver(timer: Any) -> dict[str, Any]:
     A container does not see the processes of other containers, or sees them with other numbers.
     """
     gpus: list[dict[str, str]] = []
-    processes, error = gpus, ""
+    processes: list[dict[str, str]] = []
+    error = ""
     try:
         gpus, error = _query_driver("gpu", GPU_QUERY)
         processes, _ = _query_driver("compute-apps", PROCESS_QUERY)
