@@ -56,10 +56,10 @@ TORCH_FREE = (
     "cache.trust.signing", "cache.record.provenance", "cache.staging.restore", "host.temporary_files",
     "bundle.container", "bundle.pack", "bundle.unpack", "bench.client", "bench.loads", "bench.plot",
     "bench.serve_settings", "bench.serving", "bench.settings", "bench.stats",
-    "cli.bench", "bundle.verify", "bundle.why", "cache.inventory", "cli.app", "cli.cache",
+    "cli.bench", "bundle.verify", "bundle.why", "cache.inventory", "cli.app",
     "cli.options", "doctor.examination", "doctor.report", "host.resources",
-    "cli.doctor", "cli.doctor_display", "explain.causes", "explain.findings", "explain.source_line",
-    "explain.break_even", "explain.trace_folder", "cli.explain", "cli.explain_display",
+    "cli.doctor", "explain.findings", "explain.source_line",
+    "explain.break_even", "cli.explain", "cli.explain_display",
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"

@@ -1,7 +1,7 @@
 """The CLI entry point: names the commands, and turns errors into two lines on stderr and an exit code.
 
-Does not import torch, so that `--help` returns at once. A command is imported when it is called (lazy_group.py), and
-imports what it needs when it runs.
+Does not import torch, so that `--help` returns at once. A command is imported when it is called, and imports what it
+needs when it runs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from typing import Annotated
 
 import typer
 
-from tcdeploy.cli.docstrings import restore_docstring
-from tcdeploy.cli.foreign_errors import PARSER_ERROR, is_help, parser_error, variable_error
-from tcdeploy.cli.lazy_group import LazyGroup
-from tcdeploy.cli.process import configure_process
-from tcdeploy.cli.text_input import check_encoding
+from tcdeploy.cli.commands import LazyGroup, restore_docstring
+from tcdeploy.cli.foreign_errors import PARSER_ERROR, parser_error, variable_error
+from tcdeploy.cli.process import check_encoding, configure_process
 from tcdeploy.errors import BrokenPipe, TcdeployError
-from tcdeploy.planning.extras import WITHOUT_DOCSTRINGS
 
 PROGRAM = "tcdeploy"  # also after `python -m tcdeploy`; the shell's completion is set up for this name
 
@@ -36,10 +33,39 @@ class _Commands(LazyGroup):
         "doctor": "tcdeploy.cli.doctor:doctor",
         "recipes": "tcdeploy.cli.recipes:recipes",
         "bench": "tcdeploy.cli.bench:app",
-        "cache": "tcdeploy.cli.cache:app",
+        "cache": f"{__name__}:cache",
     }
 
 
+class _CacheCommands(LazyGroup):
+    """Only those that start a model or plan one import torch: `pack`, `why` and `verify --run`."""
+
+    sources = {
+        "pack": "tcdeploy.cli.cache_bundle:pack",
+        "unpack": "tcdeploy.cli.cache_bundle:unpack",
+        "verify": "tcdeploy.cli.cache_bundle:verify",
+        "why": "tcdeploy.cli.cache_inspect:why",
+        "ls": "tcdeploy.cli.cache_inspect:list_cache",
+        "du": "tcdeploy.cli.cache_inspect:disk_usage",
+        "gc": "tcdeploy.cli.cache_inspect:collect_garbage",
+        "diff": "tcdeploy.cli.cache_inspect:diff",
+        "push": "tcdeploy.cli.remote_cache:push",
+        "pull": "tcdeploy.cli.remote_cache:pull",
+        "find": "tcdeploy.cli.remote_cache:find",
+        "keygen": "tcdeploy.cli.cache_bundle:generate_key",
+        "sign": "tcdeploy.cli.cache_bundle:sign",
+        "trust": "tcdeploy.cli.cache_bundle:trust",
+    }
+
+
+cache = typer.Typer(
+    cls=_CacheCommands,
+    name="cache",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Pack, verify, list, clean up and share compile caches, and predict their hits.",
+)
 app = typer.Typer(
     cls=_Commands,
     name=PROGRAM,
@@ -82,14 +108,17 @@ def root(
 def main() -> None:
     """Run the CLI, and exit the process."""
     configure_process()
-    if sys.flags.optimize >= WITHOUT_DOCSTRINGS:
-        restore_docstring(root)
+    restore_docstring(root)
     try:
         check_encoding(sys.argv[1:], os.environ)
         sys.exit(_run())
     except TcdeployError as error:
         if not isinstance(error, BrokenPipe):
-            _print_error(error.message, error.hint)
+            if os.environ.get("TCDEPLOY_DEBUG"):
+                traceback.print_exc()
+            print(f"error: {error.message}", file=sys.stderr)
+            if error.hint:
+                print(f"hint: {error.hint}", file=sys.stderr)
         with contextlib.suppress(TcdeployError):  # a flush that fails at exit would print a traceback
             sys.stdout.flush()
         sys.exit(error.exit_code)
@@ -101,7 +130,7 @@ def _run() -> int:
         status = app(prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
     except PARSER_ERROR as error:
-        if is_help(error):
+        if type(error).__name__ == "NoArgsIsHelpError":  # of a command without arguments
             error.show()
             return int(error.exit_code)
         raise parser_error(error) from error
@@ -110,11 +139,3 @@ def _run() -> int:
             raise translated from error
         raise
     return status if isinstance(status, int) else 0
-
-
-def _print_error(message: str, hint: str) -> None:
-    if os.environ.get("TCDEPLOY_DEBUG"):
-        traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)

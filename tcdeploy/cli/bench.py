@@ -21,11 +21,10 @@ import typer
 from tcdeploy.bench.serve_settings import ServeSettings
 from tcdeploy.bench.settings import CommonSettings, DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
 from tcdeploy.cli.bench_display import publish, publish_document
-from tcdeploy.cli.budget import enforce_budget, parse_budget
-from tcdeploy.cli.lazy_group import LazyGroup
+from tcdeploy.cli.commands import LazyGroup
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import AllowUnsigned
-from tcdeploy.cli.report_options import Json, warn_if_busy
+from tcdeploy.cli.report_options import Json, enforce_budget, parse_budget, warn_if_busy
 from tcdeploy.planning.extras import require_compile_extra, require_extra
 from tcdeploy.planning.recipe import Recipe
 

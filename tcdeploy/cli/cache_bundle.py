@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.cli.cache_target import (
-    BundleFile,
-    Target,
-    TrustCacheDir,
-    is_cache_folder,
-    original_recipe,
-    read_plan_manifest,
-)
+from tcdeploy.cli import cache_target
+from tcdeploy.cli.cache_target import BundleFile, Target, TrustCacheDir
 from tcdeploy.cli.options import RecipeOptions, options_command
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, TrustedKeys
 from tcdeploy.cli.report_options import Json
@@ -54,19 +48,18 @@ def pack(
     from tcdeploy.cli import cache_display
 
     folder = Path(recipe.model)
-    if is_cache_folder(folder):
+    if cache_target.is_cache_folder(folder):
         check_folder(folder, recipe.trust_cache_dir, must_exist=True)
         if recipe != RecipeOptions({"model": recipe.model, "trust_cache_dir": recipe.trust_cache_dir}).build():
             raise UsageError(f"{folder} is a cache folder: recipe flags do not apply", "--plan KEY selects a plan")
         plan_key = plan or packing.single_plan_key(folder)
     else:
         if plan is not None:
-            raise UsageError(
-                "--plan needs a cache folder instead of MODEL", "remove --plan: MODEL and flags are a plan"
-            )
+            hint = "remove --plan: MODEL and flags are a plan"
+            raise UsageError("--plan needs a cache folder instead of MODEL", hint)
         folder, plan_key = _warm_model(recipe)
     packed = packing.warm_start_and_pack(folder, plan_key, out, key)
-    cache_display.show_packed(packed, read_plan_manifest(folder, plan_key), json)
+    cache_display.show_packed(packed, cache_target.read_single_manifest(out), json)
 
 
 def _warm_model(recipe: Recipe) -> tuple[Path, str]:
@@ -161,10 +154,8 @@ def verify(
     cache_display.show_other_versions(target, "verified")
     failed = [f"{key} {replay.bucket}" for key, of_plan in replays.items() for replay in of_plan if not replay.passed]
     if failed:
-        raise IntegrityError(
-            f"outputs differ from the packed ones: {', '.join(failed)}",
-            "check that --model names the same weights",
-        )
+        hint = "check that --model names the same weights"
+        raise IntegrityError(f"outputs differ from the packed ones: {', '.join(failed)}", hint)
 
 
 @contextlib.contextmanager
@@ -210,24 +201,25 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay
     with display.show_progress() as progress:
         from tcdeploy.start.prepare import prepare
 
-        deployment = prepare(RecipeOptions(flags).build(bundle_recipe=original_recipe(packed)), progress)
+        recipe = RecipeOptions(flags).build(bundle_recipe=cache_target.original_recipe(packed))
+        deployment = prepare(recipe, progress)
     missed = [record.bucket for record in deployment.records if record.outcome in ("miss", "uncached")]
     if missed:
-        raise ThresholdError(
-            f"on this machine {', '.join(missed)} had to compile", "tcdeploy cache why lists what differs"
-        )
+        hint = "tcdeploy cache why lists what differs"
+        raise ThresholdError(f"on this machine {', '.join(missed)} had to compile", hint)
     return compare_top_tokens(packed, deployment.records)
 
 
 def generate_key(
-    name: Annotated[Path, typer.Argument(help="NAME.key and NAME.pub are written", metavar="NAME")],
-    json: Json = False,
+    name: Annotated[Path, typer.Argument(help="NAME.key and NAME.pub are written", metavar="NAME")], json: Json = False
 ) -> None:
     """Generate a key pair for signing bundles. Keep NAME.key secret, and distribute NAME.pub."""
     from tcdeploy.cache.trust import signing
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
 
-    cache_display.show_key_pair(name, signing.generate_key(name), json)
+    secret, public, fingerprint = f"{name}.key", f"{name}.pub", signing.generate_key(name)
+    text = f"{secret} {public} {fingerprint}"
+    report("cache keygen", json, text, secret_key=secret, public_key=public, fingerprint=fingerprint)
 
 
 def sign(
@@ -237,10 +229,10 @@ def sign(
 ) -> None:
     """Sign a bundle in place."""
     from tcdeploy.bundle.pack import add_signature
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
 
     add_signature(file, key)
-    cache_display.show_signed(file, key, json)
+    report("cache sign", json, f"{file} is signed", path=file, secret_key=key)
 
 
 def trust(
@@ -251,7 +243,7 @@ def trust(
 ) -> None:
     """Trust bundles that are signed with this key."""
     from tcdeploy.cache.trust import signing
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
 
     key = signing.trust(name, file, trusted_keys or signing.default_trusted_keys_folder())
-    cache_display.show_trusted(key, json)
+    report("cache trust", json, f"{key.name} {key.fingerprint} is trusted", signer=key)

@@ -8,18 +8,8 @@ from typing import Annotated
 
 import typer
 
-from tcdeploy.cli.cache_target import (
-    CacheDir,
-    Folder,
-    OptionalFolder,
-    Target,
-    TrustCacheDir,
-    find_cache_folder,
-    original_recipe,
-    read_manifests,
-    read_single_manifest,
-    require_cache_folder,
-)
+from tcdeploy.cli import cache_target
+from tcdeploy.cli.cache_target import CacheDir, Folder, OptionalFolder, Target, TrustCacheDir, find_cache_folder
 from tcdeploy.cli.options import RecipeOptions, options_command
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import MismatchError, UsageError
@@ -38,8 +28,9 @@ def why(target: Target, options: RecipeOptions, json: Json = False) -> None:
     from tcdeploy.bundle.why import forecast, merge_forecasts
     from tcdeploy.cli import cache_display
 
-    manifests = read_manifests(target)
-    recipe = options.build(bundle_recipe=original_recipe(manifests[0]) if len(manifests) == 1 else None)
+    manifests = cache_target.read_manifests(target)
+    bundle_recipe = cache_target.original_recipe(manifests[0]) if len(manifests) == 1 else None
+    recipe = options.build(bundle_recipe=bundle_recipe)
     from tcdeploy.start.decide import decide, origin_of, with_cxx_compiler
 
     planned = decide(recipe)
@@ -62,18 +53,23 @@ def list_cache(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: 
     """List the plans in a cache folder."""
     from tcdeploy.cache.inventory import list_plans
     from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
+    from tcdeploy.cli.tables import tabulate
 
     found = find_cache_folder(folder, cache_dir)
-    cache_display.show_plans(list_plans(found), json)
+    plans = list_plans(found)
+    report("cache ls", json, tabulate(plans, cache_display.PLAN_CELLS), plans=plans)
     cache_display.show_other_versions(found, "listed")
 
 
 def disk_usage(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: Json = False) -> None:
     """Show the disk usage of a cache folder by kind of file."""
     from tcdeploy.cache.inventory import usage_by_kind
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.cache_display import usage_document, usage_table
+    from tcdeploy.cli.display import report
 
-    cache_display.show_usage(usage_by_kind(find_cache_folder(folder, cache_dir)), json)
+    usage = usage_by_kind(find_cache_folder(folder, cache_dir))
+    report("cache du", json, usage_table(usage), kinds=usage_document(usage))
 
 
 def collect_garbage(
@@ -108,7 +104,7 @@ def collect_garbage(
     seconds = _parse_quantity("--older-than", older_than, ("s", "min", "h", "d"), "30d")
     size = _parse_quantity("--max-size", max_size, ("", "k", "m", "g"), "5g")
     max_bytes = None if size is None else int(size)
-    check_folder(require_cache_folder(folder), trust_cache_dir, must_exist=True)
+    check_folder(find_cache_folder(folder), trust_cache_dir, must_exist=True)
     removed = inventory.collect_garbage(folder, seconds, max_bytes, dry_run, unlisted)
     cache_display.show_removed(removed, dry_run, json)
 
@@ -124,7 +120,8 @@ def diff(
     from tcdeploy.bundle.why import compare_manifests
     from tcdeploy.cli import cache_display
 
-    cache_display.show_comparison(compare_manifests(read_single_manifest(first), read_single_manifest(second)), json)
+    manifests = (cache_target.read_single_manifest(target) for target in (first, second))
+    cache_display.show_comparison(compare_manifests(*manifests), json)
 
 
 def _parse_quantity(option: str, text: str | None, units: tuple[str, ...], example: str) -> float | None:

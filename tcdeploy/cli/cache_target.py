@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 Folder = Annotated[Path, typer.Argument(help="Cache folder", metavar="FOLDER", show_default=False)]
 OptionalFolder = Annotated[
-    Path | None,
-    typer.Argument(help="Cache folder; default: that of --cache-dir", metavar="FOLDER", show_default=False),
+    Path | None, typer.Argument(help="Cache folder; default: that of --cache-dir", metavar="FOLDER", show_default=False)
 ]
 CacheDir = Annotated[
     Path | None,
@@ -43,15 +42,12 @@ def is_cache_folder(path: Path) -> bool:
     return (path / "manifests").is_dir()
 
 
-def require_cache_folder(folder: Path) -> Path:
-    if not is_cache_folder(folder):
-        raise UsageError(f"{folder} is not a cache folder", "name one that tcdeploy filled, such as ~/.cache/tcdeploy")
-    return folder
-
-
-def find_cache_folder(folder: Path | None, cache_dir: Path | None) -> Path:
+def find_cache_folder(folder: Path | None, cache_dir: Path | None = None) -> Path:
     """FOLDER, else --cache-dir, else the default folder. Raises UsageError if it is not a cache folder."""
-    return require_cache_folder(folder or (cache_dir or Path(find_cache_dir(None)[0])).expanduser())
+    found = folder or (cache_dir or Path(find_cache_dir(None)[0])).expanduser()
+    if not is_cache_folder(found):
+        raise UsageError(f"{found} is not a cache folder", "name one that tcdeploy filled, such as ~/.cache/tcdeploy")
+    return found
 
 
 def read_manifests(target: Path) -> list[Manifest]:
@@ -82,16 +78,6 @@ def read_single_manifest(target: Path) -> Manifest:
     if len(manifests) > 1:
         raise UsageError(f"{target} holds {len(manifests)} plans", "compare bundles, or folders with a single plan")
     return manifests[0]
-
-
-def read_plan_manifest(folder: Path, plan_key: str) -> Manifest:
-    from tcdeploy.cache.folder.layout import manifest_path
-    from tcdeploy.cache.record.manifest import no_plan_error, read_manifest
-
-    manifest = read_manifest(manifest_path(folder, plan_key))
-    if manifest is None:
-        raise no_plan_error(folder, plan_key)
-    return manifest
 
 
 def original_recipe(manifest: Manifest) -> dict[str, Any]:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import options_command
-from tcdeploy.cli.report_options import DryRun, Json, warn_if_busy
+from tcdeploy.cli.report_options import Budget, DryRun, Json, enforce_budget, parse_budget, warn_if_busy
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 
 
 @options_command
-def compile_model(
-    recipe: Recipe,
-    dry_run: DryRun = False,
-    budget: Budget = None,
-    json: Json = False,
-) -> None:
+def compile_model(recipe: Recipe, dry_run: DryRun = False, budget: Budget = None, json: Json = False) -> None:
     """Compile MODEL and report the speed-up, the difference from eager execution and the memory of each bucket."""
     from tcdeploy.cli import display
 

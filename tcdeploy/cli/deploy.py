@@ -189,7 +189,7 @@ def _read_replica(place: str, arguments: str) -> ReplicaSettings:
     """Raises UsageError, whose message begins with `place`."""
     from typer.main import get_command
 
-    from tcdeploy.cli.option_values import Command
+    from tcdeploy.cli.commands import Command
     from tcdeploy.cli.options import arguments_of
     from tcdeploy.cli.remote_cache import cache_source
     from tcdeploy.cli.serve import TRACING, complete_settings, serve

@@ -1,23 +1,23 @@
 """Terminal output: the plan, progress per bucket, and reports. The only module that imports rich.
 
-Progress goes to stderr: bars on a terminal, one line per finished step otherwise. Reports go to stdout; with --json a
-report is a single JSON document, and stdout holds nothing else (report_options.py). rich is imported when bars or a
-table are drawn: that takes 0.1 s, and a server without a terminal draws neither.
+Progress goes to stderr, and reports to stdout, where --json prints a single JSON document and nothing else. rich is
+imported when bars or a table are drawn: that takes 0.1 s, and a server without a terminal draws neither.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tcdeploy.cli.start_tables import compile_table, plan_table, warm_table
-from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, fit_all, wrap
+from tcdeploy.cli.start_tables import COMPILE_CELLS, WARM_CELLS, plan_table
+from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, tabulate, wrap
 from tcdeploy.errors import OutputError, SpaceError
 from tcdeploy.host.stages import describe_imports
 from tcdeploy.planning.memory import gib
@@ -25,7 +25,6 @@ from tcdeploy.planning.memory import gib
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from tcdeploy.engine.schedule.sequence import NewToken
     from tcdeploy.planning.bucket_record import BucketRecord
     from tcdeploy.planning.dry_run import PlanFinding
     from tcdeploy.planning.plan import Plan
@@ -38,12 +37,12 @@ COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--truste
 
 
 @contextmanager
-def show_progress() -> Iterator[PlainProgress | BarProgress]:
+def show_progress() -> Iterator[PlainProgress]:
     """Progress display for stderr: bars on a terminal, lines otherwise. The first stage is `import`, of torch."""
+    progress = PlainProgress()
     if not sys.stderr.isatty():
-        plain = PlainProgress()
-        plain.stage("import")
-        yield plain
+        progress.stage("import")
+        yield progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -93,59 +92,48 @@ class PlainProgress:
         print(f"{self._label}: {record.seconds:.1f} s, {_outcome(record)}", file=sys.stderr, flush=True)
 
 
-class BarProgress:
+class BarProgress(PlainProgress):
     """One bar per bucket: pulsing during warm-up, then full, with the outcome. After `finish`, one line per event."""
 
     def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._stage: TaskID | None = None
-        self._bucket: TaskID | None = None
-        self._lines: PlainProgress | None = None
+        self._bars: Progress | None = bars
+        self._tasks: dict[str, TaskID] = {}  # the bars of the current stage and of the current bucket
 
     def finish(self) -> None:
         """Stop redrawing the bars, which would overwrite what a server prints while it runs."""
-        self._finish_stage()
-        self._bars.stop()
-        self._lines = PlainProgress()
+        if self._bars is not None:
+            self._complete("stage")
+            self._bars.stop()
+            self._bars = None
 
     def stage(self, name: str) -> None:
-        if self._lines is not None:
-            self._lines.stage(name)
+        if self._bars is None:
+            super().stage(name)
             return
-        self._finish_stage()
-        if self._bucket is not None:
-            self._bars.update(self._bucket, total=1, completed=1, outcome="is checked again")
-            self._bucket = None
+        self._complete("stage")
+        self._complete("bucket", outcome="is checked again")
         if name != "compile":  # shown as one bar per bucket
-            self._stage = self._bars.add_task(f"{name:<14}", total=None, outcome="")
-
-    def planned(self, plan: Plan) -> None:
-        _warn_about_fallbacks(plan)
+            self._tasks["stage"] = self._bars.add_task(f"{name:<14}", total=None, outcome="")
 
     def bucket_started(self, bucket: str, number: int, total: int) -> None:
-        if self._lines is not None:
-            self._lines.bucket_started(bucket, number, total)
-            return
-        self._bucket = self._bars.add_task(f"{bucket:<14}", total=None, outcome=f"{number} of {total}")
+        super().bucket_started(bucket, number, total)
+        if self._bars is not None:
+            self._tasks["bucket"] = self._bars.add_task(f"{bucket:<14}", total=None, outcome=f"{number} of {total}")
 
     def bucket_finished(self, record: BucketRecord) -> None:
-        if self._lines is not None:
-            self._lines.bucket_finished(record)
-            return
-        assert self._bucket is not None
-        self._bars.update(self._bucket, total=1, completed=1, outcome=_outcome(record))
-        self._bucket = None
+        if self._bars is None:
+            super().bucket_finished(record)
+        self._complete("bucket", outcome=_outcome(record))
 
-    def _finish_stage(self) -> None:
-        if self._stage is not None:
-            self._bars.update(self._stage, total=1, completed=1)
-            self._stage = None
+    def _complete(self, task: str, outcome: str = "") -> None:
+        if self._bars is not None and task in self._tasks:
+            self._bars.update(self._tasks.pop(task), total=1, completed=1, outcome=outcome)
 
 
 def show_plan(plan: Plan, findings: Sequence[PlanFinding], as_json: bool) -> None:
     """Print the plan of a dry run, and what this machine lacks for it."""
     if as_json:
-        _print_json("plan", plan=dataclasses.asdict(plan), findings=[dataclasses.asdict(item) for item in findings])
+        print(json_document("plan", plan=plan, findings=findings))
         return
     show_table(plan_table(plan))
     for finding in findings:
@@ -157,10 +145,10 @@ def show_plan(plan: Plan, findings: Sequence[PlanFinding], as_json: bool) -> Non
 def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     """Print the plan, one row per bucket with eager and compiled times, totals, and the next command."""
     if as_json:
-        _print_report("compile", deployment)
+        print_report("compile", deployment)
         return
     show_table(plan_table(deployment.plan))
-    show_table(compile_table(deployment.records))
+    show_table(tabulate(deployment.records, COMPILE_CELLS))
     contexts = sorted({record.timed_context for record in deployment.records if record.timed_context}, reverse=True)
     lengths = " and ".join(str(context) for context in contexts)
     show_sentence(
@@ -169,8 +157,7 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
         "transformers' own attention"
     )
     show_sentence(_explain_parity(deployment.records))
-    skipped = sum(record.cudagraph_skips for record in deployment.records)
-    if skipped:
+    if skipped := sum(record.cudagraph_skips for record in deployment.records):
         show_sentence(f"Inductor skipped CUDA graphs for {skipped} regions that mutate the KV cache or use CPU tensors")
     _print_totals(deployment)
     print(f"next: tcdeploy warm {_carried_arguments()}")
@@ -178,9 +165,9 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
 
 def show_warm_report(deployment: Deployment, as_json: bool) -> None:
     if as_json:
-        _print_report("warm", deployment)
+        print_report("warm", deployment)
         return
-    show_table(warm_table(deployment.records))
+    show_table(tabulate(deployment.records, WARM_CELLS))
     show_sentence(_explain_parity(deployment.records))
     _print_totals(deployment)
     print(f'next: tcdeploy generate {_carried_arguments()} "This module provides"')
@@ -193,18 +180,17 @@ def show_server_is_ready(deployment: Deployment, address: str, example: str, as_
     """
     try:
         if as_json:
-            _print_report("serve", deployment, address=address)
+            print_report("serve", deployment, address=address)
             sys.stdout.flush()
             return
         if deployment.swaps is None:
-            show_table(warm_table(deployment.records))
+            show_table(tabulate(deployment.records, WARM_CELLS))
             _print_totals(deployment)
         else:
             _print_stages(deployment)
             show_sentence("answers with uncompiled steps; /ready?level=warm returns 200 once all buckets run programs")
         show_sentence(f"sampling defaults of the model: {deployment.generation_defaults.describe()}")
-        print(f"ready: {address}")
-        print(f"  {example}", flush=True)
+        print(f"ready: {address}\n  {example}", flush=True)
     except (OutputError, SpaceError) as error:
         print(f"warning: {error.message}; ready: {address}", file=sys.stderr)
 
@@ -215,16 +201,15 @@ def show_bench(tables: list[Table], remarks: list[str], document: str, as_json: 
     On a terminal stdout has one of them. Otherwise it has the document, and stderr has the tables.
     """
     is_terminal = sys.stdout.isatty()
-    prints_document = as_json or not is_terminal
     if not (as_json and is_terminal):
         out = sys.stdout if is_terminal else sys.stderr
         for table in tables:
             show_table(table, out)
         for remark in remarks:
             show_sentence(remark, out)
-    if prints_document:
+    if as_json or not is_terminal:
         print(document)
-    return prints_document
+    return as_json or not is_terminal
 
 
 def _explain_parity(records: Sequence[BucketRecord]) -> str:
@@ -236,15 +221,11 @@ def _explain_parity(records: Sequence[BucketRecord]) -> str:
 
 
 def _print_totals(deployment: Deployment) -> None:
-    records = deployment.records
+    records, plan, num_layers = deployment.records, deployment.plan, len(deployment.architecture.attention_layers)
     hits = sum(record.outcome == "hit" for record in records)
     compile_seconds = sum(record.compile_seconds for record in records)
-    programs = sum(record.programs for record in records)
-    num_layers = len(deployment.architecture.attention_layers)
-    show_sentence(
-        f"{hits} of {len(records)} buckets were cache hits; {programs} programs for "
-        f"{num_layers} layers; compile {compile_seconds:.1f} s"
-    )
+    programs = f"{sum(record.programs for record in records)} programs for {num_layers} layers"
+    show_sentence(f"{hits} of {len(records)} buckets were cache hits; {programs}; compile {compile_seconds:.1f} s")
     if num_layers > MAX_LAYER_KINDS and all(record.programs >= num_layers for record in records):
         show_sentence(
             "each layer has its own program, because a Python constant, such as the attention scale, differs between "
@@ -254,7 +235,6 @@ def _print_totals(deployment: Deployment) -> None:
         if record.trials:
             show_sentence(f"{record.bucket} variants: {_format_trials(record)}")
     if deployment.workspace_bytes is not None:
-        plan = deployment.plan
         show_sentence(
             f"device memory: weights {gib(plan.weight_bytes)}, KV cache {gib(plan.kv_bytes)}, everything else "
             f"{gib(deployment.workspace_bytes)} ({gib(plan.workspace_bytes)} predicted)"
@@ -266,8 +246,7 @@ def _print_stages(deployment: Deployment) -> None:
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
     copied = " (read-only: used a private copy)" if deployment.cache_dir != deployment.plan.cache_dir else ""
     show_sentence(f"stages: {stages}; cache folder {deployment.plan.cache_dir}{copied}")
-    if deployment.weights_read is not None:
-        total = deployment.weights_read
+    if (total := deployment.weights_read) is not None:
         show_sentence(
             f"weights: {total.num_bytes / 1e9:.2f} GB read in {total.seconds:.2f} s ({total.gb_per_second:.1f} GB/s), "
             "in parallel with these stages"
@@ -287,8 +266,7 @@ def _carried_arguments() -> str:
 
     Options of this command alone are left out: the next command does not accept them, and a URL may hold secrets.
     """
-    carried: list[str] = []
-    is_value = False
+    carried, is_value = [], False
     for word in sys.argv[2:]:
         name = word.partition("=")[0]
         if not is_value and name not in COMMAND_FLAGS and name not in COMMAND_OPTIONS:
@@ -329,17 +307,15 @@ def draw_table(table: Table, width: int | None, out: TextIO) -> None:
 
     if table.title:
         print(table.title, file=out)
-    layout = fit_all(table, cell_len) if width is None else fit(table, width, cell_len)
+    layout = fit(table, width, cell_len)
     if layout is None:
         assert width is not None
         print("\n".join(as_blocks(table, width)), file=out)
         return
     drawn = RichTable(box=None, header_style="bold", padding=(0, GAP, 0, 0), pad_edge=False)
     for index, column_width in layout.widths.items():
-        column = table.columns[index]
-        drawn.add_column(
-            Text(column.header), justify="right" if column.kind == "number" else "left", width=column_width
-        )
+        header, kind, _ = table.columns[index]
+        drawn.add_column(Text(header), justify="right" if kind == "number" else "left", width=column_width)
     for row in table.rows:
         drawn.add_row(*(Text(table.columns[index].cut(row[index], size)) for index, size in layout.widths.items()))
     Console(file=out, width=sum(layout.widths.values()) + GAP * len(layout.widths)).print(drawn)
@@ -347,37 +323,28 @@ def draw_table(table: Table, width: int | None, out: TextIO) -> None:
         print("\n".join(wrap(f"omitted at a width of {width}: {', '.join(layout.omitted)}", width)), file=out)
 
 
-def show_completion(deployment: Deployment, text: str, prompt_tokens: int, tokens: Sequence[NewToken]) -> None:
-    """Print the result of `generate --json`."""
-    _print_report(
-        "generate",
-        deployment,
-        text=text,
-        finish_reason=tokens[-1].finish_reason,
-        prompt_tokens=prompt_tokens,
-        output_tokens=len(tokens),
-        token_ids=[token.token_id for token in tokens],
-    )
+def print_report(command: str, deployment: Deployment, **more: Any) -> None:
+    """Print the JSON document of a start, with `more` of the command."""
+    start = {
+        "plan": deployment.plan,
+        "stage_seconds": deployment.stage_seconds,
+        "import_seconds": deployment.import_seconds,
+        "weights_read": deployment.weights_read,
+        "workspace_bytes": deployment.workspace_bytes,
+        "buckets": deployment.records,
+    }
+    print(json_document(command, **start, **more))
 
 
-def _print_report(command: str, deployment: Deployment, **more: Any) -> None:
-    """The document of a start, and `more` of the command."""
-    _print_json(
-        command,
-        plan=dataclasses.asdict(deployment.plan),
-        stage_seconds=deployment.stage_seconds,
-        import_seconds=deployment.import_seconds,
-        weights_read=None if deployment.weights_read is None else dataclasses.asdict(deployment.weights_read),
-        workspace_bytes=deployment.workspace_bytes,
-        buckets=[dataclasses.asdict(record) for record in deployment.records],
-        **more,
-    )
-
-
-def _print_json(command: str, **content: Any) -> None:
-    print(json_document(command, **content))
+def report(command: str, as_json: bool, shown: str | Table, **content: Any) -> None:
+    """Print the text as it is, or the table; or the JSON document."""
+    if isinstance(shown, Table) and not as_json:
+        show_table(shown)
+    else:
+        print(json_document(command, **content) if as_json else shown)
 
 
 def json_document(command: str, **content: Any) -> str:
+    """`content` may contain paths and dataclasses."""
     document = {"schema": JSON_SCHEMA, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **content}
-    return json.dumps(document, indent=1)
+    return json.dumps(document, indent=1, default=lambda item: str(item) if isinstance(item, Path) else asdict(item))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +13,9 @@ from tcdeploy.cli.cache_target import TrustCacheDir
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import Interrupted, ThresholdError
 from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings
+
+if TYPE_CHECKING:
+    from tcdeploy.doctor.result import Result
 
 
 def doctor(
@@ -31,7 +36,6 @@ def doctor(
     The first line names the worst finding. Notes need no action. Nothing is changed, and no model is started. Packages
     are imported in a process of its own, so the checks work if torch is missing or broken.
     """
-    from tcdeploy.cli import doctor_display
     from tcdeploy.doctor.examination import examine
     from tcdeploy.doctor.report import bug_report
     from tcdeploy.doctor.result import Request
@@ -46,10 +50,38 @@ def doctor(
         results = examine(request)
     except KeyboardInterrupt:
         raise Interrupted("interrupted") from None
-    doctor_display.show_results(results, bug_report(request, results) if report or json else "", json)
+    _show_results(results, bug_report(request, results) if report or json else "", json)
     findings = sum(result.state == "finding" for result in results)
     if findings:
         raise ThresholdError(
             f"{findings} finding{'s' if findings > 1 else ''} on this machine",
             "apply the cures above; for a bug report: tcdeploy doctor --report",
         )
+
+
+def _show_results(results: Sequence[Result], report: str, json: bool) -> None:
+    """`results`: the worst first. `report`: the text for a bug report; "" if it is not printed."""
+    from tcdeploy.cli.display import json_document, show_sentence, show_table
+    from tcdeploy.cli.tables import Column, Table
+
+    counts = Counter(result.state for result in results)
+    if json:
+        print(json_document("doctor", findings=counts["finding"], results=results, report=report))
+        return
+    worst = results[0]
+    if worst.state == "finding":
+        show_sentence(f"{worst.check}: {worst.summary}")
+    else:
+        print(f"no findings: {counts['ok']} checks ok, {counts['note']} notes, which need no action")
+    print()
+    columns = (Column("", "name"), Column("check", "name"), Column("result", "text"))
+    show_table(Table(columns, [row for result in results for row in _rows(result)]))
+    if report:
+        print(f"\n{report}")
+
+
+def _rows(result: Result) -> list[tuple[str, str, str]]:
+    """A row, and one with the cure below it."""
+    label = "cure" if result.state == "finding" else "hint"
+    cures = [("", "", f"{label}: {result.cure}")] if result.cure else []
+    return [(result.state, result.check, result.summary), *cures]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +15,12 @@ import typer
 
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.report_options import Json, warn_if_busy
-from tcdeploy.errors import ThresholdError, UsageError
+from tcdeploy.errors import OutputError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
+
+TRACE_PREFIX, TRACE_SUFFIX = "tcdeploy-explain-", ".log"
+MAX_TRACE_BYTES = 256 << 20  # of a file; the trace of an 8B model with ten buckets is a tenth of this
+MAX_TRACES = 5  # the newest files that are kept
 
 
 @options_command
@@ -49,12 +57,48 @@ def explain(
         warn_if_busy()
     with display.show_progress() as progress, contextlib.redirect_stdout(sys.stderr):  # what the model prints
         from tcdeploy.explain.explain import explain as explain_model
-        from tcdeploy.explain.trace_folder import writing_trace
 
-        with writing_trace(trace) as written:
+        with _writing_trace(trace) as written:
             explanation = explain_model(recipe, progress, measures=measure, profiles=kernels)
     show_explanation(explanation, written, json)
     findings = len(explanation.findings)
     if findings:
         count = f"{findings} finding{'s' if findings > 1 else ''}"
         raise ThresholdError(f"{count} in {recipe.model}", "apply the cure of each finding, and run the command again")
+
+
+@dataclass
+class WrittenTrace:
+    """`omitted_records`: their number, because the file had reached its maximum size. Set at the end of the block."""
+
+    path: Path
+    omitted_records: int = 0
+
+
+@contextlib.contextmanager
+def _writing_trace(folder: Path | None) -> Iterator[WrittenTrace | None]:
+    """Write the trace of the block to a new file in `folder`. None: write no trace. Raises OutputError."""
+    from tcdeploy.torch_compat.dynamo.compile_trace import write_trace
+
+    if folder is None:
+        yield None
+        return
+    written = WrittenTrace(new_trace_path(folder))
+    with write_trace(written.path, MAX_TRACE_BYTES) as file:
+        yield written
+    written.omitted_records = file.num_omitted
+
+
+def new_trace_path(folder: Path) -> Path:
+    """Create an empty file, after removing the oldest files of earlier runs. Returns its path. Raises OutputError."""
+    path = folder / f"{TRACE_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{TRACE_SUFFIX}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = sorted(folder.glob(f"{TRACE_PREFIX}*{TRACE_SUFFIX}"), key=lambda file: file.stat().st_mtime)
+        for file in files[: max(0, len(files) - MAX_TRACES + 1)]:
+            file.unlink(missing_ok=True)
+        path.touch()
+    except OSError as error:
+        hint = "pass another folder: --trace DIR"
+        raise OutputError(f"the trace cannot be written to {folder}: {error}", hint) from None
+    return path

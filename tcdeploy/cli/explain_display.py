@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tcdeploy.cli.display import json_document, show_sentence, show_table
-from tcdeploy.cli.tables import Column, Table
+from tcdeploy.cli.tables import NO_VALUE, Cells, Column, Table, optional, tabulate
 
 if TYPE_CHECKING:
+    from tcdeploy.cli.explain import WrittenTrace
     from tcdeploy.explain.break_even import BucketPayoff, Payoff, RequestPayoff
     from tcdeploy.explain.explain import Explanation
     from tcdeploy.explain.findings import EagerCost, Finding, RegionTrace
     from tcdeploy.explain.kernels import BucketKernels
-    from tcdeploy.explain.trace_folder import WrittenTrace
 
-NO_VALUE = "-"
 INDENT = "  "
 MAX_KERNELS = 20  # rows of a table; the JSON document has all
-REGION_COLUMNS = (
-    Column("region", "name"),
-    Column("module", "name", rank=2),
-    Column("modules"),
-    Column("phase", "name"),
-    Column("graphs"),
-    Column("guards", rank=1),
-    Column("recompilations"),
+REGION_CELLS: Cells = (  # of a (region, phase)
+    (Column("region", "name"), lambda item: item[0].kind),
+    (Column("module", "name", rank=2), lambda item: item[0].type),
+    (Column("modules"), lambda item: str(item[0].modules)),
+    (Column("phase", "name"), lambda item: item[1]),
+    (Column("graphs"), lambda item: str(item[0].graphs[item[1]])),
+    (Column("guards", rank=1), lambda item: str(item[0].guards[item[1]])),
+    (Column("recompilations"), lambda item: str(item[0].recompilations[item[1]])),
 )
-PAYOFF_COLUMNS = (
-    Column("bucket", "name"),
-    Column("uncompiled ms", rank=1),
-    Column("compiled ms", rank=2),
-    Column("saved ms"),
-    Column("cold s", rank=3),
-    Column("warm s", rank=4),
-    Column("break-even cold"),
-    Column("break-even warm"),
+PAYOFF_CELLS: Cells = (
+    (Column("bucket", "name"), lambda bucket: bucket.bucket),
+    (Column("uncompiled ms", rank=1), lambda bucket: f"{bucket.uncompiled_ms:.2f} ± {bucket.uncompiled_spread_ms:.2f}"),
+    (Column("compiled ms", rank=2), lambda bucket: f"{bucket.compiled_ms:.2f} ± {bucket.compiled_spread_ms:.2f}"),
+    (Column("saved ms"), lambda bucket: f"{bucket.uncompiled_ms - bucket.compiled_ms:.2f}"),
+    (Column("cold s", rank=3), lambda bucket: optional(bucket.cold_seconds, ".2f")),
+    (Column("warm s", rank=4), lambda bucket: optional(bucket.warm_seconds, ".2f")),
+    (Column("break-even cold"), lambda bucket: _tokens(bucket, bucket.break_even_tokens_cold)),
+    (Column("break-even warm"), lambda bucket: _tokens(bucket, bucket.break_even_tokens_warm)),
 )
 KERNEL_COLUMNS = (Column("kernel", "long name"), Column("per step", rank=1), Column("us"), Column("share"))
 
 
 def show_explanation(explanation: Explanation, trace: WrittenTrace | None, as_json: bool) -> None:
     if as_json:
-        print(explanation_document(explanation, trace))
+        print(json_document("explain", **vars(explanation), trace=trace))
         return
     show_sentence(headline(explanation))
     for number, finding in enumerate(explanation.findings, 1):
@@ -125,12 +123,7 @@ def describe_cost(cost: EagerCost) -> str:
 
 def regions_table(regions: Sequence[RegionTrace]) -> Table:
     """A row for each kind and phase."""
-    return Table(REGION_COLUMNS, [_region_row(region, phase) for region in regions for phase in region.graphs])
-
-
-def _region_row(region: RegionTrace, phase: str) -> tuple[str, ...]:
-    counts = (region.graphs, region.guards, region.recompilations)
-    return (region.kind, region.type, str(region.modules), phase, *(str(count[phase]) for count in counts))
+    return tabulate([(region, phase) for region in regions for phase in region.graphs], REGION_CELLS)
 
 
 def kernels_table(kernels: BucketKernels) -> Table:
@@ -145,36 +138,15 @@ def kernels_table(kernels: BucketKernels) -> Table:
 
 
 def payoff_table(payoff: Payoff) -> Table:
-    return Table(
-        PAYOFF_COLUMNS,
-        [_payoff_row(bucket) for bucket in payoff.buckets],
-        title="tokens after which compiling pays (break-even)",
-    )
+    return tabulate(payoff.buckets, PAYOFF_CELLS, title="tokens after which compiling pays (break-even)")
 
 
-def _payoff_row(bucket: BucketPayoff) -> tuple[str, ...]:
-    return (
-        bucket.bucket,
-        f"{bucket.uncompiled_ms:.2f} ± {bucket.uncompiled_spread_ms:.2f}",
-        f"{bucket.compiled_ms:.2f} ± {bucket.compiled_spread_ms:.2f}",
-        f"{bucket.uncompiled_ms - bucket.compiled_ms:.2f}",
-        _seconds(bucket.cold_seconds),
-        _seconds(bucket.warm_seconds),
-        _tokens(bucket, bucket.cold_seconds, bucket.break_even_tokens_cold),
-        _tokens(bucket, bucket.warm_seconds, bucket.break_even_tokens_warm),
-    )
-
-
-def _seconds(seconds: float | None) -> str:
-    return NO_VALUE if seconds is None else f"{seconds:.2f}"
-
-
-def _tokens(bucket: BucketPayoff, seconds: float | None, tokens: int | None) -> str:
+def _tokens(bucket: BucketPayoff, tokens: int | None) -> str:
     if not bucket.is_conclusive:
         return "inconclusive"
     if bucket.saved_ms <= 0:
         return "never"
-    return NO_VALUE if seconds is None or tokens is None else f"{tokens:,}"
+    return NO_VALUE if tokens is None else f"{tokens:,}"
 
 
 def _show_payoff(explanation: Explanation) -> None:
@@ -235,62 +207,14 @@ def verdict(request: RequestPayoff) -> list[str]:
 
 def _show_trace(trace: WrittenTrace) -> None:
     show_sentence(f"torch's trace: {trace.path}")
-    if trace.num_omitted:
+    if trace.omitted_records:
         show_sentence(
-            f"its last {trace.num_omitted} records were omitted, because the file had reached its maximum size"
+            f"its last {trace.omitted_records} records were omitted, because the file had reached its maximum size"
         )
     report = trace.path.with_suffix("")
     show_sentence(
         f"to read it: pip install tlparse; tlparse {trace.path} -o {report} --no-browser; open {report}/index.html"
     )
-
-
-def explanation_document(explanation: Explanation, trace: WrittenTrace | None) -> str:
-    payoff = explanation.payoff
-    return json_document(
-        "explain",
-        model=explanation.model,
-        regions=[dataclasses.asdict(region) for region in explanation.regions],
-        findings=[_finding_document(finding) for finding in explanation.findings],
-        payoff=None if payoff is None else _payoff_document(payoff),
-        not_measured=explanation.not_measured,
-        kernels=[dataclasses.asdict(kernels) for kernels in explanation.kernels],
-        trace=None if trace is None else {"path": str(trace.path), "omitted_records": trace.num_omitted},
-    )
-
-
-def _finding_document(finding: Finding) -> dict[str, Any]:
-    location = finding.location
-    document = dataclasses.asdict(finding)
-    costs = [
-        {**dataclasses.asdict(cost), "region_share": cost.region_share, "module_share": cost.module_share}
-        for cost in finding.costs
-    ]
-    return {**document, "location": location._asdict(), "costs": costs}
-
-
-def _payoff_document(payoff: Payoff) -> dict[str, Any]:
-    buckets = [
-        {
-            **dataclasses.asdict(bucket),
-            "is_conclusive": bucket.is_conclusive,
-            "saved_ms": bucket.saved_ms,
-            "break_even_tokens_cold": bucket.break_even_tokens_cold,
-            "break_even_tokens_warm": bucket.break_even_tokens_warm,
-        }
-        for bucket in payoff.buckets
-    ]
-    request = payoff.request
-    return {
-        "buckets": buckets,
-        "request": {
-            **dataclasses.asdict(request),
-            "is_conclusive": request.is_conclusive,
-            "pays": request.pays,
-            "break_even_requests_cold": request.break_even_requests_cold,
-            "break_even_requests_warm": request.break_even_requests_warm,
-        },
-    }
 
 
 def _count(number: int, noun: str) -> str:

@@ -31,33 +31,20 @@ def parser_error(error: Any) -> UsageError:
     return UsageError(message[:1].lower() + message[1:], hint)
 
 
-def is_help(error: Any) -> bool:
-    """Whether the parser raised the error to show the help, because the command has no arguments."""
-    return type(error).__name__ == "NoArgsIsHelpError"
-
-
 def variable_error(error: BaseException, environ: Mapping[str, str]) -> UsageError | None:
     """The UsageError for an exception that torch or Triton raised because of a variable; None for other exceptions.
 
     Only exceptions that were raised while a module of these libraries was imported: later ones, such as those of a
     graph break or of a lack of memory, recommend variables in their text.
     """
-    for cause in _with_causes(error):
-        if not _is_raised_by_import(cause.__traceback__):
-            continue
-        text = "\n".join([str(cause), *_library_lines(cause.__traceback__)])
+    if _is_raised_by_import(error.__traceback__):
+        text = "\n".join([str(error), *_library_lines(error.__traceback__)])
         for name in VARIABLE_PATTERN.findall(text):
             if name in environ:
-                lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-                reason = lines[0].rstrip(",:") if lines else type(cause).__name__
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                reason = lines[0].rstrip(",:") if lines else type(error).__name__
                 return UsageError(f"{name}={environ[name]} is invalid: {reason}", f"unset {name}, or correct it")
-    return None
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
+    return None if error.__cause__ is None else variable_error(error.__cause__, environ)
 
 
 def _is_raised_by_import(trace: TracebackType | None) -> bool:

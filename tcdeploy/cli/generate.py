@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import RecipeOptions, options_command
-from tcdeploy.cli.report_options import Json
-from tcdeploy.cli.text_input import read_text
+from tcdeploy.cli.process import read_text
+from tcdeploy.cli.report_options import Budget, Json, enforce_budget, parse_budget
 from tcdeploy.engine.schedule.sequence import DEFAULTS, SamplingParams
 from tcdeploy.errors import UsageError
 from tcdeploy.host.gc_policy import freeze_gc_after_startup
@@ -95,7 +94,10 @@ def _stream(deployment: Deployment, model: str, text: str, flags: dict[str, Any]
             print(pieces[-1], end="", flush=True)
     pieces.append(detokenizer.finish())
     if json:
-        display.show_completion(deployment, "".join(pieces), len(token_ids), tokens)
+        display.print_report(
+            "generate", deployment, text="".join(pieces), finish_reason=tokens[-1].finish_reason,
+            prompt_tokens=len(token_ids), output_tokens=len(tokens), token_ids=[token.token_id for token in tokens],
+        )  # fmt: skip
     else:
         print(pieces[-1])
 

@@ -8,8 +8,7 @@ all commands show the same option in the same panel.
 from __future__ import annotations
 
 import re
-import typing
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from typing import Annotated, Any
 
 import typer
@@ -63,17 +62,9 @@ def _help_all(
     """Only its parameter is used."""
 
 
-def advanced_names(function: Callable[..., Any]) -> set[str]:
-    """The parameters of a command that are marked as advanced."""
-    hints = typing.get_type_hints(function, include_extras=True)
-    return {name for name, hint in hints.items() if ADVANCED in getattr(hint, "__metadata__", ())}
-
-
 def write_panels(parameters: Iterable[Any], advanced: Set[str], ctx: Any, formatter: Any) -> None:
     """Write a section for the arguments and for each panel. Without --help-all, common options and a note."""
-    hidden = advanced
-    if ctx.meta.get(ALL_KEY) or len(hidden) < MIN_ADVANCED:
-        hidden = set()
+    hidden = set() if ctx.meta.get(ALL_KEY) or len(advanced) < MIN_ADVANCED else advanced
     sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *PANELS, OTHER)}
     for parameter in parameters:
         record = None if parameter.name in hidden else parameter.get_help_record(ctx)

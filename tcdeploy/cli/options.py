@@ -56,7 +56,9 @@ def options_command(command: Callable[..., Any]) -> Callable[..., Any]:
             argument = typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)
             parameters.append(_parameter("model", None, str | None, argument))
             recipe_parameters = _recipe_parameters()
-            takers[item.name] = _take_recipe if kind is Recipe else _take_recipe_options
+            takers[item.name] = _take_recipe_options
+            if kind is Recipe:
+                takers[item.name] = lambda values: _take_recipe_options(values).build()
         elif dataclasses.is_dataclass(kind):
             parameters += map(_setting_flag, _flags(item.annotation))
             takers[item.name] = functools.partial(_take_settings, kind)
@@ -88,14 +90,9 @@ def arguments_of(command: Any, values: Values) -> dict[str, Any]:
 
 
 def _take_recipe_options(values: Values) -> RecipeOptions:
-    """Removes the values from `values`, as the functions below."""
-    return RecipeOptions(
-        {flag.field.name: values.pop(flag.field.name) for flag in _flags(Recipe)}, values.pop("recipe")
-    )
-
-
-def _take_recipe(values: Values) -> Recipe:
-    return _take_recipe_options(values).build()
+    """Removes the values from `values`, as `_take_settings`."""
+    flags = {flag.field.name: values.pop(flag.field.name) for flag in _flags(Recipe)}
+    return RecipeOptions(flags, values.pop("recipe"))
 
 
 def _take_settings(kind: Any, values: Values) -> Any:
@@ -126,10 +123,6 @@ class _Flag(NamedTuple):
     type: Any  # without None
     option: Option  # with the choices and the metavar of a Literal
 
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return (ADVANCED,) if self.option.is_advanced else ()
-
 
 @functools.cache
 def _flags(kind: Any) -> tuple[_Flag, ...]:
@@ -156,7 +149,7 @@ def _setting_flag(flag: _Flag) -> inspect.Parameter:
         rich_help_panel=flag.option.panel,
     )  # fmt: skip
     given_type = given_type if default is not None else given_type | None
-    return _parameter(flag.field.name, default, given_type, option, *flag.marks)
+    return _parameter(flag.field.name, default, given_type, option, flag.option.is_advanced)
 
 
 @functools.cache
@@ -166,9 +159,7 @@ def _recipe_parameters() -> tuple[inspect.Parameter, ...]:
 
 
 def _recipe_flag(flag: _Flag) -> inspect.Parameter:
-    """The flag's default is None: a variable or a recipe file may set the field. `build_recipe` parses choices and
-    lists, so that their errors are those of a YAML file.
-    """
+    """Its default is None: a variable or a recipe file may set the field. `build_recipe` parses choices and lists."""
     default = flag.field.default
     default_note = "" if default in (None, MISSING, False) else f" [default: {default}]"
     option = typer.Option(
@@ -177,9 +168,9 @@ def _recipe_flag(flag: _Flag) -> inspect.Parameter:
         metavar=flag.option.metavar or METAVARS.get(flag.type, "LIST"), rich_help_panel=flag.option.panel,
     )  # fmt: skip
     given_type = flag.type if flag.type in (int, float, bool) else str
-    return _parameter(flag.field.name, None, given_type | None, option, *flag.marks)
+    return _parameter(flag.field.name, None, given_type | None, option, flag.option.is_advanced)
 
 
-def _parameter(name: str, default: Any, given_type: Any, *metadata: Any) -> inspect.Parameter:
-    annotation = Annotated[given_type, *metadata]
+def _parameter(name: str, default: Any, given_type: Any, info: Any, is_advanced: bool = False) -> inspect.Parameter:
+    annotation = Annotated[given_type, info, *((ADVANCED,) if is_advanced else ())]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -16,19 +16,14 @@ from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import CacheSource
 
 CacheFrom = Annotated[
-    str | None,
-    typer.Option(
-        "--cache-from", help="Fetch the cache from this bundle, or from a remote folder of bundles", metavar="URL"
-    ),
+    str | None, typer.Option(help="Fetch the cache from this bundle, or from a remote folder of bundles", metavar="URL")
 ]
 AllowUnsigned = Annotated[
     bool,
     typer.Option("--allow-unsigned", help="Accept a bundle without a trusted signature; its code runs on this machine"),
 ]
 AllowRollback = Annotated[
-    bool,
-    typer.Option("--allow-rollback", help="Accept a bundle that is older than the one it replaces"),
-    ADVANCED,
+    bool, typer.Option("--allow-rollback", help="Accept a bundle that is older than the one it replaces"), ADVANCED
 ]
 TrustedKeys = Annotated[
     Path | None,
@@ -67,14 +62,6 @@ def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None) -
     return fetched.seconds
 
 
-def push_cache(cache_dir: str, plan_key: str, destination: str, key: Path | None) -> None:
-    """Pack the plan and push it. The deployment must have been released: packing starts the plan once more."""
-    from tcdeploy.bundle.fetch import pack_and_push
-    from tcdeploy.cli import cache_display
-
-    cache_display.show_cache_pushed(pack_and_push(cache_dir, plan_key, destination, key))
-
-
 def push(
     file: BundleFile,
     url: Annotated[
@@ -84,13 +71,13 @@ def push(
     json: Json = False,
 ) -> None:
     """Push a bundle, named by the digest of its bytes. A bundle that is already there is not uploaded again."""
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli import cache_display, display
     from tcdeploy.remote import transfer
 
     if file.is_dir():
         raise UsageError(f"{file} is a folder", f"pack a bundle first: tcdeploy cache pack {file} -o FILE.tcb")
-    manifest = read_single_manifest(file)
-    cache_display.show_pushed(transfer.push(file, url, str(manifest.plan["key"])), json)
+    pushed = transfer.push(file, url, str(read_single_manifest(file).plan["key"]))
+    display.report("cache push", json, cache_display.format_pushed(pushed), **vars(pushed))
 
 
 def pull(
@@ -106,11 +93,12 @@ def pull(
     If FILE.tcb is a bundle of the same plan, it is replaced only by one that is not older.
     """
     from tcdeploy.bundle.unpack import check_not_older
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
     from tcdeploy.remote import transfer
 
     transfer.pull(url, out, None if allow_rollback else lambda pulled: check_not_older(pulled, out))
-    cache_display.show_pulled(transfer.redacted(url), out, json)
+    size, shown_url = out.stat().st_size, transfer.redacted(url)
+    report("cache pull", json, f"{out}: {size} bytes, digest verified", url=shown_url, path=out, bytes=size)
 
 
 def find(
@@ -121,7 +109,9 @@ def find(
     json: Json = False,
 ) -> None:
     """List the bundles of a plan, newest first. Printed URLs do not contain the secrets of URL."""
-    from tcdeploy.cli import cache_display
+    from tcdeploy.cli.display import report
     from tcdeploy.remote import transfer
 
-    cache_display.show_bundles([transfer.redacted(bundle_url) for bundle_url in transfer.find(url, plan)], plan, json)
+    urls = [transfer.redacted(bundle_url) for bundle_url in transfer.find(url, plan)]
+    if urls or json:
+        report("cache find", json, "\n".join(urls), plan_key=plan, bundles=[{"url": url} for url in urls])

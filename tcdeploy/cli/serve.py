@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import shlex
 import sys
@@ -10,11 +11,10 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import options_command
-from tcdeploy.cli.process import enable_access_log, set_log_level
+from tcdeploy.cli.process import LOGGER_NAME, enable_access_log
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, CacheFrom, TrustedKeys, cache_source, fetch_cache
-from tcdeploy.cli.report_options import DryRun, Json
+from tcdeploy.cli.report_options import Budget, DryRun, Json, enforce_budget, parse_budget
 from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.dry_run import PlanFinding
@@ -49,7 +49,7 @@ def serve(
     cache = cache_source(cache_from, allow_unsigned, allow_rollback)
     budget_seconds = parse_budget(budget)
     settings = complete_settings(settings, recipe)
-    set_log_level(settings.log_level)
+    logging.getLogger(LOGGER_NAME).setLevel(settings.log_level.upper())
     if not dry_run:
         _run(recipe, settings, cache, trusted_keys, budget_seconds, json)
         return
@@ -120,10 +120,9 @@ def _run(
 def _missing_extras(settings: ServerSettings) -> list[PlanFinding]:
     """The packages that a server needs and that are not installed, as findings of a dry run."""
     findings = []
-    for extra, purpose, is_used in (("serve", SERVING, True), ("otel", TRACING, bool(settings.otlp_endpoint))):
+    for extra, purpose in (("serve", SERVING), *((("otel", TRACING),) if settings.otlp_endpoint else ())):
         try:
-            if is_used:
-                require_extra(extra, purpose)
+            require_extra(extra, purpose)
         except UsageError as error:
             findings.append(PlanFinding("packages", error.message, error.hint))
     return findings

@@ -25,34 +25,23 @@ PIPE_WRITE_BYTES = 4096  # PIPE_BUF of Linux: a pipe that poll() calls writable 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
-class _Descriptor(io.FileIO):
-    """An unbuffered stream on descriptor 1 or 2. After a failed write, the descriptor is connected to /dev/null."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number, "w", closefd=False)
-
-    def _connect_to_null(self) -> None:
-        """So that further writes, also those of libraries and child processes, do not fail."""
-        _open_null(self.fileno())
-
-
-class _Stdout(_Descriptor):
-    def __init__(self, number: int, is_closed: bool) -> None:
-        super().__init__(number)
-        self._is_closed = is_closed
+# After a failed write, the descriptor is connected to /dev/null, so that further writes, also those of libraries and
+# child processes, do not fail.
+class _Stdout(io.FileIO):
+    is_closed = False
 
     def write(self, data: Any) -> int:
         try:
-            if self._is_closed:
+            if self.is_closed:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             return super().write(data) or 0
         except OSError as error:
-            self._is_closed = False  # report the error once
-            self._connect_to_null()
+            self.is_closed = False  # report the error once
+            _open_null(self.fileno())
             raise _translate_error(error) from error
 
 
-class _Stderr(_Descriptor):
+class _Stderr(io.FileIO):
     may_block = True
 
     def write(self, data: Any) -> int:
@@ -62,7 +51,7 @@ class _Stderr(_Descriptor):
                 return super().write(data) or size
             self._write_without_blocking(memoryview(data).cast("B"))
         except OSError:
-            self._connect_to_null()
+            _open_null(self.fileno())
         return size
 
     def _write_without_blocking(self, data: memoryview) -> None:
@@ -83,9 +72,11 @@ def replace_standard_streams() -> None:
         if is_closed[number]:
             _open_null(number)
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _text_stream(_Stdout(1, is_closed[1]), sys.__stdout__, line_buffering=False)
+        stdout = _Stdout(1, "w", closefd=False)
+        stdout.is_closed = is_closed[1]
+        sys.stdout = _text_stream(stdout, sys.__stdout__, line_buffering=False)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _text_stream(_Stderr(2), sys.__stderr__, line_buffering=True)
+        sys.stderr = _text_stream(_Stderr(2, "w", closefd=False), sys.__stderr__, line_buffering=True)
 
 
 def drop_unread_messages() -> None:
@@ -111,7 +102,7 @@ def _open_null(number: int) -> None:
     os.set_inheritable(number, True)
 
 
-def _text_stream(raw: _Descriptor, original: Any, line_buffering: bool) -> io.TextIOWrapper:
+def _text_stream(raw: io.FileIO, original: Any, line_buffering: bool) -> io.TextIOWrapper:
     """A text stream with the settings of Python's own, which is None if the descriptor was closed."""
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
@@ -123,15 +114,12 @@ def _text_stream(raw: _Descriptor, original: Any, line_buffering: bool) -> io.Te
 
 
 def _translate_error(error: OSError) -> OutputError | SpaceError:
+    problem = f"the output cannot be written to stdout: {error.strerror}"
     if error.errno == errno.EPIPE:
         return BrokenPipe("stdout is a broken pipe: its reader has exited")
     if error.errno in FULL_DISK:
-        return SpaceError(
-            f"the output cannot be written to stdout: {error.strerror}",
-            "free some space, or redirect stdout to another disk",
-        )
+        return SpaceError(problem, "free some space, or redirect stdout to another disk")
     if error.errno == errno.EBADF:
-        return OutputError(
-            "the output cannot be written: stdout is closed", "redirect stdout to a file, or to /dev/null"
-        )
-    return OutputError(f"the output cannot be written to stdout: {error.strerror}", "redirect stdout to another file")
+        problem = "the output cannot be written: stdout is closed"
+        return OutputError(problem, "redirect stdout to a file, or to /dev/null")
+    return OutputError(problem, "redirect stdout to another file")

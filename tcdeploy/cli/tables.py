@@ -11,12 +11,12 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 GAP = 2  # spaces between columns
 MIN_TEXT_WIDTH = 24  # of a column of sentences or of shortened names, unless its content is shorter
 PLAIN_WIDTH = 160  # columns, if the output is not a terminal and no table is wider
-CUT = "..."
+CUT, NO_VALUE = "...", "-"
 NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|us|min|h|d|[kMG]i?B|GB/s|TFLOP/s|tok/s)\b)")
 
@@ -44,48 +44,41 @@ class Table:
     title: str = ""
 
 
-@dataclass(frozen=True)
-class Layout:
+Cells: TypeAlias = Sequence[tuple[Column, Callable[[Any], str]]]  # columns, each with its cell of an item
+
+
+def tabulate(items: Iterable[Any], cells: Cells, title: str = "") -> Table:
+    """A table with a row for each item."""
+    rows = [[cell(item) for _, cell in cells] for item in items]
+    return Table(tuple(column for column, _ in cells), rows, title)
+
+
+class Layout(NamedTuple):
     """The shown columns by index, with their widths, and the headers of the omitted ones."""
 
     widths: dict[int, int]
     omitted: tuple[str, ...] = ()
 
 
-def fit(table: Table, width: int, cell_width: Callable[[str], int] = len) -> Layout | None:
-    """The layout for a terminal of `width` columns; None if the rows have to be printed as blocks of lines."""
-    least = [_least_width(table, index, cell_width) for index in range(len(table.columns))]
+def fit(table: Table, width: int | None, cell_width: Callable[[str], int] = len) -> Layout | None:
+    """The layout for a terminal of `width` columns; None if the rows have to be printed as blocks of lines.
+
+    `width`: None if the output is not a terminal: all columns, with headers on one line. Text wraps at PLAIN_WIDTH.
+    """
     shown = list(range(len(table.columns)))
-    while _total(least[index] for index in shown) > width:
-        optional = [index for index in shown if table.columns[index].rank]
+    widths = {index: _least_width(table, index, width is None, cell_width) for index in shown}
+    while width is not None and _total(widths) > width:
+        optional = [index for index in widths if table.columns[index].rank]
         if not optional:
             return None
-        shown.remove(max(optional, key=lambda index: table.columns[index].rank))
-    spare = width - _total(least[index] for index in shown)
-    widths = {index: least[index] for index in shown}
+        del widths[max(optional, key=lambda index: table.columns[index].rank)]
+    spare = max((width or PLAIN_WIDTH) - _total(widths), 0)
     # Text gains first, since a wrapped cell takes a line per row, and a wrapped header one line.
-    for index in sorted(shown, key=lambda index: table.columns[index].kind not in ("text", "long name")):
-        gain = min(spare, _full_width(table, index, cell_width) - widths[index])
+    for index in sorted(widths, key=lambda index: table.columns[index].kind not in ("text", "long name")):
+        gain = min(spare, _longest(_texts(table, index), cell_width) - widths[index])
         widths[index] += gain
         spare -= gain
-    omitted = tuple(column.header for index, column in enumerate(table.columns) if index not in widths)
-    return Layout(widths, omitted)
-
-
-def fit_all(table: Table, cell_width: Callable[[str], int] = len) -> Layout:
-    """All columns, with headers on one line: for output that is not a terminal. Text still wraps at PLAIN_WIDTH."""
-    least = []
-    for index, column in enumerate(table.columns):
-        width = _least_width if column.kind == "text" else _full_width
-        least.append(max(width(table, index, cell_width), cell_width(column.header)))
-    spare = max(PLAIN_WIDTH - _total(least), 0)
-    widths = dict(enumerate(least))
-    for index, column in enumerate(table.columns):
-        if column.kind == "text":
-            gain = min(spare, _full_width(table, index, cell_width) - widths[index])
-            widths[index] += gain
-            spare -= gain
-    return Layout(widths)
+    return Layout(widths, tuple(table.columns[index].header for index in shown if index not in widths))
 
 
 def as_blocks(table: Table, width: int) -> list[str]:
@@ -115,25 +108,34 @@ def shorten(name: str, width: int) -> str:
     return name if len(name) <= width else name[: width - len(CUT)] + CUT
 
 
-def _least_width(table: Table, index: int, cell_width: Callable[[str], int]) -> int:
-    column, cells = table.columns[index], [row[index] for row in table.rows]
-    header = _longest(column.header.split(), cell_width)
-    longest_cell = _longest(cells, cell_width)
-    if column.kind == "text":
+def optional(value: float | None, form: str, text: str = "{}") -> str:
+    """The value in `text`, or NO_VALUE."""
+    return NO_VALUE if value is None else text.format(f"{value:{form}}")
+
+
+def _least_width(table: Table, index: int, is_plain: bool, cell_width: Callable[[str], int]) -> int:
+    header, *cells = _texts(table, index)
+    header_width, longest_cell = (
+        _longest([header] if is_plain else header.split(), cell_width),
+        _longest(cells, cell_width),
+    )
+    kind = table.columns[index].kind
+    if kind == "text":
         words = [word for cell in cells for word in cell.split()]
-        return max(header, _longest(words, cell_width), min(longest_cell, MIN_TEXT_WIDTH))
-    if column.kind == "long name":
-        return max(header, min(longest_cell, MIN_TEXT_WIDTH))
-    return max(header, longest_cell)
+        return max(header_width, _longest(words, cell_width), min(longest_cell, MIN_TEXT_WIDTH))
+    if kind == "long name" and not is_plain:
+        return max(header_width, min(longest_cell, MIN_TEXT_WIDTH))
+    return max(header_width, longest_cell)
 
 
-def _full_width(table: Table, index: int, cell_width: Callable[[str], int]) -> int:
-    return _longest([table.columns[index].header, *(row[index] for row in table.rows)], cell_width)
+def _texts(table: Table, index: int) -> list[str]:
+    """The header and the cells of a column."""
+    return [table.columns[index].header, *(row[index] for row in table.rows)]
 
 
 def _longest(texts: Sequence[str], cell_width: Callable[[str], int]) -> int:
     return max(map(cell_width, texts), default=0)
 
 
-def _total(widths: Iterable[int]) -> int:
-    return sum(width + GAP for width in widths) - GAP
+def _total(widths: dict[int, int]) -> int:
+    return sum(width + GAP for width in widths.values()) - GAP

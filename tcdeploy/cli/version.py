@@ -1,36 +1,28 @@
-"""`tcdeploy --version`: the versions that decide whether a cache fits, and the GPU. Imports none of the packages.
+"""`tcdeploy --version`: the versions that decide whether a cache fits, and the GPU.
 
-Versions come from the metadata of the installed packages, GPU and driver from the files of the NVIDIA driver, so that
-the option takes 0.1 s. On a machine without the driver's files, such as under WSL, no GPU is reported.
+It takes 0.1 s: versions come from the metadata of the installed packages, and the GPU from the files of the NVIDIA
+driver. On a machine without the driver's files, such as under WSL, no GPU is reported.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import re
 from collections import Counter
 from pathlib import Path
 
 from tcdeploy import __version__
+from tcdeploy.planning.environment import installed_version
 
 PACKAGES = ("torch", "triton", "transformers")
 DRIVER_FOLDER = Path("/proc/driver/nvidia")
-NOT_INSTALLED = "not installed"
 
 
 def version_lines(driver_folder: Path = DRIVER_FOLDER) -> list[str]:
     """One line per component: its name and version."""
-    versions = {"python": platform.python_version(), **{name: _installed(name) for name in PACKAGES}}
-    lines = [f"{name} {version}" for name, version in versions.items()]
-    return [f"tcdeploy {__version__}", *lines, f"gpu {_describe_gpus(driver_folder)}"]
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return NOT_INSTALLED
+    packages = [f"{name} {installed_version(name) or 'not installed'}" for name in PACKAGES]
+    own = [f"tcdeploy {__version__}", f"python {platform.python_version()}"]
+    return [*own, *packages, f"gpu {_describe_gpus(driver_folder)}"]
 
 
 def _describe_gpus(driver_folder: Path) -> str:

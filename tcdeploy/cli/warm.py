@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import options_command
-from tcdeploy.cli.remote_cache import (
-    AllowRollback,
-    AllowUnsigned,
-    CacheFrom,
-    TrustedKeys,
-    cache_source,
-    fetch_cache,
-    push_cache,
-)
-from tcdeploy.cli.report_options import DryRun, Json, warn_if_busy
+from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, CacheFrom, TrustedKeys, cache_source, fetch_cache
+from tcdeploy.cli.report_options import Budget, DryRun, Json, enforce_budget, parse_budget, warn_if_busy
 from tcdeploy.errors import CompileError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
     from tcdeploy.start.deployment import Deployment
 
-
 MissedShapes = Annotated[
     str | None,
     typer.Option("--from", help="Add buckets for the request shapes in a server's missed_shapes.jsonl", metavar="FILE"),
 ]
 CacheTo = Annotated[
-    str | None,
-    typer.Option("--cache-to", help="Pack the plan and push the bundle to this remote folder", metavar="URL"),
+    str | None, typer.Option(help="Pack the plan and push the bundle to this remote folder", metavar="URL")
 ]
 SigningKey = Annotated[
     Path | None, typer.Option("--sign", help="With --cache-to: sign the bundle with this key", metavar="NAME.key")
@@ -94,10 +84,12 @@ def warm(
     if cache_to is not None:
         cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
         del deployment
+        from tcdeploy.bundle.fetch import pack_and_push
+        from tcdeploy.cli.cache_display import format_pushed
         from tcdeploy.start.deployment import release_memory
 
         release_memory()  # packing starts the plan again, in another process on the same GPU
-        push_cache(cache_dir, plan_key, cache_to, key)
+        print(f"cache: {format_pushed(pack_and_push(cache_dir, plan_key, cache_to, key))}", file=sys.stderr)
 
 
 def _with_missed_shapes(recipe: Recipe, path: str, dry_run: bool) -> Recipe:
@@ -113,8 +105,7 @@ def _enforce_hits(deployment: Deployment) -> None:
         for record in deployment.records
         if record.outcome in ("miss", "uncached")
     ]
-    unknown = [record.bucket for record in deployment.records if record.outcome == "unknown"]
-    if unknown:
+    if unknown := [record.bucket for record in deployment.records if record.outcome == "unknown"]:
         raise ThresholdError(
             f"cache hits cannot be counted with this version of torch, so {', '.join(unknown)} may have compiled",
             "the warnings above name what is missing; install a tested version of torch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -26,9 +27,8 @@ def check_cache_folder(request: Request) -> Result:
     """Owner, mode and writability, by the same rules as a start."""
     folder = request.cache_folder
     if folder.startswith("~"):
-        return blocking(
-            f"the cache folder would be {folder}, because HOME is not set and this user has no home folder", CHOOSE
-        )
+        reason = "because HOME is not set and this user has no home folder"
+        return blocking(f"the cache folder would be {folder}, {reason}", CHOOSE)
     if os.path.lexists(folder) and not os.path.isdir(folder):
         return blocking(f"the cache folder {folder} is not a folder", CHOOSE)
     try:
@@ -47,31 +47,20 @@ def check_cache_folder(request: Request) -> Result:
             f"the cache folder {folder} is mounted with noexec, and a start loads libraries from there",
             "choose a folder on another disk: --cache-dir DIR, or TCDEPLOY_CACHE_DIR=DIR",
         )
-    if os.path.isdir(folder):
-        return ok(f"{folder}, {_describe_size(folder)}")
-    return note(f"{folder} does not exist yet; the first start creates it")
+    if not os.path.isdir(folder):
+        return note(f"{folder} does not exist yet; the first start creates it")
+    files, size, status = *_measure(folder), os.stat(folder)
+    return ok(f"{folder}, {files} files, {gib(size)}, owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}")
 
 
-def _describe_size(folder: str) -> str:
-    paths = files_below(folder)
-    status = os.stat(folder)
-    mode = stat.S_IMODE(status.st_mode)
-    return f"{len(paths)} files, {gib(_total_bytes(paths))}, owner {status.st_uid}, mode {mode:04o}"
-
-
-def files_below(folder: str | Path) -> list[Path]:
-    return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-
-
-def _total_bytes(paths: list[Path]) -> int:
-    """Files that disappear meanwhile do not count."""
+def _measure(folder: str | Path) -> tuple[int, int]:
+    """(number, bytes) of the files below. The bytes of files that disappear meanwhile do not count."""
+    paths = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
     total = 0
     for path in paths:
-        try:
+        with contextlib.suppress(OSError):
             total += path.lstat().st_size
-        except OSError:
-            continue
-    return total
+    return len(paths), total
 
 
 def check_plans(request: Request) -> Result | list[Result]:
@@ -82,9 +71,8 @@ def check_plans(request: Request) -> Result | list[Result]:
         try:
             manifest = read_manifest(path)
         except IntegrityError as error:
-            results.append(
-                blocking(error.message, f"start its plan with --on-bad-cache rebuild, or remove it: rm {path}")
-            )
+            cure = f"start its plan with --on-bad-cache rebuild, or remove it: rm {path}"
+            results.append(blocking(error.message, cure))
         except OSError as error:
             results.append(blocking(f"{path} cannot be read: {error.strerror}", f"make it readable: chmod u+r {path}"))
         else:
@@ -125,12 +113,9 @@ def plan_differences(
     unneeded = set()
     if manifest.plan.get("programs") == "aot":  # packages start without these
         unneeded = {name for name in ("transformers", "compiler") if not getattr(environment, name)}
+    differences = diff_environments(environment, parse_environment(manifest.environment))
     return [
-        *(
-            difference
-            for difference in diff_environments(environment, parse_environment(manifest.environment))
-            if difference.name not in unneeded
-        ),
+        *(difference for difference in differences if difference.name not in unneeded),
         *diff_mappings(sources, manifest.origin.sources, "tcdeploy/"),
         *diff_mappings(settings, manifest.origin.torch_settings, "torch."),
     ]
@@ -150,7 +135,7 @@ def check_leftovers(request: Request) -> Result:
         folders += folder.glob(f"{UNPACKING_PREFIX}*")
     if not folders:
         return ok("none")
-    size = sum(_total_bytes(files_below(path)) for path in folders)
+    size = sum(_measure(path)[1] for path in folders)
     return note(
         f"{len(folders)} folders of starts or unpacks that did not finish, {gib(size)}; a start reuses what it can",
         f"tcdeploy cache gc {folder} deletes them",

@@ -11,47 +11,35 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tcdeploy.doctor import host, packages
 from tcdeploy.doctor.cache_folder import check_cache_folder, check_leftovers, check_plans
 from tcdeploy.doctor.gpu import check_driver, check_gpus
-from tcdeploy.doctor.host import check_compiler, check_disk_space, check_host, check_temporary_folder
-from tcdeploy.doctor.network import check_hub, check_port
-from tcdeploy.doctor.packages import (
-    check_bytecode,
-    check_flash_packages,
-    check_internals,
-    check_python,
-    check_server_packages,
-    check_torch,
-    check_transformers,
-    check_triton,
-)
 from tcdeploy.doctor.result import Check, Request, Result, finding, unchecked
 from tcdeploy.doctor.torch_probe import PROBE_SECONDS
-from tcdeploy.doctor.variables import check_variables
 
 LIMIT_SECONDS = PROBE_SECONDS + 30
 # By name, in the order of the table. The first of two findings that are equally bad is the worse one.
 CHECKS: dict[str, Check] = {
-    "Python": check_python,
-    "torch": check_torch,
-    "Triton": check_triton,
-    "transformers": check_transformers,
+    "Python": packages.check_python,
+    "torch": packages.check_torch,
+    "Triton": packages.check_triton,
+    "transformers": packages.check_transformers,
     "GPU": check_gpus,
     "driver": check_driver,
-    "C++ compiler": check_compiler,
-    "temporary files": check_temporary_folder,
+    "C++ compiler": host.check_compiler,
+    "temporary files": host.check_temporary_folder,
     "cache folder": check_cache_folder,
-    "disk space": check_disk_space,
+    "disk space": host.check_disk_space,
     "plans": check_plans,
     "leftovers": check_leftovers,
-    "variables": check_variables,
-    "private names": check_internals,
-    "bytecode": check_bytecode,
-    "flash-attn": check_flash_packages,
-    "host": check_host,
-    "server": check_server_packages,
-    "port": check_port,
-    "Hub": check_hub,
+    "variables": host.check_variables,
+    "private names": packages.check_internals,
+    "bytecode": packages.check_bytecode,
+    "flash-attn": packages.check_flash_packages,
+    "host": host.check_host,
+    "server": packages.check_server_packages,
+    "port": host.check_port,
+    "Hub": host.check_hub,
 }
 
 
@@ -69,10 +57,12 @@ def examine(
     deadline = time.monotonic() + limit_seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    results = [
-        replace(result, check=name) for name in checks for result in outcomes.get(name) or [_hanging(limit_seconds)]
-    ]
-    return sorted(results, key=_rank)
+    hanging = finding(
+        f"could not be checked: no result within {limit_seconds:.0f} s",
+        "look for a network file system or a device that does not answer",
+    )
+    results = [replace(result, check=name) for name in checks for result in outcomes.get(name) or [hanging]]
+    return sorted(results, key=lambda item: (item.state != "finding", not item.is_blocking, item.state == "ok"))
 
 
 def _run(name: str, check: Check, request: Request, outcomes: dict[str, list[Result]]) -> None:
@@ -81,14 +71,3 @@ def _run(name: str, check: Check, request: Request, outcomes: dict[str, list[Res
         outcomes[name] = result if isinstance(result, list) else [result]
     except Exception as error:  # of any check, so that the others are reported
         outcomes[name] = [unchecked(f"{type(error).__name__}: {error}")]
-
-
-def _hanging(seconds: float) -> Result:
-    return finding(
-        f"could not be checked: no result within {seconds:.0f} s",
-        "look for a network file system or a device that does not answer",
-    )
-
-
-def _rank(result: Result) -> tuple[bool, bool, bool]:
-    return (result.state != "finding", not result.is_blocking, result.state == "ok")

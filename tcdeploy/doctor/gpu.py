@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tcdeploy.doctor.result import Request, Result, blocking, note, ok, unchecked
-from tcdeploy.doctor.variables import recipe_from_variables
+from tcdeploy.doctor.host import recipe_from_variables
+from tcdeploy.doctor.result import Request, Result, blocking, missing, note, ok, unchecked
 from tcdeploy.errors import RecipeError
 from tcdeploy.planning.memory import gib
 from tcdeploy.planning.recipe import Recipe
@@ -20,13 +20,9 @@ MIN_BFLOAT16_CAPABILITY = 8  # major; older GPUs have no FlashAttention either
 
 def check_gpus(request: Request) -> Result:
     described, driver = request.probe.sections.get("gpus"), request.probe.sections.get("driver") or {}
-    if described is None and "torch" in request.probe.sections and request.probe.fails("gpus"):
-        return blocking(
-            f"torch cannot use the GPU: {request.probe.reason('gpus')}",
-            "end the processes that use its memory (nvidia-smi), and check the driver",
-        )
     if described is None:
-        return unchecked(request.probe.reason("gpus"))
+        cure = "end the processes that use its memory (nvidia-smi), and check the driver"
+        return missing(request, "gpus", "torch cannot use the GPU", cure)
     if described["gpus"]:
         return judge_gpu(described, driver, _memory_fraction(request))
     return judge_missing_gpu(described, driver, request.probe.sections["torch"]["cuda"])
@@ -49,10 +45,8 @@ def judge_missing_gpu(described: Mapping[str, Any], driver: Mapping[str, Any], t
     if hidden is not None and hidden.strip() in ("", "-1"):
         return note(f"{names}, hidden by CUDA_VISIBLE_DEVICES={hidden}: models run on the CPU")
     if torch_cuda is None:
-        return blocking(
-            f"this machine has a GPU ({names}), and the installed torch is built for CPUs",
-            "install the PyTorch build for your CUDA version: https://pytorch.org",
-        )
+        summary = f"this machine has a GPU ({names}), and the installed torch is built for CPUs"
+        return blocking(summary, "install the PyTorch build for your CUDA version: https://pytorch.org")
     return blocking(
         f"torch cannot use the GPU ({names}): {described['problem'] or 'it gives no reason'}",
         "compare the driver with torch's CUDA version, and check CUDA_VISIBLE_DEVICES and the container's GPU access",
@@ -108,25 +102,18 @@ def supports_capability(architectures: Iterable[str], capability: tuple[int, int
         if match is None:
             continue
         built_for = (int(match[2]), int(match[3]))
-        if match[4]:
-            supported = built_for == capability
-        elif match[1] == "sm":
-            supported = built_for[0] == capability[0] and built_for[1] <= capability[1]
-        else:
-            supported = built_for <= capability
-        if supported:
+        is_same_major = built_for[0] == capability[0]
+        if built_for == capability or (not match[4] and built_for < capability and (match[1] != "sm" or is_same_major)):
             return True
     return False
 
 
 def check_driver(request: Request) -> Result:
     driver = request.probe.sections.get("driver")
-    if driver is None and request.probe.fails("driver"):
-        return blocking(f"the driver does not answer: {request.probe.reason('driver')}", "reload the driver, or reboot")
     if driver is None:
-        return unchecked(request.probe.reason("driver"))
-    torch, gpus = request.probe.sections.get("torch"), request.probe.sections.get("gpus")
-    return judge_driver(driver, torch["cuda"] if torch else None, bool(gpus and gpus["gpus"]))
+        return missing(request, "driver", "the driver does not answer", "reload the driver, or reboot")
+    torch = request.probe.sections.get("torch")
+    return judge_driver(driver, torch["cuda"] if torch else None, bool(request.probe.gpus))
 
 
 def judge_driver(driver: Mapping[str, Any], torch_cuda: str | None, is_used: bool = False) -> Result:
@@ -137,10 +124,8 @@ def judge_driver(driver: Mapping[str, Any], torch_cuda: str | None, is_used: boo
     if driver["error"] and is_used:
         return note(f"torch uses the GPU, but nvidia-smi fails: {driver['error']}")
     if driver["error"]:
-        return blocking(
-            f"nvidia-smi fails: {driver['error']}",
-            "reload or reinstall the NVIDIA driver; after an update of the driver, reboot",
-        )
+        cure = "reload or reinstall the NVIDIA driver; after an update of the driver, reboot"
+        return blocking(f"nvidia-smi fails: {driver['error']}", cure)
     if driver["cuda"] is None:
         return note("no NVIDIA driver") if not driver["gpus"] else unchecked("libcuda.so.1 cannot be loaded")
     supported = ".".join(map(str, driver["cuda"]))
@@ -153,7 +138,5 @@ def judge_driver(driver: Mapping[str, Any], torch_cuda: str | None, is_used: boo
         return ok(f"{summary}; torch is built for CUDA {torch_cuda}")
     if driver["cuda"][0] == needed[0]:
         return note(f"{summary}; torch is built for CUDA {torch_cuda}, which runs on drivers of the same major version")
-    return blocking(
-        f"the driver {summary}, and torch is built for CUDA {torch_cuda}",
-        f"install a driver that supports CUDA {torch_cuda}, or a PyTorch build for CUDA {supported}",
-    )
+    cure = f"install a driver that supports CUDA {torch_cuda}, or a PyTorch build for CUDA {supported}"
+    return blocking(f"the driver {summary}, and torch is built for CUDA {torch_cuda}", cure)

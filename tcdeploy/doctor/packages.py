@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -12,23 +13,15 @@ import tempfile
 from pathlib import Path
 
 from tcdeploy.doctor.host import existing_parent
-from tcdeploy.doctor.result import Request, Result, blocking, finding, note, ok, unchecked
+from tcdeploy.doctor.result import Request, Result, blocking, finding, missing, note, ok, unchecked
 from tcdeploy.errors import UsageError
 from tcdeploy.host.stages import MANY_UNCOMPILED
 from tcdeploy.planning.backends import BACKENDS
-from tcdeploy.planning.environment import installed_flash_packages
+from tcdeploy.planning.environment import installed_flash_packages, installed_version
 from tcdeploy.planning.extras import COMPILE_HINT, EXTRA_MODULES, check_interpreter, is_installed
 from tcdeploy.planning.tested_versions import is_older_than_tested, tested_range, untested_packages
 
 MAX_MISSING_NAMES = 5  # private names that are reported with their consequences
-
-
-def installed_version(package: str) -> str:
-    """ "" if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def check_python(request: Request) -> Result:
@@ -46,28 +39,24 @@ def check_torch(request: Request) -> Result:
     if old := _too_old("torch", version):
         return old
     described = request.probe.sections.get("torch")
-    if described is None and not request.probe.fails("torch"):
-        return unchecked(request.probe.reason("torch"))
     if described is None:
-        reason = request.probe.reason("torch")
-        return blocking(f"torch {version} cannot be imported: {reason}", "install torch again, or another build of it")
+        cure = "install torch again, or another build of it"
+        return missing(request, "torch", f"torch {version} cannot be imported", cure)
     built_for = f"built for CUDA {described['cuda']}" if described["cuda"] else "built for CPUs"
     return _with_tested_range("torch", f"{described['version']}, {built_for}")
 
 
 def check_triton(request: Request) -> Result:
     version, needed = installed_version("triton"), _triton_version_of_torch()
-    has_gpu = bool((request.probe.sections.get("gpus") or {}).get("gpus"))
+    if not version and not request.probe.gpus:
+        return note("not installed; only GPUs need it")
     if not version:
-        install = f"pip install triton{f'=={needed}' if needed else ''}"
-        return blocking("Triton is not installed", install) if has_gpu else note("not installed; only GPUs need it")
+        return blocking("Triton is not installed", f"pip install triton{f'=={needed}' if needed else ''}")
     if old := _too_old("triton", version):
         return old
     if needed and needed != version:
-        return finding(
-            f"Triton {version} is installed, and torch {installed_version('torch')} requires {needed}",
-            f"pip install triton=={needed}",
-        )
+        summary = f"Triton {version} is installed, and torch {installed_version('torch')} requires {needed}"
+        return finding(summary, f"pip install triton=={needed}")
     return _with_tested_range("triton", version)
 
 
@@ -79,16 +68,13 @@ def check_transformers(request: Request) -> Result:
         return old
     if "transformers" in request.probe.sections:
         return _with_tested_range("transformers", version)
-    reason = request.probe.reason("transformers")
-    if "torch" not in request.probe.sections or not request.probe.fails("transformers"):
-        return unchecked(reason)
-    return blocking(f"transformers {version} cannot be imported: {reason}", "pip install 'tcdeploy[compile]'")
+    summary = f"transformers {version} cannot be imported"
+    return missing(request, "transformers", summary, "pip install 'tcdeploy[compile]'")
 
 
 def check_server_packages(request: Request) -> Result:
-    missing = [name for name in EXTRA_MODULES["serve"] if not is_installed(name)]
-    if missing:
-        return note(f"not installed: {', '.join(missing)}; `serve` needs them", "pip install 'tcdeploy[serve]'")
+    if lacking := [name for name in EXTRA_MODULES["serve"] if not is_installed(name)]:
+        return note(f"not installed: {', '.join(lacking)}; `serve` needs them", "pip install 'tcdeploy[serve]'")
     return _with_tested_range("uvicorn", f"uvicorn {installed_version('uvicorn')}")
 
 
@@ -97,7 +83,7 @@ def check_flash_packages(request: Request) -> Result:
     if not packages:
         return ok("none; attention uses our Triton kernels on a GPU")
     installed = ", ".join(f"{name} {version}" for name, version in packages)
-    gpus = (request.probe.sections.get("gpus") or {}).get("gpus")
+    gpus = request.probe.gpus
     if not gpus:
         return note(f"{installed}; without a GPU they are not used")
     majors = {name: BACKENDS[name].capability_majors for name, _ in packages}  # type: ignore[index]
@@ -106,26 +92,28 @@ def check_flash_packages(request: Request) -> Result:
 
 
 def check_internals(request: Request) -> Result | list[Result]:
-    missing = request.probe.sections.get("internals")
-    if missing is None:
+    lacking = request.probe.sections.get("internals")
+    if lacking is None:
         return unchecked(request.probe.reason("internals"))
-    if not missing:
+    if not lacking:
         return ok("all that tcdeploy uses exist in the installed versions")
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
         return unchecked("modules of torch cannot be imported without a writable folder for temporary files")
     cure = f"install a tested version: torch {tested_range('torch')}, transformers {tested_range('transformers')}"
-    if len(missing) > MAX_MISSING_NAMES:
-        return finding(f"{len(missing)} are missing: {', '.join(name for name, _ in missing)}", cure)
-    return [finding(f"{name}: {consequence}", cure) for name, consequence in missing]
+    if len(lacking) > MAX_MISSING_NAMES:
+        return finding(f"{len(lacking)} are missing: {', '.join(name for name, _ in lacking)}", cure)
+    return [finding(f"{name}: {consequence}", cure) for name, consequence in lacking]
 
 
 def check_bytecode(request: Request) -> Result:
     uncompiled = request.probe.sections.get("uncompiled")
     if uncompiled is None:
         return unchecked(request.probe.reason("uncompiled"))
-    return judge_bytecode(uncompiled, will_be_written=_bytecode_will_be_written())
+    folder = sys.pycache_prefix or _folder_of("torch")
+    will_be_written = not sys.dont_write_bytecode and os.access(existing_parent(folder), os.W_OK)
+    return judge_bytecode(uncompiled, will_be_written)
 
 
 def judge_bytecode(uncompiled: dict[str, int], will_be_written: bool) -> Result:
@@ -145,12 +133,6 @@ def judge_bytecode(uncompiled: dict[str, int], will_be_written: bool) -> Result:
     )
 
 
-def _bytecode_will_be_written() -> bool:
-    """Whether a start keeps the bytecode of the packages that it imports."""
-    folder = sys.pycache_prefix or _folder_of("torch")
-    return not sys.dont_write_bytecode and os.access(existing_parent(folder), os.W_OK)
-
-
 def _folder_of(package: str) -> str:
     """The folder that contains an installed package."""
     spec = importlib.util.find_spec(package)
@@ -160,10 +142,9 @@ def _folder_of(package: str) -> str:
 def _too_old(package: str, version: str) -> Result | None:
     if not version or not is_older_than_tested(package, version):
         return None
-    return blocking(
-        f"{package} {version} is too old; tested are {tested_range(package)}",
-        f"pip install '{package}>={tested_range(package).partition(' ')[0]}'",
-    )
+    tested = tested_range(package)
+    cure = f"pip install '{package}>={tested.partition(' ')[0]}'"
+    return blocking(f"{package} {version} is too old; tested are {tested}", cure)
 
 
 def _with_tested_range(package: str, summary: str) -> Result:
@@ -175,9 +156,8 @@ def _with_tested_range(package: str, summary: str) -> Result:
 
 def _triton_version_of_torch() -> str:
     """The version of Triton that the installed torch requires; "" if it requires none."""
-    try:
-        requirements = importlib.metadata.requires("torch") or []
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    matches = [re.match(r"triton\s*==\s*([\w.]+)", requirement) for requirement in requirements]
-    return next((match[1] for match in matches if match), "")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for requirement in importlib.metadata.requires("torch") or ():
+            if match := re.match(r"triton\s*==\s*([\w.]+)", requirement):
+                return match[1]
+    return ""

@@ -13,23 +13,13 @@ import socket
 from collections.abc import Sequence
 
 from tcdeploy import __version__
-from tcdeploy.doctor.packages import installed_version
 from tcdeploy.doctor.result import Request, Result
-from tcdeploy.planning.environment import installed_flash_packages
+from tcdeploy.planning.environment import installed_flash_packages, installed_version
 from tcdeploy.planning.kubernetes import is_service_variable
 from tcdeploy.start.record.record import COMPILER_PREFIXES
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "uvicorn", "llguidance")
-PREFIXES = (
-    *COMPILER_PREFIXES,
-    "TCDEPLOY_",
-    "CUDA_",
-    "NVIDIA_VISIBLE_DEVICES",
-    "OMP_",
-    "PYTORCH_",
-    "PYTHON",
-    "LD_PRELOAD",
-)
+PREFIXES = (*COMPILER_PREFIXES, *"TCDEPLOY_ CUDA_ NVIDIA_VISIBLE_DEVICES OMP_ PYTORCH_ PYTHON LD_PRELOAD".split())
 SET_ONLY = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTPS_PROXY", "CXX", "CC", "TMPDIR")  # values are left out
 SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 MAX_VALUE_CHARS = 100
@@ -61,15 +51,11 @@ def bug_report(request: Request, results: Sequence[Result]) -> str:
 
 
 def _variables() -> list[str]:
-    listed = [
-        (name, value)
-        for name, value in sorted(os.environ.items())
-        if name.startswith(PREFIXES) and name not in SET_ONLY and not is_service_variable(name, value)
-    ]
     values = [
         # Redacted before it is cut, which could leave a part of a name.
         f"{name} is set" if SECRET.search(name) else f"{name}={redact(value)[:MAX_VALUE_CHARS]}"
-        for name, value in listed
+        for name, value in sorted(os.environ.items())
+        if name.startswith(PREFIXES) and name not in SET_ONLY and not is_service_variable(name, value)
     ]
     return values + [f"{name} is set" for name in SET_ONLY if name in os.environ]
 

@@ -16,17 +16,13 @@ State = Literal["ok", "note", "finding"]
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one check.
-
-    state: `finding`: something is wrong, and `cure` says what to do. `note`: worth knowing, but no action is needed.
-    is_blocking: of a finding: a start fails or gives up, instead of being slower or less safe.
-    """
+    """The result of one check. `finding`: something is wrong. `note`: worth knowing, but no action is needed."""
 
     check: str
     state: State
     summary: str
     cure: str = ""
-    is_blocking: bool = False
+    is_blocking: bool = False  # of a finding: a start fails or gives up, instead of being slower or less safe
 
 
 def ok(summary: str) -> Result:
@@ -51,23 +47,24 @@ def unchecked(reason: str) -> Result:
     return Result("", "note", f"could not be checked: {reason}")
 
 
+def missing(request: Request, section: str, summary: str, cure: str) -> Result:
+    """For a section that the probe lacks: blocking if it failed itself, and not what it needs."""
+    probe = request.probe
+    is_cause = probe.fails(section) and (section in ("driver", "torch") or "torch" in probe.sections)
+    return blocking(f"{summary}: {probe.reason(section)}", cure) if is_cause else unchecked(probe.reason(section))
+
+
 @dataclass(kw_only=True)
 class Request:
-    """What to check. Its checks run in several threads.
+    """What to check. Its checks run in several threads."""
 
-    cache_dir: as --cache-dir; None: the folder that a start would use.
-    other_variables: variables of tcdeploy that set no key of a recipe.
-    run_probe: describes torch and the GPUs. It is called once, by the first check that needs it.
-    busy: as `cpu_contention` returns it before the checks, which use the cores themselves.
-    """
-
-    cache_dir: str | None = None
+    cache_dir: str | None = None  # None: the folder that a start would use
     is_trusted: bool = False
     port: int = 0
     is_offline: bool = False
-    other_variables: Set[str] = frozenset()
-    run_probe: Callable[[], TorchProbe] = run_torch_probe
-    busy: str = field(default_factory=cpu_contention)
+    other_variables: Set[str] = frozenset()  # of tcdeploy, that set no key of a recipe
+    run_probe: Callable[[], TorchProbe] = run_torch_probe  # called once, by the first check that needs it
+    busy: str = field(default_factory=cpu_contention)  # before the checks, which use the cores themselves
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _probe: TorchProbe | None = field(default=None, init=False)
 

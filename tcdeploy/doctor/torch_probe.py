@@ -2,9 +2,7 @@
 
 A broken package or driver can end a process or make it hang, and an import of torch takes seconds. The process writes
 one JSON line per section to its stdout as soon as it has it, so what it found before it failed is known. It writes no
-bytecode, because modules without bytecode are counted.
-
-Does not import torch, except in the process.
+bytecode, because modules without bytecode are counted. Does not import torch, except in the process.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.planning.environment import Environment, parse_environment
+from tcdeploy.planning.environment import Environment, detect_environment, parse_environment
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 COMMAND = (
@@ -34,22 +33,15 @@ PROBE_SECONDS = 120.0  # without bytecode, the imports take 20 s on two cores
 KILL_SECONDS = 5.0
 NVIDIA_SMI_SECONDS = 10.0
 GPU_QUERY = ("uuid", "name", "driver_version", "memory.total", "memory.used")
+PROCESS_QUERY = ("gpu_uuid", "pid", "used_memory")
 
 
 @dataclass(frozen=True)
 class TorchProbe:
-    """What the process has found.
-
-    sections: by name, what each function of SECTIONS returned.
-    errors: by the name of a section, the exception that it raised.
-    failure: why the process did not finish; "" if it did.
-    failed_at: the section that did not finish; "" if the process could not be started.
-    """
-
-    sections: Mapping[str, Any]
-    errors: Mapping[str, str]
-    failure: str = ""
-    failed_at: str = ""
+    sections: Mapping[str, Any]  # by name, what each function of SECTIONS returned
+    errors: Mapping[str, str]  # by the name of a section, the exception that it raised
+    failure: str = ""  # why the process did not finish; "" if it did
+    failed_at: str = ""  # the section that did not finish; "" if the process could not be started
 
     def fails(self, section: str) -> bool:
         """Whether this section failed, and not an earlier one that ended the process."""
@@ -58,6 +50,11 @@ class TorchProbe:
     def reason(self, section: str) -> str:
         """Why a section is missing."""
         return self.errors.get(section) or self.failure or "the process did not report it"
+
+    @property
+    def gpus(self) -> list[dict[str, Any]]:
+        """Those that torch uses."""
+        return (self.sections.get("gpus") or {}).get("gpus", [])
 
     @property
     def environment(self) -> Environment | None:
@@ -83,7 +80,10 @@ def run_torch_probe(seconds: float = PROBE_SECONDS, command: str = COMMAND) -> T
     except subprocess.TimeoutExpired:
         failure = f"did not finish within {seconds:.0f} s"
         _kill(process)
-        out, err = _read_rest(process)
+        try:
+            out, err = process.communicate(timeout=KILL_SECONDS)
+        except subprocess.TimeoutExpired as error:  # a killed process that waits for a driver may not end
+            out, err = error.stdout or b"", b""
     documents = list(_parse_lines(out.decode(errors="replace")))
     sections = {item["section"]: item["value"] for item in documents if "value" in item}
     errors = {item["section"]: item["error"] for item in documents if "error" in item}
@@ -99,14 +99,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _read_rest(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """The output of a killed process. A process that waits for a driver may not end."""
-    try:
-        return process.communicate(timeout=KILL_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        return error.stdout or b"", b""
 
 
 def _describe_exit(returncode: int, err: str) -> str:
@@ -138,51 +130,45 @@ def write_sections() -> None:
             with timer.measure():
                 document = {"section": name, "value": describe(timer)}
         except Exception as error:  # a broken package may raise any exception when it is imported
-            document = {"section": name, "error": _describe_error(error)}
+            document = {"section": name, "error": f"{type(error).__name__}: {_first_line(error)}"[:400]}
         out.write(json.dumps(document) + "\n")
         out.flush()
     out.close()
     os._exit(0)  # libraries may crash or hang at exit
 
 
-def _describe_error(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:400]
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _describe_driver(timer: Any) -> dict[str, Any]:
-    """Before torch creates a CUDA context, which would be counted as used memory."""
+    """Before torch creates a CUDA context, which would be counted as used memory.
+
+    A container does not see the processes of other containers, or sees them with other numbers.
+    """
+    gpus: list[dict[str, str]] = []
+    processes: list[dict[str, str]] = []
+    error = ""
     try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS,
-        )  # fmt: skip
-    except FileNotFoundError:
-        return {"cuda": _driver_cuda_version(), "gpus": [], "error": "", "processes": []}
+        gpus, error = _query_driver("gpu", GPU_QUERY)
+        processes, _ = _query_driver("compute-apps", PROCESS_QUERY)
     except subprocess.TimeoutExpired:
-        error = f"nvidia-smi did not answer within {NVIDIA_SMI_SECONDS:.0f} s"
-        return {"cuda": None, "gpus": [], "error": error, "processes": []}
-    gpus, error = [], ""
+        if not gpus:
+            error = f"nvidia-smi did not answer within {NVIDIA_SMI_SECONDS:.0f} s"
+            return {"cuda": None, "gpus": [], "error": error, "processes": []}
+    except FileNotFoundError:  # not installed
+        pass
+    return {"cuda": _driver_cuda_version(), "gpus": gpus, "error": error, "processes": processes}
+
+
+def _query_driver(subject: str, names: tuple[str, ...]) -> tuple[list[dict[str, str]], str]:
+    """The rows that nvidia-smi prints, and its error. Raises OSError and TimeoutExpired."""
+    command = ["nvidia-smi", f"--query-{subject}={','.join(names)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
     if done.returncode:
-        error = next(iter((done.stdout + done.stderr).strip().splitlines()), f"status {done.returncode}")
-    else:
-        rows = [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines()]
-        gpus = [dict(zip(GPU_QUERY, row, strict=True)) for row in rows if len(row) == len(GPU_QUERY)]
-    return {"cuda": _driver_cuda_version(), "gpus": gpus, "error": error, "processes": _gpu_processes()}
-
-
-def _gpu_processes() -> list[dict[str, str]]:
-    """The processes that use GPUs. A container sees those of other containers not at all, or with other numbers."""
-    names = ("gpu_uuid", "pid", "used_memory")
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-compute-apps={','.join(names)}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return []
+        return [], next(iter((done.stdout + done.stderr).strip().splitlines()), f"status {done.returncode}")
     rows = [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines()]
-    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)], ""
 
 
 def _driver_cuda_version() -> list[int] | None:
@@ -216,23 +202,17 @@ def _describe_gpus(timer: Any) -> dict[str, Any]:
             try:
                 torch.cuda.init()
             except (RuntimeError, AssertionError) as error:
-                problem = (str(error).strip().splitlines() or [""])[0]
+                problem = _first_line(error)
         return {"gpus": [], "problem": problem, "architectures": []}
-    gpus: list[dict[str, Any]] = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {"name": properties.name, "capability": [properties.major, properties.minor],
-             "total": properties.total_memory, "uuid": f"GPU-{getattr(properties, 'uuid', '')}"}
-        )  # fmt: skip
+    gpus: list[dict[str, Any]] = [
+        {
+            "name": gpu.name, "capability": [gpu.major, gpu.minor], "total": gpu.total_memory,
+            "uuid": f"GPU-{getattr(gpu, 'uuid', '')}",
+        }
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]  # fmt: skip
     gpus[0]["free"] = torch.cuda.mem_get_info(0)[0]  # creates a context, so only on the GPU that a deployment uses
     return {"gpus": gpus, "problem": "", "architectures": torch.cuda.get_arch_list()}
-
-
-def _describe_transformers(timer: Any) -> str:
-    import transformers
-
-    return str(transformers.__version__)
 
 
 def _describe_internals(timer: Any) -> list[tuple[str, str]]:
@@ -240,12 +220,6 @@ def _describe_internals(timer: Any) -> list[tuple[str, str]]:
     from tcdeploy.torch_compat.registry import missing_internals
 
     return list(missing_internals())
-
-
-def _describe_environment(timer: Any) -> dict[str, Any]:
-    from tcdeploy.planning.environment import detect_environment
-
-    return dataclasses.asdict(detect_environment())
 
 
 def _describe_cache_keys(timer: Any) -> dict[str, dict[str, str]]:
@@ -256,17 +230,13 @@ def _describe_cache_keys(timer: Any) -> dict[str, dict[str, str]]:
     return {"sources": op_source_digests(), "settings": torch_settings()}
 
 
-def _count_uncompiled(timer: Any) -> dict[str, int]:
-    return dict(timer.uncompiled)
-
-
 SECTIONS: dict[str, Callable[[Any], Any]] = {
     "driver": _describe_driver,
     "torch": _describe_torch,
     "gpus": _describe_gpus,
-    "transformers": _describe_transformers,
+    "transformers": lambda timer: importlib.import_module("transformers").__version__,
     "internals": _describe_internals,
-    "environment": _describe_environment,
+    "environment": lambda timer: dataclasses.asdict(detect_environment()),
     "cache keys": _describe_cache_keys,
-    "uncompiled": _count_uncompiled,
+    "uncompiled": lambda timer: dict(timer.uncompiled),
 }

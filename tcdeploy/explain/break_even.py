@@ -3,15 +3,13 @@
 A cold start compiles all programs, a warm start loads them from the cache; both then capture CUDA graphs. The seconds
 of a bucket are the time that its programs and graphs add to a start. Loading the model is not counted, since it takes
 the same time without programs.
-
-Step times are measured several times. A difference that is smaller than the sum of their spreads is not conclusive.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Plan
@@ -22,86 +20,55 @@ OUTPUT_TOKENS = 128
 PROMPT_TOKENS = 128  # at least, if the plan has such a prefill bucket
 
 
-@dataclass(frozen=True)
+@dataclass
 class BucketPayoff:
-    """Times of one bucket.
-
-    tokens_per_step: of a full bucket.
-    cold_seconds, warm_seconds: time to compile or to load its programs, and to capture; None: not measured.
-    break_even_tokens_*: tokens after which the saved time exceeds these seconds; None: never, or not measured.
-    """
+    """Times of one bucket. None: not measured."""
 
     bucket: str
-    tokens_per_step: int
+    tokens_per_step: int  # of a full bucket
     uncompiled_ms: float
     compiled_ms: float
-    cold_seconds: float | None
-    warm_seconds: float | None
+    cold_seconds: float | None  # to compile its programs and to capture
+    warm_seconds: float | None  # to load its programs and to capture
     uncompiled_spread_ms: float = 0.0  # half of the range of several measurements
     compiled_spread_ms: float = 0.0
+    is_conclusive: bool = field(init=False)
+    saved_ms: float = field(init=False)  # per step; 0 if the difference is noise, or if the program is slower
+    break_even_tokens_cold: int | None = field(init=False)  # after which the saved time exceeds cold_seconds
+    break_even_tokens_warm: int | None = field(init=False)
 
-    @property
-    def is_conclusive(self) -> bool:
+    def __post_init__(self) -> None:
         spread = self.uncompiled_spread_ms + self.compiled_spread_ms
-        return _is_conclusive(self.uncompiled_ms, self.compiled_ms, spread)
-
-    @property
-    def saved_ms(self) -> float:
-        """Milliseconds per step; 0 if the difference is noise, or if the program is slower."""
-        return _saving(self.uncompiled_ms, self.compiled_ms) if self.is_conclusive else 0.0
-
-    @property
-    def break_even_tokens_cold(self) -> int | None:
-        return self._break_even_tokens(self.cold_seconds)
-
-    @property
-    def break_even_tokens_warm(self) -> int | None:
-        return self._break_even_tokens(self.warm_seconds)
-
-    def _break_even_tokens(self, seconds: float | None) -> int | None:
-        steps = _break_even_count(seconds, self.saved_ms / 1e3)
-        return None if steps is None else steps * self.tokens_per_step
+        self.is_conclusive, self.saved_ms = _compare(self.uncompiled_ms, self.compiled_ms, spread)
+        self.break_even_tokens_cold = _break_even(self.cold_seconds, self.saved_ms / 1e3, self.tokens_per_step)
+        self.break_even_tokens_warm = _break_even(self.warm_seconds, self.saved_ms / 1e3, self.tokens_per_step)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestPayoff:
-    """One request at a time: a prompt that fills a prefill bucket, and then steps of the smallest decode bucket.
-
-    *_token_ms: time of one output token, which is one decode step.
-    start_seconds_*: sum over all buckets of the plan, since a start prepares all of them; None: not measured.
-    """
+    """One request at a time: a prompt that fills a prefill bucket, and then steps of the smallest decode bucket."""
 
     prompt_tokens: int
     output_tokens: int
-    uncompiled_token_ms: float
+    uncompiled_token_ms: float  # of one output token, which is one decode step
     compiled_token_ms: float
     uncompiled_seconds: float
     compiled_seconds: float
-    start_seconds_cold: float | None
+    start_seconds_cold: float | None  # of all buckets of the plan, as a start prepares all of them; None: not measured
     start_seconds_warm: float | None
     uncompiled_spread_seconds: float = 0.0
     compiled_spread_seconds: float = 0.0
+    is_conclusive: bool = field(init=False)
+    pays: bool = field(init=False)
+    break_even_requests_cold: int | None = field(init=False)
+    break_even_requests_warm: int | None = field(init=False)
 
-    @property
-    def is_conclusive(self) -> bool:
+    def __post_init__(self) -> None:
         spread = self.uncompiled_spread_seconds + self.compiled_spread_seconds
-        return _is_conclusive(self.uncompiled_seconds, self.compiled_seconds, spread)
-
-    @property
-    def saved_seconds(self) -> float:
-        return _saving(self.uncompiled_seconds, self.compiled_seconds) if self.is_conclusive else 0.0
-
-    @property
-    def pays(self) -> bool:
-        return self.saved_seconds > 0
-
-    @property
-    def break_even_requests_cold(self) -> int | None:
-        return _break_even_count(self.start_seconds_cold, self.saved_seconds)
-
-    @property
-    def break_even_requests_warm(self) -> int | None:
-        return _break_even_count(self.start_seconds_warm, self.saved_seconds)
+        self.is_conclusive, saved = _compare(self.uncompiled_seconds, self.compiled_seconds, spread)
+        self.pays = saved > 0
+        self.break_even_requests_cold = _break_even(self.start_seconds_cold, saved, 1)
+        self.break_even_requests_warm = _break_even(self.start_seconds_warm, saved, 1)
 
 
 @dataclass(frozen=True)
@@ -153,19 +120,16 @@ def _bucket_payoff(record: BucketRecord, tokens_per_step: int) -> BucketPayoff:
     )
 
 
-def _is_conclusive(uncompiled: float, compiled: float, spread: float) -> bool:
-    """Whether the intervals of the two measurements do not overlap."""
-    return spread == 0.0 or abs(uncompiled - compiled) > spread
-
-
-def _saving(uncompiled: float, compiled: float) -> float:
+def _compare(uncompiled: float, compiled: float, spread: float) -> tuple[bool, float]:
+    """(whether the intervals of the measurements do not overlap, the saving; 0 if it is noise or negative)."""
     saved = uncompiled - compiled
-    return saved if saved > MIN_SAVING * uncompiled else 0.0
+    is_conclusive = spread == 0.0 or abs(saved) > spread
+    return is_conclusive, saved if is_conclusive and saved > MIN_SAVING * uncompiled else 0.0
 
 
-def _break_even_count(seconds: float | None, saved_seconds: float) -> int | None:
-    """The number of steps or requests, each of which saves `saved_seconds`, that save at least `seconds`."""
-    return None if seconds is None or saved_seconds <= 0 else math.ceil(seconds / saved_seconds)
+def _break_even(seconds: float | None, saved_seconds: float, size: int) -> int | None:
+    """The size of all steps that save at least `seconds`, of which each saves `saved_seconds`."""
+    return None if seconds is None or saved_seconds <= 0 else math.ceil(seconds / saved_seconds) * size
 
 
 def _sum_if_known(seconds: Sequence[float | None]) -> float | None:

@@ -16,17 +16,15 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.program_setup import regions_of
 from tcdeploy.errors import CompileError, UnsupportedModelError
 from tcdeploy.explain.break_even import Payoff, compute_payoff
-from tcdeploy.explain.causes import COMPILE_ERROR
-from tcdeploy.explain.eager_cost import with_costs
-from tcdeploy.explain.findings import Finding, RegionTrace, make_finding
+from tcdeploy.explain.eager_cost import explain_refusal, with_costs
+from tcdeploy.explain.findings import COMPILE_ERROR, Finding, RegionTrace, make_finding
 from tcdeploy.explain.kernels import BucketKernels, measure_kernels
-from tcdeploy.explain.refusal import read_refusal, with_measured_cost
 from tcdeploy.explain.source_line import SourceLine
 from tcdeploy.explain.tracing import trace_regions
 from tcdeploy.host.progress import Progress
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.start.deployment import Deployment, release_memory
+from tcdeploy.start.deployment import release_memory
 from tcdeploy.start.model_code import load_uncompiled
 from tcdeploy.start.prepare import prepare
 
@@ -35,16 +33,13 @@ NOT_REQUESTED = "not requested (--no-measure)"
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result. If the model cannot be planned, `regions` is empty and there is one finding.
-
-    payoff: None if the steps were not timed; `not_measured` is then the reason.
-    """
+    """The result. If the model cannot be planned, `regions` is empty and there is one finding."""
 
     model: str
     regions: tuple[RegionTrace, ...]
     findings: tuple[Finding, ...]
     payoff: Payoff | None
-    not_measured: str
+    not_measured: str  # why the steps were not timed, if there is no payoff
     kernels: tuple[BucketKernels, ...]
 
 
@@ -56,14 +51,12 @@ def explain(recipe: Recipe, progress: Progress, measures: bool = True, profiles:
     try:
         explanation = _explain_started(recipe, progress, profiles) if measures else _explain_loaded(recipe, progress)
     except UnsupportedModelError as error:
-        refusal = read_refusal(error)
+        refusal = explain_refusal(recipe, error)
         if refusal is None:
             raise
-        finding = with_measured_cost(recipe, refusal)
-        explanation = Explanation(recipe.model, (), (finding,), None, "the model cannot be started", ())
-    return dataclasses.replace(
-        explanation, findings=tuple(_in_model_folder(finding, recipe.model) for finding in explanation.findings)
-    )
+        explanation = Explanation(recipe.model, (), (refusal,), None, "the model cannot be started", ())
+    findings = tuple(_in_model_folder(finding, recipe.model) for finding in explanation.findings)
+    return dataclasses.replace(explanation, findings=findings)
 
 
 def _explain_started(recipe: Recipe, progress: Progress, profiles: bool) -> Explanation:
@@ -73,7 +66,12 @@ def _explain_started(recipe: Recipe, progress: Progress, profiles: bool) -> Expl
     except CompileError as error:
         failure = error.message, error.hint
     if failure is None:
-        return _explain_deployment(deployment, progress, profiles)
+        plan, runner = deployment.plan, deployment.engine.runner
+        if profiles:
+            progress.stage("profile")
+        kernels = tuple(measure_kernels(runner, bucket) for bucket in plan.buckets) if profiles else ()
+        regions, findings = _trace(runner, deployment.architecture, progress)
+        return Explanation(plan.model, regions, findings, compute_payoff(plan, deployment.records), "", kernels)
     release_memory()  # outside the handler: the exception refers to the model
     explanation = _explain_loaded(recipe, progress, "the model cannot be compiled")
     if any(finding.is_blocking for finding in explanation.findings):
@@ -83,17 +81,6 @@ def _explain_started(recipe: Recipe, progress: Progress, profiles: bool) -> Expl
     failed = make_finding("error", COMPILE_ERROR, "", "", "", SourceLine(), message, True)
     findings = (dataclasses.replace(failed, cure=cure), *explanation.findings)
     return dataclasses.replace(explanation, findings=findings)
-
-
-def _explain_deployment(deployment: Deployment, progress: Progress, profiles: bool) -> Explanation:
-    plan, runner = deployment.plan, deployment.engine.runner
-    kernels: list[BucketKernels] = []
-    if profiles:
-        progress.stage("profile")
-        kernels = [measure_kernels(runner, bucket) for bucket in plan.buckets]
-    regions, findings = _trace(runner, deployment.architecture, progress)
-    payoff = compute_payoff(plan, deployment.records)
-    return Explanation(plan.model, regions, findings, payoff, "", tuple(kernels))
 
 
 def _explain_loaded(recipe: Recipe, progress: Progress, not_measured: str = NOT_REQUESTED) -> Explanation:
@@ -119,5 +106,5 @@ def _in_model_folder(finding: Finding, model: str) -> Finding:
         return finding
     with contextlib.suppress(OSError):
         if original.read_bytes() == Path(copied).read_bytes():
-            return dataclasses.replace(finding, location=finding.location._replace(file=str(original)))
+            return dataclasses.replace(finding, location=dataclasses.replace(finding.location, file=str(original)))
     return finding

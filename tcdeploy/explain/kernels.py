@@ -2,9 +2,8 @@
 
 On a GPU, a row is a kernel, and one more row is the time in which no kernel runs. On a CPU, a row is an operation,
 without the operations that it calls, or a kernel that Inductor generated; another row is the time between operations.
-In both cases the rows add up to the step.
-
-The profiler makes a step slower: use the shares, and take times from the other tables.
+In both cases the rows add up to the step. The profiler makes a step slower: use the shares, and take times from the
+other tables.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -81,16 +79,12 @@ def _step_of(runner: ModelRunner, bucket: Bucket) -> tuple[Callable[[], object],
 
 def summarize_kernels(bucket: str, replays: Sequence[Sequence[KernelRun]]) -> BucketKernels:
     """`replays`: the kernels of one step each. Overlapping kernels count once, so that the rows add up to the step."""
-    total_us: dict[str, float] = defaultdict(float)
-    count: dict[str, int] = defaultdict(int)
+    runs: list[Operation] = []
     for replay in replays:
         trimmed = trim_overlap(list(replay))
-        for kernel in trimmed:
-            total_us[kernel.name] += kernel.stop - kernel.start
-            count[kernel.name] += 1
-        total_us[GAPS] += gap_of(trimmed)
-        count[GAPS] += 1
-    return _rank(bucket, total_us, count, len(replays))
+        runs += [Operation(kernel.name, kernel.stop - kernel.start) for kernel in trimmed]
+        runs.append(Operation(GAPS, gap_of(trimmed)))
+    return _rank(bucket, runs, len(replays))
 
 
 @contextlib.contextmanager
@@ -100,19 +94,19 @@ def named_cpp_kernels() -> Iterator[None]:
     A program is a Python module that calls its kernels by global names. The kernels of other programs have no rows of
     their own.
     """
-    replaced: list[tuple[ModuleType, str, Any]] = []
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        if GENERATED_MODULE_NAME in names:
-            kernels = [(name, value) for name, value in names.items() if name.startswith("cpp_") and callable(value)]
-            replaced += [(module, name, kernel) for name, kernel in kernels]
-    for module, name, kernel in replaced:
-        setattr(module, name, _recorded(name, kernel))
+    modules = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    replaced = [
+        (names, {name: kernel for name, kernel in names.items() if name.startswith("cpp_") and callable(kernel)})
+        for names in modules
+        if GENERATED_MODULE_NAME in names
+    ]
+    for names, kernels in replaced:
+        names.update({name: _recorded(name, kernel) for name, kernel in kernels.items()})
     try:
         yield
     finally:
-        for module, name, kernel in replaced:
-            setattr(module, name, kernel)
+        for names, kernels in replaced:
+            names.update(kernels)
 
 
 def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +118,7 @@ def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Operation(NamedTuple):
-    """One call of an operation. `us`: without the operations that it calls."""
+    """One run of a row. `us`: without the operations that it calls."""
 
     name: str
     us: float
@@ -148,13 +142,7 @@ def _profile_operations(restore: Callable[[], object], step: Callable[[], object
 
 def summarize_operations(bucket: str, operations: Sequence[Operation], replays: int) -> BucketKernels:
     """`operations`: of all replays together."""
-    total_us: dict[str, float] = defaultdict(float)
-    count: dict[str, int] = defaultdict(int)
-    for operation in operations:
-        name = _operation_name(operation.name)
-        total_us[name] += operation.us
-        count[name] += 1
-    return _rank(bucket, total_us, count, replays)
+    return _rank(bucket, [Operation(_operation_name(name), us) for name, us in operations], replays)
 
 
 def _operation_name(key: str) -> str:
@@ -165,7 +153,12 @@ def _operation_name(key: str) -> str:
     return DISPATCH if DISPATCH_NAME.match(key) else key
 
 
-def _rank(bucket: str, total_us: dict[str, float], count: dict[str, int], replays: int) -> BucketKernels:
+def _rank(bucket: str, runs: Sequence[Operation], replays: int) -> BucketKernels:
+    total_us: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for name, us in runs:
+        total_us[name] += us
+        count[name] += 1
     step_us = sum(total_us.values()) / replays
     rows = [
         KernelRow(name, count[name] / replays, us / replays, us / replays / step_us if step_us else 0.0)

@@ -12,10 +12,10 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 # A guard, as torch prints it: `(x.size()[1] % 2) == 0  # if x.shape[1] % 2:  # o/modeling_x.py:23 in forward (...)`.
@@ -24,7 +24,8 @@ SITE_FOLDERS = {"site-packages", "dist-packages"}
 PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
 
 
-class SourceLine(NamedTuple):
+@dataclass(frozen=True)
+class SourceLine:
     """`file` is "" and `line` is 0 if torch reports no line."""
 
     file: str = ""
@@ -41,15 +42,17 @@ def model_line(frames: Sequence[SourceLine]) -> SourceLine:
 
 def parse_stack(text: str) -> list[SourceLine]:
     """The frames of a stack as Python prints it, outermost first."""
-    return [_read_line(match["file"], int(match["line"]), match["function"]) for match in FRAME.finditer(text)]
+    places = [(match["file"], int(match["line"]), match["function"]) for match in FRAME.finditer(text)]
+    return [SourceLine(*place, linecache.getline(*place[:2]).strip()) for place in places]
 
 
 def current_stack() -> list[SourceLine]:
     """The frames of the caller, outermost first."""
-    return [
-        SourceLine(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-        for frame in traceback.extract_stack()[:-1]
-    ]
+    return read_frames(traceback.extract_stack()[:-1])
+
+
+def read_frames(frames: Iterable[traceback.FrameSummary]) -> list[SourceLine]:
+    return [SourceLine(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in frames]
 
 
 def guard_line(reason: str) -> SourceLine:
@@ -62,16 +65,10 @@ def guard_line(reason: str) -> SourceLine:
     comments = list(GUARD_COMMENT.finditer(reason))
     if not comments:
         return SourceLine()
-    tail, line, code = comments[-1]["tail"], int(comments[-1]["line"]), comments[-1]["code"].strip()
-    files = (getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
-    for file in dict.fromkeys(files):
-        if file.endswith(tail) and linecache.getline(file, line).strip() == code:
-            return SourceLine(file, line, comments[-1]["function"], code)
-    return SourceLine(tail, line, comments[-1]["function"], code)
-
-
-def _read_line(file: str, line: int, function: str) -> SourceLine:
-    return SourceLine(file, line, function, linecache.getline(file, line).strip())
+    code, tail, line, function = comments[-1].group("code", "tail", "line", "function")
+    files = dict.fromkeys(getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
+    found = (file for file in files if file.endswith(tail) and linecache.getline(file, int(line)).strip() == code)
+    return SourceLine(next(found, tail), int(line), function, code)
 
 
 def _is_foreign(file: str) -> bool:

@@ -3,10 +3,7 @@
 Dynamo traces each kind of region in real steps: prompts of several lengths, then decode steps. Its graphs are run
 uncompiled, so no compiler is needed and a kind takes seconds. Unlike in a deployment, graph breaks are allowed, so that
 all of them are found. So are conditions on the number of tokens, which is symbolic: code that depends on it causes a
-recompilation.
-
-Dynamo's programs are discarded before each kind and phase; otherwise tracing another kind would count as a
-recompilation.
+recompilation. Dynamo's programs are discarded before each kind and phase, or another kind would count as one too.
 """
 
 from __future__ import annotations
@@ -25,16 +22,8 @@ from torch import Tensor, nn
 from tcdeploy.engine.check.inputs import make_timing_batch
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import CompileError
-from tcdeploy.explain.causes import (
-    COMPILE_ERROR,
-    INPUT_MUTATION,
-    Cause,
-    break_heading,
-    break_reason,
-    classify_break,
-    classify_guard,
-)
-from tcdeploy.explain.findings import Finding, Kind, RegionTrace, make_finding
+from tcdeploy.explain import findings as causes
+from tcdeploy.explain.findings import Finding, RegionTrace, make_finding
 from tcdeploy.explain.source_line import SourceLine, current_stack, guard_line, model_line, parse_stack
 from tcdeploy.kernels.attention.metadata import StepHolder
 from tcdeploy.programs.programs import run_region, token_dims
@@ -60,7 +49,6 @@ class PhaseTrace:
     graphs: int = 0
     first_call_graphs: int = 0
     first_call_guards: int = 0
-    is_first_call: bool = True
     is_first_step: bool = True
     called: set[nn.Module] = field(default_factory=set)
     trace: compile_trace.CompileTrace = field(default_factory=compile_trace.CompileTrace)
@@ -68,17 +56,13 @@ class PhaseTrace:
 
     def backend(self, graph: Any, example_inputs: Any) -> Callable[..., Any]:
         self.graphs += 1
-        forward: Callable[..., Any] = graph.forward
-        return forward
+        return graph.forward
 
     def end_call(self, module: nn.Module, recompilations: int) -> None:
-        """`recompilations`: their number before the call.
-
-        A module that is called twice in a step, such as rotary factors of two kinds of layers, may need two programs,
-        so the recompilations of its second call in the first step are dropped.
+        """`recompilations`: their number before the call. Those of a second call in the first step are dropped:
+        a module that is called twice in a step, such as rotary factors of two kinds of layers, may need two programs.
         """
-        if self.is_first_call:
-            self.is_first_call = False
+        if not self.called:
             self.first_call_graphs, self.first_call_guards = self.graphs, sum(self.trace.guard_counts)
         if self.is_first_step and module in self.called:
             del self.trace.recompilations[recompilations:]
@@ -86,10 +70,7 @@ class PhaseTrace:
 
 
 def trace_regions(runner: ModelRunner, regions: Sequence[Region]) -> tuple[list[RegionTrace], list[Finding]]:
-    """Trace every kind of region. The runner's steps run uncompiled afterwards.
-
-    Raises CompileError if this torch has no structured trace.
-    """
+    """Trace every kind of region. The runner's steps run uncompiled afterwards. Raises CompileError."""
     if not compile_trace.supported():
         raise CompileError("this version of torch has no structured trace of compilations", "install torch 2.13")
     runner.forward = runner.transformers_forward
@@ -106,16 +87,11 @@ def trace_regions(runner: ModelRunner, regions: Sequence[Region]) -> tuple[list[
             kind_steps = {"decode": steps["decode"]} if members[0].is_head else steps
             phases = {phase: trace_phase(members, runs, runner.step_holder) for phase, runs in kind_steps.items()}
             first, path = members[0], paths[members[0].module]
-            traces.append(
-                RegionTrace(
-                    kind,
-                    type(first.module).__name__,
-                    len(members),
-                    {phase: trace.first_call_graphs for phase, trace in phases.items()},
-                    {phase: trace.first_call_guards for phase, trace in phases.items()},
-                    {phase: len(trace.trace.recompilations) for phase, trace in phases.items()},
-                )
-            )
+            graphs = {phase: trace.first_call_graphs for phase, trace in phases.items()}
+            guards = {phase: trace.first_call_guards for phase, trace in phases.items()}
+            recompilations = {phase: len(trace.trace.recompilations) for phase, trace in phases.items()}
+            name = type(first.module).__name__
+            traces.append(RegionTrace(kind, name, len(members), graphs, guards, recompilations))
             is_dynamic = any(bucket.min_size for bucket in runner.plan.buckets)
             for phase, trace in phases.items():
                 findings += findings_of(trace, first, path, phase, is_dynamic)
@@ -164,7 +140,10 @@ def trace_phase(
         return call
 
     calls = {region.module: call_of(region.module) for region in members}
-    with _installed(calls), _raised_limits(), warnings.catch_warnings(), compile_trace.collect_trace() as phase.trace:
+    config: Any = torch.compiler.config
+    limit = max(RECOMPILE_LIMIT, config.recompile_limit, config.accumulated_recompile_limit)
+    raised = config.patch(recompile_limit=limit, accumulated_recompile_limit=limit)
+    with _installed(calls), raised, warnings.catch_warnings(), compile_trace.collect_trace() as phase.trace:
         warnings.simplefilter("ignore")  # torch warns about some breaks, which are reported as findings
         try:
             for step in steps:
@@ -193,47 +172,28 @@ def _installed(calls: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
             set_compiled_call(module, earlier_call)
 
 
-@contextlib.contextmanager
-def _raised_limits() -> Iterator[None]:
-    config = torch.compiler.config
-    earlier = config.recompile_limit, config.accumulated_recompile_limit
-    config.recompile_limit = config.accumulated_recompile_limit = max(RECOMPILE_LIMIT, *earlier)
-    try:
-        yield
-    finally:
-        config.recompile_limit, config.accumulated_recompile_limit = earlier
-
-
 def findings_of(trace: PhaseTrace, region: Region, path: str, phase: str, is_dynamic: bool) -> list[Finding]:
     """`is_dynamic`: whether the plan has programs with a symbolic number of tokens, which fail if it is guarded on."""
     found: list[Finding] = []
     for text in trace.trace.graph_breaks:
-        frames, reason = parse_stack(text.partition("User code traceback:")[2]), break_reason(text)
-        place = _place(region, path, frames)
-        found.append(_found("graph break", classify_break(reason), region, *place, phase, break_heading(reason), True))
+        frames, reason = parse_stack(text.partition("User code traceback:")[2]), causes.break_reason(text)
+        cause, module = causes.classify_break(reason), _module_at(region.module, path, frames)
+        heading = causes.break_heading(reason)
+        found.append(make_finding("graph break", cause, region.kind, module, phase, model_line(frames), heading, True))
     for reason in trace.trace.recompilations:
-        cause, location = classify_guard(reason), guard_line(reason)
-        place = (location, _module_at(region.module, path, [location]))
+        cause, line = causes.classify_guard(reason), guard_line(reason)
+        module = _module_at(region.module, path, [line])
         is_blocking = is_dynamic and cause.name == "shape-guard" and phase == "prefill"
         condition = " ".join(reason.partition("#")[0].partition(": ")[2].split())
-        found.append(_found("recompilation", cause, region, *place, phase, condition, is_blocking))
+        found.append(make_finding("recompilation", cause, region.kind, module, phase, line, condition, is_blocking))
     if trace.error:
-        found.append(_found("error", COMPILE_ERROR, region, SourceLine(), path, phase, trace.error, True))
+        cause, line = causes.COMPILE_ERROR, SourceLine()
+        found.append(make_finding("error", cause, region.kind, path, phase, line, trace.error, True))
     return found
 
 
-def _found(
-    kind: Kind, cause: Cause, region: Region, location: SourceLine, module: str, phase: str, reason: str, blocks: bool
-) -> Finding:
-    return make_finding(kind, cause, region.kind, module, phase, location, reason, blocks)
-
-
-def _place(region: Region, path: str, frames: list[SourceLine]) -> tuple[SourceLine, str]:
-    """The model's line in a stack, and the path of the innermost module whose forward is in the stack."""
-    return model_line(frames), _module_at(region.module, path, frames)
-
-
 def _module_at(module: nn.Module, path: str, frames: Sequence[SourceLine]) -> str:
+    """The path of the innermost module whose forward is in the stack."""
     spans = [(name, *_forward_span(child)) for name, child in module.named_modules()]
     for frame in reversed(frames):
         inside = [name for name, file, first, last in spans if file == frame.file and first <= frame.line <= last]
@@ -260,18 +220,18 @@ def _find_mutations(region: Region, path: str, steps: dict[str, list[Callable[[]
         storages.update(_storage(tensor) for tensor in tensors_in((args, kwargs)))
         storages.discard(0)
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        storages.clear()
-
     def observe(phase: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         written = _written_tensor(name, args, kwargs) if storages else None
         if written is not None and _storage(written) in storages:
-            place = _place(region, path, current_stack())
-            found.append(_found("input mutation", INPUT_MUTATION, region, *place, phase, f"aten::{name}", False))
+            frames, cause = current_stack(), causes.INPUT_MUTATION
+            module, line = _module_at(region.module, path, frames), model_line(frames)
+            found.append(
+                make_finding("input mutation", cause, region.kind, module, phase, line, f"aten::{name}", False)
+            )
 
     hooks = [
         region.module.register_forward_pre_hook(enter, with_kwargs=True),
-        region.module.register_forward_hook(leave, always_call=True),
+        region.module.register_forward_hook(lambda module, args, output: storages.clear(), always_call=True),
     ]
     try:
         for phase, runs in steps.items():
@@ -285,8 +245,7 @@ def _find_mutations(region: Region, path: str, steps: dict[str, list[Callable[[]
 
 def _written_tensor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that an operation writes to; None if it writes to none, or is an operator of another library."""
-    if isinstance(kwargs.get("out"), Tensor):
-        out: Tensor = kwargs["out"]
+    if isinstance(out := kwargs.get("out"), Tensor):
         return out
     writes = name.endswith("_") and not name.endswith("__")
     return args[0] if writes and args and isinstance(args[0], Tensor) else None
@@ -299,8 +258,7 @@ def _storage(tensor: Tensor) -> int:
 def merge_findings(findings: Sequence[Finding]) -> list[Finding]:
     """One finding per cause and line of a region, blocking ones first.
 
-    After a break, torch traces the enclosing functions too, and reports the break again for each of them, so breaks
-    are not counted.
+    Breaks are not counted: after one, torch traces the enclosing functions too, and reports it again for each.
     """
     merged: dict[tuple[str, ...], Finding] = {}
     for finding in findings:

@@ -174,8 +174,8 @@ def detect_environment(device: str | None = None) -> Environment:
     return Environment(
         python=platform.python_version(),
         torch=torch.__version__,
-        transformers=_version("transformers"),
-        triton=_version("triton"),
+        transformers=installed_version("transformers"),
+        triton=installed_version("triton"),
         cuda=torch.version.cuda or "" if gpus else "",
         driver=_driver_version() if gpus else "",
         gpus=gpus,
@@ -246,7 +246,7 @@ def installed_versions() -> dict[str, object]:
     gpu = _first_output_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "triton")},
+        **{name: installed_version(name) for name in ("torch", "transformers", "triton")},
         "flash_packages": installed_flash_packages(),
         **({"gpu": gpu} if gpu else {}),
     }
@@ -258,7 +258,7 @@ def installed_flash_packages() -> tuple[tuple[str, str], ...]:
     They are not imported: importing FlashAttention-4 takes 5 to 10 s on an H100 machine.
     """
     return tuple(
-        (backend.name, _version(backend.distribution) or "unknown version")
+        (backend.name, installed_version(backend.distribution) or "unknown version")
         for backend in sorted(BACKENDS.values(), key=lambda backend: backend.name)
         if backend.module and _has_module(backend)
     )
@@ -275,11 +275,11 @@ def _has_module(backend: Backend) -> bool:
     spec = importlib.util.find_spec(parent or child)
     if not parent:
         return spec is not None and spec.origin is not None
-    folders = list(spec.submodule_search_locations or ()) if spec and _version(backend.distribution) else []
+    folders = list(spec.submodule_search_locations or ()) if spec and installed_version(backend.distribution) else []
     return importlib.machinery.PathFinder.find_spec(backend.module, folders) is not None
 
 
-def _version(distribution: str) -> str:
+def installed_version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

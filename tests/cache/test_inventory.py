@@ -437,7 +437,7 @@ def test_a_folder_that_disappears_after_gc_has_found_it_is_refused(
         shutil.rmtree(path)
         return path
 
-    monkeypatch.setattr(cache_inspect, "require_cache_folder", find_and_remove)
+    monkeypatch.setattr(cache_inspect, "find_cache_folder", find_and_remove)
     with pytest.raises(TrustError, match=f"the cache folder {folder} was removed by another process"):
         cache_inspect.collect_garbage(folder)
 

@@ -11,7 +11,7 @@ import pytest
 from tcdeploy.bench import startup
 from tcdeploy.bench.report import Report
 from tcdeploy.bench.startup import StartupRow
-from tcdeploy.cli.budget import enforce_budget, parse_budget
+from tcdeploy.cli.report_options import enforce_budget, parse_budget
 from tcdeploy.errors import ThresholdError
 from tests.cli.test_cli_usage import refused, run
 from tests.conftest import TINY, TINY_FLAGS, RunCLI

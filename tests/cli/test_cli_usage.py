@@ -26,9 +26,8 @@ import yaml
 from tcdeploy import errors
 from tcdeploy.cli import app as cli
 from tcdeploy.cli.options import options_command
-from tcdeploy.cli.process import LOGGER_NAME
+from tcdeploy.cli.process import LOGGER_NAME, read_text
 from tcdeploy.cli.serve import example_request
-from tcdeploy.cli.text_input import read_text
 from tcdeploy.planning.option import options_of
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.run import _listen

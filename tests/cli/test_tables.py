@@ -17,14 +17,14 @@ from tcdeploy.bench.startup import StartupRow
 from tcdeploy.bench.stats import Goodput, Latencies, Summary
 from tcdeploy.bench.throughput import EngineCounts, ThroughputRow
 from tcdeploy.bundle.verify import BucketReplay
-from tcdeploy.bundle.why import BucketForecast, Forecast
+from tcdeploy.bundle.why import BucketForecast
 from tcdeploy.cache.inventory import CachedPlan
 from tcdeploy.cli.bench_display import tables
-from tcdeploy.cli.cache_display import difference_table, forecast_table, plans_table, replay_table, usage_table
+from tcdeploy.cli.cache_display import FORECAST_CELLS, PLAN_CELLS, REPLAY_CELLS, difference_table, usage_table
 from tcdeploy.cli.display import draw_table
 from tcdeploy.cli.explain_display import kernels_table, payoff_table, regions_table
-from tcdeploy.cli.start_tables import compile_table, plan_table, warm_table
-from tcdeploy.cli.tables import CUT, Column, Table, as_blocks, fit, wrap
+from tcdeploy.cli.start_tables import COMPILE_CELLS, WARM_CELLS, plan_table
+from tcdeploy.cli.tables import CUT, Column, Table, as_blocks, fit, tabulate, wrap
 from tcdeploy.explain.break_even import BucketPayoff, Payoff
 from tcdeploy.explain.findings import RegionTrace
 from tcdeploy.explain.kernels import BucketKernels, KernelRow
@@ -94,12 +94,12 @@ def every_table() -> dict[str, Table]:
     stages = {"import": 12.3, "decide": 0.4, "load": 101.2, "reference": 4.5, "compile": 1234.5, "first token": 1.2}
     return {
         "plan": plan_table(plan()),
-        "compile": compile_table(records),
-        "warm": warm_table(records),
-        "cache ls": plans_table([cached_plan("bfloat16"), cached_plan("float32")]),
+        "compile": tabulate(records, COMPILE_CELLS),
+        "warm": tabulate(records, WARM_CELLS),
+        "cache ls": tabulate([cached_plan("bfloat16"), cached_plan("float32")], PLAN_CELLS),
         "cache du": usage_table({"inductor": (12345, 123 << 30), "triton": (2, 0)}),
-        "cache why": forecast_table(Forecast(forecasts, ())),
-        "cache verify": replay_table(replays),
+        "cache why": tabulate(forecasts, FORECAST_CELLS),
+        "cache verify": tabulate(replays, REPLAY_CELLS),
         "cache diff": difference_table([torch_versions], "here", "there"),
         "explain": regions_table([RegionTrace("self_attn/0", "Gemma3DecoderLayer", 128, COUNTS, COUNTS, COUNTS)]),
         "explain kernels": kernels_table(BucketKernels("decode:256", 12345.6, (KernelRow(KERNEL, 128, 12345.6, 1.0),))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tcdeploy.explain.causes import break_heading, break_reason, classify_break, classify_guard
+from tcdeploy.explain.findings import break_heading, break_reason, classify_break, classify_guard
 
 BREAK = """Graph break in user code at /models/modeling_x.py:23
 Graph Break Reason: Encountered graph break when attempting to trace CALL: a function call, e.g. f(x, y):

@@ -17,8 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from tcdeploy.cli import app as cli
-from tcdeploy.cli.lazy_group import LazyGroup
-from tcdeploy.cli.option_values import Command
+from tcdeploy.cli.commands import Command, LazyGroup
 from tests.conftest import ROOT
 
 REPORT_MODULES = """
@@ -33,7 +32,7 @@ except SystemExit as exit_:
 """
 COMMAND_MODULES = {
     f"tcdeploy.cli.{name}"
-    for name in ("bench", "cache", "cache_bundle", "cache_inspect", "compile", "deploy", "doctor",
+    for name in ("bench", "cache_bundle", "cache_inspect", "compile", "deploy", "doctor",
                  "explain", "generate", "recipes", "serve", "warm")
 }  # fmt: skip
 

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from tcdeploy.cli.explain import MAX_TRACES, TRACE_PREFIX, new_trace_path
 from tcdeploy.errors import OutputError
-from tcdeploy.explain.trace_folder import MAX_FILES, PREFIX, new_trace_path
 
 
 def test_the_oldest_traces_are_removed_and_other_files_kept(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "traces"
     folder.mkdir(parents=True)
     (folder / "notes.log").touch()
-    for number in range(MAX_FILES + 2):
-        file = folder / f"{PREFIX}{number}.log"
+    for number in range(MAX_TRACES + 2):
+        file = folder / f"{TRACE_PREFIX}{number}.log"
         file.touch()
         os.utime(file, (number, number))
     path = new_trace_path(folder)
     assert path.is_file()
-    kept = {f"{PREFIX}{number}.log" for number in range(3, MAX_FILES + 2)}
+    kept = {f"{TRACE_PREFIX}{number}.log" for number in range(3, MAX_TRACES + 2)}
     assert {file.name for file in folder.iterdir()} == {*kept, path.name, "notes.log"}
 
 
