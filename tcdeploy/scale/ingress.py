@@ -79,7 +79,7 @@ class Ingress:
         # The servers check their own keys. This check comes before a body is read.
         need_keys = all(model.api_keys for model in models.values())
         api_keys = tuple(key for model in models.values() for key in model.api_keys) if need_keys else ()
-        self.app: ASGIApp = AuthMiddleware(self._make_app(), api_keys, direct_routes={})
+        self.app: ASGIApp = AuthMiddleware(self._make_app(), api_keys)
 
     def _routes(self) -> list[Route]:
         """The first segments of their paths are in ray_config.ROUTE_NAMES."""

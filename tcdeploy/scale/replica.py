@@ -15,7 +15,6 @@ from tcdeploy.bundle.cache_source import CacheSource
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.server.http.hot_path import shorten_switch_interval
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.request_log import RequestLog
@@ -75,8 +74,6 @@ class Replica:
     async def start(cls, settings: ReplicaSettings) -> Replica:
         """Load the model; returns once every bucket is warm and checked. Raises ReplicaStartError."""
         relax_gc_for_startup()
-        if settings.server.hot_path.short_switch_interval:
-            shorten_switch_interval()
         start_renderer()
         replica = cls(settings)
         replica._server.start()

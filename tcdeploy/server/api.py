@@ -34,8 +34,7 @@ from tcdeploy.server.apis.responses.protocol import ResponsesRequest
 from tcdeploy.server.apis.responses.routes import responses_routes
 from tcdeploy.server.generate.generation import GenerationApi, admitted_body, generate
 from tcdeploy.server.http.authentication import UNAUTHENTICATED_PATHS, AuthMiddleware
-from tcdeploy.server.http.error_response import error_response, logged_error_response
-from tcdeploy.server.http.hot_path import direct_route
+from tcdeploy.server.http.error_response import error_response
 from tcdeploy.server.http.near_routes import routing_error
 from tcdeploy.server.http.openapi import openapi_document
 from tcdeploy.server.http.root_path import RootPath
@@ -53,7 +52,6 @@ REQUEST_MODELS: dict[str, type[BaseModel]] = {
     "/detokenize": DetokenizeRequest,
 }
 COMPLETIONS, CHAT_COMPLETIONS = GenerationApi(CompletionRequest), GenerationApi(ChatRequest)
-DIRECT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 def make_app(state: ServerState) -> RequestLog:
@@ -100,12 +98,7 @@ def make_app(state: ServerState) -> RequestLog:
     )
     app.router.redirect_slashes = False  # the address of a redirect would lack the root path of a proxy
     settings = state.settings
-    direct_routes = {
-        route.path: direct_route(route.endpoint, logged_error_response)
-        for route in routes
-        if route.path in DIRECT_PATHS and settings.hot_path.direct_routes
-    }
-    wrapped: ASGIApp = AuthMiddleware(app, settings.api_keys, direct_routes)
+    wrapped: ASGIApp = AuthMiddleware(app, settings.api_keys)
     if settings.allowed_origins:  # answers preflight requests, which browsers send without the key
         wrapped = CORSMiddleware(
             wrapped, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"],

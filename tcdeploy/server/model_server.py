@@ -7,6 +7,7 @@ Ray Serve.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,8 @@ from tcdeploy.server.worker.worker import EngineDeadError, Worker
 if TYPE_CHECKING:  # importing torch takes seconds; the app answers before
     from tcdeploy.start.deployment import Deployment
 
+# Each time the engine thread releases the GIL, it may wait this long to reacquire it; Python's default is 5 ms.
+SWITCH_INTERVAL_S = 0.0005
 DRAIN_POLL_S = 0.05
 ERROR_DELIVERY_S = 1.0  # time for the last error events to reach the clients
 
@@ -48,7 +51,7 @@ class ModelServer:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.settings, self._deploy, self._on_ready, self._on_failure = settings, deploy, on_ready, on_failure
-        self.worker = Worker(self._load, self._on_loaded, self._on_engine_death, settings.hot_path)
+        self.worker = Worker(self._load, self._on_loaded, self._on_engine_death)
         self.admission = Admission(settings.max_queued, settings.max_waiting_bytes)
         self.metrics = Metrics(settings.model, settings.metrics_prefix)
         self.state = ServerState(settings, self.worker, self.admission, self.metrics)
@@ -59,6 +62,7 @@ class ModelServer:
 
     def start(self) -> None:
         """Start to load the model."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._sampling = asyncio.create_task(self._sample_history())
         self.worker.start()
 

@@ -28,7 +28,6 @@ except ImportError:  # not available on every platform
 
 from tcdeploy.errors import UsageError
 from tcdeploy.server.http.connection import http_protocol
-from tcdeploy.server.http.hot_path import shorten_switch_interval
 from tcdeploy.server.http.listener import Listener, connection_limit
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.settings import ServerSettings
@@ -48,8 +47,6 @@ def run_server(settings: ServerSettings, deploy: Callable[[], Deployment], on_re
     """
     _check_certificate(settings)
     listener = Listener(_listen(settings.host, settings.port), connection_limit())
-    if settings.hot_path.short_switch_interval:
-        shorten_switch_interval()
 
     async def run() -> int:
         return await _Process(settings, listener, deploy, on_ready).run()

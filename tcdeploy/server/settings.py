@@ -17,19 +17,6 @@ from tcdeploy.planning.option import option, variables_of
 from tcdeploy.text.chat_template import ChatTemplate, read_chat_template
 from tcdeploy.text.tool_formats import REASONING_PARSERS, TOOL_PARSERS
 
-
-@dataclass(frozen=True)
-class HotPath:
-    """Which latency optimizations of hot_path.py are on. False selects the simpler code, for benchmarks."""
-
-    direct_routes: bool = True
-    first_token_sleep: bool = True
-    delayed_launch: bool = True
-    short_switch_interval: bool = True
-    wait_for_launch: bool = True
-    yield_to_launch: bool = True
-
-
 StartTier = Literal["warm", "eager"]
 RequestLogFormat = Literal["off", "text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -154,11 +141,9 @@ class ServerSettings:
         metavar="URL",
         parse=_without_slash,
     )
-    hot_path: HotPath = HotPath()
 
 
-HOT_PATH_VARIABLE = "TCDEPLOY_HOT_PATH_OFF"  # read by hot_path.py
-SERVER_VARIABLES = {HOT_PATH_VARIABLE, *variables_of(ServerSettings)}
+SERVER_VARIABLES = set(variables_of(ServerSettings))
 
 
 def check_settings(settings: ServerSettings) -> None:

@@ -21,14 +21,14 @@ from tcdeploy.server.api import make_app
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.http.connection import http_protocol
 from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.settings import HotPath, ServerSettings
+from tcdeploy.server.settings import ServerSettings
 
 BODY = b'{"prompt": "a"}'
 MAX_SECONDS = 3.0
 
 
 class FakeWorker:
-    failure, canary, stats, hot_path = None, None, SchedulerStats(0, 0, 0, 0, 0), HotPath()
+    failure, canary, stats = None, None, SchedulerStats(0, 0, 0, 0, 0)
 
 
 class RunningServer:

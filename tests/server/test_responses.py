@@ -30,7 +30,7 @@ from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import RequestParser, parse
 from tcdeploy.server.http.sse import sse_events
 from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.settings import HotPath, ServerSettings
+from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.worker.worker import EngineDeadError
 from tcdeploy.text.template_form import RefusedMessageError, TemplateForm
 from tests.conftest import TINY
@@ -54,7 +54,7 @@ def ready_state(*keys: str) -> ServerState:
     """A state that the translation can use. It has no model."""
     admission = Admission(1)
     admission.open(1)
-    return ServerState(ServerSettings(model="tiny", api_keys=keys), fake_worker(HotPath()), admission)
+    return ServerState(ServerSettings(model="tiny", api_keys=keys), fake_worker(), admission)
 
 
 def chat_request(state: ServerState | None = None, **fields: Any) -> ChatRequest:

@@ -18,8 +18,7 @@ import pytest
 from tcdeploy.engine.check.canary import Canary
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
-from tcdeploy.server.generate.request_group import RequestGroup
-from tcdeploy.server.settings import HotPath
+from tcdeploy.server.generate.active_request import RequestGroup
 from tcdeploy.server.worker import canary as canary_module
 from tcdeploy.server.worker.canary import CanarySchedule
 from tcdeploy.server.worker.worker import Worker
@@ -250,7 +249,7 @@ def test_the_thread_runs_no_canary_while_a_request_is_open(monkeypatch: pytest.M
             worker.canary = CanarySchedule(canary, unchecked, 1e-9)
             return SimpleNamespace(engine=engine)
 
-        worker = Worker(load, lambda _: ready.set_result(None), ready.set_exception, HotPath())
+        worker = Worker(load, lambda _: ready.set_result(None), ready.set_exception)
         worker.start()
         await ready
         outputs = []

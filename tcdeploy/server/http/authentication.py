@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,21 +14,16 @@ UNAUTHENTICATED_PATHS = ("/health", "/ready", "/", "/docs")
 
 
 class AuthMiddleware:
-    """Checks the API key, and calls the apps of `direct_routes` for POST requests to their paths.
+    """Plain ASGI: Starlette's BaseHTTPMiddleware would switch tasks for each event of a stream."""
 
-    Plain ASGI: Starlette's BaseHTTPMiddleware would switch tasks for each event of a stream.
-    """
-
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], direct_routes: Mapping[str, ASGIApp]) -> None:
-        self._app, self._api_keys, self._direct_routes = app, api_keys, direct_routes
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+        self._app, self._api_keys = app, api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         app = self._app
-        if scope["method"] == "POST":
-            app = self._direct_routes.get(scope["path"], app)
         if (
             self._api_keys
             and scope["path"] not in UNAUTHENTICATED_PATHS

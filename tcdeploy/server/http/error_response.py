@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -12,7 +10,6 @@ from tcdeploy.server.apis.anthropic.protocol import messages_error_body
 from tcdeploy.server.apis.openai.protocol import ApiError
 
 MESSAGES_PATH = "/v1/messages"  # a prefix of the paths of Anthropic's API
-log = logging.getLogger("tcdeploy.server")
 
 
 def error_response(error: Exception, path: str) -> Response:
@@ -25,10 +22,3 @@ def error_response(error: Exception, path: str) -> Response:
         error = ApiError(500, f"{type(error).__name__}: {error}")
     body = messages_error_body(error) if path.startswith(MESSAGES_PATH) else error.body
     return JSONResponse(body, error.status, error.headers)
-
-
-def logged_error_response(error: Exception, path: str) -> Response:
-    """Like `error_response`, but logs unexpected errors. For direct routes, whose errors uvicorn does not log."""
-    if not isinstance(error, (ApiError, ClientDisconnect)):
-        log.error("a request failed", exc_info=error)
-    return error_response(error, path)

@@ -24,8 +24,6 @@ from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.engine.step.launch_lock import LaunchLock
 from tcdeploy.errors import TcdeployError
-from tcdeploy.server.http.hot_path import seconds_until_launch, sleep_after_first_token
-from tcdeploy.server.settings import HotPath
 from tcdeploy.server.worker.canary import CanarySchedule
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
@@ -37,6 +35,7 @@ STOP = None  # inbox message that ends the thread
 CAPTURE_AFTER_IDLE_S = 0.2
 CAPTURE_INTERVAL_S = 5.0  # under load; such rare pauses do not affect the 99th percentile of gaps between tokens
 SWAP_POLL_S = 0.25  # between two looks at the process that compiles programs
+FIRST_TOKEN_SLEEP_S = 0.0002  # releases the GIL: the event loop sends first tokens at once, not up to 5 ms later
 MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
 
@@ -96,9 +95,7 @@ class Worker(Generic[LoadedT]):
         load: Callable[[], LoadedT],
         on_ready: Callable[[LoadedT], None],
         on_death: Callable[[BaseException], None],
-        hot_path: HotPath,
     ) -> None:
-        self.hot_path = hot_path
         self.failure: BaseException | None = None
         self.stats = SchedulerStats(0, 0, 0, 0, 0)
         self.canary: CanarySchedule | None = None  # assigned by `load`, in the thread
@@ -182,8 +179,8 @@ class Worker(Generic[LoadedT]):
                 for token in tokens:
                     if token.finish_reason:
                         del self._by_request_id[token.request_id]
-                if self.hot_path.first_token_sleep:
-                    sleep_after_first_token(tokens)
+                if any(token.queue_seconds is not None for token in tokens):  # the first token of a request
+                    time.sleep(FIRST_TOKEN_SLEEP_S)
             self._capture_if_due(engine)
 
     @property
@@ -247,7 +244,7 @@ class Worker(Generic[LoadedT]):
     def _seconds_to_wait(self, engine: Engine) -> float | None:
         """Seconds to wait for the next message. None: no limit."""
         if engine.has_work:
-            return seconds_until_launch(engine.launch_due, self.hot_path)
+            return 0.0 if engine.launch_due is None else max(0.0, engine.launch_due - time.perf_counter())
         timeouts = []
         if self.canary:
             timeouts.append(min(self.canary.seconds_until_due(), MAX_IDLE_WAIT_S))
