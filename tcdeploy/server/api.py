@@ -33,11 +33,9 @@ from tcdeploy.server.apis.openai.protocol import (
 from tcdeploy.server.apis.responses.protocol import ResponsesRequest
 from tcdeploy.server.apis.responses.routes import responses_routes
 from tcdeploy.server.generate.generation import GenerationApi, admitted_body, generate
-from tcdeploy.server.http.authentication import UNAUTHENTICATED_PATHS, AuthMiddleware
-from tcdeploy.server.http.error_response import error_response
-from tcdeploy.server.http.near_routes import routing_error
+from tcdeploy.server.http.errors import error_response, routing_error
+from tcdeploy.server.http.middleware import UNAUTHENTICATED_PATHS, AuthMiddleware, RootPath
 from tcdeploy.server.http.openapi import openapi_document
-from tcdeploy.server.http.root_path import RootPath
 from tcdeploy.server.observe import status
 from tcdeploy.server.observe.request_log import RequestLog
 from tcdeploy.server.server_state import ServerState

@@ -17,7 +17,7 @@ from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.server.api import make_app
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.observe.metrics import Metrics
-from tcdeploy.server.observe.status_history import INTERVAL_S
+from tcdeploy.server.observe.recent_stats import INTERVAL_S
 from tcdeploy.server.observe.telemetry import Telemetry
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service, build_service

@@ -12,7 +12,7 @@ from tcdeploy.server.generate.admission import RETRY_AFTER_S, Admission
 from tcdeploy.server.http.request_parsing import RequestParser
 from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
 from tcdeploy.server.observe.metrics import Metrics
-from tcdeploy.server.observe.status_history import StatusHistory
+from tcdeploy.server.observe.recent_stats import StatusHistory
 from tcdeploy.server.observe.telemetry import Telemetry
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import ServerSettings

@@ -6,13 +6,16 @@ Built after the model is loaded, so no field is optional.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tcdeploy import __version__
 from tcdeploy.engine.schedule.constraint import Constraint
+from tcdeploy.models.location import local_folder
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.apis.openai.validation import ModelLimits
 from tcdeploy.server.generate.admission import Admission
@@ -22,7 +25,6 @@ from tcdeploy.server.generate.vocabulary import Vocabulary
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.missed_shapes import MissedShapes
-from tcdeploy.server.observe.system_fingerprint import system_fingerprint
 from tcdeploy.server.output.structured.bad_words import BadWords
 from tcdeploy.server.output.structured.output_constraint import OutputConstraint
 from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
@@ -35,15 +37,18 @@ from tcdeploy.server.output.structured.structured_output import (
 from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.worker.worker import Worker
+from tcdeploy.start.record.factors import sampled_digest, weight_files
 from tcdeploy.text.conversation import replace_chat_template
 from tcdeploy.text.template_probe import template_form
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
+    from tcdeploy.planning.plan import Plan
     from tcdeploy.start.deployment import Deployment
 
 MAX_UNKNOWN_FIELDS = 1000  # names that are logged and counted
 MAX_FIELD_NAME_CHARS = 200  # of such a name
+FINGERPRINT_DIGITS = 10  # as many as OpenAI's
 log = logging.getLogger("tcdeploy.server")
 
 
@@ -182,3 +187,17 @@ def build_service(
         compiles_at_load=read_counts().compiles,
         system_fingerprint=system_fingerprint(deployment.plan),
     )
+
+
+def system_fingerprint(plan: Plan) -> str:
+    """OpenAI's `system_fingerprint`: equal for servers with the same version, plan and weight samples.
+
+    The plan's key covers the model's config, the hardware and the versions, but not the tokenizer. Each weight file
+    contributes its name, its size and samples of its bytes, because reading a checkpoint would delay the start by
+    seconds. Random weights, and files that cannot be found, are represented by the plan's key only.
+    """
+    digest = hashlib.sha256(f"{__version__} {plan.key} {plan.load_format}".encode())
+    folder = None if plan.load_format == "dummy" else local_folder(plan.model, plan.revision)
+    for path in weight_files(folder) if folder else ():
+        digest.update(f"{path.name} {path.stat().st_size} {sampled_digest(path)}".encode())
+    return f"fp_{digest.hexdigest()[:FINGERPRINT_DIGITS]}"

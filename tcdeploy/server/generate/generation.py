@@ -26,7 +26,7 @@ from tcdeploy.server.apis.openai.validation import check
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.admission import BodyReservation
 from tcdeploy.server.generate.tokenization import PromptTokenizer
-from tcdeploy.server.http.content_encoding import read_decoded_body
+from tcdeploy.server.http.request_body import read_decoded_body
 from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES, RequestT, parse
 from tcdeploy.server.http.sse import EventStream
 from tcdeploy.server.observe.request_log import set_usage

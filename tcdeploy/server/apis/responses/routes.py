@@ -17,7 +17,7 @@ from tcdeploy.server.apis.responses.store import StoredResponse, memory_of
 from tcdeploy.server.apis.responses.translation import answer_messages, new_messages, to_chat_request
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.generation import GenerationApi, TranslatedRequest, generate
-from tcdeploy.server.http.authentication import find_key
+from tcdeploy.server.http.middleware import find_key
 from tcdeploy.server.server_state import ServerState
 
 # Unsupported query parameters of a GET, which would change the response.

@@ -1,7 +1,8 @@
-"""Errors for requests that match no route, with the route that the client probably meant.
+"""The response to any exception of a route: OpenAI's error body, or Anthropic's on the routes of its API.
 
-Most of them come from a base URL with one part too few or too many: clients append `/chat/completions` to a base URL
-that lacks `/v1`, or `/v1/chat/completions` to one that has it.
+The error for a request that matches no route names the route that the client probably meant. Most of these requests
+come from a base URL with one part too few or too many: clients append `/chat/completions` to a base URL that lacks
+`/v1`, or `/v1/chat/completions` to one that has it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,29 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tcdeploy.server.apis.anthropic.protocol import messages_error_body
 from tcdeploy.server.apis.openai.protocol import ApiError
 
+MESSAGES_PATH = "/v1/messages"  # a prefix of the paths of Anthropic's API
 MIN_SIMILARITY = 0.8  # of two paths; /v1/embeddings and /v1/models have 0.62
 MAX_PATH_CHARS = 200  # of the path in a message, and of paths that are compared
+
+
+def error_response(error: Exception, path: str) -> Response:
+    """The response to an exception, in the format of the API that `path` belongs to."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, str(error.detail))
+    if not isinstance(error, ApiError):
+        error = ApiError(500, f"{type(error).__name__}: {error}")
+    body = messages_error_body(error) if path.startswith(MESSAGES_PATH) else error.body
+    return JSONResponse(body, error.status, error.headers)
 
 
 def routing_error(routes: Sequence[Route], method: str, path: str) -> ApiError:
