@@ -27,8 +27,7 @@ except ImportError:  # not available on every platform
     uvloop = None  # type: ignore[assignment]
 
 from tcdeploy.errors import UsageError
-from tcdeploy.server.http.connection import http_protocol
-from tcdeploy.server.http.listener import Listener, connection_limit
+from tcdeploy.server.http.listener import Listener, connection_limit, http_protocol
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.settings import ServerSettings
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import resource
 import socket
@@ -22,6 +23,10 @@ import ssl
 import time
 from collections.abc import Callable
 from typing import Any
+
+from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.torch_compat.uvicorn.closing import ConnectionObserver
+from tcdeploy.torch_compat.uvicorn.protocol import bounded_protocol
 
 MAX_CONNECTIONS = 16_384  # an idle one takes 7 KiB
 RESERVED_FILES = 256  # for all other files of the process; at most half of the limit
@@ -44,6 +49,15 @@ def connection_limit() -> int:
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return max(1, min(MAX_CONNECTIONS, soft - min(RESERVED_FILES, soft // 2)))
+
+
+def http_protocol(stall_timeout_s: float, observer: ConnectionObserver) -> Any:
+    """The `http` argument of uvicorn.Config. Its errors have the server's format."""
+
+    def error_body(status: int, message: str) -> bytes:
+        return json.dumps(ApiError(status, message).body).encode()
+
+    return bounded_protocol(error_body, stall_timeout_s, observer)
 
 
 class Listener:

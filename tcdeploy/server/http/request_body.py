@@ -23,7 +23,7 @@ from starlette.requests import Request
 
 from tcdeploy.server.apis.openai.protocol import ApiError, bad_request
 from tcdeploy.server.generate.admission import BodyReservation
-from tcdeploy.server.http.connection import is_body_received
+from tcdeploy.torch_compat.uvicorn.protocol import is_body_received
 
 BODY_TIMEOUT_S = 60.0
 SUPPORTED = ("gzip", "deflate", "zstd")

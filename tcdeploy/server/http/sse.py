@@ -14,8 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server.apis.answer import Answer
 from tcdeploy.server.apis.openai.protocol import ApiError, bad_request
-from tcdeploy.server.http.connection import abort, is_write_paused
 from tcdeploy.server.worker.worker import EngineDeadError
+from tcdeploy.torch_compat.uvicorn.protocol import abort, is_write_paused
 
 KEEP_ALIVE_SECONDS = 10.0
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

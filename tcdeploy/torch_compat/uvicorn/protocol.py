@@ -12,17 +12,17 @@ and `on_message_complete`, on httptools' `on_chunk_header`, `feed_data`, `should
 `on_response_complete`, `shutdown` and `_unset_keepalive_if_required`, on asyncio's `pause_writing` and
 `resume_writing`, and on the attributes `scope`, `url`, `headers`, `flow`, `cycle`, `pipeline`, `parser`, `transport`
 and `loop`; of the cycle on `send`, `transport`, `keep_alive`, `disconnected`, `message_event`, `chunked_encoding` and
-`expected_content_length`. It stops the parser with an exception in a callback. The subclass also puts three functions
-into the ASGI scope's extensions. torch_compat/uvicorn/closing.py has the part that ends connections.
+`expected_content_length`. It stops the parser with an exception in a callback. torch_compat/uvicorn/closing.py has the
+part that ends connections.
 
 If one of these names is missing, the server runs uvicorn's own protocol without limits, and warns.
-tests/server/test_http.py and test_abuse.py fail when the class changes. server/http/connection.py reads the extensions.
+tests/server/test_http.py and test_abuse.py fail when the class changes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, NoReturn
 
 from tcdeploy.torch_compat.internal import Internal, find, mentions
@@ -35,13 +35,14 @@ METHODS = (
     "connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing", "on_response_complete",
     "shutdown", "_unset_keepalive_if_required", *CALLBACKS,
 )  # fmt: skip
-MAX_HEADER_BYTES = 64 << 10  # of the head, of the trailers, and (plus one packet) of chunk extensions
+MAX_HEADER_BYTES = (
+    64 << 10
+)  # of the head, of the trailers, and (plus one packet) of unfinished lines and chunk extensions
 MAX_HEADER_LINES = 1000  # of head and trailers together
 MAX_PIPELINED = 32  # requests that wait for the responses to earlier ones of their connection
 MAX_TINY_CHUNKS, MIN_CHUNK_BYTES = 1024, 16  # a body may have more chunks if they are larger on average
-CHUNK_FRAME_BYTES = 16  # estimate for a chunk's size and line breaks; chunk extensions count as trailers
 REQUEST_TIMEOUT_S = 30.0  # from the connection or the first byte of the next request; a running response extends it
-ABORT, IS_WRITE_PAUSED, IS_BODY_RECEIVED = "tcdeploy.abort", "tcdeploy.is_write_paused", "tcdeploy.is_body_received"
+CONNECTION = "tcdeploy.connection"  # in the extensions of an ASGI scope: the protocol object
 
 
 def supported() -> bool:
@@ -63,12 +64,9 @@ def supported() -> bool:
 
 
 INTERNAL = Internal(
-    "HTTP limits",
-    "uvicorn",
-    "HttpToolsProtocol",
-    "request heads have no size limit and requests no time limit",
+    "HTTP limits", "uvicorn", "HttpToolsProtocol", "request heads have no size limit and requests no time limit",
     supported,
-)
+)  # fmt: skip
 
 
 def bounded_protocol(
@@ -90,6 +88,31 @@ def bounded_protocol(
     return type("BoundedProtocol", (_Bounds, find(PROTOCOL)), attributes)
 
 
+# These functions return a safe default under another server, or if uvicorn's class is not supported.
+
+
+def abort(scope: MutableMapping[str, Any]) -> None:
+    """Close the request's connection now; unsent data is lost."""
+    if (connection := _connection(scope)) is not None:
+        connection.transport.abort()
+
+
+def is_write_paused(scope: MutableMapping[str, Any]) -> bool:
+    """Whether `send` may wait because the client reads slowly."""
+    connection = _connection(scope)
+    return connection is None or connection.flow.write_paused
+
+
+def is_body_received(scope: MutableMapping[str, Any]) -> bool:
+    """Whether the whole body has arrived, so `receive` does not wait."""
+    connection = _connection(scope)
+    return connection is not None and connection._in_headers
+
+
+def _connection(scope: MutableMapping[str, Any]) -> Connection | None:
+    return scope.get("extensions", {}).get(CONNECTION)
+
+
 class _Bounds(Connection):
     """Rejects a request that is not HTTP/1.1, exceeds a limit, or is not complete in time."""
 
@@ -98,10 +121,9 @@ class _Bounds(Connection):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = self._trailer_bytes = self._header_lines = 0  # of complete lines
-        self._body_bytes = self._num_chunks = 0  # of the current request
-        self._parsed_bytes = 0  # of the connection: lines, bodies, and frames of chunks
-        self._unparsed_bytes = 0  # of the current request: received, but not counted in `_parsed_bytes`
+        self._line_bytes = 0  # of complete lines of the current head or trailers
+        self._num_lines = self._body_bytes = self._num_chunks = 0  # of the current request
+        self._pending_bytes = 0  # in the packets since the request began, or since a part of its body was parsed
         self._limit_error: Rejection | None = None
         self._head_without_offer = b""  # of a request that offers an upgrade, until it is parsed again
 
@@ -117,7 +139,7 @@ class _Bounds(Connection):
             return
         self._unset_keepalive_if_required()
         self._has_partial_request = True
-        parsed_before = self._parsed_bytes
+        self._pending_bytes += len(data)
         try:
             self._parse(data)
         except self.parser_error:  # also after an exception in a callback
@@ -126,9 +148,8 @@ class _Bounds(Connection):
             return
         if self._has_partial_request:  # most requests arrive whole and need no timer
             self._set_deadline()
-        self._unparsed_bytes += len(data) - (self._parsed_bytes - parsed_before)
-        if self._has_partial_request and self._unparsed_bytes > MAX_HEADER_BYTES:
-            self._reject_request(_too_large("head" if self._in_headers else "trailers"))
+            if self._pending_bytes > MAX_HEADER_BYTES:
+                self._reject_request(self._too_large())
 
     def _parse(self, data: bytes) -> None:
         """Call the parser. It stops after a head with an offer to upgrade, which is parsed again without the offer.
@@ -142,24 +163,19 @@ class _Bounds(Connection):
             except self.upgrade_offer as stop:
                 data = data[stop.args[0] :]
             self.parser = type(self.parser)(self)
-            parsed_bytes, head, self._head_without_offer = self._parsed_bytes, self._head_without_offer, b""
+            head, self._head_without_offer = self._head_without_offer, b""
             self.parser.feed_data(head)
-            self._parsed_bytes = parsed_bytes
 
     # Parser callbacks
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop_parser(400, "Bad Request", f"more than {MAX_PIPELINED} requests are pipelined")
+            self._stop_parser(Rejection(400, "Bad Request", f"more than {MAX_PIPELINED} requests are pipelined"))
         super().on_message_begin()
         self._has_partial_request = True  # again, because the previous request may have ended in the same packet
         self._in_headers = True
-        self._head_bytes = self._trailer_bytes = self._header_lines = 0
-        self._body_bytes = self._num_chunks = self._unparsed_bytes = 0
-        extensions = self.scope.setdefault("extensions", {})
-        extensions[ABORT] = self.transport.abort  # type: ignore[typeddict-item,assignment]
-        extensions[IS_WRITE_PAUSED] = lambda: self.flow.write_paused  # type: ignore[typeddict-item,assignment]
-        extensions[IS_BODY_RECEIVED] = lambda: self._in_headers  # type: ignore[typeddict-item,assignment]
+        self._line_bytes = self._num_lines = self._body_bytes = self._num_chunks = self._pending_bytes = 0
+        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[typeddict-item,dict-item]
 
     def on_url(self, url: bytes) -> None:
         self._count_line(len(url))
@@ -180,7 +196,7 @@ class _Bounds(Connection):
             self._on_upgrade_offer()
             return
         super().on_headers_complete()
-        self._in_headers = False
+        self._in_headers, self._line_bytes = False, 0
         self._open_cycles.append(self.cycle)
         self.cycle.transport = self._cycle_transport  # type: ignore[assignment]
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
@@ -191,22 +207,21 @@ class _Bounds(Connection):
         """Rebuild the head without the offer. The parser now calls `on_message_complete`, and then stops."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self._stop_parser(501, "Not Implemented", "CONNECT is not supported: this server is not a proxy")
+            message = "CONNECT is not supported: this server is not a proxy"
+            self._stop_parser(Rejection(501, "Not Implemented", message))
         request_line = b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())
         lines = [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
         self._head_without_offer = b"\r\n".join([request_line, *lines, b"\r\n"])
 
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
-        self._parsed_bytes += CHUNK_FRAME_BYTES
         if self._num_chunks > MAX_TINY_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
-            self._stop_parser(
-                400, "Bad Request", f"the body has {self._num_chunks} chunks of less than {MIN_CHUNK_BYTES} bytes"
-            )
+            message = f"the body has {self._num_chunks} chunks of less than {MIN_CHUNK_BYTES} bytes"
+            self._stop_parser(Rejection(400, "Bad Request", message))
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        self._parsed_bytes += len(body)
+        self._pending_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -220,19 +235,22 @@ class _Bounds(Connection):
         super().on_message_complete()
 
     def _count_line(self, size: int) -> None:
-        self._parsed_bytes += size
-        self._header_lines += 1
-        if self._in_headers:
-            self._head_bytes += size
-        else:
-            self._trailer_bytes += size
-        if max(self._head_bytes, self._trailer_bytes) > MAX_HEADER_BYTES or self._header_lines > MAX_HEADER_LINES:
-            self._stop_parser(*_too_large("head" if self._in_headers else "trailers"))
+        self._line_bytes += size
+        self._num_lines += 1
+        if self._line_bytes > MAX_HEADER_BYTES or self._num_lines > MAX_HEADER_LINES:
+            self._stop_parser(self._too_large())
 
-    def _stop_parser(self, status: int, reason: str, message: str) -> NoReturn:
+    def _too_large(self) -> Rejection:
+        message = (
+            f"the request's {'head' if self._in_headers else 'trailers'} must not exceed {MAX_HEADER_BYTES} bytes, and "
+            f"head and trailers together {MAX_HEADER_LINES} lines"
+        )
+        return Rejection(431, "Request Header Fields Too Large", message)
+
+    def _stop_parser(self, rejection: Rejection) -> NoReturn:
         """End the current call of the parser, which raises `parser_error` for the exception."""
-        self._limit_error = Rejection(status, reason, message)
-        raise ValueError(message)
+        self._limit_error = rejection
+        raise ValueError(rejection.message)
 
     # Time limit
 
@@ -263,11 +281,3 @@ def _without_chunks(cycle: Any) -> Callable[[Any], Any]:
         await send(message)
 
     return send_without_chunks
-
-
-def _too_large(part: str) -> Rejection:
-    message = (
-        f"the request's {part} must not exceed {MAX_HEADER_BYTES} bytes, and head and trailers together "
-        f"{MAX_HEADER_LINES} lines"
-    )
-    return Rejection(431, "Request Header Fields Too Large", message)
