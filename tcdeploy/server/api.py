@@ -1,8 +1,7 @@
 """The HTTP API: OpenAI's completions, chat completions and models, vLLM's tokenizer routes, and operations.
 
-The routes of OpenAI's Responses API are in server/apis/responses/routes.py, those of Anthropic's Messages API in
-server/apis/anthropic/routes.py, and generation.py runs the requests that generate text. Starlette routes the requests;
-FastAPI is not used, because bodies are read and validated here and openapi.py is short.
+The routes of OpenAI's Responses API and of Anthropic's Messages API are in server/apis/, and generation.py runs the
+requests that generate text. FastAPI is not used, because bodies are read and validated here and openapi.py is short.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tcdeploy.server.apis.openai.protocol import (
 )
 from tcdeploy.server.apis.responses.protocol import ResponsesRequest
 from tcdeploy.server.apis.responses.routes import responses_routes
-from tcdeploy.server.generate.generation import GenerationApi, admitted_body, generate
+from tcdeploy.server.generate.generation import GenerationApi, admitted_body, generation_route
 from tcdeploy.server.http.errors import error_response, routing_error
 from tcdeploy.server.http.middleware import UNAUTHENTICATED_PATHS, AuthMiddleware, RootPath
 from tcdeploy.server.http.openapi import openapi_document
@@ -49,23 +48,26 @@ REQUEST_MODELS: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-COMPLETIONS, CHAT_COMPLETIONS = GenerationApi(CompletionRequest), GenerationApi(ChatRequest)
 
 
 def make_app(state: ServerState) -> RequestLog:
-    async def completions(request: Request) -> Response:
-        """Create a completion (OpenAI's API)."""
-        return await generate(state, request, COMPLETIONS)
-
-    async def chat_completions(request: Request) -> Response:
-        """Create a chat completion (OpenAI's API)."""
-        return await generate(state, request, CHAT_COMPLETIONS)
-
     routes = [
         *_operations_routes(state),
         *_model_routes(state),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        generation_route(
+            state,
+            "/v1/completions",
+            "completions",
+            "Create a completion (OpenAI's API).",
+            GenerationApi(CompletionRequest),
+        ),
+        generation_route(
+            state,
+            "/v1/chat/completions",
+            "chat_completions",
+            "Create a chat completion (OpenAI's API).",
+            GenerationApi(ChatRequest),
+        ),
         *responses_routes(state),
         *messages_routes(state),
     ]
@@ -137,9 +139,9 @@ def _operations_routes(state: ServerState) -> list[Route]:
         """A page with the server's figures, a chat and the list of routes."""
         return HTMLResponse(page_html, headers=page_headers)
 
-    async def docs(_: Request) -> Response:
+    async def docs(request: Request) -> Response:
         """The list of routes, on the same page as /."""
-        return HTMLResponse(page_html, headers=page_headers)
+        return await page(request)
 
     async def status_document(request: Request) -> Response:
         """The figures that the page at / shows; with `?history=N`, also the last N samples of its graphs."""

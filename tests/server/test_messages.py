@@ -19,8 +19,7 @@ from tcdeploy.server.api import make_app
 from tcdeploy.server.apis.answer import Answer
 from tcdeploy.server.apis.anthropic.answer import MessagesAnswer
 from tcdeploy.server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest, messages_error_body
-from tcdeploy.server.apis.anthropic.routes import MESSAGES
-from tcdeploy.server.apis.anthropic.translation import to_chat_request
+from tcdeploy.server.apis.anthropic.routes import MESSAGES, to_chat_request
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
 from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.apis.openai.validation import ModelLimits, check, context_length_error, to_sampling_params

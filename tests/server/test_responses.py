@@ -21,9 +21,8 @@ from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.apis.openai.validation import check
 from tcdeploy.server.apis.responses.answer import ResponsesAnswer
 from tcdeploy.server.apis.responses.protocol import RESPONSES_INERT_VALUES, ResponsesRequest
-from tcdeploy.server.apis.responses.routes import RESPONSES
+from tcdeploy.server.apis.responses.routes import RESPONSES, answer_messages, new_messages, to_chat_request
 from tcdeploy.server.apis.responses.store import ResponseStore, StoredResponse, memory_of
-from tcdeploy.server.apis.responses.translation import answer_messages, new_messages, to_chat_request
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.generate.choice import Delta
 from tcdeploy.server.http.json_steps import JsonLimits

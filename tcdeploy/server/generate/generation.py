@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server.apis.answer import Answer
@@ -32,7 +33,6 @@ from tcdeploy.server.http.sse import EventStream
 from tcdeploy.server.observe.request_log import set_usage
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service
-from tcdeploy.server.worker.worker import EngineDeadError
 
 
 class TranslatedRequest(NamedTuple):
@@ -54,6 +54,16 @@ class GenerationApi:
     translate: Callable[[ServerState, Request, Any], Awaitable[TranslatedRequest]] = _without_translation
     inert_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: INERT_VALUES)  # of unsupported fields
     field_names: Mapping[str, str] = field(default_factory=dict)  # names of ChatRequest's fields in this API
+
+
+def generation_route(state: ServerState, path: str, name: str, summary: str, api: GenerationApi) -> Route:
+    """`name` and `summary` are those of /openapi.json."""
+
+    async def endpoint(request: Request) -> Response:
+        return await generate(state, request, api)
+
+    endpoint.__doc__ = summary
+    return Route(path, endpoint, methods=["POST"], name=name)
 
 
 async def generate(state: ServerState, raw_request: Request, api: GenerationApi) -> Response:
@@ -93,8 +103,6 @@ async def _run(
             return stream
         content = await _run_until_disconnect(raw_request, answer.body())
         return Response(content, media_type="application/json")
-    except EngineDeadError as error:
-        raise ApiError(503, str(error), code=error.code) from None
     except TcdeployError as error:
         raise bad_request(error.message, None) from None
     finally:

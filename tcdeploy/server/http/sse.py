@@ -14,7 +14,6 @@ from starlette.types import Message, Receive, Scope, Send
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server.apis.answer import Answer
 from tcdeploy.server.apis.openai.protocol import ApiError, bad_request
-from tcdeploy.server.worker.worker import EngineDeadError
 from tcdeploy.torch_compat.uvicorn.protocol import abort, is_write_paused
 
 KEEP_ALIVE_SECONDS = 10.0
@@ -30,8 +29,6 @@ async def sse_events(answer: Answer) -> AsyncGenerator[bytes, None]:
                 yield event
     except ApiError as error:
         yield answer.error_events(error)
-    except EngineDeadError as error:
-        yield answer.error_events(ApiError(503, str(error), code=error.code))
     except TcdeployError as error:
         yield answer.error_events(bad_request(error.message, None))
     except Exception as error:  # without this, the stream would end without an error event

@@ -24,6 +24,7 @@ from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.engine.step.launch_lock import LaunchLock
 from tcdeploy.errors import TcdeployError
+from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.worker.canary import CanarySchedule
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
@@ -40,12 +41,11 @@ MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeout
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
 
 
-class EngineDeadError(Exception):
+class EngineDeadError(ApiError):
     """No more tokens will come: the engine has failed, or the server is shutting down."""
 
     def __init__(self, message: str, code: str = "engine_died") -> None:
-        super().__init__(message)
-        self.code = code
+        super().__init__(503, message, code=code)
 
 
 class PendingRequest:

@@ -2,7 +2,7 @@
 
 Source: Anthropic's API reference. The sampling parameters of the other routes are accepted here too. Unsupported fields
 that would change the response are rejected by name, through MESSAGES_INERT_VALUES or the validators below; fields
-without effect, such as `cache_control`, are accepted. server/apis/anthropic/translation.py converts a body to a
+without effect, such as `cache_control`, are accepted. server/apis/anthropic/routes.py converts a body to a
 ChatRequest. Does not import torch.
 """
 
