@@ -10,9 +10,8 @@ from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.apis.responses.store import ResponseStore
 from tcdeploy.server.generate.admission import RETRY_AFTER_S, Admission
 from tcdeploy.server.http.request_parsing import RequestParser
-from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
 from tcdeploy.server.observe.metrics import Metrics
-from tcdeploy.server.observe.recent_stats import StatusHistory
+from tcdeploy.server.observe.status import ModelFigures, ServerFigures, StatusHistory
 from tcdeploy.server.observe.telemetry import Telemetry
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import ServerSettings

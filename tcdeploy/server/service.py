@@ -19,9 +19,9 @@ from tcdeploy.models.location import local_folder
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.apis.openai.validation import ModelLimits
 from tcdeploy.server.generate.admission import Admission
+from tcdeploy.server.generate.choice import Vocabulary
 from tcdeploy.server.generate.text_encoder import TextEncoder
 from tcdeploy.server.generate.tokenization import Prompt, PromptTokenizer
-from tcdeploy.server.generate.vocabulary import Vocabulary
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.missed_shapes import MissedShapes

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from tcdeploy.server.observe import status
-from tcdeploy.server.observe.figures import ServerFigures
-from tcdeploy.server.observe.recent_stats import CAPACITY, INTERVAL_S, RecentStats, StatusHistory
+from tcdeploy.server.observe.status import CAPACITY, INTERVAL_S, RecentStats, ServerFigures, StatusHistory
 from tests.server.conftest import ServerProcess
 from tests.server.test_api import loading_state, send_request
 from tests.server.test_figures import FIGURES

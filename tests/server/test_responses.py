@@ -25,9 +25,9 @@ from tcdeploy.server.apis.responses.routes import RESPONSES, answer_messages, ne
 from tcdeploy.server.apis.responses.store import ResponseStore, StoredResponse, memory_of
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.generate.choice import Delta
+from tcdeploy.server.generate.generation import sse_events
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import RequestParser, parse
-from tcdeploy.server.http.sse import sse_events
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.worker.worker import EngineDeadError

@@ -1,6 +1,6 @@
 """Formats the response to a generation request: the body, or the events of a stream. Each API has subclasses.
 
-http/sse.py sends the events, generate/generation.py the body. The methods for events return the bytes of zero or more
+generate/generation.py sends the body or the events. The methods for events return the bytes of zero or more
 events.
 """
 

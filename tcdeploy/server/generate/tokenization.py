@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tcdeploy.errors import ModelError
+from tcdeploy.server.apis.openai.field_types import dump_tools
 from tcdeploy.server.apis.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -20,7 +21,6 @@ from tcdeploy.server.apis.openai.protocol import (
     TokenizeRequest,
     bad_request,
 )
-from tcdeploy.server.apis.openai.tool_fields import dump_tools
 from tcdeploy.server.apis.openai.validation import ModelLimits, context_length_error, num_kept_tokens
 from tcdeploy.server.generate.text_encoder import TextEncoder, TooManyTokensError
 from tcdeploy.server.output.structured.bad_words import MAX_WORD_TOKENS, spellings

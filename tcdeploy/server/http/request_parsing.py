@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from tcdeploy.server.apis.openai.nested_fields import UNSUPPORTED_FIELD, UNSUPPORTED_PART
+from tcdeploy.server.apis.openai.field_types import UNSUPPORTED_FIELD, UNSUPPORTED_PART
 from tcdeploy.server.apis.openai.protocol import (
     MAX_MESSAGES,
     MEDIA,

@@ -22,8 +22,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
-from tcdeploy.server.observe.recent_stats import RecentStats
+from tcdeploy.server.observe.status import ModelFigures, RecentStats, ServerFigures
 from tcdeploy.server.settings import StartTier
 
 DEFAULT_PREFIX = "tcdeploy:"

@@ -12,15 +12,21 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from tcdeploy.server.apis.openai.field_types import MaxTokens, StopStrings
-from tcdeploy.server.apis.openai.nested_fields import NestedFields, check_kind
+from tcdeploy.server.apis.openai.field_types import (
+    LONG_TOOL_NAME_PATTERN,
+    MAX_TOOLS,
+    MaxTokens,
+    NestedFields,
+    StopStrings,
+    check_kind,
+    check_tool,
+)
 from tcdeploy.server.apis.openai.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
     ApiError,
     SamplingRequest,
 )
-from tcdeploy.server.apis.openai.tool_fields import LONG_TOOL_NAME_PATTERN, MAX_TOOLS, check_tool
 from tcdeploy.server.apis.openai.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
 from tcdeploy.server.apis.openai.validation import CONTEXT_LENGTH_EXCEEDED
 

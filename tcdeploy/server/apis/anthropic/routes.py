@@ -30,6 +30,7 @@ from tcdeploy.server.apis.anthropic.protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from tcdeploy.server.apis.openai.field_types import Function, NamedFunction, NamedToolChoice, Tool
 from tcdeploy.server.apis.openai.protocol import (
     ApiError,
     ChatRequest,
@@ -39,7 +40,6 @@ from tcdeploy.server.apis.openai.protocol import (
     ToolCall,
     bad_request,
 )
-from tcdeploy.server.apis.openai.tool_fields import Function, NamedFunction, NamedToolChoice, Tool
 from tcdeploy.server.apis.openai.unsupported_fields import check_unsupported_fields, rename_error
 from tcdeploy.server.apis.turn import BLOCKS_PER_SLICE, Turn, last_turn, to_messages, tool_turn
 from tcdeploy.server.generate.generation import GenerationApi, TranslatedRequest, admitted_body, generation_route

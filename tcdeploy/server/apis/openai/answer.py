@@ -14,8 +14,7 @@ from typing import Any
 from tcdeploy.server.apis.answer import Answer, to_json
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.active_request import ActiveRequest
-from tcdeploy.server.generate.choice import Choice, Delta, ScoredToken, Usage, prompt_logprob_json
-from tcdeploy.server.generate.vocabulary import Vocabulary
+from tcdeploy.server.generate.choice import Choice, Delta, ScoredToken, Usage, Vocabulary, prompt_logprob_json
 from tcdeploy.server.output.parts import OutputText, split
 
 DONE = b"data: [DONE]\n\n"

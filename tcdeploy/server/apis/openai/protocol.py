@@ -27,9 +27,13 @@ from pydantic_core import PydanticCustomError
 
 from tcdeploy.engine.schedule.sequence import MAX_TOP_K
 from tcdeploy.server.apis.openai.field_types import (
+    UNSUPPORTED_PART,
+    AllowedToolsChoice,
     BadWords,
     LogitBias,
     MaxTokens,
+    NamedToolChoice,
+    NestedFields,
     Number,
     NumLogprobs,
     PromptIdLists,
@@ -38,10 +42,11 @@ from tcdeploy.server.apis.openai.field_types import (
     Stop,
     StopTokenIds,
     TokenIds,
+    ToolChoice,
+    Tools,
+    dump_tools,
     limits_of,
 )
-from tcdeploy.server.apis.openai.nested_fields import UNSUPPORTED_PART, NestedFields
-from tcdeploy.server.apis.openai.tool_fields import AllowedToolsChoice, NamedToolChoice, ToolChoice, Tools, dump_tools
 from tcdeploy.server.output.structured.output_constraint import ConstraintFields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions

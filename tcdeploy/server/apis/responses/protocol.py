@@ -12,8 +12,16 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, StrictStr, Tag
 
-from tcdeploy.server.apis.openai.field_types import MaxTokens, Stop, at_most
-from tcdeploy.server.apis.openai.nested_fields import NestedFields, check_kind
+from tcdeploy.server.apis.openai.field_types import (
+    LONG_TOOL_NAME_PATTERN,
+    MAX_TOOLS,
+    MaxTokens,
+    NestedFields,
+    Stop,
+    at_most,
+    check_kind,
+    check_tool,
+)
 from tcdeploy.server.apis.openai.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -21,7 +29,6 @@ from tcdeploy.server.apis.openai.protocol import (
     ReasoningEffort,
     SamplingRequest,
 )
-from tcdeploy.server.apis.openai.tool_fields import LONG_TOOL_NAME_PATTERN, MAX_TOOLS, check_tool
 from tcdeploy.server.apis.openai.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
 from tcdeploy.server.output.structured.output_constraint import JsonObjectFormat, TextFormat
 

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tcdeploy.server.apis.openai.field_types import Function, NamedFunction, NamedToolChoice, Tool
 from tcdeploy.server.apis.openai.protocol import (
     MAX_MESSAGES,
     PART_SEPARATOR,
@@ -27,7 +28,6 @@ from tcdeploy.server.apis.openai.protocol import (
     ToolCall,
     bad_request,
 )
-from tcdeploy.server.apis.openai.tool_fields import Function, NamedFunction, NamedToolChoice, Tool
 from tcdeploy.server.apis.openai.unsupported_fields import check_unsupported_fields
 from tcdeploy.server.apis.openai.validation import count_chars
 from tcdeploy.server.apis.responses.answer import ResponsesAnswer
