@@ -166,22 +166,14 @@ def _responses(path: str, content: Content, has_body: bool, needs_key: bool) -> 
         errors[401] = error(
             "The API key is missing or wrong", {"www-authenticate": {"required": True, "schema": {"const": "Bearer"}}}
         )
-    return {
-        "200": success,
-        **{str(status): errors[status] for status in sorted(errors)},
-        "default": error("Error"),
-    }
+    return {"200": success, **{str(status): errors[status] for status in sorted(errors)}, "default": error("Error")}
 
 
 def _event_schema(content: Content) -> dict[str, Any]:
     """Schema of each event of a stream: an object with the fields of the event."""
     chunk = {"anyOf": [_reference(content.chunk_schema), _reference(content.error_schema)]}
     json_text = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
-    return {
-        "type": "object",
-        "required": ["data"],
-        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, json_text]}},
-    }
+    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, json_text]}}}
 
 
 def _error(description: str, headers: dict[str, Any] | None = None, schema: str = "Error") -> dict[str, Any]:

@@ -19,13 +19,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from tcdeploy.server.apis.openai.field_types import UNSUPPORTED_FIELD, UNSUPPORTED_PART
-from tcdeploy.server.apis.openai.protocol import (
-    MAX_MESSAGES,
-    MEDIA,
-    ApiError,
-    SamplingRequest,
-    bad_request,
-)
+from tcdeploy.server.apis.openai.protocol import MAX_MESSAGES, MEDIA, ApiError, SamplingRequest, bad_request
 from tcdeploy.server.apis.openai.validation import CONTEXT_LENGTH_EXCEEDED, context_length_message
 from tcdeploy.server.http.json_steps import JsonLimitError, JsonLimits, JsonSteps, TooLongError
 

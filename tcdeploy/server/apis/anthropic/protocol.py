@@ -21,12 +21,7 @@ from tcdeploy.server.apis.openai.field_types import (
     check_kind,
     check_tool,
 )
-from tcdeploy.server.apis.openai.protocol import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    ApiError,
-    SamplingRequest,
-)
+from tcdeploy.server.apis.openai.protocol import MAX_MESSAGES, MAX_PARTS, ApiError, SamplingRequest
 from tcdeploy.server.apis.openai.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
 from tcdeploy.server.apis.openai.validation import CONTEXT_LENGTH_EXCEEDED
 
@@ -138,8 +133,7 @@ class MessagesTool(NestedFields):
 
 
 CheckedTool: TypeAlias = Annotated[
-    MessagesTool,
-    check_tool("custom", {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": []}),
+    MessagesTool, check_tool("custom", {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": []})
 ]
 
 

@@ -100,10 +100,7 @@ def _check_tools(request: ChatRequest) -> None:
 
 
 def to_sampling_params(
-    request: GenerationRequest,
-    prompt_length: int,
-    limits: ModelLimits,
-    constraint: Constraint | None = None,
+    request: GenerationRequest, prompt_length: int, limits: ModelLimits, constraint: Constraint | None = None
 ) -> SamplingParams:
     """Sampling parameters of the first choice of a prompt. Raises ApiError 400 with the name of the field.
 

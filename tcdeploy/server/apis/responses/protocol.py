@@ -22,13 +22,7 @@ from tcdeploy.server.apis.openai.field_types import (
     check_kind,
     check_tool,
 )
-from tcdeploy.server.apis.openai.protocol import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MEDIA,
-    ReasoningEffort,
-    SamplingRequest,
-)
+from tcdeploy.server.apis.openai.protocol import MAX_MESSAGES, MAX_PARTS, MEDIA, ReasoningEffort, SamplingRequest
 from tcdeploy.server.apis.openai.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
 from tcdeploy.server.output.structured.output_constraint import JsonObjectFormat, TextFormat
 
