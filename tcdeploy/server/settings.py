@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.option import option, variables_of
+from tcdeploy.planning.option import check_ranges, option, variables_of
 from tcdeploy.text.chat_template import ChatTemplate, read_chat_template
 from tcdeploy.text.tool_formats import REASONING_PARSERS, TOOL_PARSERS
 
 StartTier = Literal["warm", "eager"]
 RequestLogFormat = Literal["off", "text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-MAX_PORT = 65535
 MAX_API_KEY_CHARS = 8192  # the head of a request is limited to 64 KiB
 API_KEY_INVALID_CHARACTER = re.compile(r"[^!-~]")
 ROOT_PATH_PATTERN = re.compile(r"(/[A-Za-z0-9._~-]+)+")
@@ -41,7 +40,9 @@ class ServerSettings:
     """Fields without an option are set by the command, or keep their defaults."""
 
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all interfaces")
-    port: int = _option(8000, "Port to listen on; 0 selects a free one")
+    port: int = _option(
+        8000, "Port to listen on; 0 selects a free one", minimum=0, maximum=65535, valid="0 selects a free port"
+    )
     api_keys: tuple[str, ...] = _option(
         (),
         "API key that requests must send; repeat it for several keys; default: none required",
@@ -99,14 +100,18 @@ class ServerSettings:
         metavar="NAME",
         choices=REASONING_PARSERS,
     )
-    max_queued: int = _option(256, "Completions that may wait for a decode row; more get 503")
-    stall_timeout: float = _option(30.0, "Seconds until a client that reads nothing is dropped", is_advanced=True)
-    drain_timeout: float = _option(30.0, "Seconds for running requests to finish after SIGTERM")
-    canary_interval: float = _option(
-        600.0,
-        "Seconds between canary rounds, which rerun fixed prompts while the server is idle; 0 disables them",
-        is_advanced=True,
+    max_queued: int = _option(256, "Completions that may wait for a decode row; more get 503", minimum=0)
+    stall_timeout: float = _option(
+        30.0, "Seconds until a client that reads nothing is dropped", is_advanced=True, minimum=1, maximum=86_400,
+        unit="seconds",
+    )  # fmt: skip
+    drain_timeout: float = _option(
+        30.0, "Seconds for running requests to finish after SIGTERM", minimum=0, unit="seconds"
     )
+    canary_interval: float = _option(
+        600.0, "Seconds between canary rounds, which rerun fixed prompts while the server is idle; 0 disables them",
+        is_advanced=True, minimum=0, unit="seconds", valid="0 disables the canary",
+    )  # fmt: skip
     canary_strict: bool = _option(
         False, "Make /health and /ready return 503 after a canary result has differed", is_advanced=True
     )
@@ -121,11 +126,9 @@ class ServerSettings:
         "off", "Write a line to stderr for each HTTP request: client, method, path, status, time, tokens, request id"
     )
     log_prompts: int = _option(
-        0,
-        "Add the first N characters of each prompt to the lines of --log-requests; 0: none",
-        is_advanced=True,
-        metavar="N",
-    )
+        0, "Add the first N characters of each prompt to the lines of --log-requests; 0: none", is_advanced=True,
+        metavar="N", minimum=0, valid="200",
+    )  # fmt: skip
     log_level: LogLevel = _option("warning", "Lowest level of messages on stderr", is_advanced=True)
     metrics_prefix: str = _option(
         "tcdeploy:",
@@ -149,8 +152,7 @@ SERVER_VARIABLES = set(variables_of(ServerSettings))
 def check_settings(settings: ServerSettings) -> None:
     """Raise UsageError for values that are invalid, or that exclude each other."""
     check_api_keys(settings.api_keys)
-    if not 0 <= settings.port <= MAX_PORT:
-        raise UsageError(f"--port is {settings.port}; it must be 0 to {MAX_PORT}", "--port 0 selects a free port")
+    check_ranges(settings)
     _check_root_path(settings.root_path)
     for origin in settings.allowed_origins:
         if origin != "*" and not ORIGIN_PATTERN.fullmatch(origin):
@@ -164,8 +166,6 @@ def check_settings(settings: ServerSettings) -> None:
             f"--metrics-prefix {settings.metrics_prefix!r} cannot begin the name of a Prometheus metric",
             "use letters, digits (not first), _ and :, such as vllm:",
         )
-    if settings.log_prompts < 0:
-        raise UsageError(f"--log-prompts is {settings.log_prompts}; it must be 0 or more", "--log-prompts 200")
     if settings.log_prompts and settings.log_requests == "off":
         raise UsageError("--log-prompts needs --log-requests", "--log-requests text, or json")
     if settings.otlp_endpoint and not OTLP_ENDPOINT_PATTERN.fullmatch(settings.otlp_endpoint):
@@ -173,7 +173,16 @@ def check_settings(settings: ServerSettings) -> None:
             f"--otlp-endpoint {settings.otlp_endpoint!r} is not the base URL of a collector",
             "the address of OTLP over HTTP, without /v1/traces, such as http://localhost:4318",
         )
-    _check_canary(settings)
+    if settings.canary_strict and not settings.canary_interval:
+        raise UsageError(
+            "--canary-strict has no effect with --canary-interval 0",
+            "remove --canary-strict, or pass a --canary-interval above 0",
+        )
+    if settings.canary_strict and settings.start == "eager":
+        raise UsageError(
+            "--start eager excludes --canary-strict: the canary can be recorded only after eager steps are replaced",
+            "remove one of them",
+        )
 
 
 def check_api_keys(keys: Sequence[str]) -> None:
@@ -203,23 +212,3 @@ def _check_root_path(root_path: str) -> None:
         )
     if root_path.split("/")[1:2] == ["v1"]:  # /v1/models would be taken for /models below it
         raise UsageError(f"--root-path {root_path} begins with /v1, as the API's own routes do", "for example /llm")
-
-
-def _check_canary(settings: ServerSettings) -> None:
-    if not settings.canary_interval >= 0:  # NaN included
-        raise UsageError(
-            f"--canary-interval is {settings.canary_interval}; it must be 0 or more seconds",
-            "--canary-interval 0 disables the canary",
-        )
-    if not settings.canary_strict:
-        return
-    if not settings.canary_interval:
-        raise UsageError(
-            "--canary-strict has no effect with --canary-interval 0",
-            "remove --canary-strict, or pass a --canary-interval above 0",
-        )
-    if settings.start == "eager":
-        raise UsageError(
-            "--start eager excludes --canary-strict: the canary can be recorded only after eager steps are replaced",
-            "remove one of them",
-        )
