@@ -122,8 +122,8 @@ class ModelServer:
         deployment = self._deploy()
         if deployment.swaps is not None:
             self.worker.start_swaps(deployment.swaps, partial(self._on_warm, deployment))
-        elif self.settings.canary_interval:
-            self.worker.canary = _record_canary(deployment, self.settings)
+        else:
+            self._record_canary(deployment)
         return build_service(deployment, self.settings, self.worker, self.admission, self.metrics)
 
     def _on_warm(self, deployment: Deployment) -> None:
@@ -131,9 +131,24 @@ class ModelServer:
 
         The canary compares results of programs, which differ from those of eager steps.
         """
-        if self.settings.canary_interval:
-            self.worker.canary = _record_canary(deployment, self.settings)
+        self._record_canary(deployment)
         freeze_gc_after_startup()
+
+    def _record_canary(self, deployment: Deployment) -> None:
+        """Record the canary, if it is on, right after the parity checks have passed.
+
+        Raises CompileError with `canary_strict` if no case is repeatable.
+        """
+        if not self.settings.canary_interval:
+            return
+        from tcdeploy.engine.check.canary import Canary  # imports torch, which is loaded by now
+
+        start = time.perf_counter()
+        canary = Canary(deployment.engine)
+        deployment.stage_seconds["canary"] = time.perf_counter() - start
+        self.worker.canary = CanarySchedule(canary, deployment.engine, self.settings.canary_interval)
+        if self.settings.canary_strict:
+            self.worker.canary.require_cases()
 
     def _on_loaded(self, service: Service) -> None:
         self.state.service = service
@@ -151,22 +166,6 @@ class ModelServer:
     def _on_engine_death(self, error: BaseException) -> None:
         self.admission.close("dead")
         self._on_failure(error)
-
-
-def _record_canary(deployment: Deployment, settings: ServerSettings) -> CanarySchedule:
-    """Record the canary right after the parity checks have passed.
-
-    Raises CompileError with `canary_strict` if no case is repeatable.
-    """
-    from tcdeploy.engine.check.canary import Canary  # imports torch, which is loaded by now
-
-    start = time.perf_counter()
-    canary = Canary(deployment.engine)
-    deployment.stage_seconds["canary"] = time.perf_counter() - start
-    schedule = CanarySchedule(canary, deployment.engine, settings.canary_interval)
-    if settings.canary_strict:
-        schedule.require_cases()
-    return schedule
 
 
 async def send_warmup_requests(service: Service) -> None:

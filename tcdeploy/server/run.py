@@ -81,13 +81,10 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         is_host = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
-        raise UsageError(
-            f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
-            "--host 127.0.0.1 listens on this machine only, --host 0.0.0.0 on all interfaces; "
-            "--port 0 selects a free port"
-            if is_host
-            else "--port 0 selects a free port",
-        ) from error
+        hosts = "--host 127.0.0.1 listens on this machine only, --host 0.0.0.0 on all interfaces; " if is_host else ""
+        reason = getattr(error, "strerror", None) or error
+        hint = f"{hosts}--port 0 selects a free port"
+        raise UsageError(f"cannot listen on {host} port {port}: {reason}", hint) from error
 
 
 class _Process:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.apis.responses.store import ResponseStore
@@ -24,7 +23,7 @@ class ServerState:
     """`service` is None while the model is loading, and is assigned once."""
 
     settings: ServerSettings
-    worker: Worker[Any]
+    worker: Worker
     admission: Admission
     metrics: Metrics = field(default_factory=Metrics)
     start_time: float = field(default_factory=time.time)

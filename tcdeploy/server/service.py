@@ -56,7 +56,7 @@ log = logging.getLogger("tcdeploy.server")
 class Service:
     settings: ServerSettings
     deployment: Deployment
-    worker: Worker[Any]
+    worker: Worker
     admission: Admission
     metrics: Metrics
     tokenizer: PromptTokenizer
@@ -155,7 +155,7 @@ class Service:
 
 
 def build_service(
-    deployment: Deployment, settings: ServerSettings, worker: Worker[Any], admission: Admission, metrics: Metrics
+    deployment: Deployment, settings: ServerSettings, worker: Worker, admission: Admission, metrics: Metrics
 ) -> Service:
     """Build the service of a loaded deployment.
 

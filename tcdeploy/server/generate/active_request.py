@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from tcdeploy.engine.schedule.constraint import Constraint
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
@@ -45,7 +44,7 @@ class RequestGroup:
     future, instead of a queue and a task.
     """
 
-    def __init__(self, worker: Worker[Any], prompts_and_params: list[tuple[list[int], SamplingParams]]) -> None:
+    def __init__(self, worker: Worker, prompts_and_params: list[tuple[list[int], SamplingParams]]) -> None:
         self._worker = worker
         self._new_tokens: list[tuple[PendingRequest, NewToken]] = []
         self._failure: Exception | None = None

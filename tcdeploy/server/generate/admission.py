@@ -8,7 +8,6 @@ that two requests with n = 128 do not fill a queue of 256.
 from __future__ import annotations
 
 from collections import Counter
-from types import TracebackType
 from typing import Self
 
 from tcdeploy.server.apis.openai.protocol import ApiError, bad_request
@@ -89,9 +88,7 @@ class BodyReservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def grow(self, size: int) -> None:

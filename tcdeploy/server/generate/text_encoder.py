@@ -59,7 +59,8 @@ class TextEncoder:
         are kept too, and count.
         """
         self.check_length(text, max_tokens, field)
-        return await self.run(text_cost(text), self._encode, text, max_tokens, field, add_special_tokens, num_kept)
+        cost = len(text) if text.isascii() else 4 * len(text)
+        return await self.run(cost, self._encode, text, max_tokens, field, add_special_tokens, num_kept)
 
     def check_length(self, text: str, max_tokens: int, field: str) -> None:
         """Raises TooManyTokensError if every tokenization of `text` has more than `max_tokens` tokens."""
@@ -114,11 +115,6 @@ def _last_tokens(encoding: Any, num_kept: int) -> list[int]:
     return [*ids[:start], *ids[max(start, stop - num_text_tokens) : stop], *ids[stop:]]
 
 
-def text_cost(text: str) -> int:
-    """The estimated cost of tokenizing `text`: one per character, or four in a text that is not ASCII."""
-    return len(text) if text.isascii() else 4 * len(text)
-
-
 def trim_memory() -> None:
     """Return free memory of the C allocator to the system. No effect if the C library has no malloc_trim."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -132,11 +128,13 @@ def max_chars_per_token(tokenizer: Any) -> int | None:
     It is limited for byte-level BPE, and for BPE with byte fallback, if no normalizer or pre-tokenizer drops or merges
     characters.
     """
+    from tokenizers.pre_tokenizers import ByteLevel
+
     backend = tokenizer.backend_tokenizer
     vocab = backend.get_vocab(with_added_tokens=True)
     steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
     kinds = [step["type"] for step in steps]
-    has_all_bytes = ("ByteLevel" in kinds and all(map(vocab.__contains__, _byte_alphabet()))) or (
+    has_all_bytes = ("ByteLevel" in kinds and all(map(vocab.__contains__, ByteLevel.alphabet()))) or (
         getattr(backend.model, "byte_fallback", False) and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     )
     strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
@@ -164,12 +162,6 @@ def _steps(component: Any) -> Iterator[dict[str, Any]]:
         state = {"type": ""}
     nested = state.get("normalizers") or state.get("pretokenizers") or []
     yield from nested if state["type"] == "Sequence" else [state]
-
-
-def _byte_alphabet() -> list[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return list(ByteLevel.alphabet())
 
 
 def _pieces(text: str) -> Iterator[str]:

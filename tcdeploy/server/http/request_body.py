@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import zstandard
 from starlette.requests import Request
@@ -94,19 +93,10 @@ def _unsupported(message: str) -> ApiError:
     return ApiError(415, f"{message}; send {supported}, or none", code="unsupported_encoding", headers=headers)
 
 
-class _Decoder(NamedTuple):
-    """A decoder of zlib or zstandard, and a function (input, maximum bytes of output) -> output that calls it."""
-
-    decoder: Any
-    call: Callable[[Any, int], bytes]
-
-
-def _new_decoder(coding: str, body: bytes | bytearray) -> _Decoder:
+def _new_decoder(coding: str, body: bytes | bytearray) -> Any:
     if coding == "zstd":
-        zstd = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
-        return _Decoder(zstd, lambda data, _: zstd.decompress(data))
-    decoder = zlib.decompressobj(31 if coding == "gzip" else 15 if _has_zlib_header(body) else -15)
-    return _Decoder(decoder, decoder.decompress)
+        return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
+    return zlib.decompressobj(31 if coding == "gzip" else 15 if _has_zlib_header(body) else -15)
 
 
 def _has_zlib_header(body: bytes | bytearray) -> bool:
@@ -117,24 +107,25 @@ def _has_zlib_header(body: bytes | bytearray) -> bool:
 def decompress(coding: str, body: bytes | bytearray, max_bytes: int) -> bytearray:
     """The content of a body with one encoding. Raises ApiError 413 above `max_bytes`, and 400 for invalid data."""
     content, view, position, num_parts = bytearray(), memoryview(body), 0, 1
-    part = _new_decoder(coding, body)
+    decoder = _new_decoder(coding, body)
     try:
         while position < len(body):
             piece = view[position : position + INPUT_BYTES[coding]]
-            content += part.call(piece, max_bytes + 1 - len(content))
+            limit = () if coding == "zstd" else (max_bytes + 1 - len(content),)
+            content += decoder.decompress(piece, *limit)
             position += len(piece)
             if len(content) > max_bytes:
                 raise ApiError(413, f"the decompressed body is larger than {max_bytes} bytes")
-            if part.decoder.eof:
-                position -= len(part.decoder.unused_data)
+            if decoder.eof:
+                position -= len(decoder.unused_data)
                 if position < len(body):
                     num_parts += 1
-                    part = _new_decoder(coding, body)
+                    decoder = _new_decoder(coding, body)
             if num_parts > MAX_PARTS:
                 raise _invalid(coding, f"it has more than {MAX_PARTS} parts")
     except (zlib.error, zstandard.ZstdError) as error:
         raise _invalid(coding, str(error)) from None
-    if not part.decoder.eof:
+    if not decoder.eof:
         raise _invalid(coding, "it is truncated")
     return content
 

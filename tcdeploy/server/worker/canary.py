@@ -1,16 +1,12 @@
 """Runs the canary (engine/check/canary.py) while the engine is idle, one step at a time.
 
 A round runs every case once. The next round is due `interval` seconds after it ended, or at once after a step that
-raised without ending the engine. (Today any exception ends the engine thread, also one in a canary step.)
-
-A step runs only if the engine has had no request for IDLE_S, so the short gaps between one client's requests are not
-used. The engine thread checks its inbox after each step, so a request that arrives during a step waits for at most one
-step of the largest bucket. The interrupted case restarts from its first step when the engine is idle again.
+raised without ending the engine. A step runs only if the engine has had no request for IDLE_S, so the short gaps
+between one client's requests are not used. An interrupted case restarts from its first step when the engine is idle
+again. A server that is never idle runs no canaries; the timestamp of the last success then stops advancing.
 
 A case whose first two runs differ is left out and counted. With `--canary-strict`, a server without a case does not
 start, because it would report a health that nothing checks.
-
-A server that is never idle runs no canaries; the timestamp of the last success then stops advancing.
 """
 
 from __future__ import annotations
@@ -111,10 +107,8 @@ class CanarySchedule:
             self._round_failures += 1
             self.stats = self.stats._replace(failures=self.stats.failures + 1)
         self._case += 1
-        if self._case == len(self._canary.cases):
-            self._finish_round()
-
-    def _finish_round(self) -> None:
+        if self._case < len(self._canary.cases):
+            return
         last_success = self.stats.last_success if self._round_failures else time.time()
         self.stats = self.stats._replace(rounds=self.stats.rounds + 1, last_success=last_success)
         self._case = self._round_failures = 0

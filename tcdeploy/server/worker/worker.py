@@ -2,12 +2,10 @@
 
 The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue, which
 the thread reads until the next step is due (engine/step/launch_timer.py). The tokens of a step leave in one callback of
-the event loop. While no request is open, the thread captures the remaining CUDA graphs, times them
-(engine/step/step_graphs.py) and runs the canary (canary.py). It checks the queue after each capture, each timed graph
-and each step of the canary. Under load, it captures at most one graph every CAPTURE_INTERVAL_S, and only if steps would
-use it. After an eager start it also replaces eager steps by programs, one bucket at a time (start/eager.py); requests
-have at least half of the time in between. An exception in a step is fatal, because the state of the device is unknown
-afterwards: every open request fails with EngineDeadError, and the server exits.
+the event loop. While no request is open, the thread captures and times the remaining CUDA graphs
+(engine/step/step_graphs.py) and runs the canary; it reads the queue after each of these steps. After an eager start it
+also replaces eager steps by programs, one bucket at a time (start/eager.py). An exception in a step is fatal, because
+the state of the device is unknown afterwards: every open request fails with EngineDeadError, and the server exits.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
@@ -68,33 +66,18 @@ class PendingRequest:
 
     def close(self) -> None:
         """Ignore all further items. Also breaks the reference cycle with the owner of `receive`."""
-        self._receive = _ignore
+        self._receive = lambda pending, item: None
 
 
-def _ignore(pending: PendingRequest, item: NewToken | Exception | None) -> None:
-    pass
-
-
-class EngineOwner(Protocol):
-    @property
-    def engine(self) -> Engine: ...
-
-
-LoadedT = TypeVar("LoadedT", bound=EngineOwner)
-
-
-class Worker(Generic[LoadedT]):
+class Worker:
     """The engine thread. All public methods are called from the event loop.
 
-    `load` runs in the thread; its result goes to `on_ready`, and its engine runs until `stop`. `on_ready` and
-    `on_death` are called on the event loop; `on_death` also if `load` raises.
+    `load` runs in the thread; its result goes to `on_ready`, and its attribute `engine` runs until `stop`. `on_ready`
+    and `on_death` are called on the event loop; `on_death` also if `load` raises.
     """
 
     def __init__(
-        self,
-        load: Callable[[], LoadedT],
-        on_ready: Callable[[LoadedT], None],
-        on_death: Callable[[BaseException], None],
+        self, load: Callable[[], Any], on_ready: Callable[[Any], None], on_death: Callable[[BaseException], None]
     ) -> None:
         self.failure: BaseException | None = None
         self.stats = SchedulerStats(0, 0, 0, 0, 0)

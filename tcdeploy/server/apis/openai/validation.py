@@ -260,10 +260,7 @@ def _min_new_tokens(request: GenerationRequest, default: int | None, max_new_tok
 
 def _first_given(*values: Any) -> Any:
     """The first value that is not None. Callers pass a default last."""
-    for value in values:
-        if value is not None:
-            return value
-    raise ValueError("no value is given")
+    return next(value for value in values if value is not None)
 
 
 def params_of_choices(first: SamplingParams, num_choices: int, scores_once: bool = False) -> list[SamplingParams]:
