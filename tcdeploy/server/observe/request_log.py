@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -84,7 +85,7 @@ class RequestLog:
         record: Callable[[LoggedRequest], None] | None = None,
     ) -> None:
         self._app, self._log_format, self._record = app, log_format, record
-        self._ended: deque[tuple[Any, ...]] = deque()  # arguments of `_log`
+        self._ended: deque[Callable[[], None]] = deque()  # calls of `_log`
         self._is_closed = False
         self._paths = frozenset(route.path for route in routes)
         self._parameterized = {route.path.partition("{")[0]: route.path_format for route in routes if "{" in route.path}
@@ -119,18 +120,21 @@ class RequestLog:
     def _observe(self, scope: Scope, path: str, status: int, seconds: float, request_id: bytes) -> None:
         method = scope["method"] if scope["method"] in METHODS else OTHER_METHOD
         key = (self._handler(scope["path"]), method, status // 100)
-        series = self._series.get(key)
-        if series is None:
-            handler, _, status_class = key
-            requests = self._requests.labels(handler, method, f"{status_class}xx")
-            series = self._series[key] = requests, self._durations.labels(handler, method)
-        series[0].inc()
-        series[1].observe(seconds)
+        if key not in self._series:
+            requests = self._requests.labels(key[0], method, f"{status // 100}xx")
+            self._series[key] = requests, self._durations.labels(key[0], method)
+        requests, durations = self._series[key]
+        requests.inc()
+        durations.observe(seconds)
         # Taken out, because uvicorn's objects of a connection form a cycle, which keeps the scope until a collection.
         get_usage = scope.pop(SCOPE_KEY, None)
         if self._log_format == "off" and self._record is None:
             return
-        self._ended.append((scope, get_usage, path, status, time.time(), seconds, request_id))
+        request = functools.partial(
+            LoggedRequest, scope["method"], scope["path"], status, time.time(), seconds,
+            request_id.decode("latin-1")[:MAX_LOGGED_CHARS], scope["headers"],
+        )  # fmt: skip
+        self._ended.append(lambda: self._log(scope, path, request(get_usage() if get_usage else None)))
         if self._is_closed:
             self._log_next()
         else:
@@ -144,22 +148,9 @@ class RequestLog:
 
     def _log_next(self) -> None:
         if self._ended:  # else `close` has logged it
-            self._log(*self._ended.popleft())
+            self._ended.popleft()()
 
-    def _log(
-        self,
-        scope: Scope,
-        get_usage: Callable[[], LoggedUsage] | None,
-        path: str,
-        status: int,
-        ended: float,
-        seconds: float,
-        request_id: bytes,
-    ) -> None:
-        request = LoggedRequest(
-            scope["method"], scope["path"], status, ended, seconds, request_id.decode("latin-1")[:MAX_LOGGED_CHARS],
-            scope["headers"], get_usage() if get_usage else None,
-        )  # fmt: skip
+    def _log(self, scope: Scope, path: str, request: LoggedRequest) -> None:
         if self._log_format != "off":
             log.info(self._line(scope.get("client"), path, request))
         if self._record is not None:
