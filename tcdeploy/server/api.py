@@ -50,24 +50,17 @@ REQUEST_MODELS: dict[str, type[BaseModel]] = {
 }
 
 
+COMPLETIONS = GenerationApi("/v1/completions", "completions", "Create a completion (OpenAI's API).", CompletionRequest)
+CHAT_COMPLETIONS = GenerationApi(
+    "/v1/chat/completions", "chat_completions", "Create a chat completion (OpenAI's API).", ChatRequest
+)
+
+
 def make_app(state: ServerState) -> RequestLog:
     routes = [
         *_operations_routes(state),
         *_model_routes(state),
-        generation_route(
-            state,
-            "/v1/completions",
-            "completions",
-            "Create a completion (OpenAI's API).",
-            GenerationApi(CompletionRequest),
-        ),
-        generation_route(
-            state,
-            "/v1/chat/completions",
-            "chat_completions",
-            "Create a chat completion (OpenAI's API).",
-            GenerationApi(ChatRequest),
-        ),
+        *(generation_route(state, api) for api in (COMPLETIONS, CHAT_COMPLETIONS)),
         *responses_routes(state),
         *messages_routes(state),
     ]
@@ -76,7 +69,7 @@ def make_app(state: ServerState) -> RequestLog:
     @functools.cache
     def document(vocab_size: int | None) -> dict[str, Any]:
         public_paths = UNAUTHENTICATED_PATHS if state.settings.api_keys else None
-        content = openapi_document("tcdeploy", __version__, documented, REQUEST_MODELS, public_paths, vocab_size)
+        content = openapi_document(documented, REQUEST_MODELS, public_paths, vocab_size)
         if state.settings.root_path:
             content["servers"] = [{"url": state.settings.root_path}]
         return content

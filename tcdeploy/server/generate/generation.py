@@ -57,20 +57,21 @@ async def _without_translation(_: ServerState, __: Request, body: Any) -> Transl
 class GenerationApi:
     """What distinguishes one HTTP API. `translate` may raise ApiError."""
 
+    path: str
+    name: str  # of the operation in /openapi.json
+    summary: str
     body_type: type[SamplingRequest]
     translate: Callable[[ServerState, Request, Any], Awaitable[TranslatedRequest]] = _without_translation
     inert_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: INERT_VALUES)  # of unsupported fields
     field_names: Mapping[str, str] = field(default_factory=dict)  # names of ChatRequest's fields in this API
 
 
-def generation_route(state: ServerState, path: str, name: str, summary: str, api: GenerationApi) -> Route:
-    """`name` and `summary` are those of /openapi.json."""
-
+def generation_route(state: ServerState, api: GenerationApi) -> Route:
     async def endpoint(request: Request) -> Response:
         return await generate(state, request, api)
 
-    endpoint.__doc__ = summary
-    return Route(path, endpoint, methods=["POST"], name=name)
+    endpoint.__doc__ = api.summary
+    return Route(api.path, endpoint, methods=["POST"], name=api.name)
 
 
 async def generate(state: ServerState, raw_request: Request, api: GenerationApi) -> Response:

@@ -181,7 +181,10 @@ async def _translate(_: ServerState, __: Request, body: MessagesRequest) -> Tran
     return TranslatedRequest(await to_chat_request(body), partial(MessagesAnswer, body=body))
 
 
-MESSAGES = GenerationApi(MessagesRequest, _translate, MESSAGES_INERT_VALUES, MESSAGES_FIELD_NAMES)
+MESSAGES = GenerationApi(
+    "/v1/messages", "messages", "Create a message (Anthropic's Messages API).", MessagesRequest, _translate,
+    MESSAGES_INERT_VALUES, MESSAGES_FIELD_NAMES,
+)  # fmt: skip
 
 
 def messages_routes(state: ServerState) -> list[Route]:
@@ -199,6 +202,6 @@ def messages_routes(state: ServerState) -> list[Route]:
             return JSONResponse({"input_tokens": len(ids)})
 
     return [
-        generation_route(state, "/v1/messages", "messages", "Create a message (Anthropic's Messages API).", MESSAGES),
+        generation_route(state, MESSAGES),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     ]

@@ -235,7 +235,10 @@ async def _translate(state: ServerState, raw_request: Request, body: ResponsesRe
     return TranslatedRequest(request, new_answer)
 
 
-RESPONSES = GenerationApi(ResponsesRequest, _translate, RESPONSES_INERT_VALUES, RESPONSES_FIELD_NAMES)
+RESPONSES = GenerationApi(
+    "/v1/responses", "responses", "Create a response (OpenAI's Responses API).", ResponsesRequest, _translate,
+    RESPONSES_INERT_VALUES, RESPONSES_FIELD_NAMES,
+)  # fmt: skip
 
 
 def responses_routes(state: ServerState) -> list[Route]:
@@ -260,7 +263,7 @@ def responses_routes(state: ServerState) -> list[Route]:
         return request.path_params["response_id"], find_key(request, state.settings.api_keys) or ""
 
     return [
-        generation_route(state, "/v1/responses", "responses", "Create a response (OpenAI's Responses API).", RESPONSES),
+        generation_route(state, RESPONSES),
         Route("/v1/responses/{response_id}", retrieve_response, methods=["GET"]),
         Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
     ]
