@@ -1,14 +1,13 @@
 """Serves one model within an event loop: loads it in the engine thread, warms it up, drains and closes it.
 
-run.py adds the socket, uvicorn and the signals of `tcdeploy serve`. scale/replica.py runs a ModelServer in a replica of
-Ray Serve.
+run.py adds the socket, uvicorn and the signals of `tcdeploy serve`; scale/replica.py runs a ModelServer in Ray Serve.
 
 Before /ready, warm-up requests pass through the routes and the engine, so that no client waits for first-time work: one
-of each kind but structured output. Without them, the slowest of the first ten requests had its first token after 28 ms
-instead of 17 (H100, docs/performance-log.md). They have separate metrics, but the counters of engine steps
-(`bucket_hits`) include theirs. Their seed is fixed: sampled tokens, and so the number of steps, are the same in every
-start. None uses a grammar, because the grammar tables take 0.9 s for a large vocabulary, in which llguidance holds the
-GIL. They are built once no request has been open for GRAMMAR_IDLE_S, or by the first request that needs them.
+of each kind. Without them, the slowest of the first ten requests had its first token after 28 ms instead of 17 (H100,
+docs/performance-log.md). They have separate metrics, but the counters of engine steps (`bucket_hits`) include theirs.
+Their seed is fixed, so the number of steps is the same in every start. None uses a grammar, because the grammar tables
+take 0.9 s for a large vocabulary, in which llguidance holds the GIL. They are built once no request has been open for
+GRAMMAR_IDLE_S, or by the first request that needs them.
 """
 
 from __future__ import annotations
@@ -61,10 +60,8 @@ ASGI_SCOPE = {
 
 
 class ModelServer:
-    """An ASGI app, `app`, and the engine thread behind it.
-
-    The app answers from the start; completions get 503 until the model is warm. `deploy` runs in the engine thread.
-    On the event loop, `on_ready` is called once every bucket is warm and checked and the warm-up requests have
+    """An ASGI app, `app`, and the engine thread behind it, in which `deploy` runs. Completions get 503 until the model
+    is warm. On the event loop, `on_ready` is called once every bucket is warm and checked and the warm-up requests have
     completed, and `on_failure` if `deploy` raises or a step fails.
     """
 
@@ -127,17 +124,15 @@ class ModelServer:
         return build_service(deployment, self.settings, self.worker, self.admission, self.metrics)
 
     def _on_warm(self, deployment: Deployment) -> None:
-        """Runs in the engine thread, while it is idle, once the programs have replaced all eager steps.
-
-        The canary compares results of programs, which differ from those of eager steps.
+        """Runs in the engine thread, while it is idle, once the programs have replaced all eager steps. The canary
+        compares results of programs, which differ from those of eager steps.
         """
         self._record_canary(deployment)
         freeze_gc_after_startup()
 
     def _record_canary(self, deployment: Deployment) -> None:
-        """Record the canary, if it is on, right after the parity checks have passed.
-
-        Raises CompileError with `canary_strict` if no case is repeatable.
+        """Record the canary, if it is on, right after the parity checks. Raises CompileError if it must have a case and
+        has none.
         """
         if not self.settings.canary_interval:
             return
@@ -185,9 +180,8 @@ async def send_warmup_requests(service: Service) -> None:
 
 
 async def build_grammar_tables_when_idle(service: Service) -> None:
-    """Build the grammar tables once no request has been open for GRAMMAR_IDLE_S, unless a request has built them.
-
-    Returns without building them if the server drains or fails, or if grammars are not available.
+    """Build the grammar tables once no request has been open for GRAMMAR_IDLE_S, unless a request has built them, the
+    server drains or fails, or grammars are not available.
     """
     admission, idle_s = service.admission, 0.0
     while service.structured_output.needs_tables and not admission.closed_reason:

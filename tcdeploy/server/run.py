@@ -1,9 +1,8 @@
 """Runs the server: from a recipe to a listening process, and from a signal to its exit code.
 
-The socket accepts connections before the model is loaded: /health reports liveness, and /ready returns 200 once every
-bucket is warm and checked and the warm-up requests have completed, until the server drains. The first SIGTERM or SIGINT
-drains: new requests are rejected, running ones may finish within the drain time-out, and the rest end with an error
-event. A second signal exits at once.
+The socket accepts connections before the model is loaded. The first SIGTERM or SIGINT drains: new requests are
+rejected, running ones may finish within the drain time-out, and the rest end with an error event. A second signal exits
+at once.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ OnReady: TypeAlias = "Callable[[Deployment, str], None]"  # (deployment, address
 
 
 def run_server(settings: ServerSettings, deploy: Callable[[], Deployment], on_ready: OnReady) -> int:
-    """Serve until a signal or the death of the engine. Returns the exit code.
-
-    Raises UsageError if the address cannot be bound, and the exception of `deploy` if the model cannot be loaded.
+    """Serve until a signal or the death of the engine. Returns the exit code. Raises UsageError if the address cannot
+    be bound, and the exception of `deploy` if the model cannot be loaded.
     """
     _check_certificate(settings)
     listener = Listener(_listen(settings.host, settings.port), connection_limit())

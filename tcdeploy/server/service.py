@@ -157,10 +157,8 @@ class Service:
 def build_service(
     deployment: Deployment, settings: ServerSettings, worker: Worker, admission: Admission, metrics: Metrics
 ) -> Service:
-    """Build the service of a loaded deployment.
-
-    Runs in the engine thread: the event loop would not answer for the 0.1 s that reading a large vocabulary takes.
-    Raises ModelError if the chat template of the settings cannot be used.
+    """Build the service of a loaded deployment, in the engine thread: the event loop would not answer for the 0.1 s
+    that reading a large vocabulary takes. Raises ModelError if the chat template of the settings cannot be used.
     """
     from tcdeploy.programs.compile_stats import read_counts  # imports torch, which is loaded by now
 

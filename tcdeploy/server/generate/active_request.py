@@ -38,10 +38,8 @@ _group_ids = itertools.count()
 
 
 class RequestGroup:
-    """The engine requests of one API request (all prompts, all choices), merged into one stream of tokens.
-
-    A step may deliver tokens to hundreds of streams within milliseconds, so the cost per token matters: a list and a
-    future, instead of a queue and a task.
+    """The engine requests of one API request, merged into one stream of tokens. A step may deliver tokens to hundreds
+    of streams within milliseconds, so the cost per token matters: a list and a future, instead of a queue and a task.
     """
 
     def __init__(self, worker: Worker, prompts_and_params: list[tuple[list[int], SamplingParams]]) -> None:
@@ -69,10 +67,8 @@ class RequestGroup:
     async def tokens(
         self, timeout_s: float | None = None
     ) -> AsyncGenerator[list[tuple[PendingRequest, NewToken]], None]:
-        """Yield the tokens that have arrived since the last batch, until every request is complete or cancelled.
-
-        An empty list means that nothing arrived for `timeout_s` seconds. Raises TcdeployError if the engine rejected a
-        request, and EngineDeadError if it has died.
+        """Yield the tokens that have arrived since the last batch, until every request is complete or cancelled; an
+        empty list after `timeout_s` without any. Raises TcdeployError if the engine rejected a request or has died.
         """
         while any(pending.is_open for pending in self.pending_requests):
             if not self._new_tokens and self._failure is None:
@@ -121,10 +117,8 @@ class RequestGroup:
 
 
 class ActiveRequest:
-    """The engine requests and choices of one API request.
-
-    Choice i * n + j is the j-th choice of prompt i, with n = `request.num_choices`. `submit` fills `choices`. `close`
-    must be called once.
+    """The engine requests and choices of one API request. Choice i * n + j is the j-th choice of prompt i, with n =
+    `request.num_choices`. `submit` fills `choices`. `close` must be called once.
     """
 
     def __init__(
@@ -152,10 +146,8 @@ class ActiveRequest:
         prompts: list[Prompt],
         constraint: Constraint | None = None,
     ) -> ActiveRequest:
-        """Build the sampling parameters of each choice, without blocking the event loop.
-
-        The choices of a prompt share one object unless the request has a seed. Raises ApiError 400 if a value is
-        invalid for the model.
+        """Build the sampling parameters of each choice, without blocking the event loop. Raises ApiError 400. The
+        choices of a prompt share one object unless the request has a seed.
         """
         check_prompt_logprobs(request, sum(len(prompt.token_ids) for prompt in prompts))
         params: list[SamplingParams] = []
@@ -212,9 +204,8 @@ class ActiveRequest:
         )
 
     async def deltas(self, timeout_s: float | None = None) -> AsyncGenerator[dict[int, Delta], None]:
-        """Yield new output by choice index; an empty dict if nothing arrived for `timeout_s` seconds.
-
-        A first token is sent to the client before it is counted in the metrics.
+        """Yield new output by choice index; an empty dict if nothing arrived for `timeout_s` seconds. A first token is
+        sent to the client before it is counted in the metrics.
         """
         try:
             async with contextlib.aclosing(self.group.tokens(timeout_s)) as batches:

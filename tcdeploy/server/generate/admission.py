@@ -77,9 +77,8 @@ class Admission:
 
 
 class BodyReservation:
-    """The bytes of one body that count as waiting, until `release` or the end of the `with` statement.
-
-    Bodies of at most SMALL_BODY_BYTES are not counted, so that slow large bodies cannot block small ones.
+    """The bytes of one body that count as waiting, until `release` or the end of the `with` statement. Bodies of at
+    most SMALL_BODY_BYTES are not counted, so that slow large bodies cannot block small ones.
     """
 
     def __init__(self, admission: Admission) -> None:

@@ -61,10 +61,8 @@ class ScoredToken(NamedTuple):
 
 
 class Delta:
-    """The output that new tokens add to a choice.
-
-    The parts may be empty although there are tokens: a parser holds text back that may belong to a call. Not a
-    dataclass, whose default factories take 0.4 us per token.
+    """The output that new tokens add to a choice. The parts may be empty although there are tokens: a parser holds text
+    back that may belong to a call. A dataclass with default factories would take 0.4 us per token.
     """
 
     __slots__ = ("is_first", "logprobs", "parts", "token_ids")
@@ -171,9 +169,8 @@ def _echoed_logprobs(
 def prompt_logprob_json(
     token_id: int, logprobs: TokenLogprobs | None, num_top: int, vocabulary: Vocabulary
 ) -> dict[str, Any] | None:
-    """vLLM's entry for one token of a prompt: the token and the most likely ones by id. None for the first token.
-
-    The rank of a token that is not among the most likely ones is not known.
+    """vLLM's entry for one token of a prompt: the token and the most likely ones by id; None for the first token. The
+    rank of a token that is not among the most likely ones is not known.
     """
     if logprobs is None:
         return None

@@ -2,8 +2,8 @@
 
 A request passes the body limit, schema validation, admission, the tokenizer, the model's limits, and then the engine.
 Each stage rejects with an ApiError that names the field. The APIs differ in the schema of the body and in the format of
-the response (apis/answer.py). An API other than OpenAI's completions and chat completions translates its body to a
-ChatRequest; errors then name the fields as that API does.
+the response (apis/answer.py). One other than OpenAI's completions and chats translates its body to a ChatRequest;
+errors then name the fields as that API does.
 """
 
 from __future__ import annotations
@@ -124,9 +124,8 @@ async def _run(
 async def admitted_body(
     state: ServerState, request: Request, request_type: type[RequestT]
 ) -> AsyncIterator[tuple[PromptTokenizer, RequestT]]:
-    """Read the body of a request that needs only the tokenizer, and admit it until the end of the block.
-
-    It counts as one choice. The body is read first, so that clients which send no body cannot fill the queue.
+    """Read the body of a request that needs only the tokenizer, and admit it as one choice until the end of the block.
+    The body is read first, so that clients which send no body cannot fill the queue.
     """
     service = state.require_service()
     service.admission.check_open()
@@ -190,9 +189,8 @@ async def sse_events(answer: Answer) -> AsyncGenerator[bytes, None]:
 
 
 async def _answer_events(answer: Answer) -> AsyncGenerator[bytes, None]:
-    """The events up to an error. An event covers several tokens if the client or the event loop is slow.
-
-    Tokens of a tool call have no events until it is complete, which may take minutes.
+    """The events up to an error. An event covers several tokens if the client or the event loop is slow. Tokens of a
+    tool call have no events until it is complete, which may take minutes.
     """
     if first_events := answer.first_events():
         yield first_events
@@ -230,8 +228,7 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """Overrides Starlette's method, which is not documented: tests/server/test_faults.py fails if it is renamed.
-
-        uvicorn's `send` waits while its write buffer is full. Tokens collect in the request group meanwhile.
+        uvicorn's `send` waits while its write buffer is full; tokens collect in the request group meanwhile.
         """
 
         async def send_with_timeout(message: Message) -> None:

@@ -1,10 +1,9 @@
 """Tokenizes texts within limits on time and memory.
 
 A text of N characters has at least N / L tokens, where L is the length of the longest token. If N / L exceeds the
-limit, the text is refused without tokenizing it. Large vocabularies have tokens of 128 spaces, so ordinary text that is
-many times too long passes this test. A text with more than MANY_CHARS_PER_TOKEN characters per token of the limit is
-therefore tokenized in pieces first, and refused as soon as the pieces have twice as many tokens as the limit. (Cutting
-a text into pieces adds only a few tokens.)
+limit, the text is refused without tokenizing it. Large vocabularies have tokens of 128 spaces, so a text with more than
+MANY_CHARS_PER_TOKEN characters per token of the limit is tokenized in pieces first, and refused as soon as these have
+twice as many tokens as the limit. (Cutting a text adds only a few tokens.)
 
 Long texts are tokenized by ENCODE_THREADS threads, while tokenizers releases the GIL. `encode_batch_fast` computes no
 character offsets, which halves the time and the memory. Does not import torch.
@@ -53,10 +52,8 @@ class TextEncoder:
     async def encode(
         self, text: str, max_tokens: int, field: str, add_special_tokens: bool = True, num_kept: int | None = None
     ) -> list[int]:
-        """The token ids of `text`. Raises TooManyTokensError, which names `field`, for more than `max_tokens`.
-
-        `num_kept`: how many of the last tokens are kept. As in transformers, special tokens that are added to the text
-        are kept too, and count.
+        """The token ids of `text`. Raises TooManyTokensError, which names `field`, for more than `max_tokens`. Of
+        these, the last `num_kept` are kept, with the special tokens that are added to the text, as in transformers.
         """
         self.check_length(text, max_tokens, field)
         cost = len(text) if text.isascii() else 4 * len(text)
@@ -123,10 +120,8 @@ def trim_memory() -> None:
 
 
 def max_chars_per_token(tokenizer: Any) -> int | None:
-    """The largest number of characters that one token can stand for; None if it has no limit.
-
-    It is limited for byte-level BPE, and for BPE with byte fallback, if no normalizer or pre-tokenizer drops or merges
-    characters.
+    """The largest number of characters that one token can stand for. None: no limit, as in all but byte-level BPE and
+    BPE with byte fallback, and if a normalizer or pre-tokenizer drops or merges characters.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -95,10 +95,8 @@ class PromptTokenizer:
         return prompts
 
     def _template_variables(self, request: TemplateRequest) -> dict[str, Any]:
-        """Variables of the chat template.
-
-        Variables with names that the renderer uses are rejected, because they could replace the messages. As in vLLM,
-        `reasoning_effort` is a variable, and replaces one of that name.
+        """Variables of the chat template. Names that the renderer uses are rejected, because they could replace the
+        messages. As in vLLM, `reasoning_effort` is a variable, and replaces one of that name.
         """
         variables = request.chat_template_kwargs or {}
         if conflicts := sorted(reserved_names(self.tokenizer) & variables.keys()):

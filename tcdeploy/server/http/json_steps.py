@@ -1,13 +1,10 @@
 """A JSON parser that works in short steps and enforces limits as it goes, for large bodies on the event loop.
 
-`pydantic_core.from_json` holds the GIL for the whole body, 0.1 s for a million token ids, in a thread as well as on the
-event loop. A step of `JsonSteps` takes less than 1 ms. Strings, numbers and runs of integers are parsed by `from_json`
-in pieces, so both accept the same documents; only the structure is parsed here, at about 3 us per value and 50 ns per
-integer of a run. Limits are enforced before the values exist, because creating and freeing a million objects blocks as
-well.
-
-ijson was rejected: it returns a string of 8 MiB in one call, and replaces lone surrogates instead of rejecting them.
-Does not import torch.
+`pydantic_core.from_json` holds the GIL for the whole body, 0.1 s for a million token ids, in a thread as well. A step
+of `JsonSteps` takes less than 1 ms. Strings, numbers and runs of integers are parsed by `from_json` in pieces, so both
+accept the same documents; only the structure is parsed here, at about 3 us per value and 50 ns per integer of a run.
+Limits are enforced before the values exist, because creating and freeing a million objects blocks as well. ijson was
+rejected: it returns a string of 8 MiB in one call, and replaces lone surrogates instead of rejecting them.
 """
 
 from __future__ import annotations
@@ -66,9 +63,8 @@ class Integers(list[int]):
 
 
 class JsonSteps:
-    """Parses `body`: call `step` until it returns True; then `value` is the document.
-
-    `step` raises ValueError if the body is not JSON, and JsonLimitError if it exceeds a limit.
+    """Parses `body`: call `step` until it returns True; then `value` is the document. It raises ValueError if the body
+    is not JSON, and JsonLimitError if it exceeds a limit.
     """
 
     def __init__(self, body: bytes | bytearray, limits: JsonLimits) -> None:

@@ -1,10 +1,8 @@
 """Accepts connections, and closes idle ones before the process runs out of file descriptors.
 
-Without a limit, a client without an API key could open connections until the limit of open files is reached; the event
-loop then closes new connections at once. Here the number of connections stays below that limit. At the limit, a new
-connection replaces the one that has been idle for longest: one without a complete request, one that is kept alive
-between two requests, or one in its TLS handshake. A connection whose complete request waits for a response is never
-closed; admission control limits the number of these.
+At its limit of connections, a new one replaces the one that has been idle for longest: one without a complete request,
+one that is kept alive between two requests, or one in its TLS handshake. A connection whose complete request waits for
+a response is never closed; admission control limits the number of these.
 
 The socket is read here rather than by `loop.create_server`, which accepts all waiting connections in one call, knows
 only connections whose TLS handshake has succeeded, and (in uvloop) stops listening after some errors of `accept`.
@@ -61,9 +59,8 @@ def http_protocol(stall_timeout_s: float, observer: ConnectionObserver) -> Any:
 
 
 class Listener:
-    """Accepts connections, and observes them (ConnectionObserver in torch_compat/uvicorn/closing.py).
-
-    `listening` is a listening socket. A connection is an asyncio protocol with the attribute `transport`.
+    """Accepts connections from a listening socket, and observes them (ConnectionObserver in
+    torch_compat/uvicorn/closing.py). A connection is an asyncio protocol with the attribute `transport`.
     """
 
     def __init__(self, listening: socket.socket, max_connections: int) -> None:
@@ -150,9 +147,8 @@ class Listener:
             self.remove(connection)
 
     def _evict(self, count: int) -> None:
-        """Close the connections that have been idle for longest. Their removal resumes accepting.
-
-        Those that became idle just now are kept: a request may have arrived that has not been read yet.
+        """Close the connections that have been idle for longest, which resumes accepting. Those that became idle just
+        now are kept: a request may have arrived that has not been read yet.
         """
         newest = self._loop.time() - MIN_IDLE_S
         oldest = itertools.islice(self._idle.items(), count)

@@ -39,9 +39,8 @@ class AuthMiddleware:
 
 
 def find_key(request: Request, keys: tuple[str, ...]) -> str | None:
-    """The one of `keys` that the request contains, or None. The time does not depend on which key matches.
-
-    Anthropic's clients send the key as `x-api-key`.
+    """The one of `keys` that the request contains, or None. The time does not depend on which key matches. Anthropic's
+    clients send the key as `x-api-key`.
     """
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
     bearer = credentials.strip() if scheme.lower() == "bearer" else ""
@@ -51,10 +50,9 @@ def find_key(request: Request, keys: tuple[str, ...]) -> str | None:
 
 
 class RootPath:
-    """Removes `root_path` from the beginning of paths, behind a proxy that forwards only these.
-
-    Some proxies remove it themselves, so a path without it is served too. ASGI's `root_path` is not used: each reader
-    of the path would have to handle both cases.
+    """Removes `root_path` from the beginning of paths, behind a proxy that forwards only these. A path without it is
+    served too, because some proxies remove it. ASGI's `root_path` is not used: each reader of the path would have to
+    handle both cases.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:

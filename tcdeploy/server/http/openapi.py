@@ -78,10 +78,8 @@ def openapi_document(
     routes: Sequence[Route], request_models: Mapping[str, type[BaseModel]], public_paths: Sequence[str] | None,
     vocab_size: int | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The OpenAPI 3.1 document.
-
-    request_models: path -> model of its JSON body. public_paths: paths that need no API key; None: no path needs one.
-    vocab_size: None while the model is loading.
+    """The OpenAPI 3.1 document. request_models: path -> model of its JSON body. public_paths: paths that need no API
+    key; None: no path needs one. vocab_size: None while the model is loading.
     """
     models = [(model, "validation") for model in request_models.values()]
     _, schemas = models_json_schema(models, ref_template=REF_TEMPLATE)  # type: ignore[arg-type]

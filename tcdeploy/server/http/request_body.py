@@ -1,13 +1,10 @@
 """Reads the body of a request, within limits of bytes and time, and decompresses it.
 
-A body may have several content encodings (RFC 9110, section 8.4): gzip, deflate and zstd.
-
-The decompressed size has the same limit as the body itself, so a small body that expands to a gigabyte is refused when
-the limit is reached. The decoders release the GIL, and run in a thread, one body at a time, because 8 MiB take up to
-0.3 s. Brotli is not supported: its decoder would be one more dependency, and no client of these APIs sends it.
-
-zstandard's decoder returns the whole output of a piece of input at once, and 4 bytes can become 128 KiB. So it gets
-small pieces.
+A body may have several content encodings (RFC 9110, section 8.4): gzip, deflate and zstd. The decompressed size has the
+same limit as the body itself. The decoders release the GIL, and run in a thread, one body at a time, because 8 MiB take
+up to 0.3 s. zstandard's decoder returns the whole output of a piece of input at once, and 4 bytes can become 128 KiB,
+so it gets small pieces. Brotli is not supported: its decoder would be one more dependency, and no client of these APIs
+sends it.
 """
 
 from __future__ import annotations
@@ -35,10 +32,8 @@ _executor = ThreadPoolExecutor(1, "decompress")
 
 
 async def read_body(request: Request, max_bytes: int, reservation: BodyReservation) -> bytearray:
-    """The request's body, with its content encodings.
-
-    Raises ApiError 413 above `max_bytes`, 503 if too many bytes wait and 408 after BODY_TIMEOUT_S; ClientDisconnect if
-    the client disconnects.
+    """The request's body, with its content encodings. Raises ApiError 413 above `max_bytes`, 503 if too many bytes wait
+    and 408 after BODY_TIMEOUT_S; ClientDisconnect if the client disconnects.
     """
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:  # refused before it arrives
@@ -63,9 +58,8 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 async def read_decoded_body(request: Request, max_bytes: int, reservation: BodyReservation) -> bytes | bytearray:
-    """The request's body without its content encodings.
-
-    Raises ApiError like `read_body`, 415 for an encoding that is not supported, and 400 for invalid data.
+    """The request's body without its content encodings. Raises ApiError like `read_body`, 415 for an encoding that is
+    not supported, and 400 for invalid data.
     """
     values = [value for name, value in request.scope["headers"] if name == b"content-encoding"]
     codings = content_codings(b",".join(values).decode("latin-1")) if values else []

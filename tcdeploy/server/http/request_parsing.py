@@ -1,8 +1,7 @@
-"""Parses and validates JSON bodies without blocking the event loop.
+"""Parses and validates JSON bodies without blocking the event loop. Does not import torch.
 
 A small body is parsed in one call, which takes at most 5 ms for any content. A large body is parsed in steps
-(json_steps.py), one large body at a time, and its messages are validated in slices. Other tasks run between the steps.
-Does not import torch.
+(json_steps.py), one large body at a time, and its messages are validated in slices. Other tasks run in between.
 """
 
 from __future__ import annotations
@@ -90,9 +89,8 @@ async def _parse_in_steps(request_type: type[BaseModel], body: bytes | bytearray
 
 
 def _too_long(request_type: type[BaseModel], error: TooLongError, limits: JsonLimits) -> ApiError:
-    """The error for a text that is too long to be parsed, or a list of token ids: usually of a prompt.
-
-    An image in a message is a long text too.
+    """The error for a text (perhaps an image) or a list of token ids, usually of a prompt, that is too long to be
+    parsed.
     """
     match error.location:
         case (str() as field, int() as number, "content", int(index), *keys) if field in PROMPT_LISTS:
@@ -165,9 +163,8 @@ def _validate(request_type: type[RequestT], value: Any, unknown_names: set[str])
 
 
 def _validation_error(error: ValidationError, body: Any, list_offset: tuple[str, int] | None = None) -> ApiError:
-    """The response for the first invalid field, or for the first unsupported one.
-
-    `list_offset`: if only some items of a list were validated, the name of its field and the index of the first item.
+    """The response for the first invalid or unsupported field. `list_offset`: if only some items of a list were
+    validated, the name of its field and the index of the first item.
     """
     errors = error.errors(include_url=False)
     if list_offset is not None:

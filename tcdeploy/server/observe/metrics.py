@@ -36,9 +36,8 @@ CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
 class Metrics:
-    """All series have the label `model_name`, except those about the process and about HTTP, as in vLLM.
-
-    `prefix`: of all names but these. `recent` holds the latest samples for /status.
+    """All series have the prefix, and the label `model_name`, except those about the process and about HTTP, as in
+    vLLM. `recent` holds the latest samples for /status.
     """
 
     def __init__(self, model_name: str = "", prefix: str = DEFAULT_PREFIX) -> None:

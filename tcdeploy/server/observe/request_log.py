@@ -1,8 +1,7 @@
 """Counts each HTTP request in the metrics, and writes the access log (--log-requests).
 
-A line of the log names the request by X-Request-Id. Of prompts, it has as many characters as --log-prompts says. Each
-line is written LOG_DELAY_S after the response: a client that sends its next request at once would otherwise wait for
-it.
+Each line is written LOG_DELAY_S after the response: a client that sends its next request at once would otherwise wait
+for it. Of prompts, it has as many characters as --log-prompts says.
 """
 
 from __future__ import annotations
@@ -71,9 +70,8 @@ def set_usage(scope: Scope, get_usage: Callable[[], LoggedUsage]) -> None:
 
 
 class RequestLog:
-    """ASGI middleware around the whole application, which also adds X-Request-Id to responses.
-
-    `routes`: their series start at zero. `record`, if given, is called for each request that has ended.
+    """ASGI middleware around the whole application, which also adds X-Request-Id to responses. The series of `routes`
+    start at zero. `record`, if given, is called for each request that has ended.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Exports a span and latencies of each generation request to an OpenTelemetry collector (--otlp-endpoint).
 
 Names follow OpenTelemetry's semantic conventions for generative AI, which are not stable yet. The text of prompts and
-outputs is not exported. opentelemetry-sdk sends batches over HTTP in its own threads; its environment variables
-(OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, ...) apply.
+outputs is not exported. opentelemetry-sdk sends batches over HTTP in its own threads, and reads its environment
+variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, ...).
 """
 
 from __future__ import annotations

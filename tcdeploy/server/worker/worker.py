@@ -47,10 +47,8 @@ class EngineDeadError(ApiError):
 
 
 class PendingRequest:
-    """The event loop's handle for one engine request.
-
-    `receive` is called with each new token, with an exception, and with None when the engine has made its first step
-    after accepting the request.
+    """The event loop's handle for one engine request. `receive` is called with each new token, with an exception, and
+    with None when the engine has made its first step after accepting the request.
     """
 
     def __init__(
@@ -70,10 +68,9 @@ class PendingRequest:
 
 
 class Worker:
-    """The engine thread. All public methods are called from the event loop.
-
-    `load` runs in the thread; its result goes to `on_ready`, and its attribute `engine` runs until `stop`. `on_ready`
-    and `on_death` are called on the event loop; `on_death` also if `load` raises.
+    """The engine thread. All public methods are called from the event loop. `load` runs in the thread; its result goes
+    to `on_ready`, and its attribute `engine` runs until `stop`. `on_ready` and `on_death` are called on the event loop;
+    `on_death` also if `load` raises.
     """
 
     def __init__(
@@ -211,9 +208,8 @@ class Worker:
             self._captures_when_idle = engine.capture_next_graph()
 
     def _process_inbox(self, engine: Engine) -> bool:
-        """Process messages until the next step is due. False: stop.
-
-        While the engine is idle: until a request arrives, or a capture or the canary is due.
+        """Process messages until the next step is due; while the engine is idle, until a request arrives, or a capture
+        or the canary is due. False: stop.
         """
         while True:
             try:

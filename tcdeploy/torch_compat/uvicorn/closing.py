@@ -3,10 +3,7 @@
 TCP resets a connection that is closed while received bytes are unread, and the client may then lose the response. So a
 connection that ends before its request has arrived *lingers*: it is half-closed after the response, and the rest of the
 request is read and dropped, within limits of bytes and time. An error of the protocol is sent after the responses to
-the requests before it.
-
-`Connection` is the first base class of the protocol in torch_compat/uvicorn/protocol.py. The docstring there lists the
-names of uvicorn that both modules use.
+the requests before it. `Connection` is the first base class of the protocol in torch_compat/uvicorn/protocol.py.
 """
 
 from __future__ import annotations

@@ -7,16 +7,10 @@ requests, headers or chunks, and it answers bytes that are not HTTP with plain t
 connection (h2c of Java's HTTP client, WebSocket) it takes the body for the next request; here the offer is ignored, and
 the request answered in HTTP/1.1 (RFC 9110, section 7.8).
 
-The subclass relies on the parser callbacks `on_message_begin`, `on_url`, `on_header`, `on_headers_complete`, `on_body`
-and `on_message_complete`, on httptools' `on_chunk_header`, `feed_data`, `should_upgrade` and its two exceptions, on
-`on_response_complete`, `shutdown` and `_unset_keepalive_if_required`, on asyncio's `pause_writing` and
-`resume_writing`, and on the attributes `scope`, `url`, `headers`, `flow`, `cycle`, `pipeline`, `parser`, `transport`
-and `loop`; of the cycle on `send`, `transport`, `keep_alive`, `disconnected`, `message_event`, `chunked_encoding` and
-`expected_content_length`. It stops the parser with an exception in a callback. torch_compat/uvicorn/closing.py has the
-part that ends connections.
-
-If one of these names is missing, the server runs uvicorn's own protocol without limits, and warns.
-tests/server/test_http.py and test_abuse.py fail when the class changes.
+`supported` has the names of uvicorn and httptools on which this module and torch_compat/uvicorn/closing.py rely. If one
+of them is missing, the server runs uvicorn's own protocol without limits, and warns. tests/server/test_http.py and
+test_abuse.py fail when the class changes. closing.py has the part that ends connections. The parser is stopped with an
+exception in a callback.
 """
 
 from __future__ import annotations
@@ -73,7 +67,6 @@ def bounded_protocol(
     error_body: Callable[[int, str], bytes], stall_timeout_s: float, observer: ConnectionObserver
 ) -> Any:
     """The protocol for uvicorn.Config(http=...); "auto", uvicorn's own choice, if the class is not supported.
-
     `error_body` makes the JSON of a response from status and message. A client that reads almost nothing of a response
     for `stall_timeout_s` is disconnected.
     """
@@ -152,9 +145,8 @@ class _Bounds(Connection):
                 self._reject_request(self._too_large())
 
     def _parse(self, data: bytes) -> None:
-        """Call the parser. It stops after a head with an offer to upgrade, which is parsed again without the offer.
-
-        A new parser is used, because the old one accepts no request after `connection: upgrade, close`.
+        """Call the parser. It stops after a head with an offer to upgrade, which a new parser gets without the offer:
+        the old one accepts no request after `connection: upgrade, close`.
         """
         while data:
             try:
@@ -182,9 +174,8 @@ class _Bounds(Connection):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a line of the head or of the trailers.
-
-        Trailers are then dropped, because uvicorn would add them to the headers of a request that is being served.
+        """Count a line. Trailers are then dropped: uvicorn would add them to the headers of a request that is being
+        served.
         """
         self._count_line(len(name) + len(value) + 4)
         if self._in_headers:

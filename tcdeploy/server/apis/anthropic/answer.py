@@ -111,10 +111,7 @@ class MessagesAnswer(Answer):
 
 
 def _input(call: OutputCall) -> Any:
-    """The arguments as an object; of a truncated call, those that were generated.
-
-    Clients require an object, so arguments of another type are wrapped in one.
-    """
+    """The arguments as an object, in which those of another type are wrapped; of a truncated call, what there is."""
     try:
         value = from_json(call.arguments, allow_partial=True)
         dump(value)  # refuses numbers beyond a float's range, which would be written as Infinity

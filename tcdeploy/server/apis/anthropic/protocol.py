@@ -1,9 +1,7 @@
-"""Request schemas of Anthropic's Messages API, and its error format.
+"""Request schemas of Anthropic's Messages API, and its error format. Source: Anthropic's API reference.
 
-Source: Anthropic's API reference. The sampling parameters of the other routes are accepted here too. Unsupported fields
-that would change the response are rejected by name, through MESSAGES_INERT_VALUES or the validators below; fields
-without effect, such as `cache_control`, are accepted. server/apis/anthropic/routes.py converts a body to a
-ChatRequest. Does not import torch.
+The sampling parameters of the other routes are accepted here too. Unsupported fields that would change the response are
+rejected by name, through MESSAGES_INERT_VALUES or the validators below. Does not import torch.
 """
 
 from __future__ import annotations
@@ -204,10 +202,7 @@ class CountTokensRequest(MessagesPrompt):
 
 
 def messages_error_body(error: ApiError) -> dict[str, Any]:
-    """Anthropic's error body. It has no `param`, so the message contains it.
-
-    Clients recognise a prompt that is too long by the words "prompt is too long".
-    """
+    """Anthropic's error body, whose message contains `param`. Clients recognise the words "prompt is too long"."""
     types = {
         401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"
     }  # fmt: skip

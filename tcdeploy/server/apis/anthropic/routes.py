@@ -167,9 +167,8 @@ def _response_format(body: MessagesPrompt) -> JsonSchemaFormat | None:
 
 
 def _template_kwargs(body: MessagesPrompt) -> dict[str, Any] | None:
-    """`thinking` sets the variable that most chat templates read.
-
-    `budget_tokens` has no effect: Anthropic's API takes it as a target, and `max_tokens` limits thinking too.
+    """`thinking` sets the variable that most templates read. `budget_tokens` has no effect: in Anthropic's API it is a
+    target, and `max_tokens` limits thinking too.
     """
     if body.thinking is None:
         return body.chat_template_kwargs

@@ -1,10 +1,8 @@
-"""Request schemas of OpenAI's API with vLLM's extensions, and the error format.
+"""Request schemas of OpenAI's API with vLLM's extensions, and the error format. Does not import torch.
 
-Sources: OpenAI's API reference (completions, chat completions, models) and vLLM's protocol for the extensions (top_k,
-min_p, repetition_penalty, ignore_eos, min_tokens, continuous_usage_stats). Types are strict: `"5"` and `true` are not
-numbers. Unknown fields are accepted, so that clients with other extensions work. The schemas contain the limits of the
-fields (field_types.py); validation.py checks combinations. request_parsing.py validates bodies with these schemas.
-Does not import torch.
+Sources: OpenAI's API reference (completions, chat completions, models) and vLLM's protocol for the extensions. Types
+are strict: `"5"` and `true` are not numbers. Unknown fields are accepted, so that clients with other extensions work.
+The schemas contain the limits of the fields (field_types.py); validation.py checks combinations.
 """
 
 from __future__ import annotations
@@ -234,10 +232,7 @@ class ToolCall(NestedFields):
 
 
 def _check_parts(content: Any) -> Any:
-    """Raise an error for a part other than text. The message names its kind, the context its place in the list.
-
-    pydantic's own first error would be that the content is not a string.
-    """
+    """Raise an error for a part other than text. pydantic would first name another error."""
     for index, part in enumerate(content[:MAX_PARTS] if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in TEXT_PARTS:

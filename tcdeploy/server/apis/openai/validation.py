@@ -38,10 +38,7 @@ class ModelLimits(NamedTuple):
 
     @property
     def tokenize_tokens(self) -> int:
-        """The most tokens that /tokenize and /detokenize accept.
-
-        More than the context, because clients tokenize whole documents before they cut them to the context.
-        """
+        """Of /tokenize and /detokenize: clients tokenize whole documents before they cut them to the context."""
         return max(4 * self.context, MIN_TOKENIZE_TOKENS)
 
 
@@ -102,9 +99,8 @@ def _check_tools(request: ChatRequest) -> None:
 def to_sampling_params(
     request: GenerationRequest, prompt_length: int, limits: ModelLimits, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """Sampling parameters of the first choice of a prompt. Raises ApiError 400 with the name of the field.
-
-    `prompt_length` is in tokens. A value that is left out or null is the model's default, else the API's.
+    """Sampling parameters of the first choice of a prompt of `prompt_length` tokens. Raises ApiError 400. A value that
+    is left out or null is the model's default, else the API's.
     """
     max_new_tokens_limit = limits.context - prompt_length
     if max_new_tokens_limit < 1:
@@ -167,11 +163,9 @@ def context_length_message(
 def context_length_error(
     request: GenerationRequest, limits: ModelLimits, prompt_length: int, *, is_minimum: bool = False
 ) -> ApiError:
-    """The error for a prompt and a completion that exceed the context together. `param` is the field to shorten.
-
-    The words are those of OpenAI and vLLM, because clients search the message for them: litellm raises
-    ContextWindowExceededError for its first words, and others read the numbers. `prompt_length` is in tokens;
-    `is_minimum`: tokenization stopped early, so `prompt_length` is a lower bound.
+    """The error for a prompt and a completion that exceed the context together. `param` is the field to shorten. The
+    words are those of OpenAI and vLLM, because clients search for them: litellm raises ContextWindowExceededError for
+    the first ones, and others read the numbers. `is_minimum`: `prompt_length` (tokens) is a lower bound.
     """
     prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
     completion_length = _max_new_tokens(request, limits.defaults.max_new_tokens, 0)  # 0: as many as fit
@@ -181,10 +175,7 @@ def context_length_error(
 
 
 def check_prompt_logprobs(request: GenerationRequest, prompt_tokens: int) -> None:
-    """Raises ApiError 400 if the response would contain too many log-probabilities of prompts.
-
-    `prompt_tokens`: of all prompts together.
-    """
+    """Raises ApiError 400 if prompts of `prompt_tokens` in total would return too many log-probabilities."""
     if request.prompt_logprobs is None:
         return
     copies = 1 if isinstance(request, ChatRequest) else request.num_choices
@@ -205,9 +196,8 @@ def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
 
 
 def num_kept_tokens(request: GenerationRequest, limits: ModelLimits) -> int | None:
-    """The most tokens of a prompt that `truncate_prompt_tokens` keeps; None: all. Raises ApiError 400.
-
-    -1 keeps as many as leave room for the new tokens: the request's number, else the model's default, else one.
+    """The most tokens of a prompt that `truncate_prompt_tokens` keeps; None: all. Raises ApiError 400. -1 keeps as many
+    as leave room for the new tokens: the request's number, else the model's default, else one.
     """
     kept = request.truncate_prompt_tokens
     if kept is None:
@@ -237,9 +227,8 @@ def _length_field(request: GenerationRequest) -> str:
 
 
 def _max_new_tokens(request: GenerationRequest, default: int | None, limit: int) -> int:
-    """The request's value, else the model's default up to `limit`, else `limit`.
-
-    For completions the model's default can only lower the API's, because clients rely on short answers.
+    """The request's value, else the model's default up to `limit`, else `limit`. For completions the model's default
+    can only lower the API's, because clients rely on short answers.
     """
     if isinstance(request, CompletionRequest) and request.max_tokens is None:
         return min(DEFAULT_COMPLETION_TOKENS, default or DEFAULT_COMPLETION_TOKENS)
@@ -249,9 +238,8 @@ def _max_new_tokens(request: GenerationRequest, default: int | None, limit: int)
 
 
 def _min_new_tokens(request: GenerationRequest, default: int | None, max_new_tokens: int) -> int:
-    """The request's value, else the model's default up to `max_new_tokens`.
-
-    The default does not apply to an output that follows a grammar: the output ends where its grammar ends.
+    """The request's value, else the model's default up to `max_new_tokens`, unless a grammar decides where the output
+    ends.
     """
     if request.min_tokens is not None or request.constraint_field:
         return request.min_tokens or 0
@@ -265,7 +253,6 @@ def _first_given(*values: Any) -> Any:
 
 def params_of_choices(first: SamplingParams, num_choices: int, scores_once: bool = False) -> list[SamplingParams]:
     """Sampling parameters of each choice of a prompt. With a seed, choice j > 0 uses (seed + j) modulo 2^63.
-
     `scores_once`: only the first choice gets the log-probabilities of the prompt.
     """
     other = first

@@ -1,9 +1,7 @@
-"""Request schemas of OpenAI's Responses API.
+"""Request schemas of OpenAI's Responses API. Source: OpenAI's API reference.
 
-Source: OpenAI's API reference. The sampling parameters of the other routes are accepted here too. Unsupported fields
-that would change the response are rejected by name, through RESPONSES_INERT_VALUES, the validators below or
-server/apis/responses/routes.py; fields without effect, such as `prompt_cache_key`, are accepted.
-server/apis/responses/routes.py converts a body to a ChatRequest. Does not import torch.
+The sampling parameters of the other routes are accepted here too. Unsupported fields that would change the response are
+rejected by name, through RESPONSES_INERT_VALUES, the validators below or routes.py. Does not import torch.
 """
 
 from __future__ import annotations
