@@ -53,16 +53,13 @@ class PromptTokenizer:
         """One entry per prompt of the request. Raises ApiError 400."""
         try:
             if isinstance(request, ChatRequest):
-                return [await self._chat_prompt(request)]
+                text = await self._render_chat(request, request.messages, request.usable_tools)
+                return [await self._encode(request, text, "messages")]
             return await self._completion_prompts(request)
         except TooManyTokensError as error:
             if request.truncate_prompt_tokens is not None:
                 raise  # the text is too long to be tokenized before it is truncated
             raise context_length_error(request, self.limits, error.num_tokens, is_minimum=error.is_minimum) from None
-
-    async def _chat_prompt(self, request: ChatRequest) -> Prompt:
-        text = await self._render_chat(request, request.messages, request.usable_tools)
-        return await self._encode(request, text, "messages")
 
     async def _encode(self, request: CompletionRequest | ChatRequest, text: str, field: str) -> Prompt:
         """The prompt of a text, truncated to `truncate_prompt_tokens`."""

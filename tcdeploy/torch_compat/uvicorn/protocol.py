@@ -219,7 +219,7 @@ class _Bounds(Connection):
         if self._head_without_offer:
             return
         self._in_headers, self._has_partial_request = True, False
-        self._cancel_deadline()
+        self._cancel("deadline")
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._keeps_alive
             self.observer.mark_busy(self)
@@ -246,11 +246,11 @@ class _Bounds(Connection):
     # Time limit
 
     def _set_deadline(self) -> None:
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._on_deadline)
+        if "deadline" not in self._timers:
+            self._timers["deadline"] = self.loop.call_later(REQUEST_TIMEOUT_S, self._on_deadline)
 
     def _on_deadline(self) -> None:
-        self._deadline = None
+        self._cancel("deadline")
         if self.cycle is not None and not self.cycle.response_complete:
             self._set_deadline()  # a response is being sent, and has its own time limit
         else:

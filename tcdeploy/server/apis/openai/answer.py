@@ -172,38 +172,25 @@ class ChatAnswer(ChunkAnswer):
             fields["content"] = content
         if calls:
             fields["tool_calls"] = [{"index": call.number, **call.json()} for call in calls]
-        return {
-            "index": choice.index,
-            "delta": fields,
-            "logprobs": self._logprobs(choice, delta),
-            "finish_reason": choice.finish_reason or None,
-            **_token_ids(choice, delta),
-        }
+        return self._choice(choice, delta, delta=fields)
 
     def whole_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         self._first_fields |= self._prompt_logprobs(choice)
         content, reasoning, calls = split(delta.parts)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": content or None if calls else content,
-            "refusal": None,
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls and not content:
+            message["content"] = None
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [call.json() for call in calls]
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(choice, delta),
-            "finish_reason": choice.finish_reason,
-            **_token_ids(choice, delta),
-        }
+        return self._choice(choice, delta, message=message)
 
-    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
-        if choice.num_top_logprobs is None:
-            return None
-        return {"content": [self._logprob_entry(entry) for entry in delta.logprobs]}
+    def _choice(self, choice: Choice, output: Delta, **content: dict[str, Any]) -> dict[str, Any]:
+        has_logprobs = choice.num_top_logprobs is not None
+        logprobs = {"content": [self._logprob_entry(entry) for entry in output.logprobs]} if has_logprobs else None
+        end = {"logprobs": logprobs, "finish_reason": choice.finish_reason or None}
+        return {"index": choice.index, **content, **end, **_token_ids(choice, output)}
 
     def _logprob_entry(self, entry: ScoredToken) -> dict[str, Any]:
         assert entry.logprobs is not None

@@ -16,6 +16,9 @@ from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.choice import Delta
 from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputText, joined
 
+REPEATED_FIELDS = (
+    "instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "safety_identifier", "user",
+)  # fmt: skip
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
@@ -198,16 +201,12 @@ def _fixed_fields(active: ActiveRequest, body: ResponsesRequest, response_id: st
         "object": "response",
         "created_at": int(time.time()),
         "background": False,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
+        **{name: getattr(body, name) for name in REPEATED_FIELDS},
         "max_tool_calls": None,
         "metadata": body.metadata or {},
         "model": active.service.settings.model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.is_stored,
         "temperature": params.temperature,
@@ -217,5 +216,4 @@ def _fixed_fields(active: ActiveRequest, body: ResponsesRequest, response_id: st
         "top_logprobs": 0,
         "top_p": params.top_p,
         "truncation": "disabled",
-        "user": body.user,
     }
