@@ -37,7 +37,7 @@ from tcdeploy.server.http.middleware import UNAUTHENTICATED_PATHS, AuthMiddlewar
 from tcdeploy.server.http.openapi import openapi_document
 from tcdeploy.server.observe import status
 from tcdeploy.server.observe.request_log import RequestLog
-from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.service import ServerState
 
 REQUEST_MODELS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,

@@ -30,8 +30,7 @@ from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.status import INTERVAL_S
 from tcdeploy.server.observe.telemetry import Telemetry
-from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.service import Service, build_service
+from tcdeploy.server.service import ServerState, Service, build_service
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.worker.canary import CanarySchedule
 from tcdeploy.server.worker.worker import EngineDeadError, Worker
@@ -141,7 +140,7 @@ class ModelServer:
         start = time.perf_counter()
         canary = Canary(deployment.engine)
         deployment.stage_seconds["canary"] = time.perf_counter() - start
-        self.worker.canary = CanarySchedule(canary, deployment.engine, self.settings.canary_interval)
+        self.worker.canary = CanarySchedule(canary, self.settings.canary_interval)
         if self.settings.canary_strict:
             self.worker.canary.require_cases()
 

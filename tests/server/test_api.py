@@ -24,8 +24,7 @@ from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.generate.tokenization import Prompt
 from tcdeploy.server.http.request_parsing import parse
 from tcdeploy.server.observe.metrics import Metrics
-from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.service import Service
+from tcdeploy.server.service import ServerState, Service
 from tcdeploy.server.settings import ServerSettings
 
 COMPLETION = ("POST", "/v1/completions", {"prompt": [1]})

@@ -78,7 +78,8 @@ def test_the_history_has_one_sample_per_interval_and_the_newest_are_returned() -
     for number in range(CAPACITY + 3):
         recent.tokens += number
         for seconds in (0.5, 0.25, 0.75) if number == CAPACITY + 2 else ():
-            recent.observe_first_token(seconds)
+            recent.first_tokens += 1
+            recent.time_to_first_token.append(seconds)
         history.sample(FIGURES, recent)
     document = history.json(10_000)
     assert (document["end"], len(document["samples"]), document["interval_seconds"]) == (CAPACITY + 3, CAPACITY, 2.0)

@@ -28,7 +28,7 @@ from tcdeploy.server.generate.choice import Delta
 from tcdeploy.server.generate.generation import sse_events
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import RequestParser, parse
-from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.service import ServerState
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.worker.worker import EngineDeadError
 from tcdeploy.text.template_form import RefusedMessageError, TemplateForm

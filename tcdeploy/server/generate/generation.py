@@ -33,8 +33,7 @@ from tcdeploy.server.generate.tokenization import PromptTokenizer
 from tcdeploy.server.http.request_body import read_decoded_body
 from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES, RequestT, parse
 from tcdeploy.server.observe.request_log import set_usage
-from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.service import Service
+from tcdeploy.server.service import ServerState, Service
 from tcdeploy.torch_compat.uvicorn.protocol import abort, is_write_paused
 
 KEEP_ALIVE_SECONDS = 10.0

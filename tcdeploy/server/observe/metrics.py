@@ -148,7 +148,8 @@ class Stopwatch:
             recent.inter_token_latency.append(now - self._last)
         else:
             metrics.time_to_first_token.observe(now - self._start)
-            recent.observe_first_token(now - self._start)
+            recent.first_tokens += 1
+            recent.time_to_first_token.append(now - self._start)
             metrics.prefill_time.observe(now - (self._first_step or self._start))
             self._first = now
         self._last = now

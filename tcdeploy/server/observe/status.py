@@ -79,10 +79,6 @@ class RecentStats:
         self.tokens = 0
         self._rate_samples: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # (time, total tokens)
 
-    def observe_first_token(self, seconds: float) -> None:
-        self.first_tokens += 1
-        self.time_to_first_token.append(seconds)
-
     def observe_token(self) -> None:
         self.tokens += 1
         now = time.monotonic()

@@ -78,9 +78,11 @@ class Telemetry:
             "gen_ai.response.model": self._model,
             **({"error.type": str(request.status)} if request.status >= 400 else {}),
         }
+        traced = [item for item in request.headers if item[0] in (b"traceparent", b"tracestate")]  # of W3C
+        parent = {name.decode(): value.decode("latin-1") for name, value in traced}
         end_ns = int(request.end_time * 1e9)
         span = self._tracer.start_span(
-            f"{operation} {self._model}", self._parent(request.headers), self._span_kind,
+            f"{operation} {self._model}", self._propagator.extract(parent), self._span_kind,
             {**common, **_span_attributes(request)}, start_time=end_ns - int(request.seconds * 1e9),
         )  # fmt: skip
         if request.status >= 500:
@@ -92,11 +94,6 @@ class Telemetry:
                 self._first_token_times.record(usage.first_token_seconds, common)
             if usage.seconds_per_token is not None:
                 self._token_times.record(usage.seconds_per_token, common)
-
-    def _parent(self, headers: Iterable[tuple[bytes, bytes]]) -> Any:
-        """The span of the client, which W3C's headers name."""
-        traced = [item for item in headers if item[0] in (b"traceparent", b"tracestate")]
-        return self._propagator.extract({name.decode(): value.decode("latin-1") for name, value in traced})
 
     def close(self) -> None:
         """Export what is left, for at most CLOSE_TIMEOUT_S."""

@@ -44,7 +44,7 @@ from tcdeploy.server.apis.openai.unsupported_fields import check_unsupported_fie
 from tcdeploy.server.apis.turn import BLOCKS_PER_SLICE, Turn, last_turn, to_messages, tool_turn
 from tcdeploy.server.generate.generation import GenerationApi, TranslatedRequest, admitted_body, generation_route
 from tcdeploy.server.output.structured.output_constraint import JsonSchema, JsonSchemaFormat
-from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.service import ServerState
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

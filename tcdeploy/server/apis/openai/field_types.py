@@ -79,10 +79,6 @@ def _keep_integers(value: Any, validate: Callable[[Any], Any]) -> Any:
     return value if type(value) is Integers else validate(value)
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 Number: TypeAlias = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # integers too
 MaxTokens: TypeAlias = Annotated[StrictInt, limits_of("max_new_tokens")]
 NumLogprobs: TypeAlias = Annotated[StrictInt, limits_of("logprobs")]
@@ -109,8 +105,11 @@ PromptIdLists: TypeAlias = Annotated[list[PromptIds], Field(fail_fast=True, min_
 StopString: TypeAlias = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings: TypeAlias = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
 Stop: TypeAlias = Annotated[
-    StopStrings, BeforeValidator(_as_list, json_schema_input_type=StopString | StopStrings)
-]  # one string becomes a list
+    StopStrings,
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=StopString | StopStrings
+    ),
+]
 BadWords: TypeAlias = Annotated[
     list[Annotated[StrictStr, Field(min_length=1)]], Field(fail_fast=True, max_length=MAX_BAD_WORDS)
 ]

@@ -51,7 +51,7 @@ from tcdeploy.server.generate.generation import GenerationApi, TranslatedRequest
 from tcdeploy.server.http.middleware import find_key
 from tcdeploy.server.output.json_text import dump
 from tcdeploy.server.output.structured.output_constraint import JsonObjectFormat, JsonSchema, JsonSchemaFormat
-from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.service import ServerState
 from tcdeploy.text.template_form import INSTRUCTION_ROLES, MESSAGE_SEPARATOR
 
 # Unsupported query parameters of a GET, which would change the response.
