@@ -109,12 +109,9 @@ class Service:
     def model_card(self, name: str) -> dict[str, Any]:
         """The model's entry in /v1/models under one of its names."""
         return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "tcdeploy",
+            "id": name, "object": "model", "created": self.created, "owned_by": "tcdeploy",
             "max_model_len": self.limits.context,
-        }
+        }  # fmt: skip
 
     def count_unknown_fields(self, names: Iterable[str]) -> None:
         """Log and count each unknown field once. The request is served."""
@@ -266,20 +263,13 @@ def build_service(
     if unrendered := sorted(template_form(tokenizer).unrendered):  # also probes the template before the first request
         log.info("the chat template renders no messages of these kinds, which are refused: %s", ", ".join(unrendered))
     return Service(
-        settings=settings,
-        deployment=deployment,
-        worker=worker,
-        admission=admission,
-        metrics=metrics,
+        settings=settings, deployment=deployment, worker=worker, admission=admission, metrics=metrics,
         tokenizer=PromptTokenizer(tokenizer, TextEncoder(tokenizer), limits, settings.model, tools),
-        vocabulary=Vocabulary(tokenizer),
-        limits=limits,
-        structured_output=StructuredOutputBackend(tokenizer, defaults.stop_token_ids),
-        tools=tools,
-        missed_shapes=MissedShapes(deployment.plan),
-        compiles_at_load=read_counts().compiles,
+        vocabulary=Vocabulary(tokenizer), limits=limits,
+        structured_output=StructuredOutputBackend(tokenizer, defaults.stop_token_ids), tools=tools,
+        missed_shapes=MissedShapes(deployment.plan), compiles_at_load=read_counts().compiles,
         system_fingerprint=system_fingerprint(deployment.plan),
-    )
+    )  # fmt: skip
 
 
 def system_fingerprint(plan: Plan) -> str:

@@ -23,10 +23,10 @@ from tcdeploy.server.apis.anthropic.routes import MESSAGES, to_chat_request
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
 from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.apis.openai.validation import ModelLimits, check, context_length_error, to_sampling_params
+from tcdeploy.server.generate import generation
 from tcdeploy.server.generate.choice import Choice, Delta, Vocabulary, total_usage
 from tcdeploy.server.generate.generation import sse_events
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
-from tcdeploy.server.http import sse
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import RequestParser, parse
 from tcdeploy.server.output.tools import ToolSupport
@@ -363,7 +363,7 @@ def test_a_call_that_is_not_complete_has_keep_alives(tokenizer: Any, monkeypatch
         return b"".join([event async for event in sse_events(answer)])
 
     assert asyncio.run(run()).count(b"event: ping") == 1
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.0)
+    monkeypatch.setattr(generation, "KEEP_ALIVE_SECONDS", 0.0)
     assert asyncio.run(run()).count(b"event: ping") > 10
 
 

@@ -140,12 +140,9 @@ class ActiveRequest:
 
     @classmethod
     async def create(
-        cls,
-        service: Service,
-        request: CompletionRequest | ChatRequest,
-        prompts: list[Prompt],
+        cls, service: Service, request: CompletionRequest | ChatRequest, prompts: list[Prompt],
         constraint: Constraint | None = None,
-    ) -> ActiveRequest:
+    ) -> ActiveRequest:  # fmt: skip
         """Build the sampling parameters of each choice, without blocking the event loop. Raises ApiError 400. The
         choices of a prompt share one object unless the request has a seed.
         """
@@ -191,17 +188,12 @@ class ActiveRequest:
             tokenizer, request.stop_strings, skips_special_tokens and selected.parser is None, hidden_ids
         )
         return Choice(
-            index=index,
-            detokenizer=detokenizer,
-            output_parser=selected.parser,
-            num_prompt_tokens=len(prompt.token_ids),
-            num_top_logprobs=request.num_logprobs,
-            num_prompt_logprobs=num_prompt_logprobs,
-            echo=echo,
-            drops_output=request.only_scores_prompt,
+            index=index, detokenizer=detokenizer, output_parser=selected.parser,
+            num_prompt_tokens=len(prompt.token_ids), num_top_logprobs=request.num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs, echo=echo, drops_output=request.only_scores_prompt,
             returns_token_ids=returns_token_ids,
             prompt_token_ids=tuple(prompt.token_ids) if needs_prompt_token_ids else (),
-        )
+        )  # fmt: skip
 
     async def deltas(self, timeout_s: float | None = None) -> AsyncGenerator[dict[int, Delta], None]:
         """Yield new output by choice index; an empty dict if nothing arrived for `timeout_s` seconds. A first token is

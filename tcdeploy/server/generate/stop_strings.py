@@ -15,12 +15,9 @@ class StopStringDetokenizer:
     """The text of one choice. After a stop string, `stopped` is True, and `matched` is the stop string."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        stop_strings: tuple[str, ...],
-        skip_special_tokens: bool = True,
+        self, tokenizer: Any, stop_strings: tuple[str, ...], skip_special_tokens: bool = True,
         hidden_ids: frozenset[int] = frozenset(),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`hidden_ids`: tokens to omit from the text even without `skip_special_tokens`."""
         self._hidden_ids = hidden_ids
         self._stream = IncrementalDetokenizer(tokenizer, skip_special_tokens)

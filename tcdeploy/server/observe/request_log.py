@@ -75,13 +75,9 @@ class RequestLog:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        routes: Collection[Route],
-        metrics: Metrics,
-        log_format: RequestLogFormat = "off",
+        self, app: ASGIApp, routes: Collection[Route], metrics: Metrics, log_format: RequestLogFormat = "off",
         record: Callable[[LoggedRequest], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._app, self._log_format, self._record = app, log_format, record
         self._ended: deque[Callable[[], None]] = deque()  # calls of `_log`
         self._is_closed = False

@@ -26,12 +26,9 @@ class ResponsesAnswer(Answer):
     """`store` is called with the JSON and the output items of the finished response."""
 
     def __init__(
-        self,
-        active: ActiveRequest,
-        body: ResponsesRequest,
-        response_id: str,
+        self, active: ActiveRequest, body: ResponsesRequest, response_id: str,
         store: Callable[[bytes, list[dict[str, Any]]], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(active)
         self._store = store
         self._sequence_number = 0
