@@ -110,7 +110,7 @@ class _Process:
         serving = asyncio.create_task(http_server.serve(sockets=[] if is_bounded else [self._listener.socket]))
         if is_bounded:
             new_connection: Any = config.http_protocol_class
-            self._listener.start(lambda: new_connection(config, http_server.service, app_state={}), config.ssl)
+            self._listener.start(lambda: new_connection(config, http_server.server_state, app_state={}), config.ssl)
         self._server.start()
         await asyncio.wait({serving, asyncio.create_task(self._exit_event.wait())}, return_when=asyncio.FIRST_COMPLETED)
         http_server.should_exit = True
@@ -142,7 +142,7 @@ class _Process:
         self._server.admission.close("draining")
         # Connections without a complete request are closed now, the others after their response. A client with a
         # connection pool sends its next request on a new connection, which a load balancer routes to another replica.
-        for connection in list(self._http_server.service.connections):
+        for connection in list(self._http_server.server_state.connections):
             connection.shutdown()
         asyncio.ensure_future(self._drain())
 

@@ -207,8 +207,8 @@ def test_a_lingering_connection_is_closed_when_the_server_drains(server: Running
     with server.connect() as connection:
         connection.sendall(request("/refuse", "content-length: 99"))
         assert b" 200 " in read_all(connection)
-        assert server.server.service.connections
-        for protocol in list(server.server.service.connections):
+        assert server.server.server_state.connections
+        for protocol in list(server.server.server_state.connections):
             server.call(protocol.shutdown)
         server.wait_until_closed()
 

@@ -96,7 +96,7 @@ class RunningServer:
 
     def wait_until_closed(self) -> None:
         deadline = time.monotonic() + 5
-        while self.server.service.connections or self.server.service.tasks:
+        while self.server.server_state.connections or self.server.server_state.tasks:
             assert time.monotonic() < deadline, "connections or tasks are left"
             time.sleep(0.01)
 
@@ -183,7 +183,7 @@ def test_thousands_of_tiny_chunks_are_400(server: RunningServer) -> None:
 def test_thousands_of_pipelined_requests_close_the_connection(server: RunningServer) -> None:
     server.exchange(b"GET /version HTTP/1.1\r\n\r\n" * 5000)
     server.wait_until_closed()
-    assert server.server.service.total_requests < 5000
+    assert server.server.server_state.total_requests < 5000
 
 
 @pytest.mark.parametrize("length", [2**63 - 1, 8 * 2**20 + 1])
