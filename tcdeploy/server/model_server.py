@@ -65,12 +65,9 @@ class ModelServer:
     """
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        deploy: Callable[[], Deployment],
-        on_ready: Callable[[Deployment], None],
+        self, settings: ServerSettings, deploy: Callable[[], Deployment], on_ready: Callable[[Deployment], None],
         on_failure: Callable[[BaseException], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.settings, self._deploy, self._on_ready, self._on_failure = settings, deploy, on_ready, on_failure
         self.worker = Worker(self._load, self._on_loaded, self._on_engine_death)
         self.admission = Admission(settings.max_queued, settings.max_waiting_bytes)

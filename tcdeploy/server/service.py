@@ -199,14 +199,12 @@ class ServerState:
 
     def figures(self) -> ServerFigures:
         return ServerFigures(
-            model_name=self.settings.model,
-            state=self.unready_reason or "ready",
-            uptime_seconds=time.time() - self.start_time,
-            scheduler=self.worker.stats,
+            model_name=self.settings.model, state=self.unready_reason or "ready",
+            uptime_seconds=time.time() - self.start_time, scheduler=self.worker.stats,
             rejections=dict(self.admission.rejections),
             canary=self.worker.canary.stats if self.worker.canary else CanaryStats(),
             model=None if self.service is None else _model_figures(self.service),
-        )
+        )  # fmt: skip
 
     def require_service(self) -> Service:
         """Raises ApiError 503 while the model is loading."""

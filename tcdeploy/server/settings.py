@@ -44,19 +44,15 @@ class ServerSettings:
         8000, "Port to listen on; 0 selects a free one", minimum=0, maximum=65535, valid="0 selects a free port"
     )
     api_keys: tuple[str, ...] = _option(
-        (),
-        "API key that requests must send; repeat it for several keys; default: none required",
-        name="api_key",
+        (), "API key that requests must send; repeat it for several keys; default: none required", name="api_key",
         metavar="KEY",
-    )
+    )  # fmt: skip
     model: str = ""  # the model's name in the API
     # Further names that requests may use. The option has all names, the first of which becomes `model`.
     model_aliases: tuple[str, ...] = _option(
-        (),
-        "Model name in the API, default: MODEL; repeat it for further names",
-        name="served_model_name",
+        (), "Model name in the API, default: MODEL; repeat it for further names", name="served_model_name",
         metavar="NAME",
-    )
+    )  # fmt: skip
     allowed_origins: tuple[str, ...] = _option(
         (),
         "Origin of web pages that may call the server (CORS), such as https://app.example.com, or * for all; repeat it "
@@ -65,12 +61,9 @@ class ServerSettings:
         metavar="ORIGIN",
     )
     root_path: str = _option(
-        "",
-        "Path below which a proxy serves this server, such as /llm",
-        is_advanced=True,
-        metavar="PATH",
+        "", "Path below which a proxy serves this server, such as /llm", is_advanced=True, metavar="PATH",
         parse=_without_slash,
-    )
+    )  # fmt: skip
     ssl_certfile: str | None = _option(
         None, "PEM file with the certificate chain; the server then speaks HTTPS", is_advanced=True, metavar="FILE"
     )
@@ -78,12 +71,9 @@ class ServerSettings:
         None, "PEM file with the private key; default: it is in --ssl-certfile", is_advanced=True, metavar="FILE"
     )
     chat_template: ChatTemplate | None = _option(
-        None,
-        "Jinja file with the chat template; default: the tokenizer's",
-        is_advanced=True,
-        metavar="FILE",
+        None, "Jinja file with the chat template; default: the tokenizer's", is_advanced=True, metavar="FILE",
         parse=lambda path: read_chat_template(Path(path)),
-    )
+    )  # fmt: skip
     tool_parser: str = _option(
         "auto",
         "Format of the model's tool calls; auto: the tokenizer's response template, else detected from the chat "
@@ -131,11 +121,9 @@ class ServerSettings:
     )  # fmt: skip
     log_level: LogLevel = _option("warning", "Lowest level of messages on stderr", is_advanced=True)
     metrics_prefix: str = _option(
-        "tcdeploy:",
-        "Prefix of the names in /metrics; vllm: makes the dashboards of vLLM work",
-        is_advanced=True,
+        "tcdeploy:", "Prefix of the names in /metrics; vllm: makes the dashboards of vLLM work", is_advanced=True,
         metavar="PREFIX",
-    )
+    )  # fmt: skip
     otlp_endpoint: str = _option(
         "",
         "Base URL of an OpenTelemetry collector (OTLP over HTTP), such as http://localhost:4318, which gets a span and "

@@ -58,7 +58,9 @@ class LimitedServer:
 
     async def _serve(self) -> None:
         new_connection: Any = self.config.http_protocol_class
-        self.listener.start(lambda: new_connection(self.config, self.server.server_state, app_state={}), self.config.ssl)
+        self.listener.start(
+            lambda: new_connection(self.config, self.server.server_state, app_state={}), self.config.ssl
+        )
         await self.server.serve(sockets=[])
         self.listener.close()
 

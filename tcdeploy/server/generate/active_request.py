@@ -261,10 +261,9 @@ class ActiveRequest:
             cached_tokens=self.usage.cached_tokens if self.choices else 0,
             first_token_seconds=min(first_times, default=None),
             seconds_per_token=sum(token_times) / len(token_times) if token_times else None,
-            is_streamed=self.request.stream is True,
-            parameters=vars(params),
+            is_streamed=self.request.stream is True, parameters=vars(params),
             prompts=tuple(self._logged_prompt(prompt, num_logged) for prompt in self.prompts) if num_logged else (),
-        )
+        )  # fmt: skip
 
     def _logged_prompt(self, prompt: Prompt, num_chars: int) -> str:
         """The first characters of a prompt. A character is at most four tokens."""

@@ -159,13 +159,10 @@ class RequestLog:
 
     def _line(self, client: tuple[str, int] | None, path: str, request: LoggedRequest) -> str:
         fields: dict[str, Any] = {
-            "client": f"{client[0]}:{client[1]}" if client else "-",
-            "method": request.method,
-            "path": path[:MAX_LOGGED_CHARS],
-            "status": request.status,
-            "milliseconds": round(request.seconds * 1e3, 1),
+            "client": f"{client[0]}:{client[1]}" if client else "-", "method": request.method,
+            "path": path[:MAX_LOGGED_CHARS], "status": request.status, "milliseconds": round(request.seconds * 1e3, 1),
             "request_id": request.request_id,
-        }
+        }  # fmt: skip
         if (usage := request.usage) is not None:
             fields["prompt_tokens"], fields["completion_tokens"] = usage.prompt_tokens, usage.completion_tokens
             fields["finish_reasons"] = Counter(reason or "abort" for reason in usage.finish_reasons)

@@ -29,6 +29,10 @@ RATE_WINDOW_S = 5.0
 RATE_SAMPLE_S = 0.1
 INTERVAL_S = 2.0
 CAPACITY = 450  # samples: 15 minutes
+WHILE_LOADING = {  # figures of the model in /status
+    "kv_cache_usage": 0.0, "recompiles": 0, "tier": None, "num_buckets": 0, "stage_seconds": {},
+    "weights_gb_per_second": None, "import_seconds": {}, "generation_defaults": {},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -159,19 +163,12 @@ def status_json(figures: ServerFigures, recent: RecentStats) -> dict[str, Any]:
         "generation_tokens": recent.tokens,
         "tokens_per_second": recent.tokens_per_second(),
         "rejections": sum(figures.rejections.values()),
-        "kv_cache_usage": model.kv_cache_usage if model else 0.0,
-        "recompiles": model.recompiles if model else 0,
-        "tier": model.tier if model else None,
-        "num_buckets": model.num_buckets if model else 0,
+        **{name: getattr(model, name, default) for name, default in WHILE_LOADING.items()},
         "latency": [
             _latency_json("first token", list(recent.time_to_first_token)),
             _latency_json("between tokens", list(recent.inter_token_latency)),
         ],
         "buckets": [_bucket_json(model, record) for record in model.records] if model else [],
-        "stage_seconds": model.stage_seconds if model else {},
-        "weights_gb_per_second": model.weights_gb_per_second if model else None,
-        "import_seconds": model.import_seconds if model else {},
-        "generation_defaults": model.generation_defaults if model else {},
     }
 
 
@@ -186,9 +183,6 @@ def _bucket_json(model: ModelFigures, record: BucketRecord) -> dict[str, Any]:
         "outcome": record.outcome,
         "steps": model.step_counts.get(record.bucket, 0),
         "padding_tokens": model.padding_tokens.get(record.bucket, 0),
-        "max_difference": record.parity.max_difference,
-        "eager_max_difference": record.parity.eager_max_difference,
-        "kl": record.parity.kl,
-        "eager_kl": record.parity.eager_kl,
+        **{name: getattr(record.parity, name) for name in ("max_difference", "eager_max_difference", "kl", "eager_kl")},
         "variant": record.variant,
     }

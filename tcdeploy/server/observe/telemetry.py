@@ -72,12 +72,10 @@ class Telemetry:
         if operation is None or request.method != "POST":
             return
         common = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": self._model,
+            "gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER, "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
             **({"error.type": str(request.status)} if request.status >= 400 else {}),
-        }
+        }  # fmt: skip
         traced = [item for item in request.headers if item[0] in (b"traceparent", b"tracestate")]  # of W3C
         parent = {name.decode(): value.decode("latin-1") for name, value in traced}
         end_ns = int(request.end_time * 1e9)

@@ -56,13 +56,10 @@ def _as_blocks(content: Any) -> Any:
     if isinstance(content, str):
         return [TextBlock(type="text", text=content)]
     for index, block in enumerate(content[:MAX_PARTS] if isinstance(content, list) else ()):
-        if not isinstance(block, dict):
-            continue
-        check_kind(block.get("type"), BLOCK_TYPES, UNSUPPORTED_BLOCKS, "content blocks", f"[{index}]")
-        inner = block.get("content")
+        check_kind(block, BLOCK_TYPES, UNSUPPORTED_BLOCKS, "content blocks", f"[{index}]")
+        inner = block.get("content") if isinstance(block, dict) else None
         for number, part in enumerate(inner[:MAX_PARTS] if isinstance(inner, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            check_kind(kind, BLOCK_TYPES, UNSUPPORTED_BLOCKS, "content blocks", f"[{index}].content[{number}]")
+            check_kind(part, BLOCK_TYPES, UNSUPPORTED_BLOCKS, "content blocks", f"[{index}].content[{number}]")
     return content
 
 

@@ -49,40 +49,17 @@ from tcdeploy.server.service import ServerState
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class MessagesChatRequest(ChatRequest):
-    """A chat request with the Messages API's rule for `max_tokens`."""
-
-    @property
-    def lowers_max_tokens(self) -> bool:
-        return True
-
-
-class ObjectToolCall(ToolCall):
-    """A call whose arguments are an object instead of JSON text."""
-
-    arguments: dict[str, Any]
-
-    def for_template(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.function.name, "arguments": self.arguments},
-        }
-
-
 async def to_chat_request(body: MessagesRequest) -> ChatRequest:
     """The chat request of a validated body. Raises ApiError 400."""
     sampling = {name: getattr(body, name) for name in SamplingRequest.model_fields}
     one_call = body.tool_choice.disable_parallel_tool_use if body.tool_choice else None
-    return MessagesChatRequest.model_construct(
-        **sampling,
-        **await prompt_fields(body),
-        max_tokens=body.max_tokens,
-        stop=body.stop_sequences,
-        tool_choice=_tool_choice(body),
-        parallel_tool_calls=None if one_call is None else not one_call,
+    request = ChatRequest.model_construct(
+        **sampling, **await prompt_fields(body), max_tokens=body.max_tokens, stop=body.stop_sequences,
+        tool_choice=_tool_choice(body), parallel_tool_calls=None if one_call is None else not one_call,
         response_format=_response_format(body),
-    )
+    )  # fmt: skip
+    request._lowers_max_tokens = True
+    return request
 
 
 async def prompt_fields(body: MessagesPrompt) -> dict[str, Any]:
@@ -124,9 +101,8 @@ def _add_block(turns: list[Turn], role: str, block: Block, place: str) -> None:
         case ThinkingBlock():
             last_turn(turns, role).reasoning.append(block.thinking)
         case ToolUseBlock():
-            function = FunctionCall.model_construct(name=block.name, arguments="")
-            call = ObjectToolCall.model_construct(id=block.id, function=function, arguments=block.input)
-            last_turn(turns, role).calls.append(call)
+            function = FunctionCall.model_construct(name=block.name, arguments=block.input)
+            last_turn(turns, role).calls.append(ToolCall.model_construct(id=block.id, function=function))
         case ToolResultBlock():
             turns.append(tool_turn(block.tool_use_id, _result_texts(block)))
 

@@ -34,12 +34,9 @@ class ChunkAnswer(Answer):
         self._continuous_usage = options is not None and options.continuous_usage_stats
         self._vocabulary = active.service.vocabulary
         self._common_fields = {
-            "id": f"{id_prefix}-{uuid.uuid4().hex}",
-            "object": object_type,
-            "created": int(time.time()),
-            "model": active.service.settings.model,
-            "system_fingerprint": active.service.system_fingerprint,
-        }
+            "id": f"{id_prefix}-{uuid.uuid4().hex}", "object": object_type, "created": int(time.time()),
+            "model": active.service.settings.model, "system_fingerprint": active.service.system_fingerprint,
+        }  # fmt: skip
         self._first_fields: dict[str, Any] = {}  # further fields of the response, or of a stream's first chunk
 
     def chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:

@@ -147,10 +147,11 @@ def _known_names(model: type[NestedFields]) -> frozenset[str]:
     return model.no_effect.union(info.alias or name for name, info in model.model_fields.items())
 
 
-def check_kind(kind: Any, supported: tuple[str, ...], names: dict[str, str], noun: str, path: str) -> None:
-    """Raise an error for an item whose `type` is a string that is not in `supported`. names: plural nouns for known
+def check_kind(item: Any, supported: tuple[str, ...], names: dict[str, str], noun: str, path: str) -> None:
+    """Raise an error for an object whose `type` is a string that is not in `supported`. names: plural nouns for known
     types. noun: for all others. path: location of the item in its list.
     """
+    kind = item.get("type") if isinstance(item, dict) else None
     if not isinstance(kind, str) or kind in supported:
         return
     name = names.get(kind, f"{noun} of the type {kind[:40]!r}".replace("{", "").replace("}", ""))
@@ -162,7 +163,7 @@ def check_tool(kind: str, inert_values: Mapping[str, Any]) -> BeforeValidator:
 
     def check(tool: Any) -> Any:
         if isinstance(tool, dict):
-            check_kind(tool.get("type"), (kind,), {}, "tools", "")
+            check_kind(tool, (kind,), {}, "tools", "")
             for name, inert in inert_values.items():
                 if tool.get(name) not in (None, inert):
                     raise PydanticCustomError(UNSUPPORTED_PART, f"{name} is not supported", {"path": f".{name}"})

@@ -55,14 +55,9 @@ class ApiError(Exception):
     """An error response: the HTTP status, headers and OpenAI's error body. `retry_after` is in seconds."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        retry_after: int | None = None, headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
         self.headers = dict(headers or {}) | ({} if retry_after is None else {"retry-after": str(retry_after)})
@@ -131,6 +126,7 @@ class GenerationRequest(SamplingRequest, ConstraintFields):
     prompt_logprobs: NumLogprobs | None = None
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
+    _lowers_max_tokens: bool = PrivateAttr(default=False)  # if it exceeds the context; else the request is rejected
 
     @property
     def num_choices(self) -> int:
@@ -153,11 +149,6 @@ class GenerationRequest(SamplingRequest, ConstraintFields):
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_tokens
-
-    @property
-    def lowers_max_tokens(self) -> bool:
-        """Whether a limit of new tokens that exceeds the context is lowered; otherwise the request is rejected."""
-        return False
 
     @property
     def only_scores_prompt(self) -> bool:
@@ -212,7 +203,7 @@ class FunctionCall(NestedFields):
     place = "messages.tool_calls.function"
 
     name: StrictStr
-    arguments: StrictStr  # JSON
+    arguments: StrictStr  # JSON; calls that are built from the Messages API have an object instead
 
 
 class ToolCall(NestedFields):

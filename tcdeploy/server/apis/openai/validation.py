@@ -233,7 +233,7 @@ def _max_new_tokens(request: GenerationRequest, default: int | None, limit: int)
     if isinstance(request, CompletionRequest) and request.max_tokens is None:
         return min(DEFAULT_COMPLETION_TOKENS, default or DEFAULT_COMPLETION_TOKENS)
     if request.max_new_tokens is not None:
-        return min(request.max_new_tokens, limit) if request.lowers_max_tokens else request.max_new_tokens
+        return min(request.max_new_tokens, limit) if request._lowers_max_tokens else request.max_new_tokens
     return min(default or limit, limit)
 
 

@@ -134,14 +134,9 @@ class ResponsesAnswer(Answer):
     def _response(self, status: str, **fields: Any) -> str:
         is_running = status == "in_progress"
         changing = {
-            "status": status,
-            "completed_at": None,
-            "error": None,
-            "incomplete_details": None,
-            "output": [] if is_running else self._items,
-            "usage": None if is_running else self._usage(),
-            **fields,
-        }
+            "status": status, "completed_at": None, "error": None, "incomplete_details": None,
+            "output": [] if is_running else self._items, "usage": None if is_running else self._usage(), **fields,
+        }  # fmt: skip
         return f"{self._fixed_json[:-1]},{to_json(changing)[1:]}"
 
     def _usage(self) -> dict[str, Any]:

@@ -129,12 +129,11 @@ def _check_item(item: Any) -> Any:
     """Raise an error that names the kind of an unsupported item or part."""
     if not isinstance(item, dict):
         return item
-    check_kind(item.get("type"), ITEM_TYPES, UNSUPPORTED_ITEMS, "items", "")
+    check_kind(item, ITEM_TYPES, UNSUPPORTED_ITEMS, "items", "")
     for name in ("content", "output"):
         parts = item.get(name)
         for index, part in enumerate(parts[:MAX_PARTS] if isinstance(parts, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            check_kind(kind, PART_TYPES, MEDIA, "content parts", f".{name}[{index}]")
+            check_kind(part, PART_TYPES, MEDIA, "content parts", f".{name}[{index}]")
     return item
 
 

@@ -85,17 +85,13 @@ def to_chat_request(body: ResponsesRequest, conversation: list[Message]) -> Chat
     _check_options(body)
     sampling = {name: getattr(body, name) for name in SamplingRequest.model_fields}
     return ChatRequest.model_construct(
-        **sampling,
-        messages=_with_instructions(body.instructions, conversation),
-        max_completion_tokens=body.max_output_tokens,
-        stop=body.stop,
-        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
-        tool_choice=_tool_choice(body),
-        parallel_tool_calls=body.parallel_tool_calls,
-        response_format=_response_format(body),
+        **sampling, messages=_with_instructions(body.instructions, conversation),
+        max_completion_tokens=body.max_output_tokens, stop=body.stop,
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools], tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls, response_format=_response_format(body),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         chat_template_kwargs=body.chat_template_kwargs,
-    )
+    )  # fmt: skip
 
 
 def answer_messages(items: Iterable[dict[str, Any]]) -> list[Message]:
