@@ -19,8 +19,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tcdeploy import __version__
-from tcdeploy.server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest
-from tcdeploy.server.apis.anthropic.routes import messages_routes
+from tcdeploy.server.apis.anthropic.protocol import CountTokensRequest
+from tcdeploy.server.apis.anthropic.routes import MESSAGES, messages_routes
 from tcdeploy.server.apis.openai.protocol import (
     ApiError,
     ChatRequest,
@@ -29,8 +29,7 @@ from tcdeploy.server.apis.openai.protocol import (
     TokenizeRequest,
     bad_request,
 )
-from tcdeploy.server.apis.responses.protocol import ResponsesRequest
-from tcdeploy.server.apis.responses.routes import responses_routes
+from tcdeploy.server.apis.responses.routes import RESPONSES, responses_routes
 from tcdeploy.server.generate.generation import GenerationApi, admitted_body, generation_route
 from tcdeploy.server.http.errors import error_response, routing_error
 from tcdeploy.server.http.middleware import UNAUTHENTICATED_PATHS, AuthMiddleware, RootPath
@@ -39,21 +38,16 @@ from tcdeploy.server.observe import status
 from tcdeploy.server.observe.request_log import RequestLog
 from tcdeploy.server.service import ServerState
 
-REQUEST_MODELS: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountTokensRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
-
-
 COMPLETIONS = GenerationApi("/v1/completions", "completions", "Create a completion (OpenAI's API).", CompletionRequest)
 CHAT_COMPLETIONS = GenerationApi(
     "/v1/chat/completions", "chat_completions", "Create a chat completion (OpenAI's API).", ChatRequest
 )
+REQUEST_MODELS: dict[str, type[BaseModel]] = {
+    **{api.path: api.body_type for api in (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, MESSAGES)},
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 
 
 def make_app(state: ServerState) -> RequestLog:

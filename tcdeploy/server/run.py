@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
-from starlette.types import ASGIApp
 
 try:
     import uvloop
@@ -98,7 +97,13 @@ class _Process:
         self._error: BaseException | None = None
 
     async def run(self) -> int:
-        config = _uvicorn_config(self._server.app, self.settings, self._listener)
+        settings = self.settings
+        config = uvicorn.Config(
+            self._server.app, interface="asgi3", http=http_protocol(settings.stall_timeout, self._listener), ws="none",
+            lifespan="off", log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
+            timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+        )  # fmt: skip
         config.load()
         self._http_server = http_server = uvicorn.Server(config)
         # Signals are handled below. If uvicorn renames this method, drain is skipped and test_faults.py fails.
@@ -149,12 +154,3 @@ class _Process:
     async def _drain(self) -> None:
         await self._server.drain()
         self._exit_event.set()
-
-
-def _uvicorn_config(app: ASGIApp, settings: ServerSettings, listener: Listener) -> uvicorn.Config:
-    return uvicorn.Config(
-        app, interface="asgi3", http=http_protocol(settings.stall_timeout, listener), ws="none", lifespan="off",
-        log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
-        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-    )  # fmt: skip

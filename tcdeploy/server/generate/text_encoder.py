@@ -113,7 +113,7 @@ def _last_tokens(encoding: Any, num_kept: int) -> list[int]:
 
 
 def trim_memory() -> None:
-    """Return free memory of the C allocator to the system. No effect if the C library has no malloc_trim."""
+    """Return free memory of the C allocator to the system, if the C library has malloc_trim."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

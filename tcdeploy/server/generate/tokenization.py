@@ -21,7 +21,7 @@ from tcdeploy.server.apis.openai.protocol import (
     TokenizeRequest,
     bad_request,
 )
-from tcdeploy.server.apis.openai.validation import ModelLimits, context_length_error, num_kept_tokens
+from tcdeploy.server.apis.openai.validation import ModelLimits, context_length_error, first_given, num_kept_tokens
 from tcdeploy.server.generate.text_encoder import TextEncoder, TooManyTokensError
 from tcdeploy.server.output.structured.bad_words import MAX_WORD_TOKENS, spellings
 from tcdeploy.server.output.tools import ToolSupport
@@ -65,9 +65,7 @@ class PromptTokenizer:
         """The prompt of a text, truncated to `truncate_prompt_tokens`."""
         num_kept = num_kept_tokens(request, self.limits)
         max_tokens = self.limits.context if num_kept is None else self.limits.tokenize_tokens
-        adds_special_tokens = request.add_special_tokens
-        if adds_special_tokens is None:
-            adds_special_tokens = isinstance(request, CompletionRequest)
+        adds_special_tokens = first_given(request.add_special_tokens, isinstance(request, CompletionRequest))
         token_ids = await self.encoder.encode(text, max_tokens, field, adds_special_tokens, num_kept)
         return Prompt(token_ids, text)
 
@@ -128,9 +126,7 @@ class PromptTokenizer:
             text, field = await self._render_chat(request, request.messages, tools), "messages"
         else:
             text, field = request.prompt or "", "prompt"
-        adds_special_tokens = request.add_special_tokens
-        if adds_special_tokens is None:
-            adds_special_tokens = request.messages is None
+        adds_special_tokens = first_given(request.add_special_tokens, request.messages is None)
         return await self.encoder.encode(text, self.limits.tokenize_tokens, field, adds_special_tokens)
 
     async def bad_words(self, words: list[str]) -> list[list[int]]:
@@ -173,11 +169,8 @@ class PromptTokenizer:
     def info(self) -> dict[str, Any]:
         """vLLM's /tokenizer_info, without paths of this machine."""
         tokenizer = self.tokenizer
-        is_stored = isinstance(tokenizer, StoredTokenizer)
-        return {
-            "tokenizer_class": tokenizer.class_name if is_stored else type(tokenizer).__name__,
-            **{name: getattr(tokenizer, name) for name in INFO_FIELDS},
-        }
+        class_name = tokenizer.class_name if isinstance(tokenizer, StoredTokenizer) else type(tokenizer).__name__
+        return {"tokenizer_class": class_name, **{name: getattr(tokenizer, name) for name in INFO_FIELDS}}
 
     async def _check_token_ids(self, token_ids: list[int], field: str = "prompt") -> None:
         largest = self.limits.vocab_size - 1

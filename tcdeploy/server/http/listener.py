@@ -112,18 +112,14 @@ class Listener:
     def _accept(self) -> None:
         """Called while clients wait to be accepted."""
         if len(self._open) >= self._max_connections:
-            self._pause()
-            self._evict(max(1, self._max_connections // EVICTION_DIVISOR))
-            self._loop.call_later(ACCEPT_RETRY_S, self._resume)
+            self._make_room(max(1, self._max_connections // EVICTION_DIVISOR))
         for _ in range(min(ACCEPTED_AT_ONCE, self._max_connections - len(self._open))):
             try:
                 accepted, _ = self.socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:  # no file descriptor or no memory is left
-                self._pause()
-                self._evict(1)
-                self._loop.call_later(ACCEPT_RETRY_S, self._resume)
+                self._make_room(1)
                 return
             self._connect(accepted)
 
@@ -146,10 +142,12 @@ class Listener:
             accepted.close()
             self.remove(connection)
 
-    def _evict(self, count: int) -> None:
+    def _make_room(self, count: int) -> None:
         """Close the connections that have been idle for longest, which resumes accepting. Those that became idle just
         now are kept: a request may have arrived that has not been read yet.
         """
+        self._pause()
+        self._loop.call_later(ACCEPT_RETRY_S, self._resume)
         newest = self._loop.time() - MIN_IDLE_S
         oldest = itertools.islice(self._idle.items(), count)
         for connection in [connection for connection, since in oldest if since <= newest]:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 MIN_READ_BYTES = 32 << 10  # that a client must read in each `stall_timeout_s` while more than 64 KiB are unsent
@@ -43,7 +44,6 @@ class Rejection(NamedTuple):
     """An error response after which the connection is closed."""
 
     status: int
-    reason: str
     message: str
 
 
@@ -133,7 +133,8 @@ class Connection(_Base):
         if self.transport.is_closing():
             return
         body = self.error_body(rejection.status, rejection.message)
-        head = f"HTTP/1.1 {rejection.status} {rejection.reason}\r\ncontent-type: application/json\r\nconnection: close"
+        phrase = HTTPStatus(rejection.status).phrase
+        head = f"HTTP/1.1 {rejection.status} {phrase}\r\ncontent-type: application/json\r\nconnection: close"
         self.transport.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         self._linger(MAX_DROPPED_BYTES)
 

@@ -136,8 +136,7 @@ class _Bounds(Connection):
         try:
             self._parse(data)
         except self.parser_error:  # also after an exception in a callback
-            message = "the request is not valid HTTP/1.1"
-            self._reject_request(self._limit_error or Rejection(400, "Bad Request", message))
+            self._reject_request(self._limit_error or Rejection(400, "the request is not valid HTTP/1.1"))
             return
         if self._has_partial_request:  # most requests arrive whole and need no timer
             self._set_deadline()
@@ -162,7 +161,7 @@ class _Bounds(Connection):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop_parser(Rejection(400, "Bad Request", f"more than {MAX_PIPELINED} requests are pipelined"))
+            self._stop_parser(Rejection(400, f"more than {MAX_PIPELINED} requests are pipelined"))
         super().on_message_begin()
         self._has_partial_request = True  # again, because the previous request may have ended in the same packet
         self._in_headers = True
@@ -198,8 +197,7 @@ class _Bounds(Connection):
         """Rebuild the head without the offer. The parser now calls `on_message_complete`, and then stops."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            message = "CONNECT is not supported: this server is not a proxy"
-            self._stop_parser(Rejection(501, "Not Implemented", message))
+            self._stop_parser(Rejection(501, "CONNECT is not supported: this server is not a proxy"))
         request_line = b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())
         lines = [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
         self._head_without_offer = b"\r\n".join([request_line, *lines, b"\r\n"])
@@ -208,7 +206,7 @@ class _Bounds(Connection):
         self._num_chunks += 1
         if self._num_chunks > MAX_TINY_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
             message = f"the body has {self._num_chunks} chunks of less than {MIN_CHUNK_BYTES} bytes"
-            self._stop_parser(Rejection(400, "Bad Request", message))
+            self._stop_parser(Rejection(400, message))
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -236,7 +234,7 @@ class _Bounds(Connection):
             f"the request's {'head' if self._in_headers else 'trailers'} must not exceed {MAX_HEADER_BYTES} bytes, and "
             f"head and trailers together {MAX_HEADER_LINES} lines"
         )
-        return Rejection(431, "Request Header Fields Too Large", message)
+        return Rejection(431, message)
 
     def _stop_parser(self, rejection: Rejection) -> NoReturn:
         """End the current call of the parser, which raises `parser_error` for the exception."""
@@ -254,8 +252,7 @@ class _Bounds(Connection):
         if self.cycle is not None and not self.cycle.response_complete:
             self._set_deadline()  # a response is being sent, and has its own time limit
         else:
-            message = f"the request was not complete after {REQUEST_TIMEOUT_S:.0f} s"
-            self._reject_request(Rejection(408, "Request Timeout", message))
+            self._reject_request(Rejection(408, f"the request was not complete after {REQUEST_TIMEOUT_S:.0f} s"))
 
 
 def _without_chunks(cycle: Any) -> Callable[[Any], Any]:

@@ -107,7 +107,7 @@ def to_sampling_params(
         raise context_length_error(request, limits, prompt_length)
     max_new_tokens = _max_new_tokens(request, limits.defaults.max_new_tokens, max_new_tokens_limit)
     defaults = limits.defaults
-    top_k = _first_given(request.top_k, defaults.top_k, 0)
+    top_k = first_given(request.top_k, defaults.top_k, 0)
     model_stop_ids = () if request.ignore_eos else defaults.stop_token_ids
     request_stop_ids = tuple(request.stop_token_ids or ())
     if any(not 0 <= token_id < limits.vocab_size for token_id in request_stop_ids):
@@ -116,11 +116,11 @@ def to_sampling_params(
         params = SamplingParams(
             # The engine samples a token after every prompt. That of a request that only scores its prompt is dropped.
             max_new_tokens=1 if request.only_scores_prompt else max_new_tokens,
-            temperature=_first_given(request.temperature, defaults.temperature, 1.0),
+            temperature=first_given(request.temperature, defaults.temperature, 1.0),
             top_k=0 if top_k == -1 else top_k,
-            top_p=_first_given(request.top_p, defaults.top_p, 1.0),
-            min_p=_first_given(request.min_p, defaults.min_p, 0.0),
-            repetition_penalty=_first_given(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+            top_p=first_given(request.top_p, defaults.top_p, 1.0),
+            min_p=first_given(request.min_p, defaults.min_p, 0.0),
+            repetition_penalty=first_given(request.repetition_penalty, defaults.repetition_penalty, 1.0),
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             min_new_tokens=_min_new_tokens(request, defaults.min_new_tokens, max_new_tokens),
@@ -147,17 +147,13 @@ def context_length_message(
 ) -> str:
     """The message of `context_length_error`. `completion_length` 0: the request sets none, or it is not known."""
     more = " or more" if is_minimum else ""
-    start = f"This model's maximum context length is {context} tokens. However, "
-    if completion_length < 1:
-        return (
-            f"{start}your {prompt_field} resulted in {prompt_length} tokens{more}. "
-            f"Please reduce the length of the {prompt_field}."
-        )
-    return (
-        f"{start}you requested {prompt_length + completion_length} tokens{more} "
-        f"({prompt_length}{more} in the {prompt_field}, {completion_length} in the completion). "
-        f"Please reduce the length of the {prompt_field} or completion."
-    )
+    problem, field = f"your {prompt_field} resulted in {prompt_length} tokens{more}", prompt_field
+    if completion_length >= 1:
+        parts = f"{prompt_length}{more} in the {prompt_field}, {completion_length} in the completion"
+        problem = f"you requested {prompt_length + completion_length} tokens{more} ({parts})"
+        field = f"{prompt_field} or completion"
+    start = f"This model's maximum context length is {context} tokens. However, {problem}."
+    return f"{start} Please reduce the length of the {field}."
 
 
 def context_length_error(
@@ -246,7 +242,7 @@ def _min_new_tokens(request: GenerationRequest, default: int | None, max_new_tok
     return max(0, min(default or 0, max_new_tokens))
 
 
-def _first_given(*values: Any) -> Any:
+def first_given(*values: Any) -> Any:
     """The first value that is not None. Callers pass a default last."""
     return next(value for value in values if value is not None)
 
