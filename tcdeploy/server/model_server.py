@@ -111,7 +111,6 @@ class ModelServer:
             self.state.history.sample(self.state.figures(), self.metrics.recent)
 
     def _load(self) -> Service:
-        """Runs in the engine thread."""
         deployment = self._deploy()
         if deployment.swaps is not None:
             self.worker.start_swaps(deployment.swaps, partial(self._on_warm, deployment))

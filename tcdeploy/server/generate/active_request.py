@@ -100,7 +100,6 @@ class RequestGroup:
             self._wake()
 
     async def _wait(self, timeout_s: float | None) -> None:
-        """Return when something has arrived, or after `timeout_s` seconds."""
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)

@@ -53,8 +53,6 @@ def _byte_decoder() -> dict[str, int]:
 
 
 class ScoredToken(NamedTuple):
-    """A token with its log-probabilities."""
-
     token_id: int
     logprobs: TokenLogprobs | None  # None for the first token of a prompt
     offset: int  # characters from the start of the text
@@ -82,8 +80,6 @@ class Delta:
 
 @dataclass
 class Choice:
-    """One choice of a request."""
-
     index: int  # prompt index * n + choice index
     detokenizer: StopStringDetokenizer
     num_prompt_tokens: int

@@ -110,7 +110,6 @@ class Listener:
             self._loop.remove_reader(self.socket)
 
     def _accept(self) -> None:
-        """Called while clients wait to be accepted."""
         if len(self._open) >= self._max_connections:
             self._make_room(max(1, self._max_connections // EVICTION_DIVISOR))
         for _ in range(min(ACCEPTED_AT_ONCE, self._max_connections - len(self._open))):

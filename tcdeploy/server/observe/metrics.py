@@ -182,9 +182,6 @@ class _FiguresCollector:
     def __init__(self, collect: Callable[[], ServerFigures], model_name: str, prefix: str) -> None:
         self._collect, self._model_name, self._prefix = collect, model_name, prefix
 
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         for metric in _server_metrics(self._collect()):
             metric.name = self._prefix + metric.name

@@ -52,8 +52,6 @@ class LoggedUsage:
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """A request that has ended."""
-
     method: str
     path: str  # without the root path
     status: int
@@ -174,7 +172,6 @@ class RequestLog:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """The client's X-Request-Id, or a new id."""
     sent = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
     return sent or uuid.uuid4().hex.encode()
 

@@ -168,7 +168,6 @@ class Worker:
         return self.swaps is not None and not self.swaps.is_finished
 
     def _swap_if_due(self, engine: Engine) -> None:
-        """Replace the eager steps of one bucket, if its programs are there."""
         if self.swaps is None or self.swaps.is_finished or time.monotonic() < self._swap_due_at:
             return
         start = time.monotonic()
@@ -179,7 +178,6 @@ class Worker:
         self._captures_when_idle = True  # of the buckets that have just been captured
 
     def _report_warm(self) -> None:
-        """Call `when_warm` once all eager steps are replaced. The engine is idle."""
         if self._when_warm is not None and self.swaps is not None and self.swaps.is_warm:
             when_warm, self._when_warm = self._when_warm, None
             when_warm()
@@ -198,13 +196,8 @@ class Worker:
 
     def _capture_if_idle(self, engine: Engine) -> None:
         """Capture or time one CUDA graph, unless there was a request just now or a case of the canary is running."""
-        is_idle = time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S
-        if (
-            self._captures_when_idle
-            and is_idle
-            and not self._is_swapping
-            and not (self.canary and self.canary.is_running)
-        ):
+        is_used = self._is_swapping or (self.canary and self.canary.is_running)
+        if self._captures_when_idle and not is_used and time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S:
             self._captures_when_idle = engine.capture_next_graph()
 
     def _process_inbox(self, engine: Engine) -> bool:

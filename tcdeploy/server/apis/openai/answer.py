@@ -109,7 +109,6 @@ async def _encode_scored(choice: Choice, num_top: int, vocabulary: Vocabulary) -
 
 
 def _token_ids(choice: Choice, delta: Delta) -> dict[str, list[int]]:
-    """vLLM's field `token_ids` if the request asks for it."""
     return {"token_ids": delta.token_ids} if choice.returns_token_ids else {}
 
 

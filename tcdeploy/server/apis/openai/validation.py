@@ -217,7 +217,6 @@ def num_kept_tokens(request: GenerationRequest, limits: ModelLimits) -> int | No
 
 
 def _length_field(request: GenerationRequest) -> str:
-    """The field that limits the length of the completion."""
     is_renamed = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
     return "max_completion_tokens" if is_renamed else "max_tokens"
 

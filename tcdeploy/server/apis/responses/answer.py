@@ -153,7 +153,6 @@ class ResponsesAnswer(Answer):
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _text_event(self, event_type: str, **fields: Any) -> bytes:
-        """An event about the text of the last item."""
         content_type = self._items[-1]["content"][0]["type"]
         extra: dict[str, Any] = {"logprobs": []} if content_type == "output_text" else {}
         return self._content_event(f"response.{content_type}.{event_type}", **fields, **extra)
