@@ -32,9 +32,15 @@ from tcdeploy.server.api import REQUEST_MODELS
 from tcdeploy.server.apis.anthropic.protocol import messages_error_body
 from tcdeploy.server.apis.openai.protocol import ApiError, bad_request
 from tcdeploy.server.generate.admission import Admission, BodyReservation
-from tcdeploy.server.http.errors import MAX_PATH_CHARS, MESSAGES_PATH, error_response, find_near_path, routing_error
 from tcdeploy.server.http.json_steps import JsonLimitError, JsonLimits, JsonSteps
-from tcdeploy.server.http.middleware import AuthMiddleware
+from tcdeploy.server.http.middleware import (
+    MAX_PATH_CHARS,
+    MESSAGES_PATH,
+    AuthMiddleware,
+    error_response,
+    find_near_path,
+    routing_error,
+)
 from tcdeploy.server.http.request_body import read_decoded_body
 from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES
 from tcdeploy.server.observe.request_log import REQUEST_ID

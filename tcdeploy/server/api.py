@@ -31,8 +31,13 @@ from tcdeploy.server.apis.openai.protocol import (
 )
 from tcdeploy.server.apis.responses.routes import RESPONSES, responses_routes
 from tcdeploy.server.generate.generation import GenerationApi, admitted_body, generation_route
-from tcdeploy.server.http.errors import error_response, routing_error
-from tcdeploy.server.http.middleware import UNAUTHENTICATED_PATHS, AuthMiddleware, RootPath
+from tcdeploy.server.http.middleware import (
+    UNAUTHENTICATED_PATHS,
+    AuthMiddleware,
+    RootPath,
+    error_response,
+    routing_error,
+)
 from tcdeploy.server.http.openapi import openapi_document
 from tcdeploy.server.observe import status
 from tcdeploy.server.observe.request_log import RequestLog

@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from tcdeploy.server.generate.admission import Admission, BodyReservation
-from tcdeploy.server.http.errors import error_response
+from tcdeploy.server.http.middleware import error_response
 from tcdeploy.server.http.request_body import read_decoded_body
 from tests.server.test_http import RunningServer
 
