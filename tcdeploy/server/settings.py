@@ -78,18 +78,14 @@ class ServerSettings:
         "auto",
         "Format of the model's tool calls; auto: the tokenizer's response template, else detected from the chat "
         f"template. {', '.join(TOOL_PARSERS[1:])}",
-        is_advanced=True,
-        metavar="NAME",
-        choices=TOOL_PARSERS,
-    )
+        is_advanced=True, metavar="NAME", choices=TOOL_PARSERS,
+    )  # fmt: skip
     reasoning_parser: str = _option(
         "auto",
         "Format of the model's reasoning, which is returned as reasoning_content; auto: detected from the chat "
         f"template; none: reasoning is content. {', '.join(REASONING_PARSERS[2:])}",
-        is_advanced=True,
-        metavar="NAME",
-        choices=REASONING_PARSERS,
-    )
+        is_advanced=True, metavar="NAME", choices=REASONING_PARSERS,
+    )  # fmt: skip
     max_queued: int = _option(256, "Completions that may wait for a decode row; more get 503", minimum=0)
     stall_timeout: float = _option(
         30.0, "Seconds until a client that reads nothing is dropped", is_advanced=True, minimum=1, maximum=86_400,
@@ -128,10 +124,8 @@ class ServerSettings:
         "",
         "Base URL of an OpenTelemetry collector (OTLP over HTTP), such as http://localhost:4318, which gets a span and "
         "the latencies of each generation request",
-        is_advanced=True,
-        metavar="URL",
-        parse=_without_slash,
-    )
+        is_advanced=True, metavar="URL", parse=_without_slash,
+    )  # fmt: skip
 
 
 SERVER_VARIABLES = set(variables_of(ServerSettings))

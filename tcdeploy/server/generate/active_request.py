@@ -131,11 +131,8 @@ class ActiveRequest:
         self.choices: list[Choice] = []
         self._has_failed = False
         self.stopwatches = [Stopwatch(service.metrics, not request.only_scores_prompt) for _ in params]
-        prompts_and_params = [
-            (prompts[index // request.num_choices].token_ids, choice_params)
-            for index, choice_params in enumerate(params)
-        ]
-        self.group = RequestGroup(service.worker, prompts_and_params)
+        ids_of_choices = [prompt.token_ids for prompt in prompts for _ in range(request.num_choices)]
+        self.group = RequestGroup(service.worker, list(zip(ids_of_choices, params, strict=True)))
 
     @classmethod
     async def create(

@@ -33,15 +33,9 @@ class AuthMiddleware:
         self._app, self._api_keys = app, api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        app = self._app
-        if (
-            self._api_keys
-            and scope["path"] not in UNAUTHENTICATED_PATHS
-            and find_key(Request(scope), self._api_keys) is None
-        ):
+        app, keys = self._app, self._api_keys
+        needs_key = keys and scope["type"] == "http" and scope["path"] not in UNAUTHENTICATED_PATHS
+        if needs_key and find_key(Request(scope), keys) is None:
             error = ApiError(
                 401, "the API key is missing or wrong; send `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},

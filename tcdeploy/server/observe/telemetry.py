@@ -107,11 +107,9 @@ class Telemetry:
 
 def _span_attributes(request: LoggedRequest) -> dict[str, Any]:
     attributes: dict[str, Any] = {
-        "http.request.method": request.method,
-        "url.path": request.path,
-        "http.response.status_code": request.status,
+        "http.request.method": request.method, "url.path": request.path, "http.response.status_code": request.status,
         "tcdeploy.request.id": request.request_id,
-    }
+    }  # fmt: skip
     usage = request.usage
     if usage is None:
         return attributes

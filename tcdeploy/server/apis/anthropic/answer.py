@@ -103,11 +103,9 @@ class MessagesAnswer(Answer):
         """Cached tokens are not part of `input_tokens`. They are known with the first token."""
         usage = self.active.usage
         return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.cached_tokens,
-            "output_tokens": usage.completion_tokens,
-        }
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens, "output_tokens": usage.completion_tokens,
+        }  # fmt: skip
 
 
 def _input(call: OutputCall) -> Any:

@@ -45,7 +45,7 @@ from tcdeploy.server.apis.responses.protocol import (
     ResponsesRequest,
 )
 from tcdeploy.server.apis.responses.store import StoredResponse, memory_of
-from tcdeploy.server.apis.turn import BLOCKS_PER_SLICE, Turn, to_messages, tool_turn
+from tcdeploy.server.apis.turn import BLOCKS_PER_SLICE, Turn, last_turn, to_messages, tool_turn
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.generation import GenerationApi, TranslatedRequest, generation_route
 from tcdeploy.server.http.middleware import find_key
@@ -135,9 +135,7 @@ def _assistant_turn(turns: list[Turn]) -> Turn:
 
 def _add_call(turns: list[Turn], call_id: str, name: str, arguments: str) -> None:
     function = FunctionCall.model_construct(name=name, arguments=arguments)
-    if not turns or turns[-1].role != "assistant":
-        turns.append(Turn("assistant"))
-    turns[-1].calls.append(ToolCall.model_construct(id=call_id, function=function))
+    last_turn(turns, "assistant").calls.append(ToolCall.model_construct(id=call_id, function=function))
 
 
 def _text(parts: Iterable[Any]) -> str:
