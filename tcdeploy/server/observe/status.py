@@ -128,12 +128,8 @@ class StatusHistory:
 
     def json(self, max_samples: int) -> dict[str, Any]:
         """The newest samples, oldest first. `end` is the number of samples since the start of the server."""
-        return {
-            "interval_seconds": INTERVAL_S,
-            "capacity": CAPACITY,
-            "end": self._num_samples,
-            "samples": list(self._samples)[-max_samples:] if max_samples > 0 else [],
-        }
+        samples = list(self._samples)[-max_samples:] if max_samples > 0 else []
+        return {"interval_seconds": INTERVAL_S, "capacity": CAPACITY, "end": self._num_samples, "samples": samples}
 
 
 def page() -> str:
@@ -178,11 +174,10 @@ def _latency_json(name: str, seconds: list[float]) -> dict[str, Any]:
 
 
 def _bucket_json(model: ModelFigures, record: BucketRecord) -> dict[str, Any]:
+    parity = ("max_difference", "eager_max_difference", "kl", "eager_kl")
     return {
-        "bucket": record.bucket,
-        "outcome": record.outcome,
+        **{name: getattr(record, name) for name in ("bucket", "outcome", "variant")},
+        **{name: getattr(record.parity, name) for name in parity},
         "steps": model.step_counts.get(record.bucket, 0),
         "padding_tokens": model.padding_tokens.get(record.bucket, 0),
-        **{name: getattr(record.parity, name) for name in ("max_difference", "eager_max_difference", "kl", "eager_kl")},
-        "variant": record.variant,
     }

@@ -24,14 +24,12 @@ from tcdeploy.torch_compat.uvicorn.closing import Connection, ConnectionObserver
 
 PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
 CYCLE = "uvicorn.protocols.http.httptools_impl:RequestResponseCycle"
-CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete")
 METHODS = (
     "connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing", "on_response_complete",
-    "shutdown", "_unset_keepalive_if_required", *CALLBACKS,
+    "shutdown", "_unset_keepalive_if_required", "on_message_begin", "on_url", "on_header", "on_headers_complete",
+    "on_body", "on_message_complete",
 )  # fmt: skip
-MAX_HEADER_BYTES = (
-    64 << 10
-)  # of the head, of the trailers, and (plus one packet) of unfinished lines and chunk extensions
+MAX_HEADER_BYTES = 64 << 10  # of the head, of the trailers, and (plus one packet) of chunk extensions
 MAX_HEADER_LINES = 1000  # of head and trailers together
 MAX_PIPELINED = 32  # requests that wait for the responses to earlier ones of their connection
 MAX_TINY_CHUNKS, MIN_CHUNK_BYTES = 1024, 16  # a body may have more chunks if they are larger on average
@@ -44,16 +42,13 @@ def supported() -> bool:
     if "uvicorn" not in sys.modules:
         return True
     protocol = find(PROTOCOL)
-    attributes = ("scope", "url", "headers", "flow", "cycle", "transport", "loop", "pipeline", "parser")
-    of_cycle = (
-        "chunked_encoding", "expected_content_length", "send", "transport", "keep_alive", "disconnected",
-        "message_event", "response_started",
-    )  # fmt: skip
+    names = "scope url headers flow cycle transport loop pipeline parser response_complete should_upgrade feed_data"
+    of_cycle = "send transport keep_alive disconnected message_event response_started chunked_encoding"
     return (
         all(callable(getattr(protocol, name, None)) for name in METHODS)
-        and mentions(protocol, *attributes, "response_complete", "should_upgrade", "feed_data")
+        and mentions(protocol, *names.split())
         and hasattr(find("uvicorn.protocols.http.flow_control:FlowControl"), "pause_writing")
-        and mentions(find(CYCLE), *of_cycle)
+        and mentions(find(CYCLE), *of_cycle.split(), "expected_content_length")
     )
 
 

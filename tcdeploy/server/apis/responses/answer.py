@@ -147,7 +147,7 @@ class ResponsesAnswer(Answer):
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self.active.choices[0].num_reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }  # fmt: skip
+        }
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
