@@ -119,8 +119,8 @@ class ModelServer:
         return build_service(deployment, self.settings, self.worker, self.admission, self.metrics)
 
     def _on_warm(self, deployment: Deployment) -> None:
-        """Runs in the engine thread, while it is idle, once the programs have replaced all eager steps. The canary
-        compares results of programs, which differ from those of eager steps.
+        """In the engine thread, once all eager steps are replaced: results of programs differ from those of eager
+        steps.
         """
         self._record_canary(deployment)
         freeze_gc_after_startup()

@@ -165,9 +165,7 @@ def _echoed_logprobs(
 def prompt_logprob_json(
     token_id: int, logprobs: TokenLogprobs | None, num_top: int, vocabulary: Vocabulary
 ) -> dict[str, Any] | None:
-    """vLLM's entry for one token of a prompt: the token and the most likely ones by id; None for the first token. The
-    rank of a token that is not among the most likely ones is not known.
-    """
+    """vLLM's entry for one token of a prompt: the token, perhaps without a rank, and the most likely ones."""
     if logprobs is None:
         return None
     entries: dict[int, tuple[int | None, float]] = {token_id: (None, logprobs.chosen)}

@@ -64,9 +64,7 @@ class Integers(list[int]):
 
 
 class JsonSteps:
-    """Parses `body`: call `step` until it returns True; then `value` is the document. It raises ValueError if the body
-    is not JSON, and JsonLimitError if it exceeds a limit.
-    """
+    """Call `step` until it returns True; then `value` is the document. Raises ValueError if the body is not JSON."""
 
     def __init__(self, body: bytes | bytearray, limits: JsonLimits) -> None:
         self.value: Any = None
@@ -85,10 +83,7 @@ class JsonSteps:
 
 
 class _Reader:
-    """The state of a parser. Its generators yield at the end of each step.
-
-    They are no attributes of this object, because the reference cycle would keep all values until a collection.
-    """
+    """Its generators, which yield at the end of each step, are not its attributes: they would be a reference cycle."""
 
     def __init__(self, body: bytes | bytearray, limits: JsonLimits) -> None:
         self._body, self._limits = body, limits

@@ -59,9 +59,7 @@ def http_protocol(stall_timeout_s: float, observer: ConnectionObserver) -> Any:
 
 
 class Listener:
-    """Accepts connections from a listening socket, and observes them (ConnectionObserver in
-    torch_compat/uvicorn/closing.py). A connection is an asyncio protocol with the attribute `transport`.
-    """
+    """Accepts and observes connections: asyncio protocols with the attribute `transport`."""
 
     def __init__(self, listening: socket.socket, max_connections: int) -> None:
         self.socket, self.port = listening, listening.getsockname()[1]

@@ -45,9 +45,7 @@ class AuthMiddleware:
 
 
 def find_key(request: Request, keys: tuple[str, ...]) -> str | None:
-    """The one of `keys` that the request contains, or None. The time does not depend on which key matches. Anthropic's
-    clients send the key as `x-api-key`.
-    """
+    """The one of `keys` that the request contains, or None, in a time that does not depend on which key matches."""
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
     bearer = credentials.strip() if scheme.lower() == "bearer" else ""
     sent = [text.encode() for text in (bearer, request.headers.get("x-api-key", ""))]

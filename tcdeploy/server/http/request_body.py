@@ -58,9 +58,7 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 async def read_decoded_body(request: Request, max_bytes: int, reservation: BodyReservation) -> bytes | bytearray:
-    """The request's body without its content encodings. Raises ApiError like `read_body`, 415 for an encoding that is
-    not supported, and 400 for invalid data.
-    """
+    """The request's body without its content encodings. Raises ApiError like `read_body`, and 400 or 415."""
     values = [value for name, value in request.scope["headers"] if name == b"content-encoding"]
     codings = content_codings(b",".join(values).decode("latin-1")) if values else []
     body: bytes | bytearray = await read_body(request, max_bytes, reservation)

@@ -89,9 +89,7 @@ async def _parse_in_steps(request_type: type[BaseModel], body: bytes | bytearray
 
 
 def _too_long(request_type: type[BaseModel], error: TooLongError, limits: JsonLimits) -> ApiError:
-    """The error for a text (perhaps an image) or a list of token ids, usually of a prompt, that is too long to be
-    parsed.
-    """
+    """The error for a text (or image) or a list of token ids, usually of a prompt, that is too long to be parsed."""
     match error.location:
         case (str() as field, int() as number, "content", int(index), *keys) if field in PROMPT_LISTS:
             if kind := next((MEDIA_KEYS[key] for key in keys if key in MEDIA_KEYS), None):

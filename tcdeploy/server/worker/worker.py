@@ -201,9 +201,7 @@ class Worker:
             self._captures_when_idle = engine.capture_next_graph()
 
     def _process_inbox(self, engine: Engine) -> bool:
-        """Process messages until the next step is due; while the engine is idle, until a request arrives, or a capture
-        or the canary is due. False: stop.
-        """
+        """Process messages until the next step, a capture or the canary is due, or a request arrives. False: stop."""
         while True:
             try:
                 message = self._inbox.get(timeout=self._seconds_to_wait(engine))

@@ -148,9 +148,7 @@ def _known_names(model: type[NestedFields]) -> frozenset[str]:
 
 
 def check_kind(item: Any, supported: tuple[str, ...], names: dict[str, str], noun: str, path: str) -> None:
-    """Raise an error for an object whose `type` is a string that is not in `supported`. names: plural nouns for known
-    types. noun: for all others. path: location of the item in its list.
-    """
+    """Raise an error for an item of a `type` that is not in `supported`. names: plural nouns for known types."""
     kind = item.get("type") if isinstance(item, dict) else None
     if not isinstance(kind, str) or kind in supported:
         return

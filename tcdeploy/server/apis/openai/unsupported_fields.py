@@ -91,9 +91,7 @@ def check_unsupported_fields(
     inert_values: Mapping[str, tuple[Any, ...]] = INERT_VALUES,
     field_names: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises ApiError 400 that names the first unsupported field that would change the response. `field_names`: names
-    of ChatRequest's fields in another API.
-    """
+    """Raises ApiError 400 for the first unsupported field that has an effect. field_names: in that API."""
     fields, field_names = request.model_extra, field_names or {}
     if not fields:
         return

@@ -247,9 +247,7 @@ def first_given(*values: Any) -> Any:
 
 
 def params_of_choices(first: SamplingParams, num_choices: int, scores_once: bool = False) -> list[SamplingParams]:
-    """Sampling parameters of each choice of a prompt. With a seed, choice j > 0 uses (seed + j) modulo 2^63.
-    `scores_once`: only the first choice gets the log-probabilities of the prompt.
-    """
+    """With a seed, choice j > 0 uses (seed + j) modulo 2^63. `scores_once`: only the first choice scores the prompt."""
     other = first
     if scores_once and first.prompt_logprobs is not None and num_choices > 1:
         other = dataclasses.replace(first, prompt_logprobs=None)
