@@ -119,16 +119,12 @@ class ModelServer:
         return build_service(deployment, self.settings, self.worker, self.admission, self.metrics)
 
     def _on_warm(self, deployment: Deployment) -> None:
-        """In the engine thread, once all eager steps are replaced: results of programs differ from those of eager
-        steps.
-        """
+        """In the engine thread, once all eager steps are replaced: the canary compares results of programs."""
         self._record_canary(deployment)
         freeze_gc_after_startup()
 
     def _record_canary(self, deployment: Deployment) -> None:
-        """Record the canary, if it is on, right after the parity checks. Raises CompileError if it must have a case and
-        has none.
-        """
+        """Record the canary, if it is on, right after the parity checks. Raises CompileError if it needs a case."""
         if not self.settings.canary_interval:
             return
         from tcdeploy.engine.check.canary import Canary  # imports torch, which is loaded by now

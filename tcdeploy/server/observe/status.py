@@ -29,7 +29,7 @@ RATE_WINDOW_S = 5.0
 RATE_SAMPLE_S = 0.1
 INTERVAL_S = 2.0
 CAPACITY = 450  # samples: 15 minutes
-WHILE_LOADING = {  # figures of the model in /status
+WHILE_LOADING: dict[str, Any] = {  # figures of the model in /status
     "kv_cache_usage": 0.0, "recompiles": 0, "tier": None, "num_buckets": 0, "stage_seconds": {},
     "weights_gb_per_second": None, "import_seconds": {}, "generation_defaults": {},
 }  # fmt: skip
