@@ -55,16 +55,12 @@ class TextEncoder:
         """The token ids of `text`. Raises TooManyTokensError, which names `field`, for more than `max_tokens`. Of
         these, the last `num_kept` are kept, with the special tokens that are added to the text, as in transformers.
         """
-        self.check_length(text, max_tokens, field)
-        cost = len(text) if text.isascii() else 4 * len(text)
-        return await self.run(cost, self._encode, text, max_tokens, field, add_special_tokens, num_kept)
-
-    def check_length(self, text: str, max_tokens: int, field: str) -> None:
-        """Raises TooManyTokensError if every tokenization of `text` has more than `max_tokens` tokens."""
         if self.max_chars_per_token is not None and len(text) > max_tokens * self.max_chars_per_token:
             num_tokens = -(-len(text) // self.max_chars_per_token)
             problem = f"the text has {len(text)} characters, at least {num_tokens} tokens"
             raise TooManyTokensError(problem, max_tokens, field, num_tokens, is_minimum=True)
+        cost = len(text) if text.isascii() else 4 * len(text)
+        return await self.run(cost, self._encode, text, max_tokens, field, add_special_tokens, num_kept)
 
     async def run(self, cost: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
         """Call `function` at once if `cost` (characters or tokens) is small, else in the thread pool."""

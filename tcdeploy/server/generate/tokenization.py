@@ -70,7 +70,6 @@ class PromptTokenizer:
         return Prompt(token_ids, text)
 
     async def _completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
-        self._check_lengths(request)
         prompts = []
         for content in request.prompts:
             if isinstance(content, str):
@@ -104,16 +103,6 @@ class PromptTokenizer:
                 "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
             )
         return {**variables, "add_generation_prompt": request.add_generation_prompt is not False and not continues}
-
-    def _check_lengths(self, request: CompletionRequest) -> None:
-        """Raises ApiError 400 if a prompt is too long for the context, before any of them is tokenized."""
-        if request.truncate_prompt_tokens is not None:
-            return
-        for content in request.prompts:
-            if isinstance(content, str):
-                self.encoder.check_length(content, self.limits.context, "prompt")
-            elif len(content) >= self.limits.context:
-                raise context_length_error(request, self.limits, len(content))
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
