@@ -138,28 +138,21 @@ def check_settings(settings: ServerSettings) -> None:
     _check_root_path(settings.root_path)
     for origin in settings.allowed_origins:
         if origin != "*" and not ORIGIN_PATTERN.fullmatch(origin):
-            raise UsageError(
-                f"--allowed-origins {origin!r} is not an origin", "scheme://host or scheme://host:port, or * for all"
-            )
+            problem = f"--allowed-origins {origin!r} is not an origin"
+            raise UsageError(problem, "scheme://host or scheme://host:port, or * for all")
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise UsageError("--ssl-keyfile needs --ssl-certfile", "pass the certificate chain too")
     if not METRICS_PREFIX_PATTERN.fullmatch(settings.metrics_prefix):
-        raise UsageError(
-            f"--metrics-prefix {settings.metrics_prefix!r} cannot begin the name of a Prometheus metric",
-            "use letters, digits (not first), _ and :, such as vllm:",
-        )
+        problem = f"--metrics-prefix {settings.metrics_prefix!r} cannot begin the name of a Prometheus metric"
+        raise UsageError(problem, "use letters, digits (not first), _ and :, such as vllm:")
     if settings.log_prompts and settings.log_requests == "off":
         raise UsageError("--log-prompts needs --log-requests", "--log-requests text, or json")
     if settings.otlp_endpoint and not OTLP_ENDPOINT_PATTERN.fullmatch(settings.otlp_endpoint):
-        raise UsageError(
-            f"--otlp-endpoint {settings.otlp_endpoint!r} is not the base URL of a collector",
-            "the address of OTLP over HTTP, without /v1/traces, such as http://localhost:4318",
-        )
+        problem = f"--otlp-endpoint {settings.otlp_endpoint!r} is not the base URL of a collector"
+        raise UsageError(problem, "the address of OTLP over HTTP, without /v1/traces, such as http://localhost:4318")
     if settings.canary_strict and not settings.canary_interval:
-        raise UsageError(
-            "--canary-strict has no effect with --canary-interval 0",
-            "remove --canary-strict, or pass a --canary-interval above 0",
-        )
+        problem = "--canary-strict has no effect with --canary-interval 0"
+        raise UsageError(problem, "remove --canary-strict, or pass a --canary-interval above 0")
     if settings.canary_strict and settings.start == "eager":
         raise UsageError(
             "--start eager excludes --canary-strict: the canary can be recorded only after eager steps are replaced",
@@ -179,18 +172,15 @@ def check_api_keys(keys: Sequence[str]) -> None:
                 "use letters, digits and punctuation of ASCII, without spaces: openssl rand -hex 32",
             )
         if len(key) > MAX_API_KEY_CHARS:
-            raise UsageError(
-                f"API key {number} of {len(keys)} has {len(key)} characters; the limit is {MAX_API_KEY_CHARS}",
-                "use a shorter key: openssl rand -hex 32",
-            )
+            problem = f"API key {number} of {len(keys)} has {len(key)} characters; the limit is {MAX_API_KEY_CHARS}"
+            raise UsageError(problem, "use a shorter key: openssl rand -hex 32")
 
 
 def _check_root_path(root_path: str) -> None:
     if root_path and not root_path.startswith("/"):
         raise UsageError(f"--root-path {root_path!r} does not begin with /", f"--root-path /{root_path}")
     if root_path and not ROOT_PATH_PATTERN.fullmatch(root_path):
-        raise UsageError(
-            f"--root-path {root_path!r} is not a plain path", "use parts of letters, digits, -, _, . and ~: /models/llm"
-        )
+        problem = f"--root-path {root_path!r} is not a plain path"
+        raise UsageError(problem, "use parts of letters, digits, -, _, . and ~: /models/llm")
     if root_path.split("/")[1:2] == ["v1"]:  # /v1/models would be taken for /models below it
         raise UsageError(f"--root-path {root_path} begins with /v1, as the API's own routes do", "for example /llm")

@@ -99,9 +99,8 @@ class PromptTokenizer:
             variables = {**variables, "reasoning_effort": request.reasoning_effort}
         continues = request.continue_final_message is True
         if continues and request.add_generation_prompt:
-            raise bad_request(
-                "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
-            )
+            message = "continue_final_message and add_generation_prompt cannot both be true"
+            raise bad_request(message, "continue_final_message")
         return {**variables, "add_generation_prompt": request.add_generation_prompt is not False and not continues}
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
@@ -133,9 +132,8 @@ class PromptTokenizer:
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens included. Raises ApiError 400."""
         if len(token_ids) > self.limits.tokenize_tokens:
-            raise bad_request(
-                f"tokens has {len(token_ids)} token ids; the limit is {self.limits.tokenize_tokens}", "tokens"
-            )
+            message = f"tokens has {len(token_ids)} token ids; the limit is {self.limits.tokenize_tokens}"
+            raise bad_request(message, "tokens")
         await self._check_token_ids(token_ids, "tokens")
         return await self._decode(token_ids, skip_special_tokens=False)
 

@@ -57,9 +57,8 @@ def check(request: GenerationRequest) -> None:
             raise bad_request(f"bad_words cannot be combined with {constraint_field}", "bad_words")
         for name in ("ignore_eos", "min_tokens"):
             if getattr(request, name):
-                raise bad_request(
-                    f"{name} cannot be combined with {constraint_field}: the output ends where its grammar ends", name
-                )
+                message = f"{name} cannot be combined with {constraint_field}: the output ends where its grammar ends"
+                raise bad_request(message, name)
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs requires stream to be false", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
@@ -136,9 +135,8 @@ def to_sampling_params(
     if max_new_tokens > max_new_tokens_limit:
         raise context_length_error(request, limits, prompt_length)
     if (request.min_tokens or 0) > max_new_tokens:
-        raise bad_request(
-            f"min_tokens is {request.min_tokens}, more than {_length_field(request)} ({max_new_tokens})", "min_tokens"
-        )
+        message = f"min_tokens is {request.min_tokens}, more than {_length_field(request)} ({max_new_tokens})"
+        raise bad_request(message, "min_tokens")
     return params
 
 
@@ -177,10 +175,8 @@ def check_prompt_logprobs(request: GenerationRequest, prompt_tokens: int) -> Non
     copies = 1 if isinstance(request, ChatRequest) else request.num_choices
     count = prompt_tokens * copies * (request.prompt_logprobs + 1)
     if count > MAX_PROMPT_LOGPROBS:
-        raise bad_request(
-            f"prompt_logprobs would return {count} values; the limit is {MAX_PROMPT_LOGPROBS} in one response",
-            "prompt_logprobs",
-        )
+        message = f"prompt_logprobs would return {count} values; the limit is {MAX_PROMPT_LOGPROBS} in one response"
+        raise bad_request(message, "prompt_logprobs")
 
 
 def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
@@ -199,10 +195,8 @@ def num_kept_tokens(request: GenerationRequest, limits: ModelLimits) -> int | No
     if kept is None:
         return None
     if kept > limits.context:
-        raise bad_request(
-            f"truncate_prompt_tokens is {kept}, more than the model's context ({limits.context})",
-            "truncate_prompt_tokens",
-        )
+        message = f"truncate_prompt_tokens is {kept}, more than the model's context ({limits.context})"
+        raise bad_request(message, "truncate_prompt_tokens")
     default = limits.defaults.max_new_tokens
     if kept > 0:
         return kept
