@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 MIN_READ_BYTES = 32 << 10  # that a client must read in each `stall_timeout_s` while more than 64 KiB are unsent
@@ -47,14 +47,6 @@ class Rejection(NamedTuple):
     message: str
 
 
-class CycleTransport(NamedTuple):
-    """What uvicorn's cycle uses of its transport. `close` may linger."""
-
-    write: Callable[[bytes], None]
-    is_closing: Callable[[], bool]
-    close: Callable[[], None]
-
-
 class Connection(_Base):
     """uvicorn's protocol with lingering close, error responses, and a time limit for clients that do not read."""
 
@@ -77,7 +69,9 @@ class Connection(_Base):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._cycle_transport = CycleTransport(transport.write, transport.is_closing, self._close_after_response)
+        self._cycle_transport = SimpleNamespace(  # what uvicorn's cycle uses of its transport; `close` may linger
+            write=transport.write, is_closing=transport.is_closing, close=self._close_after_response
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.observer.remove(self)
@@ -146,7 +140,6 @@ class Connection(_Base):
     # Closing
 
     def _close_after_response(self) -> None:
-        """Called by uvicorn's cycle."""
         if self._has_partial_request:
             self._linger(MAX_DROPPED_BODY_BYTES)
         else:

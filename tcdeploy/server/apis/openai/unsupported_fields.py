@@ -87,10 +87,9 @@ ALTERNATIVES = {
 
 
 def check_unsupported_fields(
-    request: SamplingRequest,
-    inert_values: Mapping[str, tuple[Any, ...]] = INERT_VALUES,
+    request: SamplingRequest, inert_values: Mapping[str, tuple[Any, ...]] = INERT_VALUES,
     field_names: Mapping[str, str] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Raises ApiError 400 for the first unsupported field that has an effect. field_names: in that API."""
     fields, field_names = request.model_extra, field_names or {}
     if not fields:

@@ -188,23 +188,14 @@ def _fixed_fields(active: ActiveRequest, body: ResponsesRequest, response_id: st
     text_format = body.text.format if body.text else None
     tool_choice = body.tool_choice or "auto"
     return {
-        "id": response_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "background": False,
-        **{name: getattr(body, name) for name in REPEATED_FIELDS},
-        "max_tool_calls": None,
-        "metadata": body.metadata or {},
-        "model": active.service.settings.model,
+        "id": response_id, "object": "response", "created_at": int(time.time()), "background": False,
+        **{name: getattr(body, name) for name in REPEATED_FIELDS}, "max_tool_calls": None,
+        "metadata": body.metadata or {}, "model": active.service.settings.model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "service_tier": "default",
-        "store": body.is_stored,
-        "temperature": params.temperature,
+        "service_tier": "default", "store": body.is_stored, "temperature": params.temperature,
         "text": {"format": text_format.model_dump(by_alias=True) if text_format else {"type": "text"}},
         "tool_choice": tool_choice if isinstance(tool_choice, str) else tool_choice.model_dump(),
-        "tools": [tool.model_dump() for tool in body.tools or []],
-        "top_logprobs": 0,
-        "top_p": params.top_p,
+        "tools": [tool.model_dump() for tool in body.tools or []], "top_logprobs": 0, "top_p": params.top_p,
         "truncation": "disabled",
-    }
+    }  # fmt: skip
