@@ -49,7 +49,7 @@ from tcdeploy.text.template_probe import template_form
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
-    from tcdeploy.planning.plan import Plan
+    from tcdeploy.planning.plan import Bucket, Plan
     from tcdeploy.start.deployment import Deployment
 
 MAX_UNKNOWN_FIELDS = 1000  # names that are logged and counted
@@ -214,34 +214,28 @@ class ServerState:
 
 
 def _model_figures(service: Service) -> ModelFigures:
-    deployment, runner = service.deployment, service.deployment.engine.runner
-    clock, swaps = deployment.engine.clock, deployment.swaps
+    deployment, runner, swaps = service.deployment, service.deployment.engine.runner, service.deployment.swaps
+    clock, defaults = deployment.engine.clock, deployment.generation_defaults
+
+    def by_name(counts: dict[Bucket, int]) -> dict[str, int]:
+        return {bucket.name: count for bucket, count in list(counts.items())}  # the engine thread may add a bucket
+
     return ModelFigures(
         kv_cache_usage=service.worker.stats.used_blocks / deployment.engine.allocator.capacity,
-        # list(): the engine thread may add a bucket meanwhile
-        step_counts={bucket.name: count for bucket, count in list(runner.step_counts.items())},
-        computed_tokens={bucket.name: count for bucket, count in list(runner.computed_tokens.items())},
-        padding_tokens={bucket.name: count for bucket, count in list(runner.padding_tokens.items())},
-        step_totals=dict(clock.totals) if clock else {},
+        step_counts=by_name(runner.step_counts), computed_tokens=by_name(runner.computed_tokens),
+        padding_tokens=by_name(runner.padding_tokens), step_totals=dict(clock.totals) if clock else {},
         step_corrections=dict(clock.predictor.corrections) if clock else {},
-        late_launches=deployment.engine.launch_timer.late_launches,
-        uncaptured_runs=runner.uncaptured_runs,
+        late_launches=deployment.engine.launch_timer.late_launches, uncaptured_runs=runner.uncaptured_runs,
         late_captures=runner.graphs.late_captures,
         longest_late_capture_seconds=runner.graphs.longest_late_capture_seconds,
-        missed_shapes=dict(service.missed_shapes.counts),
-        recompiles=service.recompiles(),
-        stage_seconds=dict(deployment.stage_seconds),
-        import_seconds=deployment.import_seconds,
+        missed_shapes=dict(service.missed_shapes.counts), recompiles=service.recompiles(),
+        stage_seconds=dict(deployment.stage_seconds), import_seconds=deployment.import_seconds,
         weights_gb_per_second=deployment.weights_read.gb_per_second if deployment.weights_read else None,
-        generation_defaults={
-            **deployment.generation_defaults.sampling_params(),
-            "stop_token_ids": list(deployment.generation_defaults.stop_token_ids),
-        },
+        generation_defaults={**defaults.sampling_params(), "stop_token_ids": list(defaults.stop_token_ids)},
         records=tuple(deployment.records if swaps is None else swaps.records),
-        tier="warm" if swaps is None or swaps.is_warm else "eager",
-        num_buckets=len(deployment.plan.buckets),
+        tier="warm" if swaps is None or swaps.is_warm else "eager", num_buckets=len(deployment.plan.buckets),
         failed_buckets=swaps.failed_buckets if swaps else 0,
-    )
+    )  # fmt: skip
 
 
 def build_service(
