@@ -6,6 +6,7 @@ The length of a prompt is checked before it is tokenized. Long texts are tokeniz
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -138,10 +139,8 @@ class PromptTokenizer:
         return await self._decode(token_ids, skip_special_tokens=False)
 
     async def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        def decode() -> str:
-            return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
-
-        return await self.encoder.run(len(token_ids), decode)
+        decode = functools.partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return str(await self.encoder.run(len(token_ids), decode))
 
     async def tokens_json(self, token_ids: list[int]) -> bytes:
         """The response body of /tokenize."""

@@ -196,8 +196,8 @@ class Worker:
 
     def _capture_if_idle(self, engine: Engine) -> None:
         """Capture or time one CUDA graph, unless there was a request just now or a case of the canary is running."""
-        is_used = self._is_swapping or (self.canary and self.canary.is_running)
-        if self._captures_when_idle and not is_used and time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S:
+        is_taken = self._is_swapping or (self.canary and self.canary.is_running)
+        if self._captures_when_idle and not is_taken and time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S:
             self._captures_when_idle = engine.capture_next_graph()
 
     def _process_inbox(self, engine: Engine) -> bool:
