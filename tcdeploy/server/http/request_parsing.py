@@ -53,25 +53,16 @@ class RequestParser:
     async def parse(self, request_type: type[RequestT], body: bytes | bytearray, limits: JsonLimits) -> RequestT:
         """Parse and validate a large body. Raises ApiError 400."""
         async with self._lock:
-            with _collector_paused():
+            with contextlib.ExitStack() as stack:
+                if gc.isenabled():  # each collection would visit the body's containers, and JSON has no cycles
+                    gc.disable()
+                    stack.callback(gc.enable)
                 fields = await _parse_in_steps(request_type, body, limits)
             unknown_names: set[str] = set()
             for name in PROMPT_LISTS:
                 if isinstance(fields, dict) and name in request_type.model_fields:
                     await _validate_list(request_type, fields, name, unknown_names)
         return _validate(request_type, fields, unknown_names)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause garbage collection: each one during the parse would visit the body's containers. JSON has no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 async def _parse_in_steps(request_type: type[BaseModel], body: bytes | bytearray, limits: JsonLimits) -> Any:
