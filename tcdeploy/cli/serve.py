@@ -88,10 +88,7 @@ def _run(
     if settings.log_requests != "off":
         enable_access_log()
     with display.show_progress() as progress:
-        from tcdeploy.server.http.hot_path import hot_path_from_environment
         from tcdeploy.server.run import run_server
-
-        settings = dataclasses.replace(settings, hot_path=hot_path_from_environment(os.environ))
 
         def deploy() -> Deployment:
             fetch_seconds = 0.0 if cache is None else fetch_cache(recipe, cache, trusted_keys)

@@ -7,11 +7,14 @@ makes flags of them. So a name, a default and a help text are written once. Does
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable
 from dataclasses import Field
 from typing import Any, NamedTuple
+
+from tcdeploy.errors import UsageError
 
 ENVIRONMENT_PREFIX = "TCDEPLOY_"
 # Removed flags; one that another command still has is preceded by its command. If the new flag is of a recipe, its key
@@ -40,6 +43,10 @@ class Option(NamedTuple):
     choices: tuple[str, ...] = ()  # allowed texts; those of a Literal follow from its type
     parse: Callable[[str], Any] | None = None  # the field's value from text; raises UsageError
     has_variable: bool = False  # whether an environment variable sets it
+    minimum: float | None = None  # of a number; `check_ranges` checks it
+    maximum: float = math.inf
+    unit: str = ""  # of the number
+    valid: str = ""  # an example of a value, and what it does; by default the default
 
 
 def option(default: Any, help: str, panel: str, **attributes: Any) -> Any:
@@ -54,6 +61,16 @@ def options_of(kind: Any) -> dict[str, tuple[Field[Any], Option]]:
     ordered = sorted(dataclasses.fields(kind), key=lambda item: item.name in inherited)
     found = [(item, item.metadata["option"]) for item in ordered if "option" in item.metadata]
     return {form.name or item.name: (item, form) for item, form in found}
+
+
+def check_ranges(settings: Any) -> None:
+    """Raises UsageError for a number outside the range of its option. NaN is outside of every range."""
+    for name, (item, form) in options_of(type(settings)).items():
+        value, flag = getattr(settings, item.name), flag_name(name)
+        if form.minimum is not None and not form.minimum <= value <= form.maximum:
+            limits = f"{form.minimum} or more" if form.maximum == math.inf else f"{form.minimum} to {form.maximum}"
+            problem = f"{flag} is {value}; it must be {limits}{form.unit and f' {form.unit}'}"
+            raise UsageError(problem, f"{flag} {form.valid or item.default}")
 
 
 def variables_of(kind: Any) -> dict[str, str]:

@@ -29,9 +29,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tcdeploy.server.apis.anthropic.protocol import messages_error_body
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.admission import Admission, BodyReservation
-from tcdeploy.server.http.content_encoding import read_decoded_body
-from tcdeploy.server.http.error_response import MESSAGES_PATH, error_response
 from tcdeploy.server.http.json_steps import JsonLimits, JsonSteps
+from tcdeploy.server.http.middleware import MESSAGES_PATH, error_response
+from tcdeploy.server.http.request_body import read_decoded_body
 from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES
 from tcdeploy.server.observe.request_log import REQUEST_ID
 

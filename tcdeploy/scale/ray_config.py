@@ -20,7 +20,6 @@ from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.remote.address import CacheSource
 from tcdeploy.scale.replica import ReplicaSettings
-from tcdeploy.server.http.hot_path import hot_path_from_environment
 from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings, check_settings
 
 DEPLOYMENT = "Model"  # name of the deployment in ray.py
@@ -37,7 +36,6 @@ ARGUMENTS = ("recipe", "settings", "cache", "trusted_keys")
 # Settings of connections and logs, which are Ray's, and of the machine's environment.
 NOT_SENT = {
     "host", "port", "ssl_certfile", "ssl_keyfile", "stall_timeout", "log_requests", "log_prompts", "log_level",
-    "hot_path",
 }  # fmt: skip
 KindT = TypeVar("KindT")
 
@@ -167,7 +165,6 @@ def read_arguments(arguments: Mapping[str, Any]) -> ReplicaSettings:
     if local := sorted(set(settings) & NOT_SENT):
         raise UsageError(f"settings.{local[0]} has no effect on Ray Serve", f"omit {local[0]}")
     server = _validate(ServerSettings, "settings", {"model": recipe.model, **settings})
-    server = dataclasses.replace(server, hot_path=hot_path_from_environment(os.environ))
     check_settings(server)
     cache = arguments.get("cache")
     trusted_keys = arguments.get("trusted_keys")

@@ -16,7 +16,6 @@ from tcdeploy.errors import TcdeployError
 from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import CacheSource
-from tcdeploy.server.http.hot_path import shorten_switch_interval
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.text.chat_template import start_renderer
@@ -64,8 +63,6 @@ async def start_server(settings: ReplicaSettings) -> ModelServer:
     Call it in the event loop that calls the server's `app`. If the engine stops later, the process ends.
     """
     relax_gc_for_startup()
-    if settings.server.hot_path.short_switch_interval:
-        shorten_switch_interval()
     start_renderer()
     loop = asyncio.get_running_loop()
     started: asyncio.Future[Deployment] = loop.create_future()

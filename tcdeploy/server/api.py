@@ -1,8 +1,7 @@
 """The HTTP API: OpenAI's completions, chat completions and models, vLLM's tokenizer routes, and operations.
 
-The routes of OpenAI's Responses API are in server/apis/responses/routes.py, those of Anthropic's Messages API in
-server/apis/anthropic/routes.py, and generation.py runs the requests that generate text. Starlette routes the requests;
-FastAPI is not used, because bodies are read and validated here and openapi.py is short.
+The routes of OpenAI's Responses API and of Anthropic's Messages API are in server/apis/, and generation.py runs the
+requests that generate text. FastAPI is not used, because bodies are read and validated here and openapi.py is short.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tcdeploy import __version__
-from tcdeploy.server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest
-from tcdeploy.server.apis.anthropic.routes import messages_routes
+from tcdeploy.server.apis.anthropic.protocol import CountTokensRequest
+from tcdeploy.server.apis.anthropic.routes import MESSAGES, messages_routes
 from tcdeploy.server.apis.openai.protocol import (
     ApiError,
     ChatRequest,
@@ -30,46 +29,37 @@ from tcdeploy.server.apis.openai.protocol import (
     TokenizeRequest,
     bad_request,
 )
-from tcdeploy.server.apis.responses.protocol import ResponsesRequest
-from tcdeploy.server.apis.responses.routes import responses_routes
-from tcdeploy.server.generate.generation import GenerationApi, admitted_body, generate
-from tcdeploy.server.http.authentication import UNAUTHENTICATED_PATHS, AuthMiddleware
-from tcdeploy.server.http.error_response import error_response, logged_error_response
-from tcdeploy.server.http.hot_path import direct_route
-from tcdeploy.server.http.near_routes import routing_error
+from tcdeploy.server.apis.responses.routes import RESPONSES, responses_routes
+from tcdeploy.server.generate.generation import GenerationApi, admitted_body, generation_route
+from tcdeploy.server.http.middleware import (
+    UNAUTHENTICATED_PATHS,
+    AuthMiddleware,
+    RootPath,
+    error_response,
+    routing_error,
+)
 from tcdeploy.server.http.openapi import openapi_document
-from tcdeploy.server.http.root_path import RootPath
 from tcdeploy.server.observe import status
 from tcdeploy.server.observe.request_log import RequestLog
-from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.service import ServerState
 
+COMPLETIONS = GenerationApi("/v1/completions", "completions", "Create a completion (OpenAI's API).", CompletionRequest)
+CHAT_COMPLETIONS = GenerationApi(
+    "/v1/chat/completions", "chat_completions", "Create a chat completion (OpenAI's API).", ChatRequest
+)
 REQUEST_MODELS: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
+    **{api.path: api.body_type for api in (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, MESSAGES)},
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-COMPLETIONS, CHAT_COMPLETIONS = GenerationApi(CompletionRequest), GenerationApi(ChatRequest)
-DIRECT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 def make_app(state: ServerState) -> RequestLog:
-    async def completions(request: Request) -> Response:
-        """Create a completion (OpenAI's API)."""
-        return await generate(state, request, COMPLETIONS)
-
-    async def chat_completions(request: Request) -> Response:
-        """Create a chat completion (OpenAI's API)."""
-        return await generate(state, request, CHAT_COMPLETIONS)
-
     routes = [
         *_operations_routes(state),
         *_model_routes(state),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        *(generation_route(state, api) for api in (COMPLETIONS, CHAT_COMPLETIONS)),
         *responses_routes(state),
         *messages_routes(state),
     ]
@@ -78,7 +68,7 @@ def make_app(state: ServerState) -> RequestLog:
     @functools.cache
     def document(vocab_size: int | None) -> dict[str, Any]:
         public_paths = UNAUTHENTICATED_PATHS if state.settings.api_keys else None
-        content = openapi_document("tcdeploy", __version__, documented, REQUEST_MODELS, public_paths, vocab_size)
+        content = openapi_document(documented, REQUEST_MODELS, public_paths, vocab_size)
         if state.settings.root_path:
             content["servers"] = [{"url": state.settings.root_path}]
         return content
@@ -100,12 +90,7 @@ def make_app(state: ServerState) -> RequestLog:
     )
     app.router.redirect_slashes = False  # the address of a redirect would lack the root path of a proxy
     settings = state.settings
-    direct_routes = {
-        route.path: direct_route(route.endpoint, logged_error_response)
-        for route in routes
-        if route.path in DIRECT_PATHS and settings.hot_path.direct_routes
-    }
-    wrapped: ASGIApp = AuthMiddleware(app, settings.api_keys, direct_routes)
+    wrapped: ASGIApp = AuthMiddleware(app, settings.api_keys)
     if settings.allowed_origins:  # answers preflight requests, which browsers send without the key
         wrapped = CORSMiddleware(
             wrapped, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"],
@@ -146,9 +131,9 @@ def _operations_routes(state: ServerState) -> list[Route]:
         """A page with the server's figures, a chat and the list of routes."""
         return HTMLResponse(page_html, headers=page_headers)
 
-    async def docs(_: Request) -> Response:
+    async def docs(request: Request) -> Response:
         """The list of routes, on the same page as /."""
-        return HTMLResponse(page_html, headers=page_headers)
+        return await page(request)
 
     async def status_document(request: Request) -> Response:
         """The figures that the page at / shows; with `?history=N`, also the last N samples of its graphs."""

@@ -1,54 +1,75 @@
 """Serves one model within an event loop: loads it in the engine thread, warms it up, drains and closes it.
 
-run.py adds the socket, uvicorn and the signals of `tcdeploy serve`. scale/replica.py runs a ModelServer in a replica of
-Ray Serve.
+run.py adds the socket, uvicorn and the signals of `tcdeploy serve`; scale/replica.py runs a ModelServer in Ray Serve.
+
+Before /ready, warm-up requests pass through the routes and the engine, so that no client waits for first-time work: one
+of each kind. Without them, the slowest of the first ten requests had its first token after 28 ms instead of 17 (H100,
+docs/performance-log.md). They have separate metrics, but the counters of engine steps (`bucket_hits`) include theirs.
+Their seed is fixed, so the number of steps is the same in every start. None uses a grammar, because the grammar tables
+take 0.9 s for a large vocabulary, in which llguidance holds the GIL. They are built once no request has been open for
+GRAMMAR_IDLE_S, or by the first request that needs them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
+import logging
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message
 
 from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.server.api import make_app
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.observe.metrics import Metrics
-from tcdeploy.server.observe.status_history import INTERVAL_S
+from tcdeploy.server.observe.status import INTERVAL_S
 from tcdeploy.server.observe.telemetry import Telemetry
-from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.service import Service, build_service
+from tcdeploy.server.service import ServerState, Service, build_service
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.server.warmup_requests import build_grammar_tables_when_idle, send_warmup_requests
 from tcdeploy.server.worker.canary import CanarySchedule
 from tcdeploy.server.worker.worker import EngineDeadError, Worker
 
 if TYPE_CHECKING:  # importing torch takes seconds; the app answers before
     from tcdeploy.start.deployment import Deployment
 
+# Each time the engine thread releases the GIL, it may wait this long to reacquire it; Python's default is 5 ms.
+SWITCH_INTERVAL_S = 0.0005
 DRAIN_POLL_S = 0.05
 ERROR_DELIVERY_S = 1.0  # time for the last error events to reach the clients
+GRAMMAR_IDLE_S = 1.0
+IDLE_POLL_S = 0.1
+log = logging.getLogger("tcdeploy.server")
+SHORT_AND_SEEDED = {"max_tokens": 4, "seed": 0}
+COMPLETION = {"prompt": [0], "ignore_eos": True, **SHORT_AND_SEEDED}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], **SHORT_AND_SEEDED}
+SAMPLED = {  # everything that a step may compute outside its compiled program
+    **COMPLETION, "temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.1, "logit_bias": {"0": 1}, "logprobs": 1
+}  # fmt: skip
+ASGI_SCOPE = {
+    "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+    "scheme": "http", "root_path": "", "query_string": b"", "client": None, "server": None,
+    "headers": [(b"content-type", b"application/json")],
+}  # fmt: skip
 
 
 class ModelServer:
-    """An ASGI app, `app`, and the engine thread behind it.
-
-    The app answers from the start; completions get 503 until the model is warm. `deploy` runs in the engine thread.
-    On the event loop, `on_ready` is called once every bucket is warm and checked and the warm-up requests have
+    """An ASGI app, `app`, and the engine thread behind it, in which `deploy` runs. Completions get 503 until the model
+    is warm. On the event loop, `on_ready` is called once every bucket is warm and checked and the warm-up requests have
     completed, and `on_failure` if `deploy` raises or a step fails.
     """
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        deploy: Callable[[], Deployment],
-        on_ready: Callable[[Deployment], None],
+        self, settings: ServerSettings, deploy: Callable[[], Deployment], on_ready: Callable[[Deployment], None],
         on_failure: Callable[[BaseException], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.settings, self._deploy, self._on_ready, self._on_failure = settings, deploy, on_ready, on_failure
-        self.worker = Worker(self._load, self._on_loaded, self._on_engine_death, settings.hot_path)
+        self.worker = Worker(self._load, self._on_loaded, self._on_engine_death)
         self.admission = Admission(settings.max_queued, settings.max_waiting_bytes)
         self.metrics = Metrics(settings.model, settings.metrics_prefix)
         self.state = ServerState(settings, self.worker, self.admission, self.metrics)
@@ -59,6 +80,7 @@ class ModelServer:
 
     def start(self) -> None:
         """Start to load the model."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._sampling = asyncio.create_task(self._sample_history())
         self.worker.start()
 
@@ -89,22 +111,30 @@ class ModelServer:
             self.state.history.sample(self.state.figures(), self.metrics.recent)
 
     def _load(self) -> Service:
-        """Runs in the engine thread."""
         deployment = self._deploy()
         if deployment.swaps is not None:
             self.worker.start_swaps(deployment.swaps, partial(self._on_warm, deployment))
-        elif self.settings.canary_interval:
-            self.worker.canary = _record_canary(deployment, self.settings)
+        else:
+            self._record_canary(deployment)
         return build_service(deployment, self.settings, self.worker, self.admission, self.metrics)
 
     def _on_warm(self, deployment: Deployment) -> None:
-        """Runs in the engine thread, while it is idle, once the programs have replaced all eager steps.
-
-        The canary compares results of programs, which differ from those of eager steps.
-        """
-        if self.settings.canary_interval:
-            self.worker.canary = _record_canary(deployment, self.settings)
+        """In the engine thread, once all eager steps are replaced: the canary compares results of programs."""
+        self._record_canary(deployment)
         freeze_gc_after_startup()
+
+    def _record_canary(self, deployment: Deployment) -> None:
+        """Record the canary, if it is on, right after the parity checks. Raises CompileError if it needs a case."""
+        if not self.settings.canary_interval:
+            return
+        from tcdeploy.engine.check.canary import Canary  # imports torch, which is loaded by now
+
+        start = time.perf_counter()
+        canary = Canary(deployment.engine)
+        deployment.stage_seconds["canary"] = time.perf_counter() - start
+        self.worker.canary = CanarySchedule(canary, self.settings.canary_interval)
+        if self.settings.canary_strict:
+            self.worker.canary.require_cases()
 
     def _on_loaded(self, service: Service) -> None:
         self.state.service = service
@@ -124,17 +154,58 @@ class ModelServer:
         self._on_failure(error)
 
 
-def _record_canary(deployment: Deployment, settings: ServerSettings) -> CanarySchedule:
-    """Record the canary right after the parity checks have passed.
+async def send_warmup_requests(service: Service) -> None:
+    """Failures are logged and ignored: a chat template may reject the message, for example."""
+    app = make_app(_separate_state(service))
+    requests = [("/v1/completions", COMPLETION, stream) for stream in (True, False)]
+    if service.tokenizer.tokenizer.chat_template:
+        requests += [("/v1/chat/completions", CHAT, stream) for stream in (True, False)]
+    requests.append(("/v1/completions", SAMPLED, False))
+    for path, body, stream in requests:
+        try:
+            status = await _post(app, path, {**body, "stream": stream})
+        except Exception as error:  # Starlette responds with 500 and raises the exception again
+            log.warning("the warm-up request to %s failed: %s: %s", path, type(error).__name__, error)
+        else:
+            log.log(logging.DEBUG if status == 200 else logging.WARNING, "warm-up request to %s: %d", path, status)
 
-    Raises CompileError with `canary_strict` if no case is repeatable.
+
+async def build_grammar_tables_when_idle(service: Service) -> None:
+    """Build the grammar tables once no request has been open for GRAMMAR_IDLE_S, unless a request has built them, the
+    server drains or fails, or grammars are not available.
     """
-    from tcdeploy.engine.check.canary import Canary  # imports torch, which is loaded by now
+    admission, idle_s = service.admission, 0.0
+    while service.structured_output.needs_tables and not admission.closed_reason:
+        if idle_s >= GRAMMAR_IDLE_S:
+            await service.structured_output.build_tables()
+            return
+        await asyncio.sleep(IDLE_POLL_S)
+        idle_s = 0.0 if admission.num_admitted else idle_s + IDLE_POLL_S
 
-    start = time.perf_counter()
-    canary = Canary(deployment.engine)
-    deployment.stage_seconds["canary"] = time.perf_counter() - start
-    schedule = CanarySchedule(canary, deployment.engine, settings.canary_interval)
-    if settings.canary_strict:
-        schedule.require_cases()
-    return schedule
+
+def _separate_state(service: Service) -> ServerState:
+    """The same model with its own metrics and admission, and without API keys, root path and access log."""
+    settings = dataclasses.replace(service.settings, api_keys=(), root_path="", log_requests="off")
+    admission = Admission(0)
+    admission.open(max_running=1)
+    state = ServerState(settings, service.worker, admission)
+    state.service = dataclasses.replace(service, settings=settings, admission=admission, metrics=state.metrics)
+    return state
+
+
+async def _post(app: ASGIApp, path: str, body: dict[str, Any]) -> int:
+    """The HTTP status. The response body is discarded."""
+    incoming: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    statuses: list[int] = []
+
+    async def receive() -> Message:
+        if not incoming:
+            await asyncio.Event().wait()  # never disconnects
+        return incoming.pop()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    await app({**ASGI_SCOPE, "path": path, "raw_path": path.encode()}, receive, send)
+    return statuses[0]

@@ -1,9 +1,8 @@
 """Runs the server: from a recipe to a listening process, and from a signal to its exit code.
 
-The socket accepts connections before the model is loaded: /health reports liveness, and /ready returns 200 once every
-bucket is warm and checked and the warm-up requests have completed, until the server drains. The first SIGTERM or SIGINT
-drains: new requests are rejected, running ones may finish within the drain time-out, and the rest end with an error
-event. A second signal exits at once.
+The socket accepts connections before the model is loaded. The first SIGTERM or SIGINT drains: new requests are
+rejected, running ones may finish within the drain time-out, and the rest end with an error event. A second signal exits
+at once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
-from starlette.types import ASGIApp
 
 try:
     import uvloop
@@ -27,9 +25,7 @@ except ImportError:  # not available on every platform
     uvloop = None  # type: ignore[assignment]
 
 from tcdeploy.errors import UsageError
-from tcdeploy.server.http.connection import http_protocol
-from tcdeploy.server.http.hot_path import shorten_switch_interval
-from tcdeploy.server.http.listener import Listener, connection_limit
+from tcdeploy.server.http.listener import Listener, connection_limit, http_protocol
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.settings import ServerSettings
 
@@ -42,14 +38,11 @@ OnReady: TypeAlias = "Callable[[Deployment, str], None]"  # (deployment, address
 
 
 def run_server(settings: ServerSettings, deploy: Callable[[], Deployment], on_ready: OnReady) -> int:
-    """Serve until a signal or the death of the engine. Returns the exit code.
-
-    Raises UsageError if the address cannot be bound, and the exception of `deploy` if the model cannot be loaded.
+    """Serve until a signal or the death of the engine. Returns the exit code. Raises UsageError if the address cannot
+    be bound, and the exception of `deploy` if the model cannot be loaded.
     """
     _check_certificate(settings)
     listener = Listener(_listen(settings.host, settings.port), connection_limit())
-    if settings.hot_path.short_switch_interval:
-        shorten_switch_interval()
 
     async def run() -> int:
         return await _Process(settings, listener, deploy, on_ready).run()
@@ -85,13 +78,10 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         is_host = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
-        raise UsageError(
-            f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
-            "--host 127.0.0.1 listens on this machine only, --host 0.0.0.0 on all interfaces; "
-            "--port 0 selects a free port"
-            if is_host
-            else "--port 0 selects a free port",
-        ) from error
+        hosts = "--host 127.0.0.1 listens on this machine only, --host 0.0.0.0 on all interfaces; " if is_host else ""
+        reason = getattr(error, "strerror", None) or error
+        hint = f"{hosts}--port 0 selects a free port"
+        raise UsageError(f"cannot listen on {host} port {port}: {reason}", hint) from error
 
 
 class _Process:
@@ -107,7 +97,13 @@ class _Process:
         self._error: BaseException | None = None
 
     async def run(self) -> int:
-        config = _uvicorn_config(self._server.app, self.settings, self._listener)
+        settings = self.settings
+        config = uvicorn.Config(
+            self._server.app, interface="asgi3", http=http_protocol(settings.stall_timeout, self._listener), ws="none",
+            lifespan="off", log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
+            timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+        )  # fmt: skip
         config.load()
         self._http_server = http_server = uvicorn.Server(config)
         # Signals are handled below. If uvicorn renames this method, drain is skipped and test_faults.py fails.
@@ -158,12 +154,3 @@ class _Process:
     async def _drain(self) -> None:
         await self._server.drain()
         self._exit_event.set()
-
-
-def _uvicorn_config(app: ASGIApp, settings: ServerSettings, listener: Listener) -> uvicorn.Config:
-    return uvicorn.Config(
-        app, interface="asgi3", http=http_protocol(settings.stall_timeout, listener), ws="none", lifespan="off",
-        log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
-        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-    )  # fmt: skip

@@ -1,28 +1,35 @@
-"""The served model: its deployment, and what the endpoints derive from it.
+"""State of the server from its first second (/health, /ready, /metrics, /status), and the served model.
 
-Built after the model is loaded, so no field is optional.
+A `Service` is built after the model is loaded, so no field is optional: its deployment, and what the endpoints derive
+from it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tcdeploy import __version__
 from tcdeploy.engine.schedule.constraint import Constraint
+from tcdeploy.models.location import local_folder
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.apis.openai.validation import ModelLimits
-from tcdeploy.server.generate.admission import Admission
+from tcdeploy.server.apis.responses.store import ResponseStore
+from tcdeploy.server.generate.admission import RETRY_AFTER_S, Admission
+from tcdeploy.server.generate.choice import Vocabulary
 from tcdeploy.server.generate.text_encoder import TextEncoder
 from tcdeploy.server.generate.tokenization import Prompt, PromptTokenizer
-from tcdeploy.server.generate.vocabulary import Vocabulary
 from tcdeploy.server.http.json_steps import JsonLimits
+from tcdeploy.server.http.request_parsing import RequestParser
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.missed_shapes import MissedShapes
-from tcdeploy.server.observe.system_fingerprint import system_fingerprint
+from tcdeploy.server.observe.status import ModelFigures, ServerFigures, StatusHistory
+from tcdeploy.server.observe.telemetry import Telemetry
 from tcdeploy.server.output.structured.bad_words import BadWords
 from tcdeploy.server.output.structured.output_constraint import OutputConstraint
 from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
@@ -34,16 +41,20 @@ from tcdeploy.server.output.structured.structured_output import (
 )
 from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.server.settings import ServerSettings
+from tcdeploy.server.worker.canary import CanaryStats
 from tcdeploy.server.worker.worker import Worker
+from tcdeploy.start.record.factors import sampled_digest, weight_files
 from tcdeploy.text.conversation import replace_chat_template
 from tcdeploy.text.template_probe import template_form
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
+    from tcdeploy.planning.plan import Bucket, Plan
     from tcdeploy.start.deployment import Deployment
 
 MAX_UNKNOWN_FIELDS = 1000  # names that are logged and counted
 MAX_FIELD_NAME_CHARS = 200  # of such a name
+FINGERPRINT_DIGITS = 10  # as many as OpenAI's
 log = logging.getLogger("tcdeploy.server")
 
 
@@ -51,7 +62,7 @@ log = logging.getLogger("tcdeploy.server")
 class Service:
     settings: ServerSettings
     deployment: Deployment
-    worker: Worker[Any]
+    worker: Worker
     admission: Admission
     metrics: Metrics
     tokenizer: PromptTokenizer
@@ -98,12 +109,9 @@ class Service:
     def model_card(self, name: str) -> dict[str, Any]:
         """The model's entry in /v1/models under one of its names."""
         return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "tcdeploy",
+            "id": name, "object": "model", "created": self.created, "owned_by": "tcdeploy",
             "max_model_len": self.limits.context,
-        }
+        }  # fmt: skip
 
     def count_unknown_fields(self, names: Iterable[str]) -> None:
         """Log and count each unknown field once. The request is served."""
@@ -149,13 +157,92 @@ class Service:
             raise error if isinstance(error, ApiError) else schema_error(error, "tools") from None
 
 
-def build_service(
-    deployment: Deployment, settings: ServerSettings, worker: Worker[Any], admission: Admission, metrics: Metrics
-) -> Service:
-    """Build the service of a loaded deployment.
+@dataclass
+class ServerState:
+    """`service` is None while the model is loading, and is assigned once."""
 
-    Runs in the engine thread: the event loop would not answer for the 0.1 s that reading a large vocabulary takes.
-    Raises ModelError if the chat template of the settings cannot be used.
+    settings: ServerSettings
+    worker: Worker
+    admission: Admission
+    metrics: Metrics = field(default_factory=Metrics)
+    start_time: float = field(default_factory=time.time)
+    service: Service | None = None
+    parser: RequestParser = field(default_factory=RequestParser)
+    history: StatusHistory = field(default_factory=StatusHistory)
+    telemetry: Telemetry | None = None
+    stored_responses: ResponseStore = field(default_factory=ResponseStore)
+
+    def __post_init__(self) -> None:
+        self.metrics.register_figures(self.figures)
+
+    @property
+    def unready_reason(self) -> str:
+        """Why /ready answers 503: "loading", "draining", "dead", "canary failed", or "" if the server is ready."""
+        return "dead" if self.worker.failure else self.admission.closed_reason or self._canary_reason
+
+    @property
+    def unwarm_reason(self) -> str:
+        """Why /ready?level=warm answers 503: as `unready_reason`, or which buckets still run eagerly."""
+        swaps = self.service.deployment.swaps if self.service else None
+        return self.unready_reason or (swaps.describe() if swaps else "")
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine is alive and, with --canary-strict, no canary has ever differed."""
+        return not self.worker.failure and not self._canary_reason
+
+    @property
+    def _canary_reason(self) -> str:
+        """Permanent: a device that gave a wrong result once may pass the next round."""
+        canary = self.worker.canary
+        return "canary failed" if self.settings.canary_strict and canary and canary.stats.failures else ""
+
+    def figures(self) -> ServerFigures:
+        return ServerFigures(
+            model_name=self.settings.model, state=self.unready_reason or "ready",
+            uptime_seconds=time.time() - self.start_time, scheduler=self.worker.stats,
+            rejections=dict(self.admission.rejections),
+            canary=self.worker.canary.stats if self.worker.canary else CanaryStats(),
+            model=None if self.service is None else _model_figures(self.service),
+        )  # fmt: skip
+
+    def require_service(self) -> Service:
+        """Raises ApiError 503 while the model is loading."""
+        if self.service is None:
+            raise ApiError(503, "the server is loading", code="loading", retry_after=RETRY_AFTER_S)
+        return self.service
+
+
+def _model_figures(service: Service) -> ModelFigures:
+    deployment, runner, swaps = service.deployment, service.deployment.engine.runner, service.deployment.swaps
+    clock, defaults = deployment.engine.clock, deployment.generation_defaults
+
+    def by_name(counts: dict[Bucket, int]) -> dict[str, int]:
+        return {bucket.name: count for bucket, count in list(counts.items())}  # the engine thread may add a bucket
+
+    return ModelFigures(
+        kv_cache_usage=service.worker.stats.used_blocks / deployment.engine.allocator.capacity,
+        step_counts=by_name(runner.step_counts), computed_tokens=by_name(runner.computed_tokens),
+        padding_tokens=by_name(runner.padding_tokens), step_totals=dict(clock.totals) if clock else {},
+        step_corrections=dict(clock.predictor.corrections) if clock else {},
+        late_launches=deployment.engine.launch_timer.late_launches, uncaptured_runs=runner.graphs.uncaptured_runs,
+        late_captures=runner.graphs.late_captures,
+        longest_late_capture_seconds=runner.graphs.longest_late_capture_seconds,
+        missed_shapes=dict(service.missed_shapes.counts), recompiles=service.recompiles(),
+        stage_seconds=dict(deployment.stage_seconds), import_seconds=deployment.import_seconds,
+        weights_gb_per_second=deployment.weights_read.gb_per_second if deployment.weights_read else None,
+        generation_defaults={**defaults.sampling_params(), "stop_token_ids": list(defaults.stop_token_ids)},
+        records=tuple(deployment.records if swaps is None else swaps.records),
+        tier="warm" if swaps is None or swaps.is_warm else "eager", num_buckets=len(deployment.plan.buckets),
+        failed_buckets=swaps.failed_buckets if swaps else 0,
+    )  # fmt: skip
+
+
+def build_service(
+    deployment: Deployment, settings: ServerSettings, worker: Worker, admission: Admission, metrics: Metrics
+) -> Service:
+    """Build the service of a loaded deployment, in the engine thread: the event loop would not answer for the 0.1 s
+    that reading a large vocabulary takes. Raises ModelError if the chat template of the settings cannot be used.
     """
     from tcdeploy.programs.compile_stats import read_counts  # imports torch, which is loaded by now
 
@@ -168,17 +255,24 @@ def build_service(
     if unrendered := sorted(template_form(tokenizer).unrendered):  # also probes the template before the first request
         log.info("the chat template renders no messages of these kinds, which are refused: %s", ", ".join(unrendered))
     return Service(
-        settings=settings,
-        deployment=deployment,
-        worker=worker,
-        admission=admission,
-        metrics=metrics,
+        settings=settings, deployment=deployment, worker=worker, admission=admission, metrics=metrics,
         tokenizer=PromptTokenizer(tokenizer, TextEncoder(tokenizer), limits, settings.model, tools),
-        vocabulary=Vocabulary(tokenizer),
-        limits=limits,
-        structured_output=StructuredOutputBackend(tokenizer, defaults.stop_token_ids),
-        tools=tools,
-        missed_shapes=MissedShapes(deployment.plan),
-        compiles_at_load=read_counts().compiles,
+        vocabulary=Vocabulary(tokenizer), limits=limits,
+        structured_output=StructuredOutputBackend(tokenizer, defaults.stop_token_ids), tools=tools,
+        missed_shapes=MissedShapes(deployment.plan), compiles_at_load=read_counts().compiles,
         system_fingerprint=system_fingerprint(deployment.plan),
-    )
+    )  # fmt: skip
+
+
+def system_fingerprint(plan: Plan) -> str:
+    """OpenAI's `system_fingerprint`: equal for servers with the same version, plan and weight samples.
+
+    The plan's key covers the model's config, the hardware and the versions, but not the tokenizer. Each weight file
+    contributes its name, its size and samples of its bytes, because reading a checkpoint would delay the start by
+    seconds. Random weights, and files that cannot be found, are represented by the plan's key only.
+    """
+    digest = hashlib.sha256(f"{__version__} {plan.key} {plan.load_format}".encode())
+    folder = None if plan.load_format == "dummy" else local_folder(plan.model, plan.revision)
+    for path in weight_files(folder) if folder else ():
+        digest.update(f"{path.name} {path.stat().st_size} {sampled_digest(path)}".encode())
+    return f"fp_{digest.hexdigest()[:FINGERPRINT_DIGITS]}"

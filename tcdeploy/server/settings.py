@@ -13,27 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.option import option, variables_of
+from tcdeploy.planning.option import check_ranges, option, variables_of
 from tcdeploy.text.chat_template import ChatTemplate, read_chat_template
 from tcdeploy.text.tool_formats import REASONING_PARSERS, TOOL_PARSERS
-
-
-@dataclass(frozen=True)
-class HotPath:
-    """Which latency optimizations of hot_path.py are on. False selects the simpler code, for benchmarks."""
-
-    direct_routes: bool = True
-    first_token_sleep: bool = True
-    delayed_launch: bool = True
-    short_switch_interval: bool = True
-    wait_for_launch: bool = True
-    yield_to_launch: bool = True
-
 
 StartTier = Literal["warm", "eager"]
 RequestLogFormat = Literal["off", "text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-MAX_PORT = 65535
 MAX_API_KEY_CHARS = 8192  # the head of a request is limited to 64 KiB
 API_KEY_INVALID_CHARACTER = re.compile(r"[^!-~]")
 ROOT_PATH_PATTERN = re.compile(r"(/[A-Za-z0-9._~-]+)+")
@@ -54,21 +40,19 @@ class ServerSettings:
     """Fields without an option are set by the command, or keep their defaults."""
 
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all interfaces")
-    port: int = _option(8000, "Port to listen on; 0 selects a free one")
-    api_keys: tuple[str, ...] = _option(
-        (),
-        "API key that requests must send; repeat it for several keys; default: none required",
-        name="api_key",
-        metavar="KEY",
+    port: int = _option(
+        8000, "Port to listen on; 0 selects a free one", minimum=0, maximum=65535, valid="0 selects a free port"
     )
+    api_keys: tuple[str, ...] = _option(
+        (), "API key that requests must send; repeat it for several keys; default: none required", name="api_key",
+        metavar="KEY",
+    )  # fmt: skip
     model: str = ""  # the model's name in the API
     # Further names that requests may use. The option has all names, the first of which becomes `model`.
     model_aliases: tuple[str, ...] = _option(
-        (),
-        "Model name in the API, default: MODEL; repeat it for further names",
-        name="served_model_name",
+        (), "Model name in the API, default: MODEL; repeat it for further names", name="served_model_name",
         metavar="NAME",
-    )
+    )  # fmt: skip
     allowed_origins: tuple[str, ...] = _option(
         (),
         "Origin of web pages that may call the server (CORS), such as https://app.example.com, or * for all; repeat it "
@@ -77,12 +61,9 @@ class ServerSettings:
         metavar="ORIGIN",
     )
     root_path: str = _option(
-        "",
-        "Path below which a proxy serves this server, such as /llm",
-        is_advanced=True,
-        metavar="PATH",
+        "", "Path below which a proxy serves this server, such as /llm", is_advanced=True, metavar="PATH",
         parse=_without_slash,
-    )
+    )  # fmt: skip
     ssl_certfile: str | None = _option(
         None, "PEM file with the certificate chain; the server then speaks HTTPS", is_advanced=True, metavar="FILE"
     )
@@ -90,36 +71,33 @@ class ServerSettings:
         None, "PEM file with the private key; default: it is in --ssl-certfile", is_advanced=True, metavar="FILE"
     )
     chat_template: ChatTemplate | None = _option(
-        None,
-        "Jinja file with the chat template; default: the tokenizer's",
-        is_advanced=True,
-        metavar="FILE",
+        None, "Jinja file with the chat template; default: the tokenizer's", is_advanced=True, metavar="FILE",
         parse=lambda path: read_chat_template(Path(path)),
-    )
+    )  # fmt: skip
     tool_parser: str = _option(
         "auto",
         "Format of the model's tool calls; auto: the tokenizer's response template, else detected from the chat "
         f"template. {', '.join(TOOL_PARSERS[1:])}",
-        is_advanced=True,
-        metavar="NAME",
-        choices=TOOL_PARSERS,
-    )
+        is_advanced=True, metavar="NAME", choices=TOOL_PARSERS,
+    )  # fmt: skip
     reasoning_parser: str = _option(
         "auto",
         "Format of the model's reasoning, which is returned as reasoning_content; auto: detected from the chat "
         f"template; none: reasoning is content. {', '.join(REASONING_PARSERS[2:])}",
-        is_advanced=True,
-        metavar="NAME",
-        choices=REASONING_PARSERS,
+        is_advanced=True, metavar="NAME", choices=REASONING_PARSERS,
+    )  # fmt: skip
+    max_queued: int = _option(256, "Completions that may wait for a decode row; more get 503", minimum=0)
+    stall_timeout: float = _option(
+        30.0, "Seconds until a client that reads nothing is dropped", is_advanced=True, minimum=1, maximum=86_400,
+        unit="seconds",
+    )  # fmt: skip
+    drain_timeout: float = _option(
+        30.0, "Seconds for running requests to finish after SIGTERM", minimum=0, unit="seconds"
     )
-    max_queued: int = _option(256, "Completions that may wait for a decode row; more get 503")
-    stall_timeout: float = _option(30.0, "Seconds until a client that reads nothing is dropped", is_advanced=True)
-    drain_timeout: float = _option(30.0, "Seconds for running requests to finish after SIGTERM")
     canary_interval: float = _option(
-        600.0,
-        "Seconds between canary rounds, which rerun fixed prompts while the server is idle; 0 disables them",
-        is_advanced=True,
-    )
+        600.0, "Seconds between canary rounds, which rerun fixed prompts while the server is idle; 0 disables them",
+        is_advanced=True, minimum=0, unit="seconds", valid="0 disables the canary",
+    )  # fmt: skip
     canary_strict: bool = _option(
         False, "Make /health and /ready return 503 after a canary result has differed", is_advanced=True
     )
@@ -134,61 +112,52 @@ class ServerSettings:
         "off", "Write a line to stderr for each HTTP request: client, method, path, status, time, tokens, request id"
     )
     log_prompts: int = _option(
-        0,
-        "Add the first N characters of each prompt to the lines of --log-requests; 0: none",
-        is_advanced=True,
-        metavar="N",
-    )
+        0, "Add the first N characters of each prompt to the lines of --log-requests; 0: none", is_advanced=True,
+        metavar="N", minimum=0, valid="200",
+    )  # fmt: skip
     log_level: LogLevel = _option("warning", "Lowest level of messages on stderr", is_advanced=True)
     metrics_prefix: str = _option(
-        "tcdeploy:",
-        "Prefix of the names in /metrics; vllm: makes the dashboards of vLLM work",
-        is_advanced=True,
+        "tcdeploy:", "Prefix of the names in /metrics; vllm: makes the dashboards of vLLM work", is_advanced=True,
         metavar="PREFIX",
-    )
+    )  # fmt: skip
     otlp_endpoint: str = _option(
         "",
         "Base URL of an OpenTelemetry collector (OTLP over HTTP), such as http://localhost:4318, which gets a span and "
         "the latencies of each generation request",
-        is_advanced=True,
-        metavar="URL",
-        parse=_without_slash,
-    )
-    hot_path: HotPath = HotPath()
+        is_advanced=True, metavar="URL", parse=_without_slash,
+    )  # fmt: skip
 
 
-HOT_PATH_VARIABLE = "TCDEPLOY_HOT_PATH_OFF"  # read by hot_path.py
-SERVER_VARIABLES = {HOT_PATH_VARIABLE, *variables_of(ServerSettings)}
+SERVER_VARIABLES = set(variables_of(ServerSettings))
 
 
 def check_settings(settings: ServerSettings) -> None:
     """Raise UsageError for values that are invalid, or that exclude each other."""
     check_api_keys(settings.api_keys)
-    if not 0 <= settings.port <= MAX_PORT:
-        raise UsageError(f"--port is {settings.port}; it must be 0 to {MAX_PORT}", "--port 0 selects a free port")
+    check_ranges(settings)
     _check_root_path(settings.root_path)
     for origin in settings.allowed_origins:
         if origin != "*" and not ORIGIN_PATTERN.fullmatch(origin):
-            raise UsageError(
-                f"--allowed-origins {origin!r} is not an origin", "scheme://host or scheme://host:port, or * for all"
-            )
+            problem = f"--allowed-origins {origin!r} is not an origin"
+            raise UsageError(problem, "scheme://host or scheme://host:port, or * for all")
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise UsageError("--ssl-keyfile needs --ssl-certfile", "pass the certificate chain too")
     if not METRICS_PREFIX_PATTERN.fullmatch(settings.metrics_prefix):
-        raise UsageError(
-            f"--metrics-prefix {settings.metrics_prefix!r} cannot begin the name of a Prometheus metric",
-            "use letters, digits (not first), _ and :, such as vllm:",
-        )
-    if settings.log_prompts < 0:
-        raise UsageError(f"--log-prompts is {settings.log_prompts}; it must be 0 or more", "--log-prompts 200")
+        problem = f"--metrics-prefix {settings.metrics_prefix!r} cannot begin the name of a Prometheus metric"
+        raise UsageError(problem, "use letters, digits (not first), _ and :, such as vllm:")
     if settings.log_prompts and settings.log_requests == "off":
         raise UsageError("--log-prompts needs --log-requests", "--log-requests text, or json")
     if settings.otlp_endpoint and not OTLP_ENDPOINT_PATTERN.fullmatch(settings.otlp_endpoint):
+        problem = f"--otlp-endpoint {settings.otlp_endpoint!r} is not the base URL of a collector"
+        raise UsageError(problem, "the address of OTLP over HTTP, without /v1/traces, such as http://localhost:4318")
+    if settings.canary_strict and not settings.canary_interval:
+        problem = "--canary-strict has no effect with --canary-interval 0"
+        raise UsageError(problem, "remove --canary-strict, or pass a --canary-interval above 0")
+    if settings.canary_strict and settings.start == "eager":
         raise UsageError(
-            f"--otlp-endpoint {settings.otlp_endpoint!r} is not the base URL of a collector",
-            "the address of OTLP over HTTP, without /v1/traces, such as http://localhost:4318",
+            "--start eager excludes --canary-strict: the canary can be recorded only after eager steps are replaced",
+            "remove one of them",
         )
-    _check_canary(settings)
 
 
 def check_api_keys(keys: Sequence[str]) -> None:
@@ -203,38 +172,15 @@ def check_api_keys(keys: Sequence[str]) -> None:
                 "use letters, digits and punctuation of ASCII, without spaces: openssl rand -hex 32",
             )
         if len(key) > MAX_API_KEY_CHARS:
-            raise UsageError(
-                f"API key {number} of {len(keys)} has {len(key)} characters; the limit is {MAX_API_KEY_CHARS}",
-                "use a shorter key: openssl rand -hex 32",
-            )
+            problem = f"API key {number} of {len(keys)} has {len(key)} characters; the limit is {MAX_API_KEY_CHARS}"
+            raise UsageError(problem, "use a shorter key: openssl rand -hex 32")
 
 
 def _check_root_path(root_path: str) -> None:
     if root_path and not root_path.startswith("/"):
         raise UsageError(f"--root-path {root_path!r} does not begin with /", f"--root-path /{root_path}")
     if root_path and not ROOT_PATH_PATTERN.fullmatch(root_path):
-        raise UsageError(
-            f"--root-path {root_path!r} is not a plain path", "use parts of letters, digits, -, _, . and ~: /models/llm"
-        )
+        problem = f"--root-path {root_path!r} is not a plain path"
+        raise UsageError(problem, "use parts of letters, digits, -, _, . and ~: /models/llm")
     if root_path.split("/")[1:2] == ["v1"]:  # /v1/models would be taken for /models below it
         raise UsageError(f"--root-path {root_path} begins with /v1, as the API's own routes do", "for example /llm")
-
-
-def _check_canary(settings: ServerSettings) -> None:
-    if not settings.canary_interval >= 0:  # NaN included
-        raise UsageError(
-            f"--canary-interval is {settings.canary_interval}; it must be 0 or more seconds",
-            "--canary-interval 0 disables the canary",
-        )
-    if not settings.canary_strict:
-        return
-    if not settings.canary_interval:
-        raise UsageError(
-            "--canary-strict has no effect with --canary-interval 0",
-            "remove --canary-strict, or pass a --canary-interval above 0",
-        )
-    if settings.start == "eager":
-        raise UsageError(
-            "--start eager excludes --canary-strict: the canary can be recorded only after eager steps are replaced",
-            "remove one of them",
-        )

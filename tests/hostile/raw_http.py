@@ -28,8 +28,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from tcdeploy.server.generate.admission import Admission, BodyReservation
-from tcdeploy.server.http.content_encoding import read_decoded_body
-from tcdeploy.server.http.error_response import error_response
+from tcdeploy.server.http.middleware import error_response
+from tcdeploy.server.http.request_body import read_decoded_body
 from tests.server.test_http import RunningServer
 
 DEFAULT_COUNT = 5_000

@@ -18,8 +18,8 @@ import zstandard
 
 from tcdeploy.server.api import make_app
 from tcdeploy.server.apis.openai.protocol import ApiError
-from tcdeploy.server.http import content_encoding
-from tcdeploy.server.http.content_encoding import INPUT_BYTES, MAX_PARTS, decompress
+from tcdeploy.server.http import request_body
+from tcdeploy.server.http.request_body import INPUT_BYTES, MAX_PARTS, decompress
 from tests.server.test_api import loading_state
 
 BODY = json.dumps({"prompt": "a list", "max_tokens": 1, "unknown": "x" * 3000}).encode()
@@ -168,6 +168,6 @@ def test_decompression_runs_in_another_thread_than_the_event_loop(monkeypatch: p
         threads.append(threading.current_thread())
         return decompress(*arguments)
 
-    monkeypatch.setattr(content_encoding, "decompress", recorded)
+    monkeypatch.setattr(request_body, "decompress", recorded)
     assert is_valid(post(gzip.compress(BODY), "gzip"))
     assert len(threads) == 1 and threads[0] is not threading.main_thread()

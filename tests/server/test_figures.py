@@ -9,10 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.step_costs import StepTotals
-from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
 from tcdeploy.server.observe.metrics import Metrics
-from tcdeploy.server.observe.recent_stats import RecentStats
-from tcdeploy.server.observe.status import status_json
+from tcdeploy.server.observe.status import ModelFigures, RecentStats, ServerFigures, status_json
 
 PARITY = SimpleNamespace(max_difference=0.25, eager_max_difference=0.375, kl=0.5, eager_kl=0.75)
 RECORD: Any = SimpleNamespace(bucket="decode:4", outcome="hit", variant="default", parity=PARITY)

@@ -19,25 +19,35 @@ import uvicorn
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.server.api import make_app
 from tcdeploy.server.generate.admission import Admission
-from tcdeploy.server.http.connection import http_protocol
-from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.settings import HotPath, ServerSettings
+from tcdeploy.server.http.listener import http_protocol
+from tcdeploy.server.service import ServerState
+from tcdeploy.server.settings import ServerSettings
 
 BODY = b'{"prompt": "a"}'
 MAX_SECONDS = 3.0
 
 
 class FakeWorker:
-    failure, canary, stats, hot_path = None, None, SchedulerStats(0, 0, 0, 0, 0), HotPath()
+    failure, canary, stats = None, None, SchedulerStats(0, 0, 0, 0, 0)
+
+
+class Unobserved:
+    """No connection is closed in favour of a new one."""
+
+    def mark_idle(self, connection: Any) -> None: ...
+
+    def mark_busy(self, connection: Any) -> None: ...
+
+    def remove(self, connection: Any) -> None: ...
 
 
 class RunningServer:
     """A server of an application whose model is loading: a valid completion is answered with 503."""
 
     def __init__(
-        self, app: Any = None, loop_factory: Any = None, tls: tuple[str, str] = ("", ""), **options: float
+        self, app: Any = None, loop_factory: Any = None, tls: tuple[str, str] = ("", ""), stall_timeout_s: float = 30.0
     ) -> None:
-        """`loop_factory`: None for asyncio's event loop. `tls`: certificate and key. `options`: of the protocol."""
+        """`loop_factory`: None for asyncio's event loop. `tls`: certificate and key."""
         worker: Any = FakeWorker()
         app = app or make_app(ServerState(ServerSettings(model="tiny"), worker, Admission(1)))
         self.headers: list[tuple[bytes, bytes]] = []
@@ -46,7 +56,7 @@ class RunningServer:
             await app(scope, receive, send)
             self.headers = list(scope["headers"])
 
-        http = http_protocol(**options)
+        http = http_protocol(stall_timeout_s, Unobserved())
         config = uvicorn.Config(
             recorded, interface="asgi3", http=http, ws="none", lifespan="off", log_config=None,
             ssl_certfile=tls[0] or None, ssl_keyfile=tls[1] or None,

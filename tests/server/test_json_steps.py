@@ -148,8 +148,8 @@ def test_a_step_reads_a_bounded_part_of_the_body(body: bytes, monkeypatch: pytes
             assert body.strip() == b"" or body.endswith(b" }"), "the others are JSON"
             break
         assert sum(parsed) < STEP_LIMIT_BYTES and len(parsed) <= STEP_WORK
-        assert steps._position - position < STEP_LIMIT_BYTES
-        num_steps, position = num_steps + 1, steps._position
+        assert steps._reader.position - position < STEP_LIMIT_BYTES
+        num_steps, position = num_steps + 1, steps._reader.position
     assert num_steps > 20
 
 

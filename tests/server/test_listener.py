@@ -20,8 +20,7 @@ import uvicorn
 import uvloop
 
 from tcdeploy.server.http import listener as listener_module
-from tcdeploy.server.http.connection import http_protocol
-from tcdeploy.server.http.listener import MAX_CONNECTIONS, RESERVED_FILES, Listener
+from tcdeploy.server.http.listener import MAX_CONNECTIONS, RESERVED_FILES, Listener, http_protocol
 from tests.server.test_server_options import make_certificate
 
 LIMIT = 8
@@ -45,7 +44,7 @@ class LimitedServer:
         self.listener = Listener(self._socket, LIMIT)
         self.port = self.listener.port
         self.config = uvicorn.Config(
-            app, interface="asgi3", http=http_protocol(observer=self.listener), ws="none", lifespan="off",
+            app, interface="asgi3", http=http_protocol(30.0, self.listener), ws="none", lifespan="off",
             log_config=None, ssl_certfile=certificate, ssl_keyfile=key,
         )  # fmt: skip
         self.config.load()

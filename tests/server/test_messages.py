@@ -19,18 +19,16 @@ from tcdeploy.server.api import make_app
 from tcdeploy.server.apis.answer import Answer
 from tcdeploy.server.apis.anthropic.answer import MessagesAnswer
 from tcdeploy.server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest, messages_error_body
-from tcdeploy.server.apis.anthropic.routes import MESSAGES
-from tcdeploy.server.apis.anthropic.translation import to_chat_request
+from tcdeploy.server.apis.anthropic.routes import MESSAGES, to_chat_request
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
 from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.apis.openai.validation import ModelLimits, check, context_length_error, to_sampling_params
-from tcdeploy.server.generate.choice import Choice, Delta, total_usage
+from tcdeploy.server.generate import generation
+from tcdeploy.server.generate.choice import Choice, Delta, Vocabulary, total_usage
+from tcdeploy.server.generate.generation import sse_events
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
-from tcdeploy.server.generate.vocabulary import Vocabulary
-from tcdeploy.server.http import sse
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import RequestParser, parse
-from tcdeploy.server.http.sse import sse_events
 from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.server.worker.worker import EngineDeadError
 from tcdeploy.text.template_form import TemplateForm
@@ -239,7 +237,7 @@ def fake_active(tokenizer: Any, text: str, reason: str, batch_size: int, stop: t
 
 
 def events_of(answer: Answer) -> list[Any]:
-    """The data of all events, as sse.py sends them."""
+    """The data of all events, as generation.py sends them."""
 
     async def run() -> bytes:
         content = answer.first_events()
@@ -365,7 +363,7 @@ def test_a_call_that_is_not_complete_has_keep_alives(tokenizer: Any, monkeypatch
         return b"".join([event async for event in sse_events(answer)])
 
     assert asyncio.run(run()).count(b"event: ping") == 1
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.0)
+    monkeypatch.setattr(generation, "KEEP_ALIVE_SECONDS", 0.0)
     assert asyncio.run(run()).count(b"event: ping") > 10
 
 

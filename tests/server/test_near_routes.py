@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.server.http.near_routes import find_near_path
+from tcdeploy.server.http.middleware import find_near_path
 from tests.server.test_api import loading_state, send_request
 
 PATHS = ["/", "/health", "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]

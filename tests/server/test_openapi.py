@@ -114,7 +114,7 @@ def _limits_of(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def schemas() -> dict[str, Any]:
-    document = openapi_document("tcdeploy", "1", [], REQUEST_MODELS, None, VOCAB_SIZE)
+    document = openapi_document([], REQUEST_MODELS, None, VOCAB_SIZE)
     return document["components"]["schemas"]
 
 

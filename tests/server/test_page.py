@@ -13,9 +13,7 @@ import httpx
 import pytest
 
 from tcdeploy.server.observe import status
-from tcdeploy.server.observe.figures import ServerFigures
-from tcdeploy.server.observe.recent_stats import RecentStats
-from tcdeploy.server.observe.status_history import CAPACITY, INTERVAL_S, StatusHistory
+from tcdeploy.server.observe.status import CAPACITY, INTERVAL_S, RecentStats, ServerFigures, StatusHistory
 from tests.server.conftest import ServerProcess
 from tests.server.test_api import loading_state, send_request
 from tests.server.test_figures import FIGURES
@@ -80,7 +78,8 @@ def test_the_history_has_one_sample_per_interval_and_the_newest_are_returned() -
     for number in range(CAPACITY + 3):
         recent.tokens += number
         for seconds in (0.5, 0.25, 0.75) if number == CAPACITY + 2 else ():
-            recent.observe_first_token(seconds)
+            recent.first_tokens += 1
+            recent.time_to_first_token.append(seconds)
         history.sample(FIGURES, recent)
     document = history.json(10_000)
     assert (document["end"], len(document["samples"]), document["interval_seconds"]) == (CAPACITY + 3, CAPACITY, 2.0)

@@ -21,16 +21,15 @@ from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.apis.openai.validation import check
 from tcdeploy.server.apis.responses.answer import ResponsesAnswer
 from tcdeploy.server.apis.responses.protocol import RESPONSES_INERT_VALUES, ResponsesRequest
-from tcdeploy.server.apis.responses.routes import RESPONSES
+from tcdeploy.server.apis.responses.routes import RESPONSES, answer_messages, new_messages, to_chat_request
 from tcdeploy.server.apis.responses.store import ResponseStore, StoredResponse, memory_of
-from tcdeploy.server.apis.responses.translation import answer_messages, new_messages, to_chat_request
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.generate.choice import Delta
+from tcdeploy.server.generate.generation import sse_events
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import RequestParser, parse
-from tcdeploy.server.http.sse import sse_events
-from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.settings import HotPath, ServerSettings
+from tcdeploy.server.service import ServerState
+from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.worker.worker import EngineDeadError
 from tcdeploy.text.template_form import RefusedMessageError, TemplateForm
 from tests.conftest import TINY
@@ -54,7 +53,7 @@ def ready_state(*keys: str) -> ServerState:
     """A state that the translation can use. It has no model."""
     admission = Admission(1)
     admission.open(1)
-    return ServerState(ServerSettings(model="tiny", api_keys=keys), fake_worker(HotPath()), admission)
+    return ServerState(ServerSettings(model="tiny", api_keys=keys), fake_worker(), admission)
 
 
 def chat_request(state: ServerState | None = None, **fields: Any) -> ChatRequest:

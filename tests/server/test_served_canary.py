@@ -15,11 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tcdeploy.engine.check.canary import Canary
-from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
-from tcdeploy.server.generate.request_group import RequestGroup
-from tcdeploy.server.settings import HotPath
+from tcdeploy.server.generate.active_request import RequestGroup
 from tcdeploy.server.worker import canary as canary_module
 from tcdeploy.server.worker.canary import CanarySchedule
 from tcdeploy.server.worker.worker import Worker
@@ -81,15 +78,14 @@ def run_until_not_due(schedule: CanarySchedule) -> None:
     raise AssertionError("the canary is always due")
 
 
-def make_schedule(canary: FakeCanary, interval: float) -> tuple[CanarySchedule, Any]:
-    engine: Any = SimpleNamespace(failed_steps=0)
+def make_schedule(canary: FakeCanary, interval: float) -> CanarySchedule:
     unchecked: Any = canary
-    return CanarySchedule(unchecked, engine, interval), engine
+    return CanarySchedule(unchecked, interval)
 
 
 def test_a_round_runs_every_case_once_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, canary = Clock(monkeypatch), FakeCanary()
-    schedule, _ = make_schedule(canary, 600)
+    schedule = make_schedule(canary, 600)
     assert schedule.seconds_until_due() == 600
     schedule.run_step_if_due()
     assert canary.num_steps == 0, "not due"
@@ -103,7 +99,7 @@ def test_a_round_runs_every_case_once_per_interval(monkeypatch: pytest.MonkeyPat
 
 def test_an_interrupted_round_continues_with_the_same_case(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, canary = Clock(monkeypatch), FakeCanary()
-    schedule, _ = make_schedule(canary, 600)
+    schedule = make_schedule(canary, 600)
     clock.now += 600
     for _ in range(4):  # ends case 0 and starts case 1
         schedule.run_step_if_due()
@@ -115,55 +111,11 @@ def test_an_interrupted_round_continues_with_the_same_case(monkeypatch: pytest.M
     assert canary.ran == [0, 1, 2] and schedule.stats.rounds == 1
 
 
-def test_a_failed_step_makes_a_round_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, canary = Clock(monkeypatch), FakeCanary()
-    schedule, engine = make_schedule(canary, 600)
-    engine.failed_steps += 1
-    run_until_not_due(schedule)
-    assert schedule.stats.rounds == 1 and schedule.seconds_until_due() == 600
-    clock.now += 600
-    for _ in range(4):
-        schedule.run_step_if_due()
-    engine.failed_steps += 1  # inside a round: another complete one follows
-    run_until_not_due(schedule)
-    assert schedule.stats.rounds == 3
-
-
-def test_a_round_follows_a_step_that_the_engine_survived(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(tiny_deployment.engine.runner)
-    schedule = CanarySchedule(Canary(engine), engine, 600)
-    schedule.run_step_if_due()
-    params = SamplingParams(max_new_tokens=6)
-    expected = engine.generate([[5, 6, 7]], params)
-    decode = engine.runner.decode
-    failures = iter([RuntimeError("the launch failed")])
-
-    def fail_once(running: Any) -> Any:
-        for error in failures:
-            raise error
-        return decode(running)
-
-    monkeypatch.setattr(engine.runner, "decode", fail_once)
-    stream = engine.submit([5, 6, 7], params)
-    tokens: list[int] = []
-    while engine.has_work:
-        schedule.interrupt()
-        try:
-            tokens += [token.token_id for token in engine.step() if token.request_id == stream]
-        except RuntimeError:
-            assert schedule.stats.rounds == 0
-    assert [tokens] == expected and engine.failed_steps == 1
-    wait_for(lambda: schedule.seconds_until_due() == 0, 5)
-    run_until_not_due(schedule)
-    assert (schedule.stats.rounds, schedule.stats.failures) == (1, 0)
-    assert schedule.seconds_until_due() > 500
-
-
 def test_a_difference_is_counted_and_logged_and_the_last_success_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, canary = Clock(monkeypatch), FakeCanary()
-    schedule, _ = make_schedule(canary, 600)
+    schedule = make_schedule(canary, 600)
     canary.differences = [None, "token 5 instead of 4"]
     clock.now += 600
     with caplog.at_level(logging.ERROR, "tcdeploy.server"):
@@ -177,7 +129,7 @@ def test_a_difference_is_counted_and_logged_and_the_last_success_stays(
 
 def test_nothing_is_due_without_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
-    schedule, _ = make_schedule(FakeCanary(0), 0.001)
+    schedule = make_schedule(FakeCanary(0), 0.001)
     assert schedule.seconds_until_due() == float("inf")
 
 
@@ -230,7 +182,6 @@ def test_the_thread_runs_no_canary_while_a_request_is_open(monkeypatch: pytest.M
     """An interval of 0 s between rounds: the thread of an idle engine does nothing else, and still takes requests."""
     monkeypatch.setattr(canary_module, "IDLE_S", 0.0)
     engine = FakeEngine()
-    engine.failed_steps = 0  # type: ignore[attr-defined]
 
     class StrictCanary(FakeCanary):
         def check(self, number: int) -> Generator[None, None, str | None]:
@@ -241,16 +192,15 @@ def test_the_thread_runs_no_canary_while_a_request_is_open(monkeypatch: pytest.M
             return None
 
     canary: Any = StrictCanary()
-    unchecked: Any = engine
 
     async def run() -> list[list[int]]:
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def load() -> Any:
-            worker.canary = CanarySchedule(canary, unchecked, 1e-9)
+            worker.canary = CanarySchedule(canary, 1e-9)
             return SimpleNamespace(engine=engine)
 
-        worker = Worker(load, lambda _: ready.set_result(None), ready.set_exception, HotPath())
+        worker = Worker(load, lambda _: ready.set_result(None), ready.set_exception)
         worker.start()
         await ready
         outputs = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import ipaddress
+import math
 import ssl
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -235,7 +236,7 @@ def test_every_option_of_the_command_has_a_variable() -> None:
     # typer keeps the name of the flag in `default` until it builds the parser.
     variables = {option.default: option.envvar for option in options}
     assert variables == {f"--{name.replace('_', '-')}": f"TCDEPLOY_{name.upper()}" for name in OPTIONS}
-    assert {*variables.values(), "TCDEPLOY_HOT_PATH_OFF"} == SERVER_VARIABLES
+    assert set(variables.values()) == SERVER_VARIABLES
 
 
 @pytest.mark.parametrize(
@@ -251,3 +252,19 @@ def test_the_port_that_kubernetes_sets_for_a_service_is_ignored(monkeypatch: pyt
         monkeypatch.setenv("TCDEPLOY_PORT", value)
         process._ignore_service_links()
         assert process.os.environ.get("TCDEPLOY_PORT") == kept
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "range"),
+    [
+        ("max_queued", -1, "0 or more"), ("stall_timeout", -1.0, "1 to 86400 seconds"),
+        ("stall_timeout", math.inf, "1 to 86400 seconds"), ("drain_timeout", math.nan, "0 or more seconds"),
+        ("log_prompts", -1, "0 or more"), ("port", 65_536, "0 to 65535"),
+    ],
+)  # fmt: skip
+def test_a_number_outside_of_its_range_is_refused(field: str, value: float, range: str) -> None:
+    settings: dict[str, Any] = {field: value}
+    flag = f"--{field.replace('_', '-')}"
+    with pytest.raises(UsageError, match=f"^{flag} is {value}; it must be {range}$") as error:
+        check_settings(ServerSettings(**settings))
+    assert error.value.hint.startswith(flag)

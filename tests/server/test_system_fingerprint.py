@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.planning.plan import make_plan
-from tcdeploy.server.observe.system_fingerprint import system_fingerprint
+from tcdeploy.server.service import system_fingerprint
 from tests.conftest import TINY
 from tests.machines import H100, LLAMA_8B, make_recipe
 

@@ -19,11 +19,10 @@ from tcdeploy.models.load import resolve_model_path
 from tcdeploy.server.apis.openai.answer import ChatAnswer
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
 from tcdeploy.server.apis.openai.validation import ModelLimits, check
-from tcdeploy.server.generate.choice import Choice, Delta
+from tcdeploy.server.generate.choice import Choice, Delta, Vocabulary
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.generate.text_encoder import TextEncoder
 from tcdeploy.server.generate.tokenization import PromptTokenizer
-from tcdeploy.server.generate.vocabulary import Vocabulary
 from tcdeploy.server.http.request_parsing import parse
 from tcdeploy.server.output import tools as tools_module
 from tcdeploy.server.output.parts import split

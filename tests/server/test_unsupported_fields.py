@@ -19,7 +19,7 @@ from tcdeploy.server.apis.openai.unsupported_fields import (
 )
 from tcdeploy.server.apis.openai.validation import check
 from tcdeploy.server.apis.responses.protocol import RESPONSES_INERT_VALUES, ResponsesRequest
-from tcdeploy.server.apis.responses.translation import to_chat_request
+from tcdeploy.server.apis.responses.routes import to_chat_request
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import RequestParser, parse
 from tcdeploy.server.output.structured.output_constraint import OutputConstraint

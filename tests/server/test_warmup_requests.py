@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tcdeploy.server import warmup_requests
+from tcdeploy.server import model_server
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.service import Service
@@ -20,8 +20,8 @@ from tcdeploy.server.settings import ServerSettings
 
 REPORT_IMPORT = """
 import sys
-from tcdeploy.server import warmup_requests
-warmup_requests.GRAMMAR_IDLE_S = float("inf")
+from tcdeploy.server import model_server
+model_server.GRAMMAR_IDLE_S = float("inf")
 
 class Finder:
     def find_spec(self, name, path, target=None):
@@ -53,8 +53,8 @@ def test_one_request_of_each_kind_is_sent(template: str | None, monkeypatch: pyt
         sent.append((path, body["stream"], "temperature" in body, "response_format" in body))
         return 200
 
-    monkeypatch.setattr(warmup_requests, "_post", post)
-    asyncio.run(warmup_requests.send_warmup_requests(service_with(template, needs_tables=True)))
+    monkeypatch.setattr(model_server, "_post", post)
+    asyncio.run(model_server.send_warmup_requests(service_with(template, needs_tables=True)))
     paths = ["/v1/completions", *(["/v1/chat/completions"] if template else [])]
     assert sent == [
         *[(path, stream, False, False) for path in paths for stream in (True, False)],
@@ -82,8 +82,8 @@ async def build_tables(service: Service, events: dict[int, Callable[[], None]]) 
 
     service.structured_output.build_tables = build  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(warmup_requests.asyncio, "sleep", sleep)
-        await warmup_requests.build_grammar_tables_when_idle(service)
+        monkeypatch.setattr(model_server.asyncio, "sleep", sleep)
+        await model_server.build_grammar_tables_when_idle(service)
     return polls, len(builds)
 
 
@@ -125,9 +125,9 @@ def test_failures_are_logged_and_do_not_stop_the_start(
             raise RuntimeError("out of order")
         return next(statuses)
 
-    monkeypatch.setattr(warmup_requests, "_post", post)
+    monkeypatch.setattr(model_server, "_post", post)
     with caplog.at_level(logging.WARNING, "tcdeploy.server"):
-        asyncio.run(warmup_requests.send_warmup_requests(service_with("a template")))
+        asyncio.run(model_server.send_warmup_requests(service_with("a template")))
     assert [record.getMessage() for record in caplog.records] == [
         *["the warm-up request to /v1/completions failed: RuntimeError: out of order"] * 2,
         "warm-up request to /v1/chat/completions: 400",

@@ -17,9 +17,8 @@ import pytest
 
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.engine.step.launch_timer import LaunchLock
-from tcdeploy.server.generate.request_group import RequestGroup
-from tcdeploy.server.http import hot_path
-from tcdeploy.server.settings import HotPath
+from tcdeploy.server.generate import active_request
+from tcdeploy.server.generate.active_request import RequestGroup
 from tcdeploy.server.worker import worker as worker_module
 from tcdeploy.server.worker.worker import PendingRequest, Worker
 
@@ -79,11 +78,11 @@ class FakeEngine:
 
 
 @contextlib.asynccontextmanager
-async def request_group(engine: FakeEngine, switches: HotPath = HotPath()) -> AsyncIterator[RequestGroup]:  # noqa: B008
+async def request_group(engine: FakeEngine) -> AsyncIterator[RequestGroup]:
     """A request to a running worker, not yet submitted. The worker must stop without an error."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     deployment: Any = SimpleNamespace(engine=engine)
-    worker = Worker(lambda: deployment, lambda _: ready.set_result(None), ready.set_exception, switches)
+    worker = Worker(lambda: deployment, lambda _: ready.set_result(None), ready.set_exception)
     worker.start()
     await ready
     try:
@@ -111,37 +110,33 @@ async def collect_tokens(group: RequestGroup) -> list[int]:
     return token_ids
 
 
-@pytest.mark.parametrize("first_token_sleep", [True, False])
-def test_the_thread_sleeps_after_first_tokens_only(first_token_sleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_sleeps_after_first_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeps: list[float] = []
-    monkeypatch.setattr(hot_path, "time", SimpleNamespace(sleep=sleeps.append, perf_counter=time.perf_counter))
+    clock = SimpleNamespace(sleep=sleeps.append, perf_counter=time.perf_counter, monotonic=time.monotonic)
+    monkeypatch.setattr(worker_module, "time", clock)
 
     async def run() -> list[int]:
-        async with request_group(FakeEngine(), HotPath(first_token_sleep=first_token_sleep)) as group:
+        async with request_group(FakeEngine()) as group:
             await group.start()
             return await collect_tokens(group)
 
     assert asyncio.run(run()) == [1, 2, 3]
-    assert sleeps == [hot_path.FIRST_TOKEN_SLEEP_S] * first_token_sleep
+    assert sleeps == [worker_module.FIRST_TOKEN_SLEEP_S]
 
 
-@pytest.mark.parametrize("delayed_launch", [True, False])
-def test_a_request_that_arrives_before_the_next_launch_is_due_takes_part_in_that_step(delayed_launch: bool) -> None:
+def test_a_request_that_arrives_before_the_next_launch_is_due_takes_part_in_that_step() -> None:
     engine = FakeEngine()
 
     async def run() -> None:
-        async with request_group(engine, HotPath(delayed_launch=delayed_launch)) as first:
+        async with request_group(engine) as first:
             due = engine.launch_due = time.perf_counter() + 2.0
             worker = first._worker
             worker.submit(PendingRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
-            if delayed_launch:
-                await asyncio.sleep(0.3)
-            else:
-                await wait_until(lambda: engine.started_at)
+            await asyncio.sleep(0.3)
             worker.submit(PendingRequest(1, [8], SamplingParams(max_new_tokens=3), lambda *_: None))
             await wait_until(lambda: engine.started_at)
             begun, num_open = engine.started_at[0]
-            assert (begun >= due, num_open) == ((True, 2) if delayed_launch else (False, 1))
+            assert begun >= due and num_open == 2
 
     asyncio.run(run())
 
@@ -180,7 +175,7 @@ def test_a_closed_group_is_freed_without_a_garbage_collection() -> None:
 
 
 def test_start_waits_until_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot_path, "MAX_LAUNCH_WAIT_S", 60.0)
+    monkeypatch.setattr(active_request, "MAX_LAUNCH_WAIT_S", 60.0)
 
     async def run() -> list[int]:
         engine = FakeEngine()
@@ -191,20 +186,6 @@ def test_start_waits_until_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -
             assert not starting.done()
             engine.steps.release(4)
             await asyncio.wait_for(starting, 30)  # well below 60 s
-            return await collect_tokens(group)
-
-    assert asyncio.run(run()) == [1, 2, 3]
-
-
-def test_start_does_not_wait_with_the_switch_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot_path, "MAX_LAUNCH_WAIT_S", 60.0)
-
-    async def run() -> list[int]:
-        engine = FakeEngine()
-        engine.steps = threading.Semaphore(0)
-        async with request_group(engine, HotPath(wait_for_launch=False)) as group:
-            await asyncio.wait_for(group.start(), 30)
-            engine.steps.release(4)
             return await collect_tokens(group)
 
     assert asyncio.run(run()) == [1, 2, 3]
@@ -312,11 +293,11 @@ def test_after_an_idle_time_the_interval_begins_with_the_load(monkeypatch: pytes
 
 def test_the_event_loop_waits_while_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread launches a step when a request is submitted, and when its tokens have arrived."""
-    monkeypatch.setattr(hot_path, "MAX_YIELD_S", 60.0)
+    monkeypatch.setattr(active_request, "MAX_YIELD_S", 60.0)
 
     async def run() -> list[bool]:
         engine, waited = FakeEngine(), []
-        async with request_group(engine, HotPath(wait_for_launch=False)) as group:
+        async with request_group(engine) as group:
             with launch_of(engine, 0.05) as is_complete:
                 await group.start()
                 waited.append(is_complete())
@@ -329,19 +310,6 @@ def test_the_event_loop_waits_while_a_step_is_launched(monkeypatch: pytest.Monke
         return waited
 
     assert asyncio.run(run()) == [True, True]
-
-
-def test_without_the_switch_the_event_loop_does_not_wait_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot_path, "MAX_YIELD_S", 60.0)
-
-    async def run() -> list[int]:
-        engine = FakeEngine()
-        with engine.launch_lock:  # released only after all tokens have arrived
-            async with request_group(engine, HotPath(yield_to_launch=False, wait_for_launch=False)) as group:
-                await group.start()
-                return await collect_tokens(group)
-
-    assert asyncio.run(run()) == [1, 2, 3]
 
 
 @contextlib.contextmanager

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer, CodeLlamaTokenizer, PreTrainedTokenizerF
 from tcdeploy.errors import ModelError
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.server.apis.openai.validation import ModelLimits
+from tcdeploy.server.generate.choice import Vocabulary
 from tcdeploy.server.generate.text_encoder import TextEncoder, max_chars_per_token
 from tcdeploy.server.generate.tokenization import PromptTokenizer
-from tcdeploy.server.generate.vocabulary import Vocabulary
 from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend, make_ll_tokenizer
 from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.text.chat_template import ChatTemplate, render_messages

@@ -8,8 +8,10 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tcdeploy.server.http.connection import abort, http_protocol, is_body_received, is_write_paused
+from tcdeploy.server.http.listener import http_protocol
 from tcdeploy.torch_compat.uvicorn import protocol as uvicorn_protocol
+from tcdeploy.torch_compat.uvicorn.protocol import abort, is_body_received, is_write_paused
+from tests.server.test_http import Unobserved
 
 
 async def app(scope: object, receive: object, send: object) -> None:
@@ -17,7 +19,7 @@ async def app(scope: object, receive: object, send: object) -> None:
 
 
 def test_uvicorn_takes_the_bounded_protocol() -> None:
-    protocol = http_protocol()
+    protocol = http_protocol(30.0, Unobserved())
     assert issubclass(protocol, HttpToolsProtocol)
     assert json.loads(protocol.error_body(408, "late"))["error"]["message"] == "late"
     config = uvicorn.Config(app, http=protocol)
@@ -31,7 +33,7 @@ def test_without_a_method_of_uvicorn_s_class_its_own_protocol_serves(
 ) -> None:
     monkeypatch.setattr(HttpToolsProtocol, name, None)
     assert not uvicorn_protocol.supported()
-    config = uvicorn.Config(app, http=http_protocol())
+    config = uvicorn.Config(app, http=http_protocol(30.0, Unobserved()))
     config.load()
     assert config.http_protocol_class is HttpToolsProtocol
 

@@ -1,7 +1,6 @@
 """Formats the response to a generation request: the body, or the events of a stream. Each API has subclasses.
 
-http/sse.py sends the events, generate/generation.py the body. The methods for events return the bytes of zero or more
-events.
+The methods for events return the bytes of zero or more events.
 """
 
 from __future__ import annotations

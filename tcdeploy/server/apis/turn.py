@@ -14,8 +14,6 @@ BLOCKS_PER_SLICE = 256  # blocks or items that are translated between two yields
 
 @dataclass
 class Turn:
-    """A message under construction."""
-
     role: str
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)

@@ -8,7 +8,6 @@ that two requests with n = 128 do not fill a queue of 256.
 from __future__ import annotations
 
 from collections import Counter
-from types import TracebackType
 from typing import Self
 
 from tcdeploy.server.apis.openai.protocol import ApiError, bad_request
@@ -44,7 +43,7 @@ class Admission:
     def check_open(self) -> None:
         """Raises ApiError 503 while the server is loading, draining or dead."""
         if self.closed_reason:
-            self._reject(self.closed_reason, f"the server is {self.closed_reason}")
+            self.reject(self.closed_reason, f"the server is {self.closed_reason}")
 
     def acquire(self, count: int) -> None:
         """Admit `count` choices; `release` undoes it. Raises ApiError: 503 if full now, 400 if over the limit alone."""
@@ -54,23 +53,13 @@ class Admission:
         limit = self.limit - self.limit // RESERVED_DIVISOR if count > 1 and self.num_admitted else self.limit
         if self.num_admitted + count > limit:
             message = f"{self.num_admitted} choices are running or queued, and this request adds {count}"
-            self._reject("queue_full", f"{message}; the limit is {limit}")
+            self.reject("queue_full", f"{message}; the limit is {limit}")
         self.num_admitted += count
 
     def release(self, count: int) -> None:
         self.num_admitted -= count
 
-    def acquire_bytes(self, count: int) -> None:
-        """Count `count` more bytes of a body; `release_bytes` undoes it. Raises ApiError 503 if too many wait."""
-        if self.num_waiting_bytes + count > self.max_waiting_bytes:
-            message = f"{self.num_waiting_bytes} bytes of large requests are waiting, and this request adds {count}"
-            self._reject("bodies_full", f"{message}; the limit is {self.max_waiting_bytes}")
-        self.num_waiting_bytes += count
-
-    def release_bytes(self, count: int) -> None:
-        self.num_waiting_bytes -= count
-
-    def _reject(self, reason: str, message: str) -> None:
+    def reject(self, reason: str, message: str) -> None:
         self.rejections[reason] += 1
         # The next request on this connection would be rejected too. Behind a load balancer, a new one may not.
         headers = {"connection": "close"} if reason in ("draining", "dead") else None
@@ -78,9 +67,8 @@ class Admission:
 
 
 class BodyReservation:
-    """The bytes of one body that count as waiting, until `release` or the end of the `with` statement.
-
-    Bodies of at most SMALL_BODY_BYTES are not counted, so that slow large bodies cannot block small ones.
+    """The bytes of one body that count as waiting, until `release` or the end of the `with` statement. Bodies of at
+    most SMALL_BODY_BYTES are not counted, so that slow large bodies cannot block small ones.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -89,17 +77,22 @@ class BodyReservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def grow(self, size: int) -> None:
         """Reserve `size` bytes in total, because so many have arrived. Raises ApiError 503 if too many bytes wait."""
-        if size > SMALL_BODY_BYTES:
-            self._admission.acquire_bytes(size - self._num_reserved)
-            self._num_reserved = size
+        if size <= SMALL_BODY_BYTES:
+            return
+        admission, added = self._admission, size - self._num_reserved
+        if admission.num_waiting_bytes + added > admission.max_waiting_bytes:
+            message = (
+                f"{admission.num_waiting_bytes} bytes of large requests are waiting, and this request adds {added}"
+            )
+            admission.reject("bodies_full", f"{message}; the limit is {admission.max_waiting_bytes}")
+        admission.num_waiting_bytes += added
+        self._num_reserved = size
 
     def release(self) -> None:
-        self._admission.release_bytes(self._num_reserved)
+        self._admission.num_waiting_bytes -= self._num_reserved
         self._num_reserved = 0

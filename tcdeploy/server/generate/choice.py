@@ -1,30 +1,66 @@
-"""State of one choice while its tokens arrive, and the output that each token adds; and token usage."""
+"""One choice of a request: its text, what each token adds, and token usage; text and bytes of single tokens."""
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tcdeploy.engine.schedule.sequence import NewToken, TokenLogprobs
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
-from tcdeploy.server.generate.vocabulary import Vocabulary
 from tcdeploy.server.output.parser import OutputParser
 from tcdeploy.server.output.parts import OutputPart, OutputReasoning, OutputText
 
+BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Vocabulary:
+    """The text and the bytes of single tokens. The two differ if a token is part of a character."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
+        self._special = frozenset(tokenizer.all_special_ids)
+        self.text = functools.lru_cache(maxsize=65536)(self._text)
+        self.bytes = functools.lru_cache(maxsize=65536)(self._bytes)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a special token, such as BOS, which has no text of its own."""
+        return token_id in self._special
+
+    def _text(self, token_id: int) -> str:
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def _bytes(self, token_id: int) -> bytes:
+        """The token's bytes. A token that is part of a character has the text U+FFFD but exact bytes."""
+        token = self._tokenizer.convert_ids_to_tokens(token_id) or ""
+        fallback = BYTE_FALLBACK.fullmatch(token)
+        if fallback:
+            return bytes([int(fallback[1], 16)])
+        table = _byte_decoder()
+        if self._is_byte_level and token_id not in self._special and all(c in table for c in token):
+            return bytes(table[character] for character in token)
+        return self.text(token_id).encode()
+
+
+@functools.cache
+def _byte_decoder() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable bytes map to themselves, the others to code points from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
 
 class ScoredToken(NamedTuple):
-    """A token with its log-probabilities."""
-
     token_id: int
     logprobs: TokenLogprobs | None  # None for the first token of a prompt
     offset: int  # characters from the start of the text
 
 
 class Delta:
-    """The output that new tokens add to a choice.
-
-    The parts may be empty although there are tokens: a parser holds text back that may belong to a call. Not a
-    dataclass, whose default factories take 0.4 us per token.
+    """The output that new tokens add to a choice. The parts may be empty although there are tokens: a parser holds text
+    back that may belong to a call. A dataclass with default factories would take 0.4 us per token.
     """
 
     __slots__ = ("is_first", "logprobs", "parts", "token_ids")
@@ -44,8 +80,6 @@ class Delta:
 
 @dataclass
 class Choice:
-    """One choice of a request."""
-
     index: int  # prompt index * n + choice index
     detokenizer: StopStringDetokenizer
     num_prompt_tokens: int
@@ -131,10 +165,7 @@ def _echoed_logprobs(
 def prompt_logprob_json(
     token_id: int, logprobs: TokenLogprobs | None, num_top: int, vocabulary: Vocabulary
 ) -> dict[str, Any] | None:
-    """vLLM's entry for one token of a prompt: the token and the most likely ones by id. None for the first token.
-
-    The rank of a token that is not among the most likely ones is not known.
-    """
+    """vLLM's entry for one token of a prompt: the token, perhaps without a rank, and the most likely ones."""
     if logprobs is None:
         return None
     entries: dict[int, tuple[int | None, float]] = {token_id: (None, logprobs.chosen)}

@@ -1,21 +1,25 @@
-"""Runs a generation request of any HTTP API, from its body to its response.
+"""Runs a generation request of any HTTP API, from its body to its response or its stream of server-sent events.
 
 A request passes the body limit, schema validation, admission, the tokenizer, the model's limits, and then the engine.
 Each stage rejects with an ApiError that names the field. The APIs differ in the schema of the body and in the format of
-the response (apis/answer.py). An API other than OpenAI's completions and chat completions translates its body to a
-ChatRequest; errors then name the fields as that API does.
+the response (apis/answer.py). One other than OpenAI's completions and chats translates its body to a ChatRequest;
+errors then name the fields as that API does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server.apis.answer import Answer
@@ -26,13 +30,15 @@ from tcdeploy.server.apis.openai.validation import check
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.admission import BodyReservation
 from tcdeploy.server.generate.tokenization import PromptTokenizer
-from tcdeploy.server.http.content_encoding import read_decoded_body
+from tcdeploy.server.http.request_body import read_decoded_body
 from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES, RequestT, parse
-from tcdeploy.server.http.sse import EventStream
 from tcdeploy.server.observe.request_log import set_usage
-from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.service import Service
-from tcdeploy.server.worker.worker import EngineDeadError
+from tcdeploy.server.service import ServerState, Service
+from tcdeploy.torch_compat.uvicorn.protocol import abort, is_write_paused
+
+KEEP_ALIVE_SECONDS = 10.0
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+log = logging.getLogger("tcdeploy.server")
 
 
 class TranslatedRequest(NamedTuple):
@@ -50,10 +56,21 @@ async def _without_translation(_: ServerState, __: Request, body: Any) -> Transl
 class GenerationApi:
     """What distinguishes one HTTP API. `translate` may raise ApiError."""
 
+    path: str
+    name: str  # of the operation in /openapi.json
+    summary: str
     body_type: type[SamplingRequest]
     translate: Callable[[ServerState, Request, Any], Awaitable[TranslatedRequest]] = _without_translation
     inert_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: INERT_VALUES)  # of unsupported fields
     field_names: Mapping[str, str] = field(default_factory=dict)  # names of ChatRequest's fields in this API
+
+
+def generation_route(state: ServerState, api: GenerationApi) -> Route:
+    async def endpoint(request: Request) -> Response:
+        return await generate(state, request, api)
+
+    endpoint.__doc__ = api.summary
+    return Route(api.path, endpoint, methods=["POST"], name=api.name)
 
 
 async def generate(state: ServerState, raw_request: Request, api: GenerationApi) -> Response:
@@ -93,8 +110,6 @@ async def _run(
             return stream
         content = await _run_until_disconnect(raw_request, answer.body())
         return Response(content, media_type="application/json")
-    except EngineDeadError as error:
-        raise ApiError(503, str(error), code=error.code) from None
     except TcdeployError as error:
         raise bad_request(error.message, None) from None
     finally:
@@ -108,9 +123,8 @@ async def _run(
 async def admitted_body(
     state: ServerState, request: Request, request_type: type[RequestT]
 ) -> AsyncIterator[tuple[PromptTokenizer, RequestT]]:
-    """Read the body of a request that needs only the tokenizer, and admit it until the end of the block.
-
-    It counts as one choice. The body is read first, so that clients which send no body cannot fill the queue.
+    """Read the body of a request that needs only the tokenizer, and admit it as one choice until the end of the block.
+    The body is read first, so that clients which send no body cannot fill the queue.
     """
     service = state.require_service()
     service.admission.check_open()
@@ -154,3 +168,79 @@ async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Any]
 async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def sse_events(answer: Answer) -> AsyncGenerator[bytes, None]:
+    """All events of a stream. Errors are sent as events, because clients treat a truncated stream as complete."""
+    try:
+        async with contextlib.aclosing(_answer_events(answer)) as events:
+            async for event in events:
+                yield event
+    except ApiError as error:
+        yield answer.error_events(error)
+    except TcdeployError as error:
+        yield answer.error_events(bad_request(error.message, None))
+    except Exception as error:  # without this, the stream would end without an error event
+        log.exception("a stream failed")
+        yield answer.error_events(ApiError(500, f"{type(error).__name__}: {error}"))
+    if answer.end:
+        yield answer.end
+
+
+async def _answer_events(answer: Answer) -> AsyncGenerator[bytes, None]:
+    """The events up to an error. An event covers several tokens if the client or the event loop is slow. Tokens of a
+    tool call have no events until it is complete, which may take minutes.
+    """
+    if first_events := answer.first_events():
+        yield first_events
+    last_sent = time.monotonic()
+    async with contextlib.aclosing(answer.active.deltas(KEEP_ALIVE_SECONDS)) as batches:
+        async for deltas in batches:
+            events = answer.events(deltas)
+            if events or not deltas or time.monotonic() - last_sent >= KEEP_ALIVE_SECONDS:
+                yield events or answer.keep_alive
+                last_sent = time.monotonic()
+    if last_events := answer.last_events():
+        yield last_events
+
+
+class _ClientStalled(Exception):
+    """The client has not read for `stall_timeout`."""
+
+
+class EventStream(StreamingResponse):
+    """Streams a request's events and closes it at the end. Aborts the connection if the client stops reading."""
+
+    def __init__(self, answer: Answer, stall_timeout_s: float) -> None:
+        self._active, self._events, self._stall_timeout_s = answer.active, sse_events(answer), stall_timeout_s
+        super().__init__(self._events, media_type="text/event-stream", headers=STREAM_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        try:
+            await super().__call__(scope, receive, send)
+        except _ClientStalled:
+            log.warning("cancelled a stream: the client did not read for %.0f s", self._stall_timeout_s)
+            abort(scope)
+        finally:
+            self._active.close()
+
+    async def stream_response(self, send: Send) -> None:
+        """Overrides Starlette's method, which is not documented: tests/server/test_faults.py fails if it is renamed.
+        uvicorn's `send` waits while its write buffer is full; tokens collect in the request group meanwhile.
+        """
+
+        async def send_with_timeout(message: Message) -> None:
+            if not is_write_paused(self._scope):
+                await send(message)
+                return
+            try:
+                async with asyncio.timeout(self._stall_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                raise _ClientStalled from None
+
+        try:
+            await super().stream_response(send_with_timeout)
+        finally:
+            await self._events.aclose()

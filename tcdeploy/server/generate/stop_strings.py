@@ -1,8 +1,7 @@
 """Incremental detokenization with stop strings: emits whole characters, and no text of a stop string.
 
-Text that may be the start of a stop string is held back until it matches or cannot match, so the concatenated pieces
-equal the text of a request that is not streamed. If several stop strings occur, the one that is complete first ends
-the text, however the tokens cut it.
+Text that may be the start of a stop string is held back until it matches or cannot match. Of several stop strings, the
+one that is complete first ends the text, however the tokens cut it.
 """
 
 from __future__ import annotations
@@ -13,18 +12,12 @@ from tcdeploy.text.detokenizer import IncrementalDetokenizer
 
 
 class StopStringDetokenizer:
-    """The text of one choice. `push` returns the text that a token adds.
-
-    After a stop string, `stopped` is True, and `matched` is the stop string.
-    """
+    """The text of one choice. After a stop string, `stopped` is True, and `matched` is the stop string."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        stop_strings: tuple[str, ...],
-        skip_special_tokens: bool = True,
+        self, tokenizer: Any, stop_strings: tuple[str, ...], skip_special_tokens: bool = True,
         hidden_ids: frozenset[int] = frozenset(),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`hidden_ids`: tokens to omit from the text even without `skip_special_tokens`."""
         self._hidden_ids = hidden_ids
         self._stream = IncrementalDetokenizer(tokenizer, skip_special_tokens)

@@ -1,10 +1,9 @@
 """Tokenizes texts within limits on time and memory.
 
 A text of N characters has at least N / L tokens, where L is the length of the longest token. If N / L exceeds the
-limit, the text is refused without tokenizing it. Large vocabularies have tokens of 128 spaces, so ordinary text that is
-many times too long passes this test. A text with more than MANY_CHARS_PER_TOKEN characters per token of the limit is
-therefore tokenized in pieces first, and refused as soon as the pieces have twice as many tokens as the limit. (Cutting
-a text into pieces adds only a few tokens.)
+limit, the text is refused without tokenizing it. Large vocabularies have tokens of 128 spaces, so a text with more than
+MANY_CHARS_PER_TOKEN characters per token of the limit is tokenized in pieces first, and refused as soon as these have
+twice as many tokens as the limit. (Cutting a text adds only a few tokens.)
 
 Long texts are tokenized by ENCODE_THREADS threads, while tokenizers releases the GIL. `encode_batch_fast` computes no
 character offsets, which halves the time and the memory. Does not import torch.
@@ -53,20 +52,15 @@ class TextEncoder:
     async def encode(
         self, text: str, max_tokens: int, field: str, add_special_tokens: bool = True, num_kept: int | None = None
     ) -> list[int]:
-        """The token ids of `text`. Raises TooManyTokensError, which names `field`, for more than `max_tokens`.
-
-        `num_kept`: how many of the last tokens are kept. As in transformers, special tokens that are added to the text
-        are kept too, and count.
+        """The token ids of `text`. Raises TooManyTokensError, which names `field`, for more than `max_tokens`. Of
+        these, the last `num_kept` are kept, with the special tokens that are added to the text, as in transformers.
         """
-        self.check_length(text, max_tokens, field)
-        return await self.run(text_cost(text), self._encode, text, max_tokens, field, add_special_tokens, num_kept)
-
-    def check_length(self, text: str, max_tokens: int, field: str) -> None:
-        """Raises TooManyTokensError if every tokenization of `text` has more than `max_tokens` tokens."""
         if self.max_chars_per_token is not None and len(text) > max_tokens * self.max_chars_per_token:
             num_tokens = -(-len(text) // self.max_chars_per_token)
             problem = f"the text has {len(text)} characters, at least {num_tokens} tokens"
             raise TooManyTokensError(problem, max_tokens, field, num_tokens, is_minimum=True)
+        cost = len(text) if text.isascii() else 4 * len(text)
+        return await self.run(cost, self._encode, text, max_tokens, field, add_special_tokens, num_kept)
 
     async def run(self, cost: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
         """Call `function` at once if `cost` (characters or tokens) is small, else in the thread pool."""
@@ -114,29 +108,24 @@ def _last_tokens(encoding: Any, num_kept: int) -> list[int]:
     return [*ids[:start], *ids[max(start, stop - num_text_tokens) : stop], *ids[stop:]]
 
 
-def text_cost(text: str) -> int:
-    """The estimated cost of tokenizing `text`: one per character, or four in a text that is not ASCII."""
-    return len(text) if text.isascii() else 4 * len(text)
-
-
 def trim_memory() -> None:
-    """Return free memory of the C allocator to the system. No effect if the C library has no malloc_trim."""
+    """Return free memory of the C allocator to the system, if the C library has malloc_trim."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def max_chars_per_token(tokenizer: Any) -> int | None:
-    """The largest number of characters that one token can stand for; None if it has no limit.
-
-    It is limited for byte-level BPE, and for BPE with byte fallback, if no normalizer or pre-tokenizer drops or merges
-    characters.
+    """The largest number of characters that one token can stand for. None: no limit, as in all but byte-level BPE and
+    BPE with byte fallback, and if a normalizer or pre-tokenizer drops or merges characters.
     """
+    from tokenizers.pre_tokenizers import ByteLevel
+
     backend = tokenizer.backend_tokenizer
     vocab = backend.get_vocab(with_added_tokens=True)
     steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
     kinds = [step["type"] for step in steps]
-    has_all_bytes = ("ByteLevel" in kinds and all(map(vocab.__contains__, _byte_alphabet()))) or (
+    has_all_bytes = ("ByteLevel" in kinds and all(map(vocab.__contains__, ByteLevel.alphabet()))) or (
         getattr(backend.model, "byte_fallback", False) and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     )
     strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
@@ -164,12 +153,6 @@ def _steps(component: Any) -> Iterator[dict[str, Any]]:
         state = {"type": ""}
     nested = state.get("normalizers") or state.get("pretokenizers") or []
     yield from nested if state["type"] == "Sequence" else [state]
-
-
-def _byte_alphabet() -> list[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return list(ByteLevel.alphabet())
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -6,12 +6,14 @@ The length of a prompt is checked before it is tokenized. Long texts are tokeniz
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tcdeploy.errors import ModelError
+from tcdeploy.server.apis.openai.field_types import dump_tools
 from tcdeploy.server.apis.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -20,8 +22,7 @@ from tcdeploy.server.apis.openai.protocol import (
     TokenizeRequest,
     bad_request,
 )
-from tcdeploy.server.apis.openai.tool_fields import dump_tools
-from tcdeploy.server.apis.openai.validation import ModelLimits, context_length_error, num_kept_tokens
+from tcdeploy.server.apis.openai.validation import ModelLimits, context_length_error, first_given, num_kept_tokens
 from tcdeploy.server.generate.text_encoder import TextEncoder, TooManyTokensError
 from tcdeploy.server.output.structured.bad_words import MAX_WORD_TOKENS, spellings
 from tcdeploy.server.output.tools import ToolSupport
@@ -53,29 +54,23 @@ class PromptTokenizer:
         """One entry per prompt of the request. Raises ApiError 400."""
         try:
             if isinstance(request, ChatRequest):
-                return [await self._chat_prompt(request)]
+                text = await self._render_chat(request, request.messages, request.usable_tools)
+                return [await self._encode(request, text, "messages")]
             return await self._completion_prompts(request)
         except TooManyTokensError as error:
             if request.truncate_prompt_tokens is not None:
                 raise  # the text is too long to be tokenized before it is truncated
             raise context_length_error(request, self.limits, error.num_tokens, is_minimum=error.is_minimum) from None
 
-    async def _chat_prompt(self, request: ChatRequest) -> Prompt:
-        text = await self._render_chat(request, request.messages, request.usable_tools)
-        return await self._encode(request, text, "messages")
-
     async def _encode(self, request: CompletionRequest | ChatRequest, text: str, field: str) -> Prompt:
         """The prompt of a text, truncated to `truncate_prompt_tokens`."""
         num_kept = num_kept_tokens(request, self.limits)
         max_tokens = self.limits.context if num_kept is None else self.limits.tokenize_tokens
-        adds_special_tokens = request.add_special_tokens
-        if adds_special_tokens is None:
-            adds_special_tokens = isinstance(request, CompletionRequest)
+        adds_special_tokens = first_given(request.add_special_tokens, isinstance(request, CompletionRequest))
         token_ids = await self.encoder.encode(text, max_tokens, field, adds_special_tokens, num_kept)
         return Prompt(token_ids, text)
 
     async def _completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
-        self._check_lengths(request)
         prompts = []
         for content in request.prompts:
             if isinstance(content, str):
@@ -95,10 +90,8 @@ class PromptTokenizer:
         return prompts
 
     def _template_variables(self, request: TemplateRequest) -> dict[str, Any]:
-        """Variables of the chat template.
-
-        Variables with names that the renderer uses are rejected, because they could replace the messages. As in vLLM,
-        `reasoning_effort` is a variable, and replaces one of that name.
+        """Variables of the chat template. Names that the renderer uses are rejected, because they could replace the
+        messages. As in vLLM, `reasoning_effort` is a variable, and replaces one of that name.
         """
         variables = request.chat_template_kwargs or {}
         if conflicts := sorted(reserved_names(self.tokenizer) & variables.keys()):
@@ -107,20 +100,9 @@ class PromptTokenizer:
             variables = {**variables, "reasoning_effort": request.reasoning_effort}
         continues = request.continue_final_message is True
         if continues and request.add_generation_prompt:
-            raise bad_request(
-                "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
-            )
+            message = "continue_final_message and add_generation_prompt cannot both be true"
+            raise bad_request(message, "continue_final_message")
         return {**variables, "add_generation_prompt": request.add_generation_prompt is not False and not continues}
-
-    def _check_lengths(self, request: CompletionRequest) -> None:
-        """Raises ApiError 400 if a prompt is too long for the context, before any of them is tokenized."""
-        if request.truncate_prompt_tokens is not None:
-            return
-        for content in request.prompts:
-            if isinstance(content, str):
-                self.encoder.check_length(content, self.limits.context, "prompt")
-            elif len(content) >= self.limits.context:
-                raise context_length_error(request, self.limits, len(content))
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
@@ -133,9 +115,7 @@ class PromptTokenizer:
             text, field = await self._render_chat(request, request.messages, tools), "messages"
         else:
             text, field = request.prompt or "", "prompt"
-        adds_special_tokens = request.add_special_tokens
-        if adds_special_tokens is None:
-            adds_special_tokens = request.messages is None
+        adds_special_tokens = first_given(request.add_special_tokens, request.messages is None)
         return await self.encoder.encode(text, self.limits.tokenize_tokens, field, adds_special_tokens)
 
     async def bad_words(self, words: list[str]) -> list[list[int]]:
@@ -153,17 +133,14 @@ class PromptTokenizer:
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens included. Raises ApiError 400."""
         if len(token_ids) > self.limits.tokenize_tokens:
-            raise bad_request(
-                f"tokens has {len(token_ids)} token ids; the limit is {self.limits.tokenize_tokens}", "tokens"
-            )
+            message = f"tokens has {len(token_ids)} token ids; the limit is {self.limits.tokenize_tokens}"
+            raise bad_request(message, "tokens")
         await self._check_token_ids(token_ids, "tokens")
         return await self._decode(token_ids, skip_special_tokens=False)
 
     async def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        def decode() -> str:
-            return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
-
-        return await self.encoder.run(len(token_ids), decode)
+        decode = functools.partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return str(await self.encoder.run(len(token_ids), decode))
 
     async def tokens_json(self, token_ids: list[int]) -> bytes:
         """The response body of /tokenize."""
@@ -178,11 +155,8 @@ class PromptTokenizer:
     def info(self) -> dict[str, Any]:
         """vLLM's /tokenizer_info, without paths of this machine."""
         tokenizer = self.tokenizer
-        is_stored = isinstance(tokenizer, StoredTokenizer)
-        return {
-            "tokenizer_class": tokenizer.class_name if is_stored else type(tokenizer).__name__,
-            **{name: getattr(tokenizer, name) for name in INFO_FIELDS},
-        }
+        class_name = tokenizer.class_name if isinstance(tokenizer, StoredTokenizer) else type(tokenizer).__name__
+        return {"tokenizer_class": class_name, **{name: getattr(tokenizer, name) for name in INFO_FIELDS}}
 
     async def _check_token_ids(self, token_ids: list[int], field: str = "prompt") -> None:
         largest = self.limits.vocab_size - 1

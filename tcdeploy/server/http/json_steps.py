@@ -1,20 +1,17 @@
 """A JSON parser that works in short steps and enforces limits as it goes, for large bodies on the event loop.
 
-`pydantic_core.from_json` holds the GIL for the whole body, 0.1 s for a million token ids, in a thread as well as on the
-event loop. A step of `JsonSteps` takes less than 1 ms. Strings, numbers and runs of integers are parsed by `from_json`
-in pieces, so both accept the same documents; only the structure is parsed here, at about 3 us per value and 50 ns per
-integer of a run. Limits are enforced before the values exist, because creating and freeing a million objects blocks as
-well.
-
-ijson was rejected: it returns a string of 8 MiB in one call, and replaces lone surrogates instead of rejecting them.
-Does not import torch.
+`pydantic_core.from_json` holds the GIL for the whole body, 0.1 s for a million token ids, in a thread as well. A step
+of `JsonSteps` takes less than 1 ms. Strings, numbers and runs of integers are parsed by `from_json` in pieces, so both
+accept the same documents; only the structure is parsed here, at about 3 us per value and 50 ns per integer of a run.
+Limits are enforced before the values exist, because creating and freeing a million objects blocks as well. ijson was
+rejected: it returns a string of 8 MiB in one call, and replaces lone surrogates instead of rejecting them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from collections.abc import Generator
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from pydantic_core import from_json
 
@@ -24,7 +21,8 @@ MAX_VALUES = 24_000
 MAX_NUMBER_CHARS = 4300  # Python's limit for the digits of an integer
 STEP_WORK = 256  # work of one step; a value is 1, and so are 256 bytes or 16 integers of a run
 STRING_PIECE_BYTES = 64 << 10
-Reader: TypeAlias = "Callable[[JsonSteps, bytes], None]"
+ResultT = TypeVar("ResultT")
+Steps: TypeAlias = Generator[None, None, ResultT]
 
 _SPACE = re.compile(rb"[ \t\n\r]{1,65536}+")
 _SCALAR = re.compile(rb"-?[A-Za-z]{1,10}+|-?[0-9][0-9.eE+-]{0,%d}+" % MAX_NUMBER_CHARS)
@@ -66,195 +64,159 @@ class Integers(list[int]):
 
 
 class JsonSteps:
-    """Parses `body`: call `step` until it returns True; then `value` is the document.
-
-    `step` raises ValueError if the body is not JSON, and JsonLimitError if it exceeds a limit.
-    """
+    """Call `step` until it returns True; then `value` is the document. Raises ValueError if the body is not JSON."""
 
     def __init__(self, body: bytes | bytearray, limits: JsonLimits) -> None:
         self.value: Any = None
-        self._body, self._limits = body, limits
-        self._position = self._num_values = self._work = 0
-        self._containers: list[Any] = []  # open lists and objects, the innermost last
-        self._keys: list[str] = []  # the current key of each open object, the innermost last
-        self._string_pieces: list[str] | None = None  # of the open string; None outside of strings
-        self._read: Reader = JsonSteps._read_value  # a bound method would create a reference cycle
+        self._reader = _Reader(body, limits)
+        self._steps = self._reader.document()
 
     def step(self) -> bool:
         """Parse for less than 1 ms. True if the whole body has been parsed."""
-        self._work = STEP_WORK
-        while self._work > 0:
-            self._work -= 1
-            if self._string_pieces is not None:
-                self._read_string_piece(self._string_pieces)
-                continue
-            if space := _SPACE.match(self._body, self._position):
-                self._advance(space.end())
-                continue
-            character = bytes(self._body[self._position : self._position + 1])
-            if not character and self._read is JsonSteps._read_end:
-                return True
-            self._read(self, character)
+        self._reader.work = STEP_WORK
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self.value = end.value
+            return True
         return False
 
-    # Structure. Each method reads a part that begins with `character`, which is empty at the end of the body.
 
-    def _read_value(self, character: bytes) -> None:
-        if character == b'"':
-            self._read_string()
-        elif character == b"{":
-            self._open({}, JsonSteps._read_first_key)
-        elif character == b"[":
-            self._open([], JsonSteps._read_first_item)
-        elif self._containers and isinstance(self._containers[-1], list):
-            self._read_numbers()
-        else:
-            self._add(self._read_scalar())
+class _Reader:
+    """Its generators, which yield at the end of each step, are not its attributes: they would be a reference cycle."""
 
-    def _read_first_item(self, character: bytes) -> None:
-        self._close() if character == b"]" else self._read_value(character)
+    def __init__(self, body: bytes | bytearray, limits: JsonLimits) -> None:
+        self._body, self._limits = body, limits
+        self.position = self.work = self._num_values = 0
+        self._path: list[str | int] = []  # keys and indices of the value that is being read
 
-    def _read_key(self, character: bytes) -> None:
-        if character != b'"':
-            self._fail("expected a key")
-        self._read_string()
+    def document(self) -> Steps[Any]:
+        value = yield from self._value((yield from self._next()))
+        if (yield from self._next()):
+            self._fail("trailing characters")
+        return value
 
-    def _read_first_key(self, character: bytes) -> None:
-        if character == b"}":
-            self._keys.pop()
-            self._close()
-        else:
-            self._read_key(character)
+    def _next(self) -> Steps[bytes]:
+        """The next character that is not a space, which is not consumed; empty at the end of the body."""
+        while True:
+            self.work -= 1
+            if self.work <= 0:
+                yield
+            space = _SPACE.match(self._body, self.position)
+            if space is None:
+                return bytes(self._body[self.position : self.position + 1])
+            self._advance(space.end())
 
-    def _read_colon(self, character: bytes) -> None:
-        if character != b":":
-            self._fail("expected a colon")
-        self._advance(self._position + 1)
-        self._read = JsonSteps._read_value
-
-    def _read_separator(self, character: bytes) -> None:
-        """Read the comma after a value, or the end of its container."""
-        is_object = isinstance(self._containers[-1], dict)
-        if character == b",":
-            self._advance(self._position + 1)
-            self._read = JsonSteps._read_key if is_object else JsonSteps._read_value
-        elif character == (b"}" if is_object else b"]"):
-            if is_object:
-                self._keys.pop()
-            self._close()
-        else:
-            self._fail("expected a comma or the end of a list or object")
-
-    def _read_end(self, _: bytes) -> None:
-        self._fail("trailing characters")
-
-    # Values
-
-    def _open(self, container: Any, read: Reader) -> None:
-        if len(self._containers) == MAX_DEPTH:
-            raise JsonLimitError(f"the body has more than {MAX_DEPTH} nested lists and objects", self._field)
-        self._add(container)
-        self._containers.append(container)
-        if isinstance(container, dict):
-            self._keys.append("")
-        self._advance(self._position + 1)
-        self._read = read
-
-    def _close(self) -> None:
-        self._containers.pop()
-        self._advance(self._position + 1)
-        self._read = JsonSteps._read_separator if self._containers else JsonSteps._read_end
-
-    def _add(self, value: Any) -> None:
-        """Store a value in its container. A separator is next."""
+    def _value(self, character: bytes) -> Steps[Any]:
+        """The value that begins with `character`."""
+        if character in (b"{", b"["):
+            if len(self._path) == MAX_DEPTH:
+                raise JsonLimitError(f"the body has more than {MAX_DEPTH} nested lists and objects", self._field)
+            self._count_value()
+            self._advance(self.position + 1)
+            self._path.append(0 if character == b"[" else "")
+            container = yield from (self._list() if character == b"[" else self._object())
+            self._path.pop()
+            return container
+        value = (yield from self._string()) if character == b'"' else self._scalar()
         self._count_value()
-        self._read = JsonSteps._read_separator if self._containers else JsonSteps._read_end
-        if not self._containers:
-            self.value = value
-        elif isinstance(self._containers[-1], dict):
-            self._containers[-1][self._keys[-1]] = value
-        else:
-            if type(self._containers[-1]) is Integers and type(value) is not int:
-                self._replace_list(list(self._containers[-1]))
-            self._containers[-1].append(value)
+        return value
 
-    def _replace_list(self, replacement: list[Any]) -> None:
-        """Put `replacement` in the place of the innermost open list."""
-        self._containers[-1] = replacement
-        if len(self._containers) == 1:
-            self.value = replacement
-        elif isinstance(self._containers[-2], dict):
-            self._containers[-2][self._keys[-1]] = replacement
-        else:
-            self._containers[-2][-1] = replacement
+    def _object(self) -> Steps[dict[str, Any]]:
+        fields: dict[str, Any] = {}
+        character = yield from self._next()
+        has_next = character != b"}"
+        if not has_next:
+            self._advance(self.position + 1)
+        while has_next:
+            if character != b'"':
+                self._fail("expected a key")
+            key = yield from self._string()
+            self._count_value()
+            self._path[-1] = key
+            if (yield from self._next()) != b":":
+                self._fail("expected a colon")
+            self._advance(self.position + 1)
+            fields[key] = yield from self._value((yield from self._next()))
+            has_next = yield from self._has_next(b"}")
+            character = yield from self._next()
+        return fields
 
-    def _count_value(self) -> None:
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            raise JsonLimitError(f"the body has more than {MAX_VALUES} keys and values", self._field)
+    def _list(self) -> Steps[list[Any]]:
+        items: list[Any] = []
+        character = yield from self._next()
+        has_next = character != b"]"
+        if not has_next:
+            self._advance(self.position + 1)
+        while has_next:
+            if run := _INTEGERS.match(self._body, self.position):
+                items = items or Integers()
+                items.extend(self._integers(run, len(items)))
+            else:
+                self._path[-1] = len(items)
+                value = yield from self._value(character)
+                if type(items) is Integers and type(value) is not int:
+                    items = list(items)
+                items.append(value)
+                has_next = yield from self._has_next(b"]")
+            character = yield from self._next()
+        return items
 
-    def _read_numbers(self) -> None:
-        """Read the next items of a list: integers up to the last comma of their run, or one scalar."""
-        run = _INTEGERS.match(self._body, self._position)
-        if run is None:
-            self._add(self._read_scalar())
-            return
-        numbers = self._parse(b"[" + self._body[self._position : run.end() - 1] + b"]")
-        if not self._containers[-1]:
-            self._replace_list(Integers())
-        self._containers[-1].extend(numbers)
-        if len(self._containers[-1]) >= self._limits.integers:  # another item follows the comma
-            raise TooLongError(f"a list has more than {self._limits.integers} integers", self._location)
-        self._work -= len(numbers) >> 4
-        self._position = run.end()
-        self._read = JsonSteps._read_value
+    def _has_next(self, end: bytes) -> Steps[bool]:
+        """Read the comma after a value, or the end of its container. Whether it is a comma."""
+        character = yield from self._next()
+        if character not in (b",", end):
+            self._fail("expected a comma or the end of a list or object")
+        self._advance(self.position + 1)
+        return character == b","
 
-    def _read_scalar(self) -> Any:
-        scalar = _SCALAR.match(self._body, self._position)
+    def _integers(self, run: re.Match[bytes], num_before: int) -> list[int]:
+        """The integers up to the last comma of their run. Another item of the list follows."""
+        numbers: list[int] = self._parse(b"[" + self._body[self.position : run.end() - 1] + b"]")
+        if num_before + len(numbers) >= self._limits.integers:
+            location = (*self._path[:-1], num_before + len(numbers))
+            raise TooLongError(f"a list has more than {self._limits.integers} integers", location)
+        self.work -= len(numbers) >> 4
+        self.position = run.end()
+        return numbers
+
+    def _scalar(self) -> Any:
+        scalar = _SCALAR.match(self._body, self.position)
         if scalar is None:
             self._fail("expected a value")
         value = self._parse(scalar.group())
         self._advance(scalar.end())
         return value
 
-    def _read_string(self) -> None:
-        short = _SHORT_STRING.match(self._body, self._position)
-        self._position += 1
-        if short is None:
-            self._string_pieces = []
-        else:
-            self._add_string(short[1].decode("ascii"), short.end())
+    def _string(self) -> Steps[str]:
+        if short := _SHORT_STRING.match(self._body, self.position):
+            self._advance(short.end())
+            return short[1].decode("ascii")
+        self.position += 1
+        pieces: list[str] = []
+        while self._body[self.position : self.position + 1] != b'"':
+            self.work -= 1
+            if self.work <= 0:
+                yield
+            start = self.position
+            piece = _STRING_PIECE.match(self._body, start, start + STRING_PIECE_BYTES)
+            if piece is None:
+                self._fail("unterminated string or invalid escape")
+            end = piece.end()
+            while start < end < len(self._body) and self._body[end] & 0xC0 == 0x80:
+                end -= 1  # do not split a UTF-8 sequence
+            end = end if end > start else piece.end()  # not valid UTF-8, which from_json reports
+            pieces.append(self._parse(b'"' + self._body[start:end] + b'"'))
+            if sum(map(len, pieces)) > self._limits.string_chars:
+                raise TooLongError(f"a text has more than {self._limits.string_chars} characters", tuple(self._path))
+            self._advance(end)
+        self._advance(self.position + 1)
+        return "".join(pieces)
 
-    def _read_string_piece(self, pieces: list[str]) -> None:
-        start = self._position
-        if self._body[start : start + 1] == b'"':
-            self._string_pieces = None
-            self._add_string("".join(pieces), start + 1)
-            return
-        piece = _STRING_PIECE.match(self._body, start, start + STRING_PIECE_BYTES)
-        if piece is None:
-            self._fail("unterminated string or invalid escape")
-        end = piece.end()
-        while start < end < len(self._body) and self._body[end] & 0xC0 == 0x80:
-            end -= 1  # do not split a UTF-8 sequence
-        end = end if end > start else piece.end()  # not valid UTF-8, which from_json reports
-        pieces.append(self._parse(b'"' + self._body[start:end] + b'"'))
-        self._check_length(sum(map(len, pieces)))
-        self._advance(end)
-
-    def _add_string(self, text: str, end: int) -> None:
-        """Store a string, which ends at `end`, as a value or as a key."""
-        self._advance(end)
-        if self._read in (JsonSteps._read_key, JsonSteps._read_first_key):
-            self._count_value()
-            self._keys[-1] = text
-            self._read = JsonSteps._read_colon
-        else:
-            self._add(text)
-
-    def _check_length(self, length: int) -> None:
-        if length > self._limits.string_chars:
-            raise TooLongError(f"a text has more than {self._limits.string_chars} characters", self._location)
+    def _count_value(self) -> None:
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise JsonLimitError(f"the body has more than {MAX_VALUES} keys and values", self._field)
 
     def _parse(self, part: bytes | bytearray) -> Any:
         try:
@@ -263,23 +225,13 @@ class JsonSteps:
             self._fail(str(error).split(" at line ")[0])
 
     def _advance(self, end: int) -> None:
-        self._work -= (end - self._position) >> 8
-        self._position = end
+        self.work -= (end - self.position) >> 8
+        self.position = end
 
     def _fail(self, reason: str) -> NoReturn:
-        problem = "unexpected end" if self._position >= len(self._body) else reason
-        raise ValueError(f"{problem} at byte {self._position}")
-
-    @property
-    def _location(self) -> tuple[str | int, ...]:
-        """Keys and indices of the value that is being read."""
-        keys = iter(self._keys)
-        last = len(self._containers) - 1
-        return tuple(
-            next(keys) if isinstance(container, dict) else len(container) - (number < last)
-            for number, container in enumerate(self._containers)
-        )
+        problem = "unexpected end" if self.position >= len(self._body) else reason
+        raise ValueError(f"{problem} at byte {self.position}")
 
     @property
     def _field(self) -> str | None:
-        return self._keys[0] if self._keys else None
+        return self._path[0] if self._path and isinstance(self._path[0], str) else None

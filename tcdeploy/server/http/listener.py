@@ -1,10 +1,8 @@
 """Accepts connections, and closes idle ones before the process runs out of file descriptors.
 
-Without a limit, a client without an API key could open connections until the limit of open files is reached; the event
-loop then closes new connections at once. Here the number of connections stays below that limit. At the limit, a new
-connection replaces the one that has been idle for longest: one without a complete request, one that is kept alive
-between two requests, or one in its TLS handshake. A connection whose complete request waits for a response is never
-closed; admission control limits the number of these.
+At its limit of connections, a new one replaces the one that has been idle for longest: one without a complete request,
+one that is kept alive between two requests, or one in its TLS handshake. A connection whose complete request waits for
+a response is never closed; admission control limits the number of these.
 
 The socket is read here rather than by `loop.create_server`, which accepts all waiting connections in one call, knows
 only connections whose TLS handshake has succeeded, and (in uvloop) stops listening after some errors of `accept`.
@@ -15,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import resource
 import socket
@@ -22,6 +21,10 @@ import ssl
 import time
 from collections.abc import Callable
 from typing import Any
+
+from tcdeploy.server.apis.openai.protocol import ApiError
+from tcdeploy.torch_compat.uvicorn.closing import ConnectionObserver
+from tcdeploy.torch_compat.uvicorn.protocol import bounded_protocol
 
 MAX_CONNECTIONS = 16_384  # an idle one takes 7 KiB
 RESERVED_FILES = 256  # for all other files of the process; at most half of the limit
@@ -46,11 +49,17 @@ def connection_limit() -> int:
     return max(1, min(MAX_CONNECTIONS, soft - min(RESERVED_FILES, soft // 2)))
 
 
-class Listener:
-    """Accepts connections, and observes them (ConnectionObserver in torch_compat/uvicorn/closing.py).
+def http_protocol(stall_timeout_s: float, observer: ConnectionObserver) -> Any:
+    """The `http` argument of uvicorn.Config. Its errors have the server's format."""
 
-    `listening` is a listening socket. A connection is an asyncio protocol with the attribute `transport`.
-    """
+    def error_body(status: int, message: str) -> bytes:
+        return json.dumps(ApiError(status, message).body).encode()
+
+    return bounded_protocol(error_body, stall_timeout_s, observer)
+
+
+class Listener:
+    """Accepts and observes connections: asyncio protocols with the attribute `transport`."""
 
     def __init__(self, listening: socket.socket, max_connections: int) -> None:
         self.socket, self.port = listening, listening.getsockname()[1]
@@ -99,20 +108,15 @@ class Listener:
             self._loop.remove_reader(self.socket)
 
     def _accept(self) -> None:
-        """Called while clients wait to be accepted."""
         if len(self._open) >= self._max_connections:
-            self._pause()
-            self._evict(max(1, self._max_connections // EVICTION_DIVISOR))
-            self._loop.call_later(ACCEPT_RETRY_S, self._resume)
+            self._make_room(max(1, self._max_connections // EVICTION_DIVISOR))
         for _ in range(min(ACCEPTED_AT_ONCE, self._max_connections - len(self._open))):
             try:
                 accepted, _ = self.socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:  # no file descriptor or no memory is left
-                self._pause()
-                self._evict(1)
-                self._loop.call_later(ACCEPT_RETRY_S, self._resume)
+                self._make_room(1)
                 return
             self._connect(accepted)
 
@@ -135,11 +139,12 @@ class Listener:
             accepted.close()
             self.remove(connection)
 
-    def _evict(self, count: int) -> None:
-        """Close the connections that have been idle for longest. Their removal resumes accepting.
-
-        Those that became idle just now are kept: a request may have arrived that has not been read yet.
+    def _make_room(self, count: int) -> None:
+        """Close the connections that have been idle for longest, which resumes accepting. Those that became idle just
+        now are kept: a request may have arrived that has not been read yet.
         """
+        self._pause()
+        self._loop.call_later(ACCEPT_RETRY_S, self._resume)
         newest = self._loop.time() - MIN_IDLE_S
         oldest = itertools.islice(self._idle.items(), count)
         for connection in [connection for connection, since in oldest if since <= newest]:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
+from tcdeploy import __version__
 from tcdeploy.server.http.openapi_schemas import COMPONENTS
 
 REF_TEMPLATE = "#/components/schemas/{model}"
@@ -74,17 +75,11 @@ LOADING = "The server is loading, draining or full; `Retry-After` is in seconds"
 
 
 def openapi_document(
-    title: str,
-    version: str,
-    routes: Sequence[Route],
-    request_models: Mapping[str, type[BaseModel]],
-    public_paths: Sequence[str] | None,
+    routes: Sequence[Route], request_models: Mapping[str, type[BaseModel]], public_paths: Sequence[str] | None,
     vocab_size: int | None,
-) -> dict[str, Any]:
-    """The OpenAPI 3.1 document.
-
-    request_models: path -> model of its JSON body. public_paths: paths that need no API key; None: no path needs one.
-    vocab_size: None while the model is loading.
+) -> dict[str, Any]:  # fmt: skip
+    """The OpenAPI 3.1 document. request_models: path -> model of its JSON body. public_paths: paths that need no API
+    key; None: no path needs one. vocab_size: None while the model is loading.
     """
     models = [(model, "validation") for model in request_models.values()]
     _, schemas = models_json_schema(models, ref_template=REF_TEMPLATE)  # type: ignore[arg-type]
@@ -100,26 +95,19 @@ def openapi_document(
             success = CONTENTS.get(f"{method} {route.path_format}") or CONTENTS.get(route.path_format, Content())
             operation = _operation(route, request_models.get(route.path), success, needs_key)
             paths.setdefault(route.path_format, {})[method.lower()] = operation
-    document = {
-        "openapi": "3.1.0",
-        "info": {"title": title, "version": version},
-        "paths": paths,
-        "components": {"schemas": {**components, **COMPONENTS}},
-    }
+    described: dict[str, Any] = {"schemas": {**components, **COMPONENTS}}
     if public_paths is not None:
-        document["components"]["securitySchemes"] = {SCHEME: {"type": "http", "scheme": "bearer"}}  # type: ignore[index]
-    return document
+        described["securitySchemes"] = {SCHEME: {"type": "http", "scheme": "bearer"}}
+    info = {"title": "tcdeploy", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": described}
 
 
 def _operation(
     route: Route, request_model: type[BaseModel] | None, success: Content, needs_key: bool
 ) -> dict[str, Any]:
     summary, _, description = (inspect.getdoc(route.endpoint) or route.name).partition("\n")
-    operation: dict[str, Any] = {
-        "operationId": route.name,
-        "summary": summary,
-        "responses": _responses(route.path_format, success, request_model is not None, needs_key),
-    }
+    responses = _responses(route.path_format, success, request_model is not None, needs_key)
+    operation: dict[str, Any] = {"operationId": route.name, "summary": summary, "responses": responses}
     if description:
         operation["description"] = description.strip()
     parameters = [
@@ -150,9 +138,8 @@ def _responses(path: str, content: Content, has_body: bool, needs_key: bool) -> 
         success["links"] = {name: {"operationId": name, "parameters": {parameter: location}} for name in operations}
     errors: dict[int, dict[str, Any]] = {}
     if path == "/ready":
-        text = {"text/plain": {"schema": {"type": "string"}}}
-        errors[400] = {"description": "The level is not known", "content": text}
-        errors[503] = {"description": "Why the server is not ready", "content": text}
+        errors[400] = {"description": "The level is not known", "content": success["content"]}
+        errors[503] = {"description": "Why the server is not ready", "content": success["content"]}
     elif path == "/health":
         errors[503] = {"description": "The engine is dead, or a canary has failed"}
     elif path == "/status":
@@ -166,32 +153,19 @@ def _responses(path: str, content: Content, has_body: bool, needs_key: bool) -> 
         errors[401] = error(
             "The API key is missing or wrong", {"www-authenticate": {"required": True, "schema": {"const": "Bearer"}}}
         )
-    return {
-        "200": success,
-        **{str(status): errors[status] for status in sorted(errors)},
-        "default": error("Error"),
-    }
+    return {"200": success, **{str(status): errors[status] for status in sorted(errors)}, "default": error("Error")}
 
 
 def _event_schema(content: Content) -> dict[str, Any]:
     """Schema of each event of a stream: an object with the fields of the event."""
     chunk = {"anyOf": [_reference(content.chunk_schema), _reference(content.error_schema)]}
     json_text = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
-    return {
-        "type": "object",
-        "required": ["data"],
-        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, json_text]}},
-    }
+    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, json_text]}}}
 
 
 def _error(description: str, headers: dict[str, Any] | None = None, schema: str = "Error") -> dict[str, Any]:
-    error: dict[str, Any] = {
-        "description": description,
-        "content": {"application/json": {"schema": _reference(schema)}},
-    }
-    if headers:
-        error["headers"] = headers
-    return error
+    content = {"application/json": {"schema": _reference(schema)}}
+    return {"description": description, "content": content, **({"headers": headers} if headers else {})}
 
 
 def _reference(component: str) -> dict[str, Any]:

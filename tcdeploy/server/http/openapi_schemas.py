@@ -19,10 +19,6 @@ def array(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
-def const(value: Any) -> Schema:
-    return {"const": value}
-
-
 def enum(*values: Any) -> Schema:
     return {"enum": list(values)}
 
@@ -50,13 +46,13 @@ COMPLETION_CHOICE = record(
     index=COUNT, text=STRING, logprobs=nullable(COMPLETION_LOGPROBS), finish_reason=nullable(FINISH_REASON),
     token_ids=TOKEN_IDS, prompt_token_ids=TOKEN_IDS, prompt_logprobs=PROMPT_LOGPROBS,
 )  # fmt: skip
-TOOL_CALL = record(id=STRING, type=const("function"), function=record(name=STRING, arguments=STRING))
+TOOL_CALL = record(id=STRING, type=enum("function"), function=record(name=STRING, arguments=STRING))
 STREAMED_CALL = {**TOOL_CALL, "properties": {"index": COUNT, **TOOL_CALL["properties"]}}
 TOKEN_LOGPROB = {"token": STRING, "logprob": NUMBER, "bytes": array(COUNT)}
 CHAT_LOGPROBS = nullable(record(content=array(record(**TOKEN_LOGPROB, top_logprobs=array(record(**TOKEN_LOGPROB))))))
 ANSWER = record(
     ("reasoning_content", "tool_calls"),
-    role=const("assistant"), content=TEXT_OR_NULL, refusal={"type": "null"}, reasoning_content=STRING,
+    role=enum("assistant"), content=TEXT_OR_NULL, refusal={"type": "null"}, reasoning_content=STRING,
     tool_calls=array(TOOL_CALL),
 )  # fmt: skip
 CHAT_CHOICE = record(
@@ -64,7 +60,7 @@ CHAT_CHOICE = record(
     index=COUNT, message=ANSWER, logprobs=CHAT_LOGPROBS, finish_reason=FINISH_REASON, token_ids=TOKEN_IDS,
 )  # fmt: skip
 DELTA = {
-    "role": const("assistant"), "content": STRING, "reasoning_content": STRING, "tool_calls": array(STREAMED_CALL)
+    "role": enum("assistant"), "content": STRING, "reasoning_content": STRING, "tool_calls": array(STREAMED_CALL)
 }  # fmt: skip
 CHAT_CHUNK_CHOICE = record(
     ("token_ids",),
@@ -76,13 +72,13 @@ CHAT_CHUNK_CHOICE = record(
 def _completion(object_type: str, choice: Schema, *, is_chunk: bool = False) -> Schema:
     return record(
         ("prompt_token_ids", "prompt_logprobs", *(("usage",) if is_chunk else ())),
-        id=STRING, object=const(object_type), created=COUNT, model=STRING, system_fingerprint=STRING,
+        id=STRING, object=enum(object_type), created=COUNT, model=STRING, system_fingerprint=STRING,
         choices=array(choice), usage=USAGE, prompt_token_ids=TOKEN_IDS, prompt_logprobs=PROMPT_LOGPROBS,
     )  # fmt: skip
 
 
 MODEL = record(
-    id=STRING, object=const("model"), created=COUNT, owned_by=STRING, max_model_len={"type": "integer", "minimum": 1}
+    id=STRING, object=enum("model"), created=COUNT, owned_by=STRING, max_model_len={"type": "integer", "minimum": 1}
 )
 ERROR = record(error=record(message=STRING, type=STRING, param=TEXT_OR_NULL, code=TEXT_OR_NULL))
 MESSAGES_USAGE = record(
@@ -92,35 +88,35 @@ STOP_REASON = enum("end_turn", "tool_use", "max_tokens", "model_context_window_e
 MESSAGES_END = {"stop_reason": nullable(STOP_REASON), "stop_sequence": TEXT_OR_NULL}
 MESSAGES_BLOCK = {
     "oneOf": [
-        record(type=const("text"), text=STRING),
-        record(type=const("thinking"), thinking=STRING, signature=STRING),
-        record(type=const("tool_use"), id=STRING, name=STRING, input={"type": "object"}),
+        record(type=enum("text"), text=STRING),
+        record(type=enum("thinking"), thinking=STRING, signature=STRING),
+        record(type=enum("tool_use"), id=STRING, name=STRING, input={"type": "object"}),
     ]
 }
 MESSAGE = record(
-    id=STRING, type=const("message"), role=const("assistant"), model=STRING, content=array(MESSAGES_BLOCK),
+    id=STRING, type=enum("message"), role=enum("assistant"), model=STRING, content=array(MESSAGES_BLOCK),
     **MESSAGES_END, usage=MESSAGES_USAGE,
 )  # fmt: skip
-MESSAGES_ERROR = record(type=const("error"), error=record(type=STRING, message=STRING))
+MESSAGES_ERROR = record(type=enum("error"), error=record(type=STRING, message=STRING))
 MESSAGES_EVENT = {
     "oneOf": [
-        record(type=const("message_start"), message=MESSAGE),
-        record(type=const("content_block_start"), index=COUNT, content_block=MESSAGES_BLOCK),
-        record(type=const("content_block_delta"), index=COUNT, delta=record(type=STRING)),
-        record(type=const("content_block_stop"), index=COUNT),
-        record(type=const("message_delta"), delta=record(**MESSAGES_END), usage=MESSAGES_USAGE),
+        record(type=enum("message_start"), message=MESSAGE),
+        record(type=enum("content_block_start"), index=COUNT, content_block=MESSAGES_BLOCK),
+        record(type=enum("content_block_delta"), index=COUNT, delta=record(type=STRING)),
+        record(type=enum("content_block_stop"), index=COUNT),
+        record(type=enum("message_delta"), delta=record(**MESSAGES_END), usage=MESSAGES_USAGE),
         record(type=enum("message_stop", "ping")),
         MESSAGES_ERROR,
     ]
 }
 ITEM_HEAD = {"id": STRING, "status": enum("in_progress", "completed", "incomplete")}
-OUTPUT_TEXT = record(type=const("output_text"), text=STRING, annotations=array({}))
-REASONING_TEXT = record(type=const("reasoning_text"), text=STRING)
+OUTPUT_TEXT = record(type=enum("output_text"), text=STRING, annotations=array({}))
+REASONING_TEXT = record(type=enum("reasoning_text"), text=STRING)
 RESPONSES_ITEM = {
     "oneOf": [
-        record(**ITEM_HEAD, type=const("message"), role=const("assistant"), content=array(OUTPUT_TEXT)),
-        record(**ITEM_HEAD, type=const("reasoning"), summary=array({}), content=array(REASONING_TEXT)),
-        record(**ITEM_HEAD, type=const("function_call"), call_id=STRING, name=STRING, arguments=STRING),
+        record(**ITEM_HEAD, type=enum("message"), role=enum("assistant"), content=array(OUTPUT_TEXT)),
+        record(**ITEM_HEAD, type=enum("reasoning"), summary=array({}), content=array(REASONING_TEXT)),
+        record(**ITEM_HEAD, type=enum("function_call"), call_id=STRING, name=STRING, arguments=STRING),
     ]
 }
 RESPONSES_USAGE = record(
@@ -129,9 +125,9 @@ RESPONSES_USAGE = record(
 )  # fmt: skip
 RESPONSE_STATES = ("in_progress", "completed", "incomplete", "failed")
 RESPONSE = record(
-    id=STRING, object=const("response"), created_at=COUNT, status=enum(*RESPONSE_STATES), model=STRING,
+    id=STRING, object=enum("response"), created_at=COUNT, status=enum(*RESPONSE_STATES), model=STRING,
     output=array(RESPONSES_ITEM), error=nullable(record(code=STRING, message=STRING)),
-    incomplete_details=nullable(record(reason=const("max_output_tokens"))), usage=nullable(RESPONSES_USAGE),
+    incomplete_details=nullable(record(reason=enum("max_output_tokens"))), usage=nullable(RESPONSES_USAGE),
 )  # fmt: skip
 PART_EVENTS = {"pattern": r"^response\.(content_part|output_text|reasoning_text|function_call_arguments)\."}
 RESPONSES_EVENT = {
@@ -143,7 +139,7 @@ RESPONSES_EVENT = {
             output_index=COUNT, item=RESPONSES_ITEM,
         ),
         record(type=PART_EVENTS, item_id=STRING, output_index=COUNT),
-        record(type=const("error"), code=STRING, message=STRING, param=TEXT_OR_NULL),
+        record(type=enum("error"), code=STRING, message=STRING, param=TEXT_OR_NULL),
     ],
 }  # fmt: skip
 TOKENIZER_INFO = record(
@@ -161,23 +157,16 @@ STATUS = record(
     history=record(interval_seconds=NUMBER, capacity=COUNT, end=COUNT, samples=array({})),
 )  # fmt: skip
 COMPONENTS: dict[str, Schema] = {
-    "Error": ERROR,
-    "ResponsesResponse": RESPONSE,
-    "ResponsesEvent": RESPONSES_EVENT,
-    "DeletedResponse": record(id=STRING, object=const("response"), deleted=const(True)),
-    "MessagesError": MESSAGES_ERROR,
-    "MessagesResponse": MESSAGE,
-    "MessagesEvent": MESSAGES_EVENT,
-    "MessagesTokens": record(input_tokens=COUNT),
-    "Model": MODEL,
-    "ModelList": record(object=const("list"), data=array({"$ref": "#/components/schemas/Model"})),
+    "Error": ERROR, "Model": MODEL, "Status": STATUS, "TokenizerInfo": TOKENIZER_INFO,
+    "ModelList": record(object=enum("list"), data=array({"$ref": "#/components/schemas/Model"})),
+    "Version": record(version=STRING), "Text": record(prompt=STRING),
+    "Tokens": record(tokens=TOKEN_IDS, count=COUNT, max_model_len=COUNT),
     "Completion": _completion("text_completion", COMPLETION_CHOICE),
     "CompletionChunk": _completion("text_completion", COMPLETION_CHOICE, is_chunk=True),
     "ChatCompletion": _completion("chat.completion", CHAT_CHOICE),
     "ChatCompletionChunk": _completion("chat.completion.chunk", CHAT_CHUNK_CHOICE, is_chunk=True),
-    "Tokens": record(tokens=TOKEN_IDS, count=COUNT, max_model_len=COUNT),
-    "Text": record(prompt=STRING),
-    "TokenizerInfo": TOKENIZER_INFO,
-    "Version": record(version=STRING),
-    "Status": STATUS,
-}
+    "ResponsesResponse": RESPONSE, "ResponsesEvent": RESPONSES_EVENT,
+    "DeletedResponse": record(id=STRING, object=enum("response"), deleted=enum(True)),
+    "MessagesError": MESSAGES_ERROR, "MessagesResponse": MESSAGE, "MessagesEvent": MESSAGES_EVENT,
+    "MessagesTokens": record(input_tokens=COUNT),
+}  # fmt: skip

@@ -1,8 +1,7 @@
-"""Parses and validates JSON bodies without blocking the event loop.
+"""Parses and validates JSON bodies without blocking the event loop. Does not import torch.
 
 A small body is parsed in one call, which takes at most 5 ms for any content. A large body is parsed in steps
-(json_steps.py), one large body at a time, and its messages are validated in slices. Other tasks run between the steps.
-Does not import torch.
+(json_steps.py), one large body at a time, and its messages are validated in slices. Other tasks run in between.
 """
 
 from __future__ import annotations
@@ -18,14 +17,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from tcdeploy.server.apis.openai.nested_fields import UNSUPPORTED_FIELD, UNSUPPORTED_PART
-from tcdeploy.server.apis.openai.protocol import (
-    MAX_MESSAGES,
-    MEDIA,
-    ApiError,
-    SamplingRequest,
-    bad_request,
-)
+from tcdeploy.server.apis.openai.field_types import UNSUPPORTED_FIELD, UNSUPPORTED_PART
+from tcdeploy.server.apis.openai.protocol import MAX_MESSAGES, MEDIA, ApiError, SamplingRequest, bad_request
 from tcdeploy.server.apis.openai.validation import CONTEXT_LENGTH_EXCEEDED, context_length_message
 from tcdeploy.server.http.json_steps import JsonLimitError, JsonLimits, JsonSteps, TooLongError
 
@@ -60,25 +53,16 @@ class RequestParser:
     async def parse(self, request_type: type[RequestT], body: bytes | bytearray, limits: JsonLimits) -> RequestT:
         """Parse and validate a large body. Raises ApiError 400."""
         async with self._lock:
-            with _collector_paused():
+            with contextlib.ExitStack() as stack:
+                if gc.isenabled():  # each collection would visit the body's containers, and JSON has no cycles
+                    gc.disable()
+                    stack.callback(gc.enable)
                 fields = await _parse_in_steps(request_type, body, limits)
             unknown_names: set[str] = set()
             for name in PROMPT_LISTS:
                 if isinstance(fields, dict) and name in request_type.model_fields:
                     await _validate_list(request_type, fields, name, unknown_names)
         return _validate(request_type, fields, unknown_names)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause garbage collection: each one during the parse would visit the body's containers. JSON has no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 async def _parse_in_steps(request_type: type[BaseModel], body: bytes | bytearray, limits: JsonLimits) -> Any:
@@ -96,10 +80,7 @@ async def _parse_in_steps(request_type: type[BaseModel], body: bytes | bytearray
 
 
 def _too_long(request_type: type[BaseModel], error: TooLongError, limits: JsonLimits) -> ApiError:
-    """The error for a text that is too long to be parsed, or a list of token ids: usually of a prompt.
-
-    An image in a message is a long text too.
-    """
+    """The error for a text (or image) or a list of token ids, usually of a prompt, that is too long to be parsed."""
     match error.location:
         case (str() as field, int() as number, "content", int(index), *keys) if field in PROMPT_LISTS:
             if kind := next((MEDIA_KEYS[key] for key in keys if key in MEDIA_KEYS), None):
@@ -171,9 +152,8 @@ def _validate(request_type: type[RequestT], value: Any, unknown_names: set[str])
 
 
 def _validation_error(error: ValidationError, body: Any, list_offset: tuple[str, int] | None = None) -> ApiError:
-    """The response for the first invalid field, or for the first unsupported one.
-
-    `list_offset`: if only some items of a list were validated, the name of its field and the index of the first item.
+    """The response for the first invalid or unsupported field. `list_offset`: if only some items of a list were
+    validated, the name of its field and the index of the first item.
     """
     errors = error.errors(include_url=False)
     if list_offset is not None:

@@ -6,8 +6,9 @@ each scrape. Series with known labels start at zero, because `rate()` would miss
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_args
 
 from prometheus_client import (
@@ -21,8 +22,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from tcdeploy.server.observe.figures import ModelFigures, ServerFigures
-from tcdeploy.server.observe.recent_stats import RecentStats
+from tcdeploy.server.observe.status import ModelFigures, RecentStats, ServerFigures
 from tcdeploy.server.settings import StartTier
 
 DEFAULT_PREFIX = "tcdeploy:"
@@ -36,9 +36,8 @@ CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
 class Metrics:
-    """All series have the label `model_name`, except those about the process and about HTTP, as in vLLM.
-
-    `prefix`: of all names but these. `recent` holds the latest samples for /status.
+    """All series have the prefix, and the label `model_name`, except those about the process and about HTTP, as in
+    vLLM. `recent` holds the latest samples for /status.
     """
 
     def __init__(self, model_name: str = "", prefix: str = DEFAULT_PREFIX) -> None:
@@ -47,9 +46,7 @@ class Metrics:
         self.model_name, self.prefix = model_name, prefix
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
-        self._prefix_queries = self._counter(
-            "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache"
-        )
+        self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were in the prefix cache")
         self._request_success = Counter(
             f"{prefix}request_success", "Finished choices by reason", [MODEL_LABEL, "finished_reason"],
@@ -63,40 +60,26 @@ class Metrics:
         self._add_process_metrics()
 
     def _add_histograms(self) -> None:
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Time from request to first token", LATENCY_BUCKETS_S
+        latency, gap, tokens, choices = (
+            functools.partial(self._histogram, buckets)
+            for buckets in (LATENCY_BUCKETS_S, INTER_TOKEN_BUCKETS_S, TOKEN_BUCKETS, CHOICE_BUCKETS)
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between two tokens", INTER_TOKEN_BUCKETS_S
+        self.time_to_first_token = latency("time_to_first_token_seconds", "Time from request to first token")
+        self.queue_time = latency("request_queue_time_seconds", "Time from request to its first step")
+        self.prefill_time = latency("request_prefill_time_seconds", "Time from the first step to the first token")
+        self.decode_time = latency("request_decode_time_seconds", "Time from the first token to the last")
+        self.inference_time = latency("request_inference_time_seconds", "Time from the first step to the last token")
+        self.e2e_latency = latency("e2e_request_latency_seconds", "Time from request to last token")
+        self.inter_token_latency = gap("inter_token_latency_seconds", "Time between two tokens")
+        self.time_per_output_token = gap(
+            "request_time_per_output_token_seconds", "Mean time between two tokens of a choice"
         )
-        self.time_per_output_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time between two tokens of a choice", INTER_TOKEN_BUCKETS_S
+        self.request_prompt_tokens = tokens("request_prompt_tokens", "Prompt tokens of a request")
+        self.request_generation_tokens = tokens("request_generation_tokens", "Generated tokens of a choice")
+        self.request_max_tokens = tokens(
+            "request_params_max_tokens", "Largest number of tokens that a request allows for a choice"
         )
-        self.queue_time = self._histogram(
-            "request_queue_time_seconds", "Time from request to its first step", LATENCY_BUCKETS_S
-        )
-        self.prefill_time = self._histogram(
-            "request_prefill_time_seconds", "Time from the first step to the first token", LATENCY_BUCKETS_S
-        )
-        self.decode_time = self._histogram(
-            "request_decode_time_seconds", "Time from the first token to the last", LATENCY_BUCKETS_S
-        )
-        self.inference_time = self._histogram(
-            "request_inference_time_seconds", "Time from the first step to the last token", LATENCY_BUCKETS_S
-        )
-        self.e2e_latency = self._histogram(
-            "e2e_request_latency_seconds", "Time from request to last token", LATENCY_BUCKETS_S
-        )
-        self.request_prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS
-        )
-        self.request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Generated tokens of a choice", TOKEN_BUCKETS
-        )
-        self.request_max_tokens = self._histogram(
-            "request_params_max_tokens", "Largest number of tokens that a request allows for a choice", TOKEN_BUCKETS
-        )
-        self.request_n = self._histogram("request_params_n", "Choices per prompt", CHOICE_BUCKETS)
+        self.request_n = choices("request_params_n", "Choices per prompt")
 
     def _add_process_metrics(self) -> None:
         # Names, labels and buckets of prometheus-fastapi-instrumentator, which vLLM uses. It needs FastAPI.
@@ -108,15 +91,14 @@ class Metrics:
             "http_request_duration_seconds", "Time until the end of the response, by route and method",
             ["handler", "method"], buckets=HTTP_DURATION_BUCKETS_S, registry=self.registry,
         )  # fmt: skip
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
 
     def _counter(self, name: str, documentation: str) -> Counter:
         counter = Counter(self.prefix + name, documentation, [MODEL_LABEL], registry=self.registry)
         return counter.labels(self.model_name)
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(self, buckets: tuple[float, ...], name: str, documentation: str) -> Histogram:
         histogram = Histogram(self.prefix + name, documentation, [MODEL_LABEL], buckets=buckets, registry=self.registry)
         return histogram.labels(self.model_name)
 
@@ -166,7 +148,8 @@ class Stopwatch:
             recent.inter_token_latency.append(now - self._last)
         else:
             metrics.time_to_first_token.observe(now - self._start)
-            recent.observe_first_token(now - self._start)
+            recent.first_tokens += 1
+            recent.time_to_first_token.append(now - self._start)
             metrics.prefill_time.observe(now - (self._first_step or self._start))
             self._first = now
         self._last = now
@@ -199,9 +182,6 @@ class _FiguresCollector:
     def __init__(self, collect: Callable[[], ServerFigures], model_name: str, prefix: str) -> None:
         self._collect, self._model_name, self._prefix = collect, model_name, prefix
 
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         for metric in _server_metrics(self._collect()):
             metric.name = self._prefix + metric.name
@@ -216,72 +196,53 @@ class _FiguresCollector:
 
 def _server_metrics(figures: ServerFigures) -> Iterator[Metric]:
     """Without the prefix, and without the label of the model."""
-    stats = figures.scheduler
+    stats, canary = figures.scheduler, figures.canary
+    cases = {"used": canary.cases_used, "not_repeatable": canary.cases_not_repeatable}
     yield _gauge("num_requests_waiting", "Requests that wait for a decode row", stats.waiting)
     yield _gauge("num_requests_running", "Requests that run", stats.running + stats.prefilling)
-    yield _counter("num_preemptions", "Preempted requests", {(): stats.preemptions})
-    yield _counter("admission_rejections", "Rejected requests by reason", _labelled(figures.rejections), ("reason",))
-    canary = figures.canary
-    yield _counter("canary_runs", "Completed rounds of the canary", {(): canary.rounds})
-    yield _counter("canary_failures", "Canary cases whose result differed from the recorded one", {(): canary.failures})
-    yield _counter("canary_steps", "Steps run by the canary; not counted in other metrics", {(): canary.steps})
+    yield _counter("num_preemptions", "Preempted requests", stats.preemptions)
+    yield _counter("admission_rejections", "Rejected requests by reason", figures.rejections, "reason")
+    yield _counter("canary_runs", "Completed rounds of the canary", canary.rounds)
+    yield _counter("canary_failures", "Canary cases whose result differed from the recorded one", canary.failures)
+    yield _counter("canary_steps", "Steps run by the canary; not counted in other metrics", canary.steps)
     yield _gauge(
         "canary_last_success_timestamp_seconds", "Unix time of the last round that passed", canary.last_success
     )
-    cases = {"used": canary.cases_used, "not_repeatable": canary.cases_not_repeatable}
-    yield _gauge(
-        "canary_cases", "Canary cases; one whose first two runs differ is not used", _labelled(cases), ("state",)
-    )
+    yield _gauge("canary_cases", "Canary cases; one whose first two runs differ is not used", cases, "state")
     if figures.model is not None:
         yield from _model_metrics(figures.model)
 
 
 def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
     yield _gauge("kv_cache_usage_perc", "Share of the KV blocks in use", model.kv_cache_usage)
-    yield _counter("bucket_hits", "Steps by bucket", _labelled(model.step_counts), ("bucket",))
+    yield _counter("bucket_hits", "Steps by bucket", model.step_counts, "bucket")
     yield _counter(
-        "bucket_tokens", "Tokens or rows computed by bucket, padding included", _labelled(model.computed_tokens),
-        ("bucket",),
-    )  # fmt: skip
-    yield _counter("bucket_padding_tokens", "Padding tokens by bucket", _labelled(model.padding_tokens), ("bucket",))
+        "bucket_tokens", "Tokens or rows computed by bucket, padding included", model.computed_tokens, "bucket"
+    )
+    yield _counter("bucket_padding_tokens", "Padding tokens by bucket", model.padding_tokens, "bucket")
     yield from _step_metrics(model)
     yield _counter(
-        "eager_fallbacks",
-        "Forward passes of captured buckets that ran without a CUDA graph",
-        {(): model.uncaptured_runs},
+        "eager_fallbacks", "Forward passes of captured buckets that ran without a CUDA graph", model.uncaptured_runs
     )
-    yield _counter("graph_captures", "CUDA graphs captured since the model was loaded", {(): model.late_captures})
+    yield _counter("graph_captures", "CUDA graphs captured since the model was loaded", model.late_captures)
     yield _gauge(
-        "longest_graph_capture_seconds",
-        "Longest CUDA graph capture since the model was loaded",
+        "longest_graph_capture_seconds", "Longest CUDA graph capture since the model was loaded",
         model.longest_late_capture_seconds,
-    )
-    yield _counter("missed_shapes", "Requests beyond the largest bucket", _labelled(model.missed_shapes), ("bucket",))
-    yield _counter("recompiles", "Compilations since the model was loaded", {(): model.recompiles})
-    yield _gauge("startup_seconds", "Start-up time by stage", _labelled(model.stage_seconds), ("stage",))
+    )  # fmt: skip
+    yield _counter("missed_shapes", "Requests beyond the largest bucket", model.missed_shapes, "bucket")
+    yield _counter("recompiles", "Compilations since the model was loaded", model.recompiles)
+    yield _gauge("startup_seconds", "Start-up time by stage", model.stage_seconds, "stage")
     yield _gauge(
-        "startup_import_seconds",
-        "Time of imports during start-up, in all stages, by package",
-        _labelled(model.import_seconds),
-        ("package",),
-    )
+        "startup_import_seconds", "Time of imports during start-up, in all stages, by package", model.import_seconds,
+        "package",
+    )  # fmt: skip
     if model.weights_gb_per_second is not None:
         yield _gauge("weights_read_gb_per_second", "Speed of reading the weight files", model.weights_gb_per_second)
     tiers = {tier: float(model.tier == tier) for tier in get_args(StartTier)}
-    yield _gauge(
-        "start_tier", "1 for the present tier: eager until all buckets run programs", _labelled(tiers), ("tier",)
-    )
-    buckets = {
-        "compiled": len(model.records),
-        "eager": model.num_buckets - len(model.records) - model.failed_buckets,
-        "failed": model.failed_buckets,
-    }
-    yield _gauge(
-        "buckets",
-        "Buckets that run programs, eager steps for now, or eager steps for good",
-        _labelled(buckets),
-        ("state",),
-    )
+    yield _gauge("start_tier", "1 for the present tier: eager until all buckets run programs", tiers, "tier")
+    num_compiled, num_failed = len(model.records), model.failed_buckets
+    buckets = {"compiled": num_compiled, "eager": model.num_buckets - num_compiled - num_failed, "failed": num_failed}
+    yield _gauge("buckets", "Buckets that run programs, eager steps for now, or eager steps for good", buckets, "state")
     info = InfoMetricFamily("cache", "Cache outcome of each bucket")
     info.add_metric([], {record.bucket.replace(":", "_"): record.outcome for record in model.records})
     yield info
@@ -292,27 +253,22 @@ def _step_metrics(model: ModelFigures) -> Iterator[Metric]:
     measured = {kind: total.measured_seconds for kind, total in totals.items()}
     predicted = {kind: total.predicted_seconds for kind, total in totals.items()}
     steps = {kind: total.steps for kind, total in totals.items()}
-    corrections = _labelled(model.step_corrections)
-    yield _counter("step_seconds", "Time of measured steps by kind", _labelled(measured), ("kind",))
-    yield _counter("step_predicted_seconds", "Predicted time of the same steps", _labelled(predicted), ("kind",))
-    yield _counter("steps_measured", "Steps whose time was measured, by kind", _labelled(steps), ("kind",))
-    yield _gauge("step_correction", "Factor of the predictions by kind of step", corrections, ("kind",))
-    yield _counter("late_launches", "Steps launched after the previous one had completed", {(): model.late_launches})
+    yield _counter("step_seconds", "Time of measured steps by kind", measured, "kind")
+    yield _counter("step_predicted_seconds", "Predicted time of the same steps", predicted, "kind")
+    yield _counter("steps_measured", "Steps whose time was measured, by kind", steps, "kind")
+    yield _gauge("step_correction", "Factor of the predictions by kind of step", model.step_corrections, "kind")
+    yield _counter("late_launches", "Steps launched after the previous one had completed", model.late_launches)
 
 
-def _labelled(values: Mapping[str, float]) -> dict[tuple[str, ...], float]:
-    return {(label,): value for label, value in values.items()}
-
-
-def _gauge(name: str, documentation: str, value: Any, labels: tuple[str, ...] = ()) -> Metric:
-    family = GaugeMetricFamily(name, documentation, labels=labels)
-    for label_values, sample in (value if isinstance(value, dict) else {(): value}).items():
-        family.add_metric(label_values, sample)
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, documentation: str, value: Any, label: str = ""
+) -> Metric:
+    """`value`: a number, or numbers by the values of `label`."""
+    family = kind(name, documentation, labels=[label] if label else [])
+    for label_value, number in value.items() if label else [("", value)]:
+        family.add_metric([label_value] if label else [], number)
     return family
 
 
-def _counter(name: str, documentation: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()) -> Metric:
-    family = CounterMetricFamily(name, documentation, labels=labels)
-    for label_values, sample in values.items():
-        family.add_metric(label_values, sample)
-    return family
+_counter = functools.partial(_family, CounterMetricFamily)
+_gauge = functools.partial(_family, GaugeMetricFamily)

@@ -1,8 +1,8 @@
-"""Records request shapes beyond the largest bucket, so that the next `tcdeploy warm` can add buckets for them.
+"""Records request shapes beyond the largest bucket; `tcdeploy warm --from FILE` adds buckets for them.
 
 Such requests are served without compiling: a prompt longer than the largest prefill bucket is split into chunks, and
 requests beyond the largest decode bucket wait for a row. Each shape, rounded up to a power of two, is written once per
-process as a line of `missed_shapes.jsonl` in the cache folder. `tcdeploy warm --from FILE` adds those buckets.
+process as a line of `missed_shapes.jsonl` in the cache folder.
 """
 
 from __future__ import annotations

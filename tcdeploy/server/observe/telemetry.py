@@ -1,8 +1,8 @@
 """Exports a span and latencies of each generation request to an OpenTelemetry collector (--otlp-endpoint).
 
 Names follow OpenTelemetry's semantic conventions for generative AI, which are not stable yet. The text of prompts and
-outputs is not exported. opentelemetry-sdk sends batches over HTTP in its own threads; its environment variables
-(OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, ...) apply.
+outputs is not exported. opentelemetry-sdk sends batches over HTTP in its own threads, and reads its environment
+variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, ...).
 """
 
 from __future__ import annotations
@@ -17,29 +17,17 @@ from tcdeploy.server.observe.request_log import LoggedRequest
 
 OPERATIONS = {
     "/v1/completions": "text_completion",
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
+    **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
 }
 PROVIDER = "tcdeploy"
 MAX_OTLP_INTEGER = 2**63 - 1
 CLOSE_TIMEOUT_S = 3.0  # for the last export
 # Limits of the histograms' buckets in seconds, those of the semantic conventions.
 DURATIONS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-FIRST_TOKEN_TIMES = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-)  # fmt: skip
+FIRST_TOKEN_TIMES = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 TOKEN_TIMES = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-# Field of SamplingParams -> attribute.
-PARAMETERS = {
-    "max_new_tokens": "gen_ai.request.max_tokens",
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "seed": "gen_ai.request.seed",
-}
+# Fields of SamplingParams that are attributes of the same name, apart from `max_new_tokens`.
+PARAMETERS = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 
 
 class Telemetry:
@@ -84,15 +72,15 @@ class Telemetry:
         if operation is None or request.method != "POST":
             return
         common = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": self._model,
+            "gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER, "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
             **({"error.type": str(request.status)} if request.status >= 400 else {}),
-        }
+        }  # fmt: skip
+        traced = [item for item in request.headers if item[0] in (b"traceparent", b"tracestate")]  # of W3C
+        parent = {name.decode(): value.decode("latin-1") for name, value in traced}
         end_ns = int(request.end_time * 1e9)
         span = self._tracer.start_span(
-            f"{operation} {self._model}", self._parent(request.headers), self._span_kind,
+            f"{operation} {self._model}", self._propagator.extract(parent), self._span_kind,
             {**common, **_span_attributes(request)}, start_time=end_ns - int(request.seconds * 1e9),
         )  # fmt: skip
         if request.status >= 500:
@@ -104,15 +92,6 @@ class Telemetry:
                 self._first_token_times.record(usage.first_token_seconds, common)
             if usage.seconds_per_token is not None:
                 self._token_times.record(usage.seconds_per_token, common)
-
-    def _parent(self, headers: Iterable[tuple[bytes, bytes]]) -> Any:
-        """The span of the client, which W3C's headers name."""
-        carrier = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in headers
-            if name in (b"traceparent", b"tracestate")
-        }
-        return self._propagator.extract(carrier)
 
     def close(self) -> None:
         """Export what is left, for at most CLOSE_TIMEOUT_S."""
@@ -128,11 +107,9 @@ class Telemetry:
 
 def _span_attributes(request: LoggedRequest) -> dict[str, Any]:
     attributes: dict[str, Any] = {
-        "http.request.method": request.method,
-        "url.path": request.path,
-        "http.response.status_code": request.status,
+        "http.request.method": request.method, "url.path": request.path, "http.response.status_code": request.status,
         "tcdeploy.request.id": request.request_id,
-    }
+    }  # fmt: skip
     usage = request.usage
     if usage is None:
         return attributes
@@ -152,7 +129,9 @@ def _span_attributes(request: LoggedRequest) -> dict[str, Any]:
 
 def _parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that are set. A seed from 2^63 on is left out: OTLP has 64-bit integers with a sign."""
-    attributes = {attribute: values[name] for name, attribute in PARAMETERS.items() if values.get(name) is not None}
-    if attributes.get("gen_ai.request.seed", 0) > MAX_OTLP_INTEGER:
-        del attributes["gen_ai.request.seed"]
-    return attributes
+    given = {"max_tokens": values.get("max_new_tokens"), **{name: values.get(name) for name in PARAMETERS}}
+    return {
+        f"gen_ai.request.{name}": value
+        for name, value in given.items()
+        if value is not None and value <= MAX_OTLP_INTEGER
+    }

@@ -1,16 +1,12 @@
 """Runs the canary (engine/check/canary.py) while the engine is idle, one step at a time.
 
-A round runs every case once. The next round is due `interval` seconds after it ended, or at once after a step that
-raised without ending the engine. (Today any exception ends the engine thread, also one in a canary step.)
-
-A step runs only if the engine has had no request for IDLE_S, so the short gaps between one client's requests are not
-used. The engine thread checks its inbox after each step, so a request that arrives during a step waits for at most one
-step of the largest bucket. The interrupted case restarts from its first step when the engine is idle again.
+A round runs every case once, and the next one is due `interval` seconds after it ended. A step runs only if the engine
+has had no request for IDLE_S, so the short gaps between one client's requests are not used. An interrupted case
+restarts from its first step when the engine is idle again. A server that is never idle runs no canaries; the timestamp
+of the last success then stops advancing.
 
 A case whose first two runs differ is left out and counted. With `--canary-strict`, a server without a case does not
 start, because it would report a health that nothing checks.
-
-A server that is never idle runs no canaries; the timestamp of the last success then stops advancing.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from tcdeploy.errors import CompileError
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.check.canary import Canary, CanaryDifference
-    from tcdeploy.engine.engine import Engine
 
 IDLE_S = 0.1
 log = logging.getLogger("tcdeploy.server")
@@ -44,17 +39,14 @@ class CanaryStats(NamedTuple):
 class CanarySchedule:
     """Used by the engine thread. Other threads may read `stats`, which is replaced at each change."""
 
-    def __init__(self, canary: Canary, engine: Engine, interval: float) -> None:
+    def __init__(self, canary: Canary, interval: float) -> None:
         self.stats = CanaryStats(
-            steps=canary.num_steps,
-            last_success=time.time(),
-            cases_used=len(canary.cases),
+            steps=canary.num_steps, last_success=time.time(), cases_used=len(canary.cases),
             cases_not_repeatable=len(canary.unrepeatable),
-        )
-        self._canary, self._engine, self._interval = canary, engine, interval
+        )  # fmt: skip
+        self._canary, self._interval = canary, interval
         self._due_at = time.monotonic() + interval
         self._busy_at = 0.0  # when the engine last had work
-        self._seen_failed_steps = engine.failed_steps
         self._case = 0  # index of the next case of the round
         self._round_failures = 0
         self._check: Generator[None, None, CanaryDifference | None] | None = None  # the case that is running
@@ -79,8 +71,7 @@ class CanarySchedule:
         """Seconds until the next step may run if the engine stays idle; infinity if there is nothing to run."""
         if not self._canary.cases:
             return float("inf")
-        due_at = self._due_at if self._engine.failed_steps == self._seen_failed_steps else 0.0
-        return max(0.0, max(due_at, self._busy_at + IDLE_S) - time.monotonic())
+        return max(0.0, max(self._due_at, self._busy_at + IDLE_S) - time.monotonic())
 
     def interrupt(self) -> None:
         """The engine has work: drop the running case, so that its blocks and rows are free. Called before each step."""
@@ -94,8 +85,6 @@ class CanarySchedule:
         if self.seconds_until_due() > 0:
             return
         if self._check is None:
-            if self._case == 0:  # a step that fails from here on needs another round
-                self._seen_failed_steps = self._engine.failed_steps
             self._due_at = 0.0  # an interrupted round continues as soon as the engine is idle
             self._check = self._canary.check(self._case)
         try:
@@ -111,10 +100,8 @@ class CanarySchedule:
             self._round_failures += 1
             self.stats = self.stats._replace(failures=self.stats.failures + 1)
         self._case += 1
-        if self._case == len(self._canary.cases):
-            self._finish_round()
-
-    def _finish_round(self) -> None:
+        if self._case < len(self._canary.cases):
+            return
         last_success = self.stats.last_success if self._round_failures else time.time()
         self.stats = self.stats._replace(rounds=self.stats.rounds + 1, last_success=last_success)
         self._case = self._round_failures = 0

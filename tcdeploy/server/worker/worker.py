@@ -2,12 +2,10 @@
 
 The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue, which
 the thread reads until the next step is due (engine/step/launch_timer.py). The tokens of a step leave in one callback of
-the event loop. While no request is open, the thread captures the remaining CUDA graphs, times them
-(engine/step/step_graphs.py) and runs the canary (canary.py). It checks the queue after each capture, each timed graph
-and each step of the canary. Under load, it captures at most one graph every CAPTURE_INTERVAL_S, and only if steps would
-use it. After an eager start it also replaces eager steps by programs, one bucket at a time (start/eager.py); requests
-have at least half of the time in between. An exception in a step is fatal, because the state of the device is unknown
-afterwards: every open request fails with EngineDeadError, and the server exits.
+the event loop. While no request is open, the thread captures and times the remaining CUDA graphs
+(engine/step/step_graphs.py) and runs the canary; it reads the queue after each of these steps. After an eager start it
+also replaces eager steps by programs, one bucket at a time (start/eager.py). An exception in a step is fatal, because
+the state of the device is unknown afterwards: every open request fails with EngineDeadError, and the server exits.
 """
 
 from __future__ import annotations
@@ -18,14 +16,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.engine.step.launch_timer import LaunchLock
 from tcdeploy.errors import TcdeployError
-from tcdeploy.server.http.hot_path import seconds_until_launch, sleep_after_first_token
-from tcdeploy.server.settings import HotPath
+from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.worker.canary import CanarySchedule
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
@@ -37,23 +34,21 @@ STOP = None  # inbox message that ends the thread
 CAPTURE_AFTER_IDLE_S = 0.2
 CAPTURE_INTERVAL_S = 5.0  # under load; such rare pauses do not affect the 99th percentile of gaps between tokens
 SWAP_POLL_S = 0.25  # between two looks at the process that compiles programs
+FIRST_TOKEN_SLEEP_S = 0.0002  # releases the GIL: the event loop sends first tokens at once, not up to 5 ms later
 MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
 
 
-class EngineDeadError(Exception):
+class EngineDeadError(ApiError):
     """No more tokens will come: the engine has failed, or the server is shutting down."""
 
     def __init__(self, message: str, code: str = "engine_died") -> None:
-        super().__init__(message)
-        self.code = code
+        super().__init__(503, message, code=code)
 
 
 class PendingRequest:
-    """The event loop's handle for one engine request.
-
-    `receive` is called with each new token, with an exception, and with None when the engine has made its first step
-    after accepting the request.
+    """The event loop's handle for one engine request. `receive` is called with each new token, with an exception, and
+    with None when the engine has made its first step after accepting the request.
     """
 
     def __init__(
@@ -69,36 +64,18 @@ class PendingRequest:
 
     def close(self) -> None:
         """Ignore all further items. Also breaks the reference cycle with the owner of `receive`."""
-        self._receive = _ignore
+        self._receive = lambda pending, item: None
 
 
-def _ignore(pending: PendingRequest, item: NewToken | Exception | None) -> None:
-    pass
-
-
-class EngineOwner(Protocol):
-    @property
-    def engine(self) -> Engine: ...
-
-
-LoadedT = TypeVar("LoadedT", bound=EngineOwner)
-
-
-class Worker(Generic[LoadedT]):
-    """The engine thread. All public methods are called from the event loop.
-
-    `load` runs in the thread; its result goes to `on_ready`, and its engine runs until `stop`. `on_ready` and
-    `on_death` are called on the event loop; `on_death` also if `load` raises.
+class Worker:
+    """The engine thread. All public methods are called from the event loop. `load` runs in the thread; its result goes
+    to `on_ready`, and its attribute `engine` runs until `stop`. `on_ready` and `on_death` are called on the event loop;
+    `on_death` also if `load` raises.
     """
 
     def __init__(
-        self,
-        load: Callable[[], LoadedT],
-        on_ready: Callable[[LoadedT], None],
-        on_death: Callable[[BaseException], None],
-        hot_path: HotPath,
+        self, load: Callable[[], Any], on_ready: Callable[[Any], None], on_death: Callable[[BaseException], None]
     ) -> None:
-        self.hot_path = hot_path
         self.failure: BaseException | None = None
         self.stats = SchedulerStats(0, 0, 0, 0, 0)
         self.canary: CanarySchedule | None = None  # assigned by `load`, in the thread
@@ -182,8 +159,8 @@ class Worker(Generic[LoadedT]):
                 for token in tokens:
                     if token.finish_reason:
                         del self._by_request_id[token.request_id]
-                if self.hot_path.first_token_sleep:
-                    sleep_after_first_token(tokens)
+                if any(token.queue_seconds is not None for token in tokens):  # the first token of a request
+                    time.sleep(FIRST_TOKEN_SLEEP_S)
             self._capture_if_due(engine)
 
     @property
@@ -191,7 +168,6 @@ class Worker(Generic[LoadedT]):
         return self.swaps is not None and not self.swaps.is_finished
 
     def _swap_if_due(self, engine: Engine) -> None:
-        """Replace the eager steps of one bucket, if its programs are there."""
         if self.swaps is None or self.swaps.is_finished or time.monotonic() < self._swap_due_at:
             return
         start = time.monotonic()
@@ -202,7 +178,6 @@ class Worker(Generic[LoadedT]):
         self._captures_when_idle = True  # of the buckets that have just been captured
 
     def _report_warm(self) -> None:
-        """Call `when_warm` once all eager steps are replaced. The engine is idle."""
         if self._when_warm is not None and self.swaps is not None and self.swaps.is_warm:
             when_warm, self._when_warm = self._when_warm, None
             when_warm()
@@ -221,20 +196,12 @@ class Worker(Generic[LoadedT]):
 
     def _capture_if_idle(self, engine: Engine) -> None:
         """Capture or time one CUDA graph, unless there was a request just now or a case of the canary is running."""
-        is_idle = time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S
-        if (
-            self._captures_when_idle
-            and is_idle
-            and not self._is_swapping
-            and not (self.canary and self.canary.is_running)
-        ):
+        is_taken = self._is_swapping or (self.canary and self.canary.is_running)
+        if self._captures_when_idle and not is_taken and time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S:
             self._captures_when_idle = engine.capture_next_graph()
 
     def _process_inbox(self, engine: Engine) -> bool:
-        """Process messages until the next step is due. False: stop.
-
-        While the engine is idle: until a request arrives, or a capture or the canary is due.
-        """
+        """Process messages until the next step, a capture or the canary is due, or a request arrives. False: stop."""
         while True:
             try:
                 message = self._inbox.get(timeout=self._seconds_to_wait(engine))
@@ -247,7 +214,7 @@ class Worker(Generic[LoadedT]):
     def _seconds_to_wait(self, engine: Engine) -> float | None:
         """Seconds to wait for the next message. None: no limit."""
         if engine.has_work:
-            return seconds_until_launch(engine.launch_due, self.hot_path)
+            return 0.0 if engine.launch_due is None else max(0.0, engine.launch_due - time.perf_counter())
         timeouts = []
         if self.canary:
             timeouts.append(min(self.canary.seconds_until_due(), MAX_IDLE_WAIT_S))

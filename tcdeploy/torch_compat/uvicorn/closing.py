@@ -3,10 +3,7 @@
 TCP resets a connection that is closed while received bytes are unread, and the client may then lose the response. So a
 connection that ends before its request has arrived *lingers*: it is half-closed after the response, and the rest of the
 request is read and dropped, within limits of bytes and time. An error of the protocol is sent after the responses to
-the requests before it.
-
-`Connection` is the first base class of the protocol in torch_compat/uvicorn/protocol.py. The docstring there lists the
-names of uvicorn that both modules use.
+the requests before it. `Connection` is the first base class of the protocol in torch_compat/uvicorn/protocol.py.
 """
 
 from __future__ import annotations
@@ -15,14 +12,16 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 MIN_READ_BYTES = 32 << 10  # that a client must read in each `stall_timeout_s` while more than 64 KiB are unsent
 LINGER_S = 30.0  # until a lingering connection is closed
 MAX_DROPPED_BODY_BYTES = 256 << 20  # that are read after a response that was sent before the end of the body
 MAX_DROPPED_BYTES = 16 << 20  # that are read after bytes that are not HTTP, or exceed a limit
 log = logging.getLogger("tcdeploy.server")
+Timer: TypeAlias = Literal["deadline", "linger", "stall"]
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as _Base
@@ -45,16 +44,7 @@ class Rejection(NamedTuple):
     """An error response after which the connection is closed."""
 
     status: int
-    reason: str
     message: str
-
-
-class CycleTransport(NamedTuple):
-    """What uvicorn's cycle uses of its transport. `close` may linger."""
-
-    write: Callable[[bytes], None]
-    is_closing: Callable[[], bool]
-    close: Callable[[], None]
 
 
 class Connection(_Base):
@@ -73,22 +63,20 @@ class Connection(_Base):
         self._is_input_over = False  # what still arrives is dropped
         self._rejection: Rejection | None = None  # is sent after the responses of the open cycles
         self._is_lingering = False
-        self._linger_timer: asyncio.TimerHandle | None = None
         self._droppable_bytes = MAX_DROPPED_BYTES
-        self._deadline: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
-        self._unsent_bytes = 0  # when the timer was set
+        self._unsent_bytes = 0  # when the stall timer was set
+        self._timers: dict[Timer, asyncio.TimerHandle] = {}  # those that run
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._cycle_transport = CycleTransport(transport.write, transport.is_closing, self._close_after_response)
+        self._cycle_transport = SimpleNamespace(  # what uvicorn's cycle uses of its transport; `close` may linger
+            write=transport.write, is_closing=transport.is_closing, close=self._close_after_response
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.observer.remove(self)
-        self._cancel_deadline()
-        self._cancel_stall_timer()
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
+        for timer in tuple(self._timers):
+            self._cancel(timer)
         self._disconnect_cycles()
         super().connection_lost(exc)
 
@@ -102,8 +90,7 @@ class Connection(_Base):
         if self._rejection is not None and not self._open_cycles:
             self._send_rejection(self._rejection)
 
-    def shutdown(self) -> None:
-        """Called when the server drains, and when it ends."""
+    def shutdown(self) -> None:  # also called when the server begins to drain
         self._keeps_alive = False
         if self._is_lingering:
             self.transport.close()
@@ -114,7 +101,7 @@ class Connection(_Base):
 
     def _reject_request(self, rejection: Rejection) -> None:
         """End the input, and send an error in place of the response to the current request, if there is none yet."""
-        self._cancel_deadline()
+        self._cancel("deadline")
         if self._is_input_over or self.transport.is_closing():
             return
         self._is_input_over = True
@@ -140,7 +127,8 @@ class Connection(_Base):
         if self.transport.is_closing():
             return
         body = self.error_body(rejection.status, rejection.message)
-        head = f"HTTP/1.1 {rejection.status} {rejection.reason}\r\ncontent-type: application/json\r\nconnection: close"
+        phrase = HTTPStatus(rejection.status).phrase
+        head = f"HTTP/1.1 {rejection.status} {phrase}\r\ncontent-type: application/json\r\nconnection: close"
         self.transport.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         self._linger(MAX_DROPPED_BYTES)
 
@@ -152,7 +140,6 @@ class Connection(_Base):
     # Closing
 
     def _close_after_response(self) -> None:
-        """Called by uvicorn's cycle."""
         if self._has_partial_request:
             self._linger(MAX_DROPPED_BODY_BYTES)
         else:
@@ -163,8 +150,8 @@ class Connection(_Base):
             return
         self._is_lingering = self._is_input_over = True
         self._droppable_bytes = max_bytes
-        self._cancel_deadline()
-        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._cancel("deadline")
+        self._timers["linger"] = self.loop.call_later(LINGER_S, self.transport.abort)
         self._disconnect_cycles()
         self.pipeline.clear()
         if self.transport.can_write_eof():  # with TLS, the client closes the connection
@@ -178,10 +165,9 @@ class Connection(_Base):
         if self._droppable_bytes < 0:
             self.transport.abort()
 
-    def _cancel_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _cancel(self, timer: Timer) -> None:
+        if handle := self._timers.pop(timer, None):
+            handle.cancel()
 
     # Clients that do not read
 
@@ -190,17 +176,12 @@ class Connection(_Base):
         self._set_stall_timer()
 
     def resume_writing(self) -> None:
-        self._cancel_stall_timer()
+        self._cancel("stall")
         super().resume_writing()
 
     def _set_stall_timer(self) -> None:
         self._unsent_bytes = self.transport.get_write_buffer_size()
-        self._stall_timer = self.loop.call_later(self.stall_timeout_s, self._on_stall_timer)
-
-    def _cancel_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
+        self._timers["stall"] = self.loop.call_later(self.stall_timeout_s, self._on_stall_timer)
 
     def _on_stall_timer(self) -> None:
         """Disconnect a client that does not read. `close` would wait until it has read everything."""

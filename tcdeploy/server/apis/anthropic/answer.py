@@ -103,18 +103,13 @@ class MessagesAnswer(Answer):
         """Cached tokens are not part of `input_tokens`. They are known with the first token."""
         usage = self.active.usage
         return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.cached_tokens,
-            "output_tokens": usage.completion_tokens,
-        }
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens, "output_tokens": usage.completion_tokens,
+        }  # fmt: skip
 
 
 def _input(call: OutputCall) -> Any:
-    """The arguments as an object; of a truncated call, those that were generated.
-
-    Clients require an object, so arguments of another type are wrapped in one.
-    """
+    """The arguments as an object, in which those of another type are wrapped; of a truncated call, what there is."""
     try:
         value = from_json(call.arguments, allow_partial=True)
         dump(value)  # refuses numbers beyond a float's range, which would be written as Infinity

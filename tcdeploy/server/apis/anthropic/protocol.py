@@ -1,9 +1,7 @@
-"""Request schemas of Anthropic's Messages API, and its error format.
+"""Request schemas of Anthropic's Messages API, and its error format. Source: Anthropic's API reference.
 
-Source: Anthropic's API reference. The sampling parameters of the other routes are accepted here too. Unsupported fields
-that would change the response are rejected by name, through MESSAGES_INERT_VALUES or the validators below; fields
-without effect, such as `cache_control`, are accepted. server/apis/anthropic/translation.py converts a body to a
-ChatRequest. Does not import torch.
+The sampling parameters of the other routes are accepted here too. Unsupported fields that would change the response are
+rejected by name, through MESSAGES_INERT_VALUES or the validators below. Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,15 +10,16 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from tcdeploy.server.apis.openai.field_types import MaxTokens, StopStrings
-from tcdeploy.server.apis.openai.nested_fields import NestedFields, check_kind
-from tcdeploy.server.apis.openai.protocol import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    ApiError,
-    SamplingRequest,
+from tcdeploy.server.apis.openai.field_types import (
+    LONG_TOOL_NAME_PATTERN,
+    MAX_TOOLS,
+    MaxTokens,
+    NestedFields,
+    StopStrings,
+    check_kind,
+    check_tool,
 )
-from tcdeploy.server.apis.openai.tool_fields import LONG_TOOL_NAME_PATTERN, MAX_TOOLS, check_tool
+from tcdeploy.server.apis.openai.protocol import MAX_MESSAGES, MAX_PARTS, ApiError, SamplingRequest
 from tcdeploy.server.apis.openai.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
 from tcdeploy.server.apis.openai.validation import CONTEXT_LENGTH_EXCEEDED
 
@@ -57,13 +56,10 @@ def _as_blocks(content: Any) -> Any:
     if isinstance(content, str):
         return [TextBlock(type="text", text=content)]
     for index, block in enumerate(content[:MAX_PARTS] if isinstance(content, list) else ()):
-        if not isinstance(block, dict):
-            continue
-        check_kind(block.get("type"), BLOCK_TYPES, UNSUPPORTED_BLOCKS, "content blocks", f"[{index}]")
-        inner = block.get("content")
+        check_kind(block, BLOCK_TYPES, UNSUPPORTED_BLOCKS, "content blocks", f"[{index}]")
+        inner = block.get("content") if isinstance(block, dict) else None
         for number, part in enumerate(inner[:MAX_PARTS] if isinstance(inner, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            check_kind(kind, BLOCK_TYPES, UNSUPPORTED_BLOCKS, "content blocks", f"[{index}].content[{number}]")
+            check_kind(part, BLOCK_TYPES, UNSUPPORTED_BLOCKS, "content blocks", f"[{index}].content[{number}]")
     return content
 
 
@@ -132,8 +128,7 @@ class MessagesTool(NestedFields):
 
 
 CheckedTool: TypeAlias = Annotated[
-    MessagesTool,
-    check_tool("custom", {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": []}),
+    MessagesTool, check_tool("custom", {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": []})
 ]
 
 
@@ -204,10 +199,7 @@ class CountTokensRequest(MessagesPrompt):
 
 
 def messages_error_body(error: ApiError) -> dict[str, Any]:
-    """Anthropic's error body. It has no `param`, so the message contains it.
-
-    Clients recognise a prompt that is too long by the words "prompt is too long".
-    """
+    """Anthropic's error body, whose message contains `param`. Clients recognise the words "prompt is too long"."""
     types = {
         401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"
     }  # fmt: skip

@@ -14,8 +14,7 @@ from typing import Any
 from tcdeploy.server.apis.answer import Answer, to_json
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.active_request import ActiveRequest
-from tcdeploy.server.generate.choice import Choice, Delta, ScoredToken, Usage, prompt_logprob_json
-from tcdeploy.server.generate.vocabulary import Vocabulary
+from tcdeploy.server.generate.choice import Choice, Delta, ScoredToken, Usage, Vocabulary, prompt_logprob_json
 from tcdeploy.server.output.parts import OutputText, split
 
 DONE = b"data: [DONE]\n\n"
@@ -35,12 +34,9 @@ class ChunkAnswer(Answer):
         self._continuous_usage = options is not None and options.continuous_usage_stats
         self._vocabulary = active.service.vocabulary
         self._common_fields = {
-            "id": f"{id_prefix}-{uuid.uuid4().hex}",
-            "object": object_type,
-            "created": int(time.time()),
-            "model": active.service.settings.model,
-            "system_fingerprint": active.service.system_fingerprint,
-        }
+            "id": f"{id_prefix}-{uuid.uuid4().hex}", "object": object_type, "created": int(time.time()),
+            "model": active.service.settings.model, "system_fingerprint": active.service.system_fingerprint,
+        }  # fmt: skip
         self._first_fields: dict[str, Any] = {}  # further fields of the response, or of a stream's first chunk
 
     def chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
@@ -113,7 +109,6 @@ async def _encode_scored(choice: Choice, num_top: int, vocabulary: Vocabulary) -
 
 
 def _token_ids(choice: Choice, delta: Delta) -> dict[str, list[int]]:
-    """vLLM's field `token_ids` if the request asks for it."""
     return {"token_ids": delta.token_ids} if choice.returns_token_ids else {}
 
 
@@ -173,38 +168,25 @@ class ChatAnswer(ChunkAnswer):
             fields["content"] = content
         if calls:
             fields["tool_calls"] = [{"index": call.number, **call.json()} for call in calls]
-        return {
-            "index": choice.index,
-            "delta": fields,
-            "logprobs": self._logprobs(choice, delta),
-            "finish_reason": choice.finish_reason or None,
-            **_token_ids(choice, delta),
-        }
+        return self._choice(choice, delta, delta=fields)
 
     def whole_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         self._first_fields |= self._prompt_logprobs(choice)
         content, reasoning, calls = split(delta.parts)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": content or None if calls else content,
-            "refusal": None,
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls and not content:
+            message["content"] = None
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [call.json() for call in calls]
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(choice, delta),
-            "finish_reason": choice.finish_reason,
-            **_token_ids(choice, delta),
-        }
+        return self._choice(choice, delta, message=message)
 
-    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
-        if choice.num_top_logprobs is None:
-            return None
-        return {"content": [self._logprob_entry(entry) for entry in delta.logprobs]}
+    def _choice(self, choice: Choice, output: Delta, **content: dict[str, Any]) -> dict[str, Any]:
+        has_logprobs = choice.num_top_logprobs is not None
+        logprobs = {"content": [self._logprob_entry(entry) for entry in output.logprobs]} if has_logprobs else None
+        end = {"logprobs": logprobs, "finish_reason": choice.finish_reason or None}
+        return {"index": choice.index, **content, **end, **_token_ids(choice, output)}
 
     def _logprob_entry(self, entry: ScoredToken) -> dict[str, Any]:
         assert entry.logprobs is not None

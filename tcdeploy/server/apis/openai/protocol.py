@@ -1,10 +1,8 @@
-"""Request schemas of OpenAI's API with vLLM's extensions, and the error format.
+"""Request schemas of OpenAI's API with vLLM's extensions, and the error format. Does not import torch.
 
-Sources: OpenAI's API reference (completions, chat completions, models) and vLLM's protocol for the extensions (top_k,
-min_p, repetition_penalty, ignore_eos, min_tokens, continuous_usage_stats). Types are strict: `"5"` and `true` are not
-numbers. Unknown fields are accepted, so that clients with other extensions work. The schemas contain the limits of the
-fields (field_types.py); validation.py checks combinations. request_parsing.py validates bodies with these schemas.
-Does not import torch.
+Sources: OpenAI's API reference (completions, chat completions, models) and vLLM's protocol for the extensions. Types
+are strict: `"5"` and `true` are not numbers. Unknown fields are accepted, so that clients with other extensions work.
+The schemas contain the limits of the fields (field_types.py); validation.py checks combinations.
 """
 
 from __future__ import annotations
@@ -13,23 +11,18 @@ import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    StrictBool,
-    StrictInt,
-    StrictStr,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, StrictBool, StrictInt, StrictStr
 from pydantic_core import PydanticCustomError
 
 from tcdeploy.engine.schedule.sequence import MAX_TOP_K
 from tcdeploy.server.apis.openai.field_types import (
+    UNSUPPORTED_PART,
+    AllowedToolsChoice,
     BadWords,
     LogitBias,
     MaxTokens,
+    NamedToolChoice,
+    NestedFields,
     Number,
     NumLogprobs,
     PromptIdLists,
@@ -38,10 +31,11 @@ from tcdeploy.server.apis.openai.field_types import (
     Stop,
     StopTokenIds,
     TokenIds,
+    ToolChoice,
+    Tools,
+    dump_tools,
     limits_of,
 )
-from tcdeploy.server.apis.openai.nested_fields import UNSUPPORTED_PART, NestedFields
-from tcdeploy.server.apis.openai.tool_fields import AllowedToolsChoice, NamedToolChoice, ToolChoice, Tools, dump_tools
 from tcdeploy.server.output.structured.output_constraint import ConstraintFields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -61,14 +55,9 @@ class ApiError(Exception):
     """An error response: the HTTP status, headers and OpenAI's error body. `retry_after` is in seconds."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        retry_after: int | None = None, headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
         self.headers = dict(headers or {}) | ({} if retry_after is None else {"retry-after": str(retry_after)})
@@ -137,6 +126,7 @@ class GenerationRequest(SamplingRequest, ConstraintFields):
     prompt_logprobs: NumLogprobs | None = None
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
+    _lowers_max_tokens: bool = PrivateAttr(default=False)  # if it exceeds the context; else the request is rejected
 
     @property
     def num_choices(self) -> int:
@@ -159,11 +149,6 @@ class GenerationRequest(SamplingRequest, ConstraintFields):
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_tokens
-
-    @property
-    def lowers_max_tokens(self) -> bool:
-        """Whether a limit of new tokens that exceeds the context is lowered; otherwise the request is rejected."""
-        return False
 
     @property
     def only_scores_prompt(self) -> bool:
@@ -218,7 +203,7 @@ class FunctionCall(NestedFields):
     place = "messages.tool_calls.function"
 
     name: StrictStr
-    arguments: StrictStr  # JSON
+    arguments: StrictStr  # JSON; calls that are built from the Messages API have an object instead
 
 
 class ToolCall(NestedFields):
@@ -238,10 +223,7 @@ class ToolCall(NestedFields):
 
 
 def _check_parts(content: Any) -> Any:
-    """Raise an error for a part other than text. The message names its kind, the context its place in the list.
-
-    pydantic's own first error would be that the content is not a string.
-    """
+    """Raise an error for a part other than text. pydantic would first name another error."""
     for index, part in enumerate(content[:MAX_PARTS] if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in TEXT_PARTS:

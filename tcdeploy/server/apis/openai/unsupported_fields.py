@@ -1,9 +1,8 @@
-"""Request fields of other servers that would change the answer here, and are not supported.
+"""Request fields of other servers that would change the answer here, and are not supported. Does not import torch.
 
-Unknown fields are accepted, because clients send many that change nothing. A client that sends one of these fields
-would get another answer than it asked for, so they are refused by name. They are the sampling, template and output
-fields of OpenAI, vLLM, SGLang, TGI and llama.cpp's server. Clients with sliders send all fields with the values that
-turn them off, so these values are accepted. Does not import torch.
+Unknown fields are accepted, because clients send many that change nothing. These fields of OpenAI, vLLM, SGLang, TGI
+and llama.cpp's server would change the answer, so they are refused by name. Clients with sliders send all fields with
+the values that turn them off, so these values are accepted.
 """
 
 from __future__ import annotations
@@ -88,14 +87,10 @@ ALTERNATIVES = {
 
 
 def check_unsupported_fields(
-    request: SamplingRequest,
-    inert_values: Mapping[str, tuple[Any, ...]] = INERT_VALUES,
+    request: SamplingRequest, inert_values: Mapping[str, tuple[Any, ...]] = INERT_VALUES,
     field_names: Mapping[str, str] | None = None,
-) -> None:
-    """Raises ApiError 400 that names the first unsupported field that would change the response.
-
-    `field_names`: for other APIs than completions and chats: field of ChatRequest -> its name in that API.
-    """
+) -> None:  # fmt: skip
+    """Raises ApiError 400 for the first unsupported field that has an effect. field_names: in that API."""
     fields, field_names = request.model_extra, field_names or {}
     if not fields:
         return
@@ -119,9 +114,8 @@ def rename(text: str, field_names: Mapping[str, str]) -> str:
 
 
 def rename_error(error: ApiError, field_names: Mapping[str, str]) -> ApiError:
-    """The error with the names of ChatRequest's fields replaced by those of the client's API.
-
-    A place in `messages` becomes the field alone, because the client's items have other indices.
+    """The error with the names of ChatRequest's fields replaced by those of the client's API. A place in `messages`
+    becomes the field alone, because the client's items have other indices.
     """
     param = field_names.get((error.param or "").partition("[")[0], error.param)
     message = rename(error.message, field_names)

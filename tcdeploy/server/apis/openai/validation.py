@@ -38,10 +38,7 @@ class ModelLimits(NamedTuple):
 
     @property
     def tokenize_tokens(self) -> int:
-        """The most tokens that /tokenize and /detokenize accept.
-
-        More than the context, because clients tokenize whole documents before they cut them to the context.
-        """
+        """Of /tokenize and /detokenize: clients tokenize whole documents before they cut them to the context."""
         return max(4 * self.context, MIN_TOKENIZE_TOKENS)
 
 
@@ -60,9 +57,8 @@ def check(request: GenerationRequest) -> None:
             raise bad_request(f"bad_words cannot be combined with {constraint_field}", "bad_words")
         for name in ("ignore_eos", "min_tokens"):
             if getattr(request, name):
-                raise bad_request(
-                    f"{name} cannot be combined with {constraint_field}: the output ends where its grammar ends", name
-                )
+                message = f"{name} cannot be combined with {constraint_field}: the output ends where its grammar ends"
+                raise bad_request(message, name)
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs requires stream to be false", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
@@ -100,21 +96,17 @@ def _check_tools(request: ChatRequest) -> None:
 
 
 def to_sampling_params(
-    request: GenerationRequest,
-    prompt_length: int,
-    limits: ModelLimits,
-    constraint: Constraint | None = None,
+    request: GenerationRequest, prompt_length: int, limits: ModelLimits, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """Sampling parameters of the first choice of a prompt. Raises ApiError 400 with the name of the field.
-
-    `prompt_length` is in tokens. A value that is left out or null is the model's default, else the API's.
+    """Sampling parameters of the first choice of a prompt of `prompt_length` tokens. Raises ApiError 400. A value that
+    is left out or null is the model's default, else the API's.
     """
     max_new_tokens_limit = limits.context - prompt_length
     if max_new_tokens_limit < 1:
         raise context_length_error(request, limits, prompt_length)
     max_new_tokens = _max_new_tokens(request, limits.defaults.max_new_tokens, max_new_tokens_limit)
     defaults = limits.defaults
-    top_k = _first_given(request.top_k, defaults.top_k, 0)
+    top_k = first_given(request.top_k, defaults.top_k, 0)
     model_stop_ids = () if request.ignore_eos else defaults.stop_token_ids
     request_stop_ids = tuple(request.stop_token_ids or ())
     if any(not 0 <= token_id < limits.vocab_size for token_id in request_stop_ids):
@@ -123,11 +115,11 @@ def to_sampling_params(
         params = SamplingParams(
             # The engine samples a token after every prompt. That of a request that only scores its prompt is dropped.
             max_new_tokens=1 if request.only_scores_prompt else max_new_tokens,
-            temperature=_first_given(request.temperature, defaults.temperature, 1.0),
+            temperature=first_given(request.temperature, defaults.temperature, 1.0),
             top_k=0 if top_k == -1 else top_k,
-            top_p=_first_given(request.top_p, defaults.top_p, 1.0),
-            min_p=_first_given(request.min_p, defaults.min_p, 0.0),
-            repetition_penalty=_first_given(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+            top_p=first_given(request.top_p, defaults.top_p, 1.0),
+            min_p=first_given(request.min_p, defaults.min_p, 0.0),
+            repetition_penalty=first_given(request.repetition_penalty, defaults.repetition_penalty, 1.0),
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             min_new_tokens=_min_new_tokens(request, defaults.min_new_tokens, max_new_tokens),
@@ -143,9 +135,8 @@ def to_sampling_params(
     if max_new_tokens > max_new_tokens_limit:
         raise context_length_error(request, limits, prompt_length)
     if (request.min_tokens or 0) > max_new_tokens:
-        raise bad_request(
-            f"min_tokens is {request.min_tokens}, more than {_length_field(request)} ({max_new_tokens})", "min_tokens"
-        )
+        message = f"min_tokens is {request.min_tokens}, more than {_length_field(request)} ({max_new_tokens})"
+        raise bad_request(message, "min_tokens")
     return params
 
 
@@ -154,27 +145,21 @@ def context_length_message(
 ) -> str:
     """The message of `context_length_error`. `completion_length` 0: the request sets none, or it is not known."""
     more = " or more" if is_minimum else ""
-    start = f"This model's maximum context length is {context} tokens. However, "
-    if completion_length < 1:
-        return (
-            f"{start}your {prompt_field} resulted in {prompt_length} tokens{more}. "
-            f"Please reduce the length of the {prompt_field}."
-        )
-    return (
-        f"{start}you requested {prompt_length + completion_length} tokens{more} "
-        f"({prompt_length}{more} in the {prompt_field}, {completion_length} in the completion). "
-        f"Please reduce the length of the {prompt_field} or completion."
-    )
+    problem, field = f"your {prompt_field} resulted in {prompt_length} tokens{more}", prompt_field
+    if completion_length >= 1:
+        parts = f"{prompt_length}{more} in the {prompt_field}, {completion_length} in the completion"
+        problem = f"you requested {prompt_length + completion_length} tokens{more} ({parts})"
+        field = f"{prompt_field} or completion"
+    start = f"This model's maximum context length is {context} tokens. However, {problem}."
+    return f"{start} Please reduce the length of the {field}."
 
 
 def context_length_error(
     request: GenerationRequest, limits: ModelLimits, prompt_length: int, *, is_minimum: bool = False
 ) -> ApiError:
-    """The error for a prompt and a completion that exceed the context together. `param` is the field to shorten.
-
-    The words are those of OpenAI and vLLM, because clients search the message for them: litellm raises
-    ContextWindowExceededError for its first words, and others read the numbers. `prompt_length` is in tokens;
-    `is_minimum`: tokenization stopped early, so `prompt_length` is a lower bound.
+    """The error for a prompt and a completion that exceed the context together. `param` is the field to shorten. The
+    words are those of OpenAI and vLLM, because clients search for them: litellm raises ContextWindowExceededError for
+    the first ones, and others read the numbers. `is_minimum`: `prompt_length` (tokens) is a lower bound.
     """
     prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
     completion_length = _max_new_tokens(request, limits.defaults.max_new_tokens, 0)  # 0: as many as fit
@@ -184,19 +169,14 @@ def context_length_error(
 
 
 def check_prompt_logprobs(request: GenerationRequest, prompt_tokens: int) -> None:
-    """Raises ApiError 400 if the response would contain too many log-probabilities of prompts.
-
-    `prompt_tokens`: of all prompts together.
-    """
+    """Raises ApiError 400 if prompts of `prompt_tokens` in total would return too many log-probabilities."""
     if request.prompt_logprobs is None:
         return
     copies = 1 if isinstance(request, ChatRequest) else request.num_choices
     count = prompt_tokens * copies * (request.prompt_logprobs + 1)
     if count > MAX_PROMPT_LOGPROBS:
-        raise bad_request(
-            f"prompt_logprobs would return {count} values; the limit is {MAX_PROMPT_LOGPROBS} in one response",
-            "prompt_logprobs",
-        )
+        message = f"prompt_logprobs would return {count} values; the limit is {MAX_PROMPT_LOGPROBS} in one response"
+        raise bad_request(message, "prompt_logprobs")
 
 
 def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
@@ -208,18 +188,15 @@ def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
 
 
 def num_kept_tokens(request: GenerationRequest, limits: ModelLimits) -> int | None:
-    """The most tokens of a prompt that `truncate_prompt_tokens` keeps; None: all. Raises ApiError 400.
-
-    -1 keeps as many as leave room for the new tokens: the request's number, else the model's default, else one.
+    """The most tokens of a prompt that `truncate_prompt_tokens` keeps; None: all. Raises ApiError 400. -1 keeps as many
+    as leave room for the new tokens: the request's number, else the model's default, else one.
     """
     kept = request.truncate_prompt_tokens
     if kept is None:
         return None
     if kept > limits.context:
-        raise bad_request(
-            f"truncate_prompt_tokens is {kept}, more than the model's context ({limits.context})",
-            "truncate_prompt_tokens",
-        )
+        message = f"truncate_prompt_tokens is {kept}, more than the model's context ({limits.context})"
+        raise bad_request(message, "truncate_prompt_tokens")
     default = limits.defaults.max_new_tokens
     if kept > 0:
         return kept
@@ -234,46 +211,37 @@ def num_kept_tokens(request: GenerationRequest, limits: ModelLimits) -> int | No
 
 
 def _length_field(request: GenerationRequest) -> str:
-    """The field that limits the length of the completion."""
     is_renamed = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
     return "max_completion_tokens" if is_renamed else "max_tokens"
 
 
 def _max_new_tokens(request: GenerationRequest, default: int | None, limit: int) -> int:
-    """The request's value, else the model's default up to `limit`, else `limit`.
-
-    For completions the model's default can only lower the API's, because clients rely on short answers.
+    """The request's value, else the model's default up to `limit`, else `limit`. For completions the model's default
+    can only lower the API's, because clients rely on short answers.
     """
     if isinstance(request, CompletionRequest) and request.max_tokens is None:
         return min(DEFAULT_COMPLETION_TOKENS, default or DEFAULT_COMPLETION_TOKENS)
     if request.max_new_tokens is not None:
-        return min(request.max_new_tokens, limit) if request.lowers_max_tokens else request.max_new_tokens
+        return min(request.max_new_tokens, limit) if request._lowers_max_tokens else request.max_new_tokens
     return min(default or limit, limit)
 
 
 def _min_new_tokens(request: GenerationRequest, default: int | None, max_new_tokens: int) -> int:
-    """The request's value, else the model's default up to `max_new_tokens`.
-
-    The default does not apply to an output that follows a grammar: the output ends where its grammar ends.
+    """The request's value, else the model's default up to `max_new_tokens`, unless a grammar decides where the output
+    ends.
     """
     if request.min_tokens is not None or request.constraint_field:
         return request.min_tokens or 0
     return max(0, min(default or 0, max_new_tokens))
 
 
-def _first_given(*values: Any) -> Any:
+def first_given(*values: Any) -> Any:
     """The first value that is not None. Callers pass a default last."""
-    for value in values:
-        if value is not None:
-            return value
-    raise ValueError("no value is given")
+    return next(value for value in values if value is not None)
 
 
 def params_of_choices(first: SamplingParams, num_choices: int, scores_once: bool = False) -> list[SamplingParams]:
-    """Sampling parameters of each choice of a prompt. With a seed, choice j > 0 uses (seed + j) modulo 2^63.
-
-    `scores_once`: only the first choice gets the log-probabilities of the prompt.
-    """
+    """With a seed, choice j > 0 uses (seed + j) modulo 2^63. `scores_once`: only the first choice scores the prompt."""
     other = first
     if scores_once and first.prompt_logprobs is not None and num_choices > 1:
         other = dataclasses.replace(first, prompt_logprobs=None)

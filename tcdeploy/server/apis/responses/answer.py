@@ -16,6 +16,9 @@ from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.choice import Delta
 from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputText, joined
 
+REPEATED_FIELDS = (
+    "instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "safety_identifier", "user",
+)  # fmt: skip
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
@@ -23,12 +26,9 @@ class ResponsesAnswer(Answer):
     """`store` is called with the JSON and the output items of the finished response."""
 
     def __init__(
-        self,
-        active: ActiveRequest,
-        body: ResponsesRequest,
-        response_id: str,
+        self, active: ActiveRequest, body: ResponsesRequest, response_id: str,
         store: Callable[[bytes, list[dict[str, Any]]], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(active)
         self._store = store
         self._sequence_number = 0
@@ -134,14 +134,9 @@ class ResponsesAnswer(Answer):
     def _response(self, status: str, **fields: Any) -> str:
         is_running = status == "in_progress"
         changing = {
-            "status": status,
-            "completed_at": None,
-            "error": None,
-            "incomplete_details": None,
-            "output": [] if is_running else self._items,
-            "usage": None if is_running else self._usage(),
-            **fields,
-        }
+            "status": status, "completed_at": None, "error": None, "incomplete_details": None,
+            "output": [] if is_running else self._items, "usage": None if is_running else self._usage(), **fields,
+        }  # fmt: skip
         return f"{self._fixed_json[:-1]},{to_json(changing)[1:]}"
 
     def _usage(self) -> dict[str, Any]:
@@ -158,7 +153,6 @@ class ResponsesAnswer(Answer):
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _text_event(self, event_type: str, **fields: Any) -> bytes:
-        """An event about the text of the last item."""
         content_type = self._items[-1]["content"][0]["type"]
         extra: dict[str, Any] = {"logprobs": []} if content_type == "output_text" else {}
         return self._content_event(f"response.{content_type}.{event_type}", **fields, **extra)
@@ -194,28 +188,14 @@ def _fixed_fields(active: ActiveRequest, body: ResponsesRequest, response_id: st
     text_format = body.text.format if body.text else None
     tool_choice = body.tool_choice or "auto"
     return {
-        "id": response_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "background": False,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
-        "metadata": body.metadata or {},
-        "model": active.service.settings.model,
+        "id": response_id, "object": "response", "created_at": int(time.time()), "background": False,
+        **{name: getattr(body, name) for name in REPEATED_FIELDS}, "max_tool_calls": None,
+        "metadata": body.metadata or {}, "model": active.service.settings.model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
-        "store": body.is_stored,
-        "temperature": params.temperature,
+        "service_tier": "default", "store": body.is_stored, "temperature": params.temperature,
         "text": {"format": text_format.model_dump(by_alias=True) if text_format else {"type": "text"}},
         "tool_choice": tool_choice if isinstance(tool_choice, str) else tool_choice.model_dump(),
-        "tools": [tool.model_dump() for tool in body.tools or []],
-        "top_logprobs": 0,
-        "top_p": params.top_p,
+        "tools": [tool.model_dump() for tool in body.tools or []], "top_logprobs": 0, "top_p": params.top_p,
         "truncation": "disabled",
-        "user": body.user,
-    }
+    }  # fmt: skip

@@ -1,9 +1,7 @@
-"""Request schemas of OpenAI's Responses API.
+"""Request schemas of OpenAI's Responses API. Source: OpenAI's API reference.
 
-Source: OpenAI's API reference. The sampling parameters of the other routes are accepted here too. Unsupported fields
-that would change the response are rejected by name, through RESPONSES_INERT_VALUES, the validators below or
-server/apis/responses/translation.py; fields without effect, such as `prompt_cache_key`, are accepted.
-server/apis/responses/translation.py converts a body to a ChatRequest. Does not import torch.
+The sampling parameters of the other routes are accepted here too. Unsupported fields that would change the response are
+rejected by name, through RESPONSES_INERT_VALUES, the validators below or routes.py. Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,16 +10,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, StrictStr, Tag
 
-from tcdeploy.server.apis.openai.field_types import MaxTokens, Stop, at_most
-from tcdeploy.server.apis.openai.nested_fields import NestedFields, check_kind
-from tcdeploy.server.apis.openai.protocol import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MEDIA,
-    ReasoningEffort,
-    SamplingRequest,
+from tcdeploy.server.apis.openai.field_types import (
+    LONG_TOOL_NAME_PATTERN,
+    MAX_TOOLS,
+    MaxTokens,
+    NestedFields,
+    Stop,
+    at_most,
+    check_kind,
+    check_tool,
 )
-from tcdeploy.server.apis.openai.tool_fields import LONG_TOOL_NAME_PATTERN, MAX_TOOLS, check_tool
+from tcdeploy.server.apis.openai.protocol import MAX_MESSAGES, MAX_PARTS, MEDIA, ReasoningEffort, SamplingRequest
 from tcdeploy.server.apis.openai.unsupported_fields import CONSTRAINT_INERT_VALUES, INERT_VALUES
 from tcdeploy.server.output.structured.output_constraint import JsonObjectFormat, TextFormat
 
@@ -130,12 +129,11 @@ def _check_item(item: Any) -> Any:
     """Raise an error that names the kind of an unsupported item or part."""
     if not isinstance(item, dict):
         return item
-    check_kind(item.get("type"), ITEM_TYPES, UNSUPPORTED_ITEMS, "items", "")
+    check_kind(item, ITEM_TYPES, UNSUPPORTED_ITEMS, "items", "")
     for name in ("content", "output"):
         parts = item.get(name)
         for index, part in enumerate(parts[:MAX_PARTS] if isinstance(parts, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            check_kind(kind, PART_TYPES, MEDIA, "content parts", f".{name}[{index}]")
+            check_kind(part, PART_TYPES, MEDIA, "content parts", f".{name}[{index}]")
     return item
 
 

@@ -1,7 +1,7 @@
 """Responses of the Responses API that clients may retrieve or continue, in bounded memory.
 
 The least recently used one is evicted first. A client can only access responses that were created with its API key.
-They are stored in this process only: replicas do not share them, and a restart loses them.
+Replicas do not share them, and a restart loses them.
 """
 
 from __future__ import annotations

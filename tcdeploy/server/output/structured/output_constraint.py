@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
-from tcdeploy.server.apis.openai.nested_fields import NestedFields
+from tcdeploy.server.apis.openai.field_types import NestedFields
 
 ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
 MAX_ALTERNATIVES = 1024  # alternatives of one constraint
