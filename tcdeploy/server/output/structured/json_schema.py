@@ -17,13 +17,14 @@ A schema that cannot be rewritten raises UnsupportedSchemaError. Does not import
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
 from tcdeploy.server.output.structured.schema_numbers import (
     NUMBER_KEYWORDS,
-    Multiples,
     UnsupportedSchemaError,
+    add_multiple,
     check_values,
     integral_sizes,
     with_exact_bounds,
@@ -82,7 +83,7 @@ class _Rewriter:
         self._root = root
         self._pointers: set[tuple[str, ...]] = set()  # of the subschemas that were rewritten
         self._references: set[str] = set()
-        self._multiples = Multiples()
+        self._multiples: set[Fraction] = set()
 
     def rewrite(self) -> dict[str, Any]:
         result = self._schema(self._root, ())
@@ -131,7 +132,7 @@ class _Rewriter:
             schema.pop("format", None)
         if not NUMBER_KEYWORDS.isdisjoint(schema):
             check_values(schema)
-            self._multiples.add(schema)
+            add_multiple(self._multiples, schema)
             schema = with_exact_bounds(integral_sizes(schema))
         schema = with_pattern(schema)
         if isinstance(patterns := schema.get("patternProperties"), dict):
