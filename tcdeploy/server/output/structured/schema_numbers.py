@@ -21,7 +21,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
 Number: TypeAlias = int | float
-Bounds: TypeAlias = "tuple[_Bound | None, _Bound | None]"
 MAX_EXACT = 2**53  # integers up to it are float64 numbers
 MAX_INTEGER = 2**63 - 1024  # the largest float64 number that is an int64
 BEYOND_LIMITS = 2**70  # stands for larger numbers, which may be too large for float64
@@ -58,14 +57,12 @@ def integral_sizes(schema: dict[str, Any]) -> dict[str, Any]:
 
 def check_values(schema: dict[str, Any]) -> None:
     """Raises UnsupportedSchemaError if llguidance would change a number in `enum` or `const`."""
-    values = schema.get("enum")
-    for value in (*(values if isinstance(values, list) else ()), schema.get("const")):
-        for number in () if isinstance(value, str) else _numbers(value):
-            if not (abs(number) <= MAX_EXACT and isinstance(number, int)) and not _is_kept(number):
-                raise UnsupportedSchemaError(
-                    f"the value {str(number)[:40]} cannot be generated exactly: integers must be at most 2^53, and "
-                    "fractions have at most 15 digits"
-                )
+    for number in _numbers([schema.get("enum"), schema.get("const")]):
+        if not _is_kept(number):
+            raise UnsupportedSchemaError(
+                f"the value {str(number)[:40]} cannot be generated exactly: integers must be at most 2^53, and "
+                "fractions have at most 15 digits"
+            )
 
 
 def _numbers(value: Any) -> list[Number]:
@@ -93,9 +90,16 @@ def with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
         return schema  # llguidance's error names the value
     types = schema.get("type")
     types = types if isinstance(types, list) else [types]
-    make_bounds = _integer_bounds if "integer" in types and "number" not in types else _number_bounds
     # An upper bound is computed as the lower bound of the negated numbers.
-    low, high = make_bounds(list(_lower_bounds(bounds, LOWER, 1)), list(_lower_bounds(bounds, UPPER, -1)))
+    sides = list(_lower_bounds(bounds, LOWER, 1)), list(_lower_bounds(bounds, UPPER, -1))
+    is_integer = "integer" in types and "number" not in types
+    low, high = _integer_bounds(*sides) if is_integer else (max(map(_inside, side), default=None) for side in sides)
+    limit = MAX_INTEGER if is_integer else MAX_NUMBER
+    # A bound of 19 digits gets another one on its other side.
+    if high is None and low is not None and low.number >= MIN_DIGITS_19:
+        high = _Bound(-limit)
+    if low is None and high is not None and high.number >= MIN_DIGITS_19:
+        low = _Bound(-limit)
     rest = {key: value for key, value in schema.items() if key not in bounds}
     if low is not None:
         rest[LOWER[low.is_exclusive]] = low.number
@@ -126,12 +130,12 @@ def _lower_bounds(bounds: dict[str, Any], keys: tuple[str, str], sign: int) -> I
         yield _Bound(max(-BEYOND_LIMITS, min(sign * number, BEYOND_LIMITS)), is_exclusive)
 
 
-def _integer_bounds(lower: list[_Bound], upper: list[_Bound]) -> Bounds:
+def _integer_bounds(lower: list[_Bound], upper: list[_Bound]) -> tuple[_Bound | None, _Bound | None]:
     first, negated_last = (max(map(_first_integer, side), default=None) for side in (lower, upper))
     low, high = _representable(first), _representable(negated_last)
     if low is not None and high is not None and first <= -negated_last and low.number > -high.number:
         raise UnsupportedSchemaError(f"integers from {first} to {-negated_last} cannot be generated exactly")
-    return _closed(low, high, MAX_INTEGER)
+    return low, high
 
 
 def _first_integer(bound: _Bound) -> int:
@@ -148,11 +152,6 @@ def _representable(first: int | None) -> _Bound | None:
         raise UnsupportedSchemaError(TOO_LARGE)
     nearest = float(max(first, -MAX_INTEGER))
     return _Bound(int(nearest if nearest >= first else math.nextafter(nearest, math.inf)))
-
-
-def _number_bounds(lower: list[_Bound], upper: list[_Bound]) -> Bounds:
-    low, high = (max(map(_inside, side), default=None) for side in (lower, upper))
-    return _closed(low, high, MAX_NUMBER)
 
 
 def _inside(lower: _Bound) -> _Bound:
@@ -186,15 +185,6 @@ def _meanings(number: Number) -> set[Decimal]:
     the text in a range of numbers, and the value if `allOf` adds the type integer.
     """
     return {_decimal(number), Decimal(number)} if abs(number) > MAX_EXACT else {_decimal(number)}
-
-
-def _closed(low: _Bound | None, high: _Bound | None, limit: Number) -> Bounds:
-    """The bounds; a bound of 19 digits gets another one on its other side."""
-    if high is None and low is not None and low.number >= MIN_DIGITS_19:
-        high = _Bound(-limit)
-    if low is None and high is not None and high.number >= MIN_DIGITS_19:
-        low = _Bound(-limit)
-    return low, high
 
 
 def add_multiple(multiples: set[Fraction], schema: dict[str, Any]) -> None:
