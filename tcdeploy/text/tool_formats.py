@@ -108,7 +108,10 @@ TOOL_FORMATS = {
             closings=("```", "<｜tool▁call▁end｜>"), dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         ),
         # Qwen3-Coder
-        ToolFormat("qwen3_coder", "xml", ("<tool_call>", "<function="), closings=("</tool_call>",)),
+        ToolFormat(
+            "qwen3_coder", "xml", ("<tool_call>", "<function="),
+            header=r"(?:\s*+<function=|(?<=<function=))(?P<name>[^>\n]++)", closings=("</tool_call>",),
+        ),
         # Llama 3.2 with a template for Python's syntax, Llama 4, ToolACE
         ToolFormat("pythonic", "python", ("<|python_start|>",), closings=("<|python_end|>",), starts_output=True),
         # gpt-oss

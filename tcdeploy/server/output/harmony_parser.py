@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tcdeploy.server.output.json_text import ObjectScanner, valid_object
+from tcdeploy.server.output.json_text import ObjectCall
 from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, SteppingParser, log_malformed
 from tcdeploy.server.output.parts import OutputPart
 
@@ -31,15 +31,15 @@ class HarmonyParser(SteppingParser):
 
     def __init__(self, *, max_calls: int | None = None) -> None:
         super().__init__(PartsBuilder(max_calls))
-        self._recipient = ""
-        self._scanner = ObjectScanner()
+        self._call = ObjectCall(0)
         self._emit: Callable[[str], None] = self._builder.add_content
         self._step = self._read_header
 
     def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
         self._run_steps(is_last=False)
         if self._step == self._read_arguments and end == "length":
-            self._builder.add_call(self._recipient, self._buffer.strip())
+            [(name, arguments)] = self._call.cut_calls(self._buffer)
+            self._builder.add_call(name, arguments.strip())
             return self._builder.finish()
         while self._step == self._read_arguments:  # messages may follow in the text that is not a call
             self._fail("the output ends inside the call", is_malformed=end == "complete")
@@ -65,7 +65,7 @@ class HarmonyParser(SteppingParser):
             self._builder.add_content(text)
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None:
-            self._recipient, self._scanner = recipient[1], ObjectScanner()
+            self._call = ObjectCall(0, recipient[1])
             self._step = self._read_arguments
         else:
             is_reasoning = channel is not None and channel[1] == "analysis"
@@ -87,13 +87,14 @@ class HarmonyParser(SteppingParser):
         try:
             if not self._buffer.startswith("{"):
                 raise ValueError("its arguments are not a JSON object")
-            end = self._scanner.find_end(self._buffer)
-            if end is None:
-                return False
-            self._builder.add_call(self._recipient, valid_object(self._buffer[:end]))
+            end = self._call.find_end(self._buffer)
         except (ValueError, RecursionError) as error:
             self._fail(error, is_malformed=True)
             return True
+        if end is None:
+            return False
+        [(name, arguments)] = self._call.calls
+        self._builder.add_call(name, arguments)
         self._buffer = self._buffer[end:]
         self._emit = self._builder.add_content
         self._step = self._read_text

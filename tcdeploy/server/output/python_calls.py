@@ -13,7 +13,7 @@ import ast
 import re
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tcdeploy.server.output.json_text import dump
 
@@ -28,11 +28,6 @@ _NUMBER = re.compile(r"-?\.?\d.*")
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _BRACKETS = {"(": "tuple", "[": "list", "{": "dict"}
 _CLOSINGS = {"calls": "]", "call": ")", "tuple": ")", "list": "]", "dict": "}"}
-
-
-class PythonCall(NamedTuple):
-    name: str
-    arguments: str  # JSON, or the beginning of it
 
 
 @dataclass
@@ -58,7 +53,7 @@ class PythonListParser:
     def __init__(self, start: int = 0) -> None:
         """`start`: index of the opening bracket."""
         self.position = start  # the text before it has been read
-        self.calls: list[PythonCall] = []
+        self.calls: list[tuple[str, str]] = []  # name, and arguments as JSON
         self._stack: list[_Bracket] = []
         self._depth = 0  # as len(_stack), also after an error
         self._error: Exception | None = None
@@ -66,7 +61,7 @@ class PythonListParser:
         self._string_start = 0
         self._strings: list[str] = []  # adjacent strings, which are one value
 
-    def find_end(self, text: str) -> int | None:
+    def find_end(self, text: str, *, is_complete: bool = False) -> int | None:
         """The index after the closing bracket; None if `text` does not contain it yet.
 
         At the closing bracket, raises ValueError or SyntaxError if the list is not one of calls.
@@ -78,14 +73,14 @@ class PythonListParser:
                 return self.position
         return None
 
-    def cut_calls(self) -> list[PythonCall]:
+    def cut_calls(self, text: str) -> list[tuple[str, str]]:
         """The calls of a truncated list. The last one has only its complete arguments, as the beginning of JSON.
 
         Raises ValueError or SyntaxError.
         """
         if self._error is not None:
             raise self._error
-        opened = [PythonCall(call.name, dump(call.members)[:-1]) for call in self._stack[1:2]]
+        opened = [(call.name, dump(call.members)[:-1]) for call in self._stack[1:2]]
         return [*self.calls, *opened]
 
     def _read_token(self, text: str) -> bool:
@@ -194,7 +189,7 @@ class PythonListParser:
         if bracket.kind == "calls" and not self.calls:
             raise ValueError("it contains no call")
         if bracket.kind == "call":
-            self.calls.append(PythonCall(bracket.name, dump(bracket.members)))
+            self.calls.append((bracket.name, dump(bracket.members)))
             self._stack[-1].expects = "comma"
         elif bracket.kind == "dict":
             self._add_value(bracket.members)

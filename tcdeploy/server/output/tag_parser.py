@@ -11,10 +11,11 @@ output ends with a call, the results of the second parser are used.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
-from tcdeploy.server.output.json_text import ObjectScanner, arguments_object, object_members, string_value, valid_object
+from tcdeploy.server.output.json_text import CALL_KEYS, ObjectCall
 from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, SteppingParser, log_malformed
 from tcdeploy.server.output.parts import OutputPart, split
 from tcdeploy.server.output.python_calls import PythonListParser
@@ -22,11 +23,8 @@ from tcdeploy.server.output.xml_calls import XmlCall
 from tcdeploy.text.tool_formats import ReasoningFormat, ToolFormat
 
 MAX_HEADER_CHARS = 256  # between an opening and the arguments
-MAX_SPACE = 256  # before a delimiter at the start of the output, and in the header of a call in XML
-ARGUMENT_KEYS = ("arguments", "parameters")
-CALL_KEYS = {"name", "type", "id", "function", *ARGUMENT_KEYS}
-# At most as long as MAX_SPACE and MAX_HEADER_CHARS: a header that does not end would be searched with each token.
-_XML_HEADER = re.compile(r"(?:<tool_call>\s{0,256})?<function=([^>\n]{1,245})>")
+MAX_SPACE = 256  # before a delimiter at the start of the output
+HEADER_ENDS = {"json": "{", "python": "[", "xml": ">"}  # by syntax: the arguments begin here, in XML after it
 PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python
 
 
@@ -54,11 +52,8 @@ class TagParser(SteppingParser):
         self._num_searched = 0  # characters of held reasoning
         self._held_parser: TagParser | None = None  # parses held reasoning as if it were closed
         self._held_parts: list[OutputPart] = []
-        self._name: str | None = None  # of the open call, if its header contains it
-        self._body = 0  # index of the arguments, or of the object, in the buffer
-        self._scanner = ObjectScanner()
-        self._list = PythonListParser()
-        self._xml = XmlCall("", {}, 0)
+        self._has_name = False  # whether the header of the open call contains its name
+        self._call: ObjectCall | PythonListParser | XmlCall = ObjectCall(0)
         self._step = self._read_reasoning if starts_in_reasoning else self._read_start
 
     def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
@@ -174,104 +169,51 @@ class TagParser(SteppingParser):
     # Calls. The buffer begins with the opening until the call is complete.
 
     def _open_call(self, opening: str, is_listed: bool = False) -> None:
-        self._opening, self._is_listed, self._is_closed, self._name = opening, is_listed, False, None
-        self._body = len(opening)
+        self._opening, self._is_listed, self._is_closed, self._has_name = opening, is_listed, False, False
         self._step = self._read_header
 
     def _read_header(self, is_last: bool) -> bool:
         assert self._format is not None
-        if self._format.syntax == "xml":
-            return self._read_xml_header(is_last)
-        bracket = "[" if self._format.syntax == "python" else "{"
-        index = self._buffer.find(bracket, self._body, self._body + MAX_HEADER_CHARS)
+        max_end = len(self._opening) + MAX_HEADER_CHARS
+        index = self._buffer.find(HEADER_ENDS[self._format.syntax], len(self._opening), max_end)
         if index < 0:
-            if is_last or len(self._buffer) > self._body + MAX_HEADER_CHARS:
+            if is_last or len(self._buffer) > max_end:
                 return self._fail("no arguments follow its opening delimiter")
             return False
-        header = re.fullmatch(self._format.header, self._buffer[self._body : index])
+        header = re.compile(self._format.header).fullmatch(self._buffer, len(self._opening), index)
         if header is None:
             return self._fail("the text between its opening delimiter and its arguments is not valid")
-        self._name, self._body = header.groupdict().get("name"), index
+        name = header.groupdict().get("name")
+        self._has_name = name is not None
         if self._format.syntax == "python":
-            self._list, self._step = PythonListParser(index), self._read_python
+            self._call = PythonListParser(index)
+        elif self._format.syntax == "xml":
+            name = str(name).strip()
+            self._call = XmlCall(name, self._schemas.get(name, {}), index + 1)
         else:
-            self._scanner, self._step = ObjectScanner(index), self._read_object
+            self._call = ObjectCall(index, name, self._schemas if self._has_no_opening else None)
+        self._step = self._read_call
         return True
 
-    def _read_object(self, is_last: bool) -> bool:
+    def _read_call(self, is_last: bool) -> bool:
         try:
-            end = self._scanner.find_end(self._buffer)
-            if end is not None:
-                self._builder.add_call(*self._parse_object(self._buffer[self._body : end]))
+            end = self._call.find_end(self._buffer, is_complete=is_last and self._end == "complete")
+            calls = [] if end is None else self._call.calls
         except PARSE_ERRORS as error:
-            return self._fail(error, self._scanner.position)
+            return self._fail(error, self._call.position)
         if end is None:
-            return is_last and self._fail_at_end()
-        return self._close_call(end)
-
-    def _parse_object(self, text: str) -> tuple[str, str]:
-        """Name and arguments of a call. Raises PARSE_ERRORS."""
-        if self._name is not None:
-            return self._name, valid_object(text)
-        members = object_members(text, is_complete=True)
-        name = string_value(members.get("name", ""))
-        raw = next((members[key] for key in ARGUMENT_KEYS if key in members), "null")
-        if name is None or (self._has_no_opening and not self._is_plain_call(name, members)):
-            raise ValueError("it has no function name")
-        return name, "{}" if raw == "null" else arguments_object(raw)
-
-    def _is_plain_call(self, name: str, members: dict[str, str]) -> bool:
-        """Whether an object without opening delimiter is a call."""
-        return name in self._schemas and members.keys() <= CALL_KEYS
+            return is_last and self._fail("the output ends inside the call", len(self._buffer))
+        for name, arguments in calls:
+            self._builder.add_call(name, arguments)
+        self._buffer = self._buffer[end:]
+        self._builder.end_content()
+        self._step = self._read_after_call
+        return True
 
     @property
     def _has_no_opening(self) -> bool:
         """Whether the open call has no opening delimiter, so that it may be content."""
         return not self._opening and not self._is_listed
-
-    def _read_python(self, is_last: bool) -> bool:
-        try:
-            end = self._list.find_end(self._buffer)
-        except PARSE_ERRORS as error:
-            return self._fail(error, self._list.position)
-        if end is None:
-            return is_last and self._fail_at_end()
-        for call in self._list.calls:
-            self._builder.add_call(*call)
-        return self._close_call(end)
-
-    def _read_xml_header(self, is_last: bool) -> bool:
-        header = _XML_HEADER.match(self._buffer)
-        if header is not None:
-            self._name = header[1].strip()
-            self._xml = XmlCall(self._name, self._schemas.get(self._name, {}), header.end())
-            self._step = self._read_xml
-            return True
-        start = self._buffer.removeprefix("<tool_call>")
-        text = start.lstrip()
-        is_long = len(text) > MAX_HEADER_CHARS or len(start) - len(text) > MAX_SPACE
-        may_follow = "<function=".startswith(text[:10]) or text.startswith("<function=")
-        if is_last or not may_follow or is_long:
-            return self._fail("no <function=NAME> follows its opening delimiter")
-        return False
-
-    def _read_xml(self, is_last: bool) -> bool:
-        try:
-            end = self._xml.find_end(self._buffer)
-            if end is None and is_last and self._end == "complete":
-                end = self._xml.find_last_end(self._buffer)
-        except ValueError as error:
-            return self._fail(error, self._xml.position)
-        if end is None:
-            return is_last and self._fail_at_end()
-        self._builder.add_call(self._xml.name, self._xml.arguments_json())
-        return self._close_call(end)
-
-    def _close_call(self, end: int) -> bool:
-        self._buffer = self._buffer[end:]
-        self._builder.end_content()
-        self._step = self._read_after_call
-        return True
 
     def _read_after_call(self, is_last: bool) -> bool:
         """Drop closing delimiters, and open the next call of a list.
@@ -280,7 +222,7 @@ class TagParser(SteppingParser):
         """
         assert self._format is not None
         text = self._buffer = self._buffer.lstrip()
-        separator = self._format.separator if self._name is None else ""
+        separator = self._format.separator if not self._has_name else ""
         endings = tuple(filter(None, (*self._format.closings, separator)))
         ending = next((ending for ending in endings if text.startswith(ending)), "")
         if ending and ending == separator:
@@ -302,7 +244,7 @@ class TagParser(SteppingParser):
     def _object_follows(self, text: str) -> bool | None:
         """Whether the object of another call follows a call; None if more text is needed to decide."""
         assert self._format is not None
-        if self._format.syntax != "json" or self._name is not None or self._is_closed or not text.startswith("{"):
+        if self._format.syntax != "json" or self._has_name or self._is_closed or not text.startswith("{"):
             return False
         return True if self._format.closings else self._begins_call(text)
 
@@ -331,35 +273,15 @@ class TagParser(SteppingParser):
         self._step = self._read_content
         return True
 
-    def _fail_at_end(self) -> bool:
-        return self._fail("the output ends inside the call", len(self._buffer))
-
     def _add_cut_call(self) -> None:
         """Add the open call with the arguments generated so far, if its name is complete."""
-        try:
-            calls = self._cut_calls()
-        except PARSE_ERRORS:
-            calls = []
+        calls: list[tuple[str, str]] = []
+        if self._step == self._read_call:
+            with contextlib.suppress(*PARSE_ERRORS):
+                calls = self._call.cut_calls(self._buffer)
         for name, arguments in calls:
             self._builder.add_call(name, arguments)
         if calls:
             self._builder.end_content()
             self._buffer = ""
             self._step = self._read_rest
-
-    def _cut_calls(self) -> list[tuple[str, str]]:
-        """Raises PARSE_ERRORS."""
-        if self._step == self._read_xml:
-            return [(self._xml.name, self._xml.arguments_json()[:-1])]
-        if self._step == self._read_python:
-            return [(call.name, call.arguments) for call in self._list.cut_calls()]
-        if self._step != self._read_object:
-            return []
-        text = self._buffer[self._body :]
-        if self._name is not None:
-            return [(self._name, text)]
-        members = object_members(text)
-        name = string_value(members.get("name", ""))
-        if name is None or (self._has_no_opening and name not in self._schemas):
-            return []
-        return [(name, next((members[key] for key in ARGUMENT_KEYS if key in members), ""))]
