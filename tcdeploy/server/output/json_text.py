@@ -104,14 +104,6 @@ def object_members(text: str, *, is_complete: bool = False) -> dict[str, str]:
     Raises ValueError if the text does not begin with an object, or if it has more than MAX_MEMBERS members. With
     `is_complete`, the text must be exactly one object, but strings may contain control characters.
     """
-    members, end = _split_members(text)
-    if is_complete and text[end:].strip() != "}":
-        raise ValueError("it is not a JSON object")
-    return members
-
-
-def _split_members(text: str) -> tuple[dict[str, str], int]:
-    """The members, and the index up to which the text has been read: of the closing brace in a complete object."""
     members: dict[str, str] = {}
     position = skip_space(text, 0)
     if not text.startswith("{", position):
@@ -125,22 +117,24 @@ def _split_members(text: str) -> tuple[dict[str, str], int]:
         try:
             key, position = _DECODER.raw_decode(text, position)
         except ValueError:  # the key is truncated
-            return members, position
+            break
         position = skip_space(text, position)
         if not text.startswith(":", position):
-            return members, position
-        start = skip_space(text, position + 1)
+            break
+        start = position = skip_space(text, position + 1)
         try:
             _, position = _DECODER.raw_decode(text, start)
         except ValueError:
             members[key] = text[start:]
-            return members, start
+            break
         members[key] = text[start:position]
         position = skip_space(text, position)
         if not text.startswith(",", position):
             break
         position = skip_space(text, position + 1)
-    return members, position
+    if is_complete and text[position:].strip() != "}":
+        raise ValueError("it is not a JSON object")
+    return members
 
 
 def valid_object(raw: str) -> str:

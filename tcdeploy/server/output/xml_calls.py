@@ -24,6 +24,11 @@ MAX_PARAMETER_CHARS = 200  # of `<parameter=KEY>`
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,188})>")
 _VALUE_END = re.compile("|".join(FOLLOWERS))
 _LAST_VALUE_END = re.compile(rf"{PARAMETER_END}|{PARAMETER}|{END}|\Z")
+# By the type of a parsed value, other than text.
+_TYPE_NAMES = {
+    bool: ["boolean"], dict: ["object"], list: ["array"], int: ["integer", "number"], float: ["number"],
+    type(None): ["null"],
+}  # fmt: skip
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -111,7 +116,7 @@ def convert(value: str, schema: Any) -> Any:
         dump(parsed)  # refuses NaN and numbers beyond a float's range, which json.loads accepts
     except (ValueError, RecursionError):
         return value
-    return parsed if _type_name(parsed) & types else value
+    return parsed if not types.isdisjoint(_TYPE_NAMES.get(type(parsed), ())) else value
 
 
 def _types(schema: Any) -> set[str]:
@@ -123,11 +128,3 @@ def _types(schema: Any) -> set[str]:
         for member in union if isinstance(union, list) else ():
             types |= _types(member)
     return types
-
-
-def _type_name(value: Any) -> set[str]:
-    """The JSON schema types of a parsed value; none for a string."""
-    if isinstance(value, bool):
-        return {"boolean"}
-    names = {dict: {"object"}, list: {"array"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}}
-    return names.get(type(value), set())
