@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-CallSyntax = Literal["json", "python", "xml", "harmony"]
+CallSyntax = Literal["json", "python", "xml", "harmony", "template"]
 
 
 @dataclass(frozen=True)

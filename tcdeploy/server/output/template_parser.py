@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from tcdeploy.server.output.json_text import dump, has_utf8, object_members, string_value
 from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, log_malformed
 from tcdeploy.server.output.parts import OutputPart
-from tcdeploy.text.tool_formats import ForcedCall
+from tcdeploy.text.tool_formats import ForcedCall, ReasoningFormat, ToolFormat
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates
 # Raised by ResponseParser for malformed calls.
@@ -24,22 +24,6 @@ MAX_SPACE = 256  # white space in a row that reaches ResponseParser, outside of 
 # Splits text after characters that may end a delimiter, so that ResponseParser reports a call before the next one
 # fails. ResponseParser's time is quadratic in the length of a piece.
 _PIECE = re.compile(r"[^>\]}\n]{0,256}[>\]}\n]?")
-
-
-class Markup(NamedTuple):
-    """Format of a call as JSON: `opening`, an object with the two keys, `closing`."""
-
-    opening: str
-    closing: str
-    name_key: str
-    arguments_key: str
-
-    @property
-    def forced(self) -> ForcedCall:
-        return ForcedCall(
-            f'{{"{self.name_key}": "', f'", "{self.arguments_key}": ', "}",
-            separator="", opening=self.opening, closing=self.closing, allows_space=True,
-        )  # fmt: skip
 
 
 class TemplateParser:
@@ -52,7 +36,6 @@ class TemplateParser:
         self.num_malformed = 0
         self._parser = _new_response_parser(template, prompt, tools)
         self._field = template.get("fields", {}).get("tool_calls", {})
-        self._markup = find_markup(template)
         self._builder = PartsBuilder(max_calls, trims_content=True)
         self._text: list[str] = []  # since the last call, or the last reasoning
         self._body: list[str] | None = None  # the reported text of the open call; None: no call is open
@@ -150,13 +133,13 @@ class TemplateParser:
         """Name of the open call, and its arguments so far; None if the name is incomplete."""
         assert self._body is not None
         body = "".join(self._body)
-        if self._markup is not None:
+        if keys := _json_keys(self._field):
             try:
                 members = object_members(body)
             except (ValueError, RecursionError):
                 return None
-            name = string_value(members.get(self._markup.name_key, ""))
-            return None if name is None else (name, members.get(self._markup.arguments_key, ""))
+            name = string_value(members.get(keys[0], ""))
+            return None if name is None else (name, members.get(keys[1], ""))
         opening = _find_opening(self._field, "".join(self._text))
         name = opening.groupdict().get("name") if opening else None
         if name is None:
@@ -187,23 +170,47 @@ def _find_opening(field: dict[str, Any], text: str) -> Any:
     return regex.search(pattern, text, regex.DOTALL)
 
 
-def find_markup(template: dict[str, Any]) -> Markup | None:
-    """The markup of a response template whose calls are JSON between fixed delimiters, else None."""
-    field = template.get("fields", {}).get("tool_calls", {})
-    opening, closing = literal_delimiter(field, "open"), literal_delimiter(field, "close")
-    if opening is None or closing is None or field.get("content") != "json" or field.get("content_args"):
+def template_format(template: dict[str, Any]) -> ToolFormat | None:
+    """The format of the calls of a response template; None if it describes none."""
+    field = template.get("fields", {}).get("tool_calls")
+    if field is None:
+        return None
+    opening, closing = _literal_delimiter(field, "open"), _literal_delimiter(field, "close")
+    keys, forced = _json_keys(field), None
+    if opening and closing and keys:
+        forced = ForcedCall(
+            f'{{"{keys[0]}": "', f'", "{keys[1]}": ', "}",
+            separator="", opening=opening, closing=closing, allows_space=True,
+        )  # fmt: skip
+    openings, closings = (opening,) if opening else (), (closing,) if closing else ()
+    return ToolFormat("template", "template", openings, closings=closings, forced=forced)
+
+
+def template_reasoning(template: dict[str, Any]) -> ReasoningFormat | None:
+    """The reasoning of a response template, if its delimiters are fixed texts."""
+    for name in REASONING_FIELDS:
+        field = template.get("fields", {}).get(name, {})
+        opening, closing = _literal_delimiter(field, "open"), _literal_delimiter(field, "close")
+        if opening is not None and closing is not None:
+            return ReasoningFormat("template", opening, closing)
+    return None
+
+
+def _json_keys(field: dict[str, Any]) -> tuple[str, str] | None:
+    """The keys of a call's name and arguments, if the calls of a response template are JSON objects."""
+    if field.get("content") != "json" or field.get("content_args"):
         return None
     shape = field.get("transform")
     function = shape.get("function") if isinstance(shape, dict) else None
     if function == "{content}":
-        return Markup(opening, closing, "name", "arguments")
+        return "name", "arguments"
     if not isinstance(function, dict):
         return None
-    keys = [re.fullmatch(r"\{content\.(\w+)\}", str(function.get(key))) for key in ("name", "arguments")]
-    return Markup(opening, closing, *(key[1] for key in keys if key)) if all(keys) else None
+    name, arguments = (re.fullmatch(r"\{content\.(\w+)\}", str(function.get(key))) for key in ("name", "arguments"))
+    return (name[1], arguments[1]) if name and arguments else None
 
 
-def literal_delimiter(field: dict[str, Any], side: str) -> str | None:
+def _literal_delimiter(field: dict[str, Any], side: str) -> str | None:
     """The fixed text that opens or closes a region, or None. `side`: "open" or "close"."""
     literal = field.get(side)
     if isinstance(literal, list):
