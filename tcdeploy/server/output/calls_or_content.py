@@ -17,7 +17,7 @@ from typing import Any
 
 from tcdeploy.server.output.parser import OutputEnd, OutputParser
 from tcdeploy.server.output.parts import OutputPart, OutputText
-from tcdeploy.server.output.structured.json_schema import exact_schemas
+from tcdeploy.server.output.structured.json_schema import exact_schemas, objects
 from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
 from tcdeploy.text.tool_formats import ReasoningFormat
 
@@ -72,21 +72,16 @@ def plain_calls(functions: list[dict[str, Any]]) -> str:
             "type": "object", "properties": {"name": {"const": function["name"]}, "parameters": parameters},
             "required": ["name", "parameters"], "additionalProperties": False,
         }  # fmt: skip
-        _check_references(parameters)
+        for item in objects(parameters):  # a reference must mean the same once the parameters are in the call's schema
+            reference = item.get("$ref")
+            if isinstance(reference, str) and not reference.startswith(("#/$defs/", "#/definitions/")):
+                raise UnsupportedSchemaError(
+                    f"the reference {reference[:80]!r} is not supported in calls of this format"
+                )
         schema |= {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # targets of $refs
         schemas.append(schema)
     rules = [f"call_{number}: %json {json.dumps(exact)}" for number, exact in enumerate(exact_schemas(schemas))]
     return "\n".join([f"start: {' | '.join(f'call_{number}' for number in range(len(functions)))}", *rules])
-
-
-def _check_references(value: Any) -> None:
-    """Raise UnsupportedSchemaError for a reference that means another schema once the parameters are in the call's."""
-    if isinstance(value, dict):
-        reference = value.get("$ref")
-        if isinstance(reference, str) and not reference.startswith(("#/$defs/", "#/definitions/")):
-            raise UnsupportedSchemaError(f"the reference {reference[:80]!r} is not supported in calls of this format")
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_references(item)
 
 
 def calls_or_content(

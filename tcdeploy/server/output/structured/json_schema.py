@@ -17,6 +17,7 @@ A schema that cannot be rewritten raises UnsupportedSchemaError. Does not import
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
@@ -67,13 +68,20 @@ def exact_schemas(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def count_properties(schema: Any) -> int:
     """The number of properties of all objects in a JSON schema."""
-    if isinstance(schema, list):
-        return sum(map(count_properties, schema))
-    if not isinstance(schema, dict):
-        return 0
-    properties = schema.get("properties")
-    own = len(properties) if isinstance(properties, dict) else 0
-    return own + sum(map(count_properties, schema.values()))
+    properties = (item.get("properties") for item in objects(schema))
+    return sum(len(item) for item in properties if isinstance(item, dict))
+
+
+def objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            yield item
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
 
 
 class _Rewriter:
