@@ -131,11 +131,10 @@ def _lower_bounds(bounds: dict[str, Any], keys: tuple[str, str], sign: int) -> I
 
 
 def _integer_bounds(lower: list[_Bound], upper: list[_Bound]) -> tuple[_Bound | None, _Bound | None]:
-    first, negated_last = (max(map(_first_integer, side), default=None) for side in (lower, upper))
-    low, high = _representable(first), _representable(negated_last)
-    if low is not None and high is not None and first <= -negated_last and low.number > -high.number:
-        raise UnsupportedSchemaError(f"integers from {first} to {-negated_last} cannot be generated exactly")
-    return low, high
+    low, high = (_Bound(max(map(_first_integer, side))) if side else None for side in (lower, upper))
+    if low and high and low.number <= -high.number and _representable(low).number > -_representable(high).number:
+        raise UnsupportedSchemaError(f"integers from {low.number} to {-high.number} cannot be generated exactly")
+    return low and _representable(low), high and _representable(high)
 
 
 def _first_integer(bound: _Bound) -> int:
@@ -144,10 +143,9 @@ def _first_integer(bound: _Bound) -> int:
     return math.floor(value) + 1 if bound.is_exclusive else math.ceil(value)
 
 
-def _representable(first: int | None) -> _Bound | None:
-    """The smallest integer from `first` on that is a float64 and an int64 number."""
-    if first is None:
-        return None
+def _representable(bound: _Bound) -> _Bound:
+    """The smallest integer from an inclusive bound on that is a float64 and an int64 number."""
+    first = bound.number
     if first > MAX_INTEGER:
         raise UnsupportedSchemaError(TOO_LARGE)
     nearest = float(max(first, -MAX_INTEGER))
@@ -192,7 +190,7 @@ def add_multiple(multiples: set[Fraction], schema: dict[str, Any]) -> None:
 
     Raises UnsupportedSchemaError if they need too many states together.
     """
-    value = schema.get("multipleOf")
+    value: Any = schema.get("multipleOf")
     if not _is_number(value) or not 0 < value < math.inf:
         return  # llguidance refuses it
     multiples.add(Fraction(_decimal(value)))
