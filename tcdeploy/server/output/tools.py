@@ -30,7 +30,6 @@ from tcdeploy.server.output.parts import split
 from tcdeploy.server.output.structured.json_schema import exact_schemas
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.template_parser import TemplateParser, template_format, template_reasoning
-from tcdeploy.text.response_template import response_template
 from tcdeploy.text.template_probe import template_form
 from tcdeploy.text.tool_formats import (
     REASONING_FORMATS,
@@ -39,6 +38,7 @@ from tcdeploy.text.tool_formats import (
     ReasoningFormat,
     ToolFormat,
     reasoning_format,
+    response_template,
     template_text,
     tool_format,
 )
