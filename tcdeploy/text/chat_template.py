@@ -92,7 +92,9 @@ def render_messages(
     if continues:
         messages = _mark_end(messages)
     try:
-        request = _make_request(tokenizer, messages, variables)
+        template = tokenizer.get_chat_template(None, variables.get("tools"))
+        variables = {**tokenizer.special_tokens_map, **variables}  # which override special tokens, as in transformers
+        request = json.dumps({"template": template, "messages": messages, "variables": variables}).encode()
     except (TypeError, ValueError, RecursionError) as error:  # no template; arguments not JSON, or nested too deep
         raise ModelError(f"the chat template cannot be used: {error}") from error
     reply = _process.exchange(request)
@@ -152,34 +154,19 @@ def renders_in_python(tokenizer: Any) -> bool:
     return method is not PreTrainedTokenizerBase.apply_chat_template
 
 
-def _make_request(tokenizer: Any, messages: list[dict[str, Any]], variables: dict[str, Any]) -> bytes:
-    """What chat_template_process.py needs, as `apply_chat_template` selects it."""
-    request = {
-        "template": tokenizer.get_chat_template(None, variables.get("tools")),
-        "messages": messages,
-        # Template variables override special tokens, as in `apply_chat_template`.
-        "variables": {**tokenizer.special_tokens_map, **variables},
-    }
-    return json.dumps(request).encode()
-
-
 class _RenderProcess:
     """Owns the process and its connection. Requests are rendered one after another."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._is_ready = False
 
-    def start(self) -> None:
-        with self._lock:
-            self._start()
-
     def exchange(self, request: bytes) -> dict[str, Any]:
         """Send a request and return the reply. Raises ModelError if no reply comes in time, or if the process exits."""
         with self._lock:
-            connection = self._start()
+            connection = self.start()
             try:
                 if not self._is_ready:
                     self._receive(connection, START_SECONDS, "did not start")
@@ -189,53 +176,48 @@ class _RenderProcess:
                     self._receive(connection, RENDER_SECONDS, "is too slow: it did not finish")
                 )
             except (EOFError, OSError) as error:
-                self._stop()
+                self.stop()
                 raise ModelError("the chat template failed: the process that renders it has exited") from error
             return reply
 
     def _receive(self, connection: Connection, timeout_s: float, failure: str) -> bytes:
         if connection.poll(timeout_s):
             return connection.recv_bytes()
-        self._stop()
-        self._start()  # ready for the next request
+        self.stop()
+        self.start()  # ready for the next request
         raise ModelError(f"the chat template {failure} within {timeout_s:g} s", "check the messages and the template")
 
-    def _start(self) -> Connection:
-        if self._connection is None or self._process is None or self._process.poll() is not None:
-            self._stop()
-            self._connection, child_connection = Pipe()
-            self._process = subprocess.Popen(
-                # -P: do not import modules from the script's folder
-                [sys.executable, "-P", str(SCRIPT), str(child_connection.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env=_process_environment(), pass_fds=[child_connection.fileno()],
-            )  # fmt: skip
-            child_connection.close()
-        return self._connection
-
-    def _stop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._connection, self._process, self._is_ready = None, None, False
+    def start(self) -> Connection:
+        with self._lock:
+            if self._connection is None or self._process is None or self._process.poll() is not None:
+                self.stop()
+                self._connection, child_connection = Pipe()
+                inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
+                self._process = subprocess.Popen(
+                    # -P: do not import modules from the script's folder
+                    [sys.executable, "-P", str(SCRIPT), str(child_connection.fileno())],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    # this process's `sys.path` may differ from its own variable
+                    env={**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    pass_fds=[child_connection.fileno()],
+                )  # fmt: skip
+                child_connection.close()
+            return self._connection
 
     def stop(self) -> None:
         with self._lock:
-            self._stop()
+            if self._connection is not None:
+                self._connection.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+            self._connection, self._process, self._is_ready = None, None, False
 
     def forget(self) -> None:
         """Drop the connection in a forked child, because the process belongs to the parent."""
         if self._connection is not None:
             self._connection.close()
         self.__init__()  # type: ignore[misc]
-
-
-def _process_environment() -> dict[str, str]:
-    """The variables of the process. PYTHONPATH is this process's `sys.path`, which may differ from its own variable."""
-    inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
-    return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 _process = _RenderProcess()

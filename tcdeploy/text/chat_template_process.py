@@ -103,7 +103,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda format: datetime.now().strftime(format),
         "dict": DictFunctions(),
         "namespace": PublicNamespace,
     }
@@ -165,10 +165,6 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _template_line(error: Exception) -> int | None:

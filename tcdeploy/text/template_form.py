@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from tcdeploy.errors import ModelError
@@ -156,18 +157,9 @@ def _without_legacy_fields(conversation: Iterable[dict[str, Any]]) -> Iterator[T
 
 def _merge_instructions(messages: Iterable[TemplateMessage]) -> Iterator[TemplateMessage]:
     """The messages, with each run of adjacent system and developer messages as one with the role of the first."""
-    pending: TemplateMessage | None = None
-    for message in messages:
-        if pending is not None and message.fields["role"] in INSTRUCTION_ROLES:
-            pending.fields["content"] = MESSAGE_SEPARATOR.join(
-                filter(None, (item.fields.get("content") for item in (pending, message)))
-            )
-            continue
-        if pending is not None:
-            yield pending
-        is_instruction = message.fields["role"] in INSTRUCTION_ROLES
-        pending = message if is_instruction else None
-        if not is_instruction:
-            yield message
-    if pending is not None:
-        yield pending
+    for is_instruction, run in groupby(messages, lambda message: message.fields["role"] in INSTRUCTION_ROLES):
+        first, *others = run
+        if is_instruction and others:
+            texts = (message.fields.get("content") for message in (first, *others))
+            first.fields["content"], others = MESSAGE_SEPARATOR.join(filter(None, texts)), []
+        yield from (first, *others)

@@ -123,8 +123,10 @@ class ToolSupport:
         else:
             is_open = reasoning is not None and _opens_reasoning(prompt, reasoning, request)
             parser = TagParser(used, reasoning, tools, starts_in_reasoning=is_open, max_calls=max_calls)
-        delimiters = (reasoning.opening, reasoning.closing) if reasoning else ()
-        delimiters += used.delimiters if used else ()
+        delimiters = (
+            *(used.delimiters if used else ()),
+            *((reasoning.opening, reasoning.closing) if reasoning else ()),
+        )
         if has_constraint and not request.forced_tools:
             return SelectedParser(CallsOrContent(parser), delimiters)
         return SelectedParser(parser, None if isinstance(parser, TemplateParser) else delimiters)
@@ -153,7 +155,7 @@ class ToolSupport:
         loop's thread, because rewriting large schemas takes some 50 ms.
         """
         functions = [tool["function"] for tool in request.forced_tools]
-        forced, reasoning = self._format and self._format.forced, self._reasoning
+        forced, reasoning = self._format.forced if self._format else None, self._reasoning
         if forced and self._template is None and reasoning and not _is_harmony(reasoning):
             is_open = _opens_reasoning(prompt, reasoning, request)
             forced = replace(forced, start=f"{reasoning.closing}\n\n{forced.start}") if is_open else forced
