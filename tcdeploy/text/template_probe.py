@@ -220,7 +220,4 @@ class _Probe:
 
 def _contents(form: TemplateForm, role: str) -> tuple[TemplateForm, TemplateForm]:
     """The form with the content of `role` as text, and as parts."""
-    return (
-        replace(form, part_roles=form.part_roles - {role}),
-        replace(form, part_roles=form.part_roles | {role}),
-    )
+    return (replace(form, part_roles=form.part_roles - {role}), replace(form, part_roles=form.part_roles | {role}))

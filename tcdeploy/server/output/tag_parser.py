@@ -11,7 +11,6 @@ output ends with a call, the results of the second parser are used.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from typing import Any
 
@@ -24,6 +23,7 @@ from tcdeploy.text.tool_formats import ReasoningFormat, ToolFormat
 
 MAX_HEADER_CHARS = 256  # between an opening and the arguments
 MAX_SPACE = 256  # before a delimiter at the start of the output
+NO_CALLS = ToolFormat("none", "json")
 HEADER_ENDS = {"json": "{", "python": "[", "xml": ">"}  # by syntax: the arguments begin here, in XML after it
 PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python
 
@@ -40,8 +40,8 @@ class TagParser(SteppingParser):
         starts_in_reasoning: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        super().__init__(PartsBuilder(max_calls, tool_format.id_length if tool_format else 0))
-        self._format, self._reasoning = tool_format, reasoning
+        self._format, self._reasoning = tool_format or NO_CALLS, reasoning
+        super().__init__(PartsBuilder(max_calls, self._format.id_length))
         self._tools, self._max_calls = tools, max_calls
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self._end: OutputEnd | None = None
@@ -79,7 +79,7 @@ class TagParser(SteppingParser):
                 return True
             if self._reasoning.opening.startswith(text) and not is_last:
                 return False
-        begins_call = self._begins_call(text) if self._format and self._format.starts_output else False
+        begins_call = self._begins_call(text) if self._format.starts_output else False
         if begins_call is None and not is_last:
             return False
         if begins_call:
@@ -92,7 +92,6 @@ class TagParser(SteppingParser):
 
     def _begins_call(self, text: str) -> bool | None:
         """Whether a text without an opening begins a call; None if more text is needed to decide."""
-        assert self._format is not None
         if self._format.syntax == "python":
             match, start = re.match(r"\[\s*([\w.-]+)\(", text), r"(\[\s*[\w.-]*)?"
             known_names = set(self._schemas)
@@ -107,7 +106,7 @@ class TagParser(SteppingParser):
         literal = self._find(self._call_marks, is_last, self._builder.add_content)
         if literal is None:
             return False
-        if self._format is not None and literal in self._format.openings:
+        if literal in self._format.openings:
             self._open_call(literal)
             return True
         self._buffer = self._buffer[len(literal) :]
@@ -120,14 +119,11 @@ class TagParser(SteppingParser):
         if literal is None:
             return False
         if literal != self._reasoning.closing:
-            self._num_searched, self._step = 0, self._read_held_reasoning
+            self._num_searched, self._held_parts, self._step = 0, [], self._read_held_reasoning
             self._held_parser = TagParser(self._format, None, self._tools, max_calls=self._max_calls)
-            self._held_parts = []
             return True
-        self._buffer = self._buffer[len(literal) :]
-        self._may_reason = False
+        self._buffer, self._step, self._may_reason = self._buffer[len(literal) :], self._read_start, False
         self._builder.end_content()
-        self._step = self._read_start
         return True
 
     def _read_held_reasoning(self, is_last: bool) -> bool:
@@ -142,29 +138,18 @@ class TagParser(SteppingParser):
         self._held_parts += self._held_parser.push(self._buffer[self._num_searched :])
         self._num_searched = len(self._buffer)
         if is_last:
-            self._end_held_reasoning(self._held_parser)
-        return False
-
-    def _end_held_reasoning(self, parser: TagParser) -> None:
-        assert self._end is not None
-        held = split([*self._held_parts, *parser.finish(self._end)])
-        if parser.ends_with_call:
-            self._builder.add_reasoning(held.content)
-            for call in held.calls:
+            held = split([*self._held_parts, *self._held_parser.finish(self._end or "complete")])
+            ends_with_call = self._held_parser.ends_with_call
+            self._builder.add_reasoning(held.content if ends_with_call else self._buffer)
+            for call in held.calls if ends_with_call else ():
                 self._builder.add_call(call.name, call.arguments)
-        else:
-            self._builder.add_reasoning(self._buffer)
-        self._buffer = ""
+            self._buffer = ""
+        return False
 
     @property
     def _call_marks(self) -> tuple[str, ...]:
         """Delimiters that begin a call or a list of calls."""
-        return (*self._format.openings, *self._format.dropped) if self._format else ()
-
-    def _read_rest(self, is_last: bool) -> bool:
-        self._builder.add_content(self._buffer)
-        self._buffer = ""
-        return False
+        return *self._format.openings, *self._format.dropped
 
     # Calls. The buffer begins with the opening until the call is complete.
 
@@ -173,7 +158,6 @@ class TagParser(SteppingParser):
         self._step = self._read_header
 
     def _read_header(self, is_last: bool) -> bool:
-        assert self._format is not None
         max_end = len(self._opening) + MAX_HEADER_CHARS
         index = self._buffer.find(HEADER_ENDS[self._format.syntax], len(self._opening), max_end)
         if index < 0:
@@ -220,7 +204,6 @@ class TagParser(SteppingParser):
 
         The separator may be missing: models write one object per line, or several between the delimiters of one call.
         """
-        assert self._format is not None
         text = self._buffer = self._buffer.lstrip()
         separator = self._format.separator if not self._has_name else ""
         endings = tuple(filter(None, (*self._format.closings, separator)))
@@ -243,7 +226,6 @@ class TagParser(SteppingParser):
 
     def _object_follows(self, text: str) -> bool | None:
         """Whether the object of another call follows a call; None if more text is needed to decide."""
-        assert self._format is not None
         if self._format.syntax != "json" or self._has_name or self._is_closed or not text.startswith("{"):
             return False
         return True if self._format.closings else self._begins_call(text)
@@ -275,13 +257,12 @@ class TagParser(SteppingParser):
 
     def _add_cut_call(self) -> None:
         """Add the open call with the arguments generated so far, if its name is complete."""
-        calls: list[tuple[str, str]] = []
-        if self._step == self._read_call:
-            with contextlib.suppress(*PARSE_ERRORS):
-                calls = self._call.cut_calls(self._buffer)
+        try:
+            calls = self._call.cut_calls(self._buffer) if self._step == self._read_call else []
+        except PARSE_ERRORS:
+            return
         for name, arguments in calls:
             self._builder.add_call(name, arguments)
         if calls:
             self._builder.end_content()
-            self._buffer = ""
-            self._step = self._read_rest
+            self._buffer, self._step = "", self._read_content
