@@ -63,38 +63,24 @@ def template_form(tokenizer: Any, *, has_tools: bool = False) -> TemplateForm:
         template = "" if renders_in_python(tokenizer) else tokenizer.get_chat_template(None, tools)
     except ValueError:  # no template
         return TemplateForm()
-    try:
-        return _probe(tokenizer, template, has_tools)
-    except _LateProbeError as error:
-        return error.form
-
-
-class _LateProbeError(Exception):
-    """A probe that ran out of time. An exception, because `lru_cache` does not keep it."""
-
-    def __init__(self, form: TemplateForm) -> None:
-        super().__init__()
-        self.form = form  # what was found in time
+    # A late probe is not repeated from the cache, because the number of late ones is a part of its key.
+    return _probe(tokenizer, template, has_tools, min(_num_late_probes[template, has_tools], MAX_PROBES - 1))
 
 
 _num_late_probes: Counter[tuple[str, bool]] = Counter()
 
 
 @functools.lru_cache(maxsize=16)
-def _probe(tokenizer: Any, template: str, has_tools: bool) -> TemplateForm:
+def _probe(tokenizer: Any, template: str, has_tools: bool, num_late: int) -> TemplateForm:
     probe = _Probe(tokenizer, template, has_tools)
     form = probe.form()
-    if not probe.is_late:
-        return form
-    _num_late_probes[template, has_tools] += 1
-    is_last = _num_late_probes[template, has_tools] >= MAX_PROBES
-    log.warning(
-        "the probe of the chat template took over %g s, so tools and some messages may be refused%s",
-        PROBE_SECONDS, "" if is_last else "; the next request repeats it",
-    )  # fmt: skip
-    if is_last:
-        return form
-    raise _LateProbeError(form)
+    if probe.is_late:
+        _num_late_probes[template, has_tools] = num_late + 1
+        log.warning(
+            "the probe of the chat template took over %g s, so tools and some messages may be refused%s",
+            PROBE_SECONDS, "" if num_late + 1 == MAX_PROBES else "; the next request repeats it",
+        )  # fmt: skip
+    return form
 
 
 class _Probe:
