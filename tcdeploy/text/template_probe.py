@@ -24,8 +24,7 @@ from typing import Any, get_args
 
 from tcdeploy.errors import ModelError
 from tcdeploy.text.chat_template import render_messages, renders_in_python
-from tcdeploy.text.template_form import Arguments, CallContent, TemplateForm
-from tcdeploy.text.template_outline import render_outline
+from tcdeploy.text.template_form import Arguments, CallContent, TemplateForm, render_outline
 
 PROBE_SECONDS = 2.0
 MAX_PROBES = 3  # of a slow template; each one delays the requests that wait for a rendering

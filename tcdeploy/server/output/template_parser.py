@@ -8,8 +8,10 @@ white space outside of calls (20 s for 120,000 spaces), so the rest of a long ru
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from tcdeploy.server.output.json_text import dump, has_utf8, object_members, string_value
@@ -34,13 +36,15 @@ class TemplateParser:
     ) -> None:
         """Raises ImportError without transformers, and ValueError for an invalid template."""
         self.num_malformed = 0
-        self._parser = _new_response_parser(template, prompt, tools)
+        # a module without stability guarantees
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._parser = ResponseParser(template, prefix=prompt, tools=tools)
         self._field = template.get("fields", {}).get("tool_calls", {})
         self._builder = PartsBuilder(max_calls, trims_content=True)
         self._text: list[str] = []  # since the last call, or the last reasoning
         self._body: list[str] | None = None  # the reported text of the open call; None: no call is open
         self._num_spaces = 0  # at the end of the text
-        self._is_broken = False
 
     @property
     def has_calls(self) -> bool:
@@ -48,20 +52,14 @@ class TemplateParser:
 
     def push(self, text: str) -> list[OutputPart]:
         for piece in _PIECE.findall(text):
-            self._push_piece(piece)
+            if self.num_malformed:
+                self._builder.add_content(piece)
+                continue
+            if self._body is None:
+                piece = self._without_long_space(piece)
+            self._text.append(piece)
+            self._collect(functools.partial(self._parser.feed, piece))
         return self._builder.take()
-
-    def _push_piece(self, piece: str) -> None:
-        if self._is_broken:
-            self._builder.add_content(piece)
-            return
-        if self._body is None:
-            piece = self._without_long_space(piece)
-        self._text.append(piece)
-        try:
-            self._collect(self._parser.feed(piece))
-        except PARSER_ERRORS as error:
-            self._break(error)
 
     def _without_long_space(self, piece: str) -> str:
         num_leading = len(piece) - len(piece.lstrip())
@@ -71,37 +69,40 @@ class TemplateParser:
         return piece[num_leading - num_kept :]
 
     def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
-        if self._is_broken:
-            return self._builder.take()
-        is_open = self._body is not None
+        is_open = self._body is not None and not self.num_malformed
         if is_open and end == "length" and (call := self._cut_call()) is not None:
             self._builder.add_call(*call)
         elif is_open and end != "complete":
             self._builder.add_content(self._text_of_call())
-        else:
-            try:
-                self._collect(self._parser.finalize()[1])
-            except PARSER_ERRORS as error:
-                self._break(error)
+        elif not self.num_malformed:
+            self._collect(lambda: self._parser.finalize()[1])
         return self._builder.take()
 
-    def _collect(self, events: list[dict[str, Any]]) -> None:
-        for event in events:
-            kind, field = event["type"], event["field"]
-            if field == "tool_calls":
-                if kind == "region_open":
-                    self._body = []
-                elif kind == "region_chunk":
-                    assert self._body is not None  # a chunk follows the opening of its region
-                    self._body.append(event["text"])
-                else:
-                    self._add_calls(event["value"])
-                    self._body, self._text = None, []
-            elif kind == "region_chunk" and field == "content":
-                self._builder.add_content(event["text"])
-            elif kind == "region_chunk" and field in REASONING_FIELDS:
-                self._builder.add_reasoning(event["text"])
-                self._text = []
+    def _collect(self, parse: Callable[[], list[dict[str, Any]]]) -> None:
+        """Add the events of some text. If it has a malformed call, all text from its opening on is content."""
+        try:
+            for event in parse():
+                self._add(event["type"], event["field"], event)
+        except PARSER_ERRORS as error:
+            self.num_malformed = 1
+            log_malformed(error)
+            self._builder.add_content(self._text_of_call())
+
+    def _add(self, kind: str, field: str, event: dict[str, Any]) -> None:
+        if field == "tool_calls":
+            if kind == "region_open":
+                self._body = []
+            elif kind == "region_chunk":
+                assert self._body is not None  # a chunk follows the opening of its region
+                self._body.append(event["text"])
+            else:
+                self._add_calls(event["value"])
+                self._body, self._text = None, []
+        elif kind == "region_chunk" and field == "content":
+            self._builder.add_content(event["text"])
+        elif kind == "region_chunk" and field in REASONING_FIELDS:
+            self._builder.add_reasoning(event["text"])
+            self._text = []
 
     def _add_calls(self, value: Any) -> None:
         calls = []
@@ -116,12 +117,6 @@ class TemplateParser:
         self._builder.end_content()
         for name, text in calls:
             self._builder.add_call(name, text)
-
-    def _break(self, error: Exception) -> None:
-        """Return all text from the opening of the malformed call on as content."""
-        self.num_malformed, self._is_broken = 1, True
-        log_malformed(error)
-        self._builder.add_content(self._text_of_call())
 
     def _text_of_call(self) -> str:
         """The text from the opening of the call on."""
@@ -149,13 +144,6 @@ class TemplateParser:
             return name, body.strip()
         arguments = {match["key"]: match["value"] for match in re.finditer(tag_pattern, body, re.DOTALL)}
         return name, dump(arguments)[:-1]
-
-
-def _new_response_parser(template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> Any:
-    """transformers' ResponseParser, a module without stability guarantees. Raises ImportError if it has moved."""
-    from transformers.utils.chat_parsing import ResponseParser
-
-    return ResponseParser(template, prefix=prompt, tools=tools)
 
 
 def _find_opening(field: dict[str, Any], text: str) -> Any:
