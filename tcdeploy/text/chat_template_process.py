@@ -2,13 +2,11 @@
 
 A chat template is code of the model's author. Jinja's sandbox prevents access to files and to Python's internals, but
 does not limit time and memory: two nested loops over range(100000) take hours, `9 ** 9 ** 9` holds the GIL until it is
-computed, and doubling a string 40 times needs a terabyte. A thread that runs such code cannot be stopped, but a process
-can be killed.
+computed, and doubling a string 40 times needs a terabyte. A thread that runs such code cannot be stopped.
 
 Requests are JSON objects with `template`, `messages` and `variables`; replies are {"text": ...} or {"error": ...,
-"line": ...}. Templates are written for transformers' `apply_chat_template`, so `make_environment` gives them the same
-functions, and tests compare the texts. transformers itself is not imported: it takes 1 s and 60 MB, and need not be
-installed. Imports nothing of this package, and no torch.
+"line": ...}. transformers is not imported: it takes 1 s and 60 MB, and need not be installed; tests compare the texts.
+Imports nothing of this package, and no torch.
 """
 
 from __future__ import annotations
@@ -141,19 +139,14 @@ class PublicNamespace(Namespace):
     """Jinja's `namespace` without names that start with an underscore, such as `__class__`."""
 
     def __init__(self, /, *items: Any, **named_items: Any) -> None:
-        values = dict(*items, **named_items)
-        for name in values:
-            _check_public(name)
-        super().__init__(values)
+        super().__init__()
+        for name, value in dict(*items, **named_items).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_public(name)
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot have the attribute {name!r}, which starts with an underscore")
         super().__setitem__(name, value)
-
-
-def _check_public(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot have the attribute {name!r}, which starts with an underscore")
 
 
 def _to_json(

@@ -2,7 +2,7 @@
 
 OpenAI's API allows both in one request, and agents send both in every turn. A grammar begins with the reasoning, if the
 model reasons, and then has two alternatives: calls, and JSON of the request's schema. Where the format of calls has no
-grammar of its own, any text may follow an opening of a call (`open_calls`).
+grammar of its own, any text may follow an opening of a call.
 
 The parser of calls would also find calls in the strings of JSON content. `CallsOrContent` therefore bypasses that
 parser once the content has begun.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from tcdeploy.server.output.parser import OutputEnd, OutputParser
@@ -52,11 +52,6 @@ class CallsOrContent:
         parts = self._parser.finish(end)
         self.num_malformed = self._parser.num_malformed
         return parts
-
-
-def open_calls(openings: Iterable[str], text: Callable[[str], str]) -> str:
-    """Grammar of calls that begin with one of `openings`, followed by any tokens. `text`: terminals of a fixed text."""
-    return f"start: ({' | '.join(map(text, openings))}) rest\nrest: <[*]>*"
 
 
 def plain_calls(functions: list[dict[str, Any]]) -> str:
@@ -99,7 +94,7 @@ def calls_or_content(
     `calls`: a grammar with the rule `start`. `after_reasoning`, `before_content`: fixed texts of the model's format.
     """
     rules = [re.sub("^start:", "calls:", calls), f"json: %json {json.dumps(schema)}"]
-    rules.append(f"content: {text(before_content) if before_content else ''} json")
+    rules.append(f"content: {text(before_content)} json")
     start = "start: (calls | content)"
     if reasoning is not None:
         closing = text(reasoning.closing)

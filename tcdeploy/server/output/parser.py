@@ -135,10 +135,6 @@ class SteppingParser:
     def has_calls(self) -> bool:
         return self._builder.num_calls > 0
 
-    @property
-    def ends_with_call(self) -> bool:
-        return self._builder.ends_with_call
-
     def push(self, text: str) -> list[OutputPart]:
         self._parse(text)
         return self._builder.take()

@@ -44,17 +44,12 @@ class SplitOutput(NamedTuple):
 
 def split(parts: Iterable[OutputPart]) -> SplitOutput:
     """The parts by kind, without their order."""
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[OutputCall] = []
-    for part in parts:
-        if isinstance(part, OutputText):
-            texts.append(part.text)
-        elif isinstance(part, OutputReasoning):
-            reasoning.append(part.text)
-        else:
-            calls.append(part)
-    return SplitOutput("".join(texts), "".join(reasoning), calls)
+    parts = list(parts)
+    return SplitOutput(
+        "".join(part.text for part in parts if isinstance(part, OutputText)),
+        "".join(part.text for part in parts if isinstance(part, OutputReasoning)),
+        [part for part in parts if isinstance(part, OutputCall)],
+    )
 
 
 def joined(parts: Iterable[OutputPart]) -> Iterator[OutputPart]:

@@ -139,7 +139,7 @@ class TagParser(SteppingParser):
         self._num_searched = len(self._buffer)
         if is_last:
             held = split([*self._held_parts, *self._held_parser.finish(self._end or "complete")])
-            ends_with_call = self._held_parser.ends_with_call
+            ends_with_call = self._held_parser._builder.ends_with_call
             self._builder.add_reasoning(held.content if ends_with_call else self._buffer)
             for call in held.calls if ends_with_call else ():
                 self._builder.add_call(call.name, call.arguments)

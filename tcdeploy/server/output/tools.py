@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.apis.openai.protocol import ChatRequest, bad_request
-from tcdeploy.server.output.calls_or_content import CallsOrContent, calls_or_content, open_calls, plain_calls
+from tcdeploy.server.output.calls_or_content import CallsOrContent, calls_or_content, plain_calls
 from tcdeploy.server.output.harmony_parser import HarmonyParser
 from tcdeploy.server.output.parser import OutputParser
 from tcdeploy.server.output.parts import split
@@ -185,7 +185,7 @@ class ToolSupport:
             allow_multiple = request.parallel_tool_calls is not False
             calls = call_grammar(functions, used.forced, self._grammar_text, allow_multiple)
         elif openings := (*used.openings, *used.dropped, *names):
-            calls = open_calls(openings, self._grammar_text)
+            calls = f"start: ({' | '.join(map(self._grammar_text, openings))}) rest\nrest: <[*]>*"
         else:
             field = request.constraint_field
             raise bad_request(

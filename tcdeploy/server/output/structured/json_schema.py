@@ -223,12 +223,7 @@ class _Rewriter:
 
 def _canonical(value: Any) -> str:
     """Equal texts for equal JSON values: [1] and [1.0] are equal, true and 1 are not."""
-
-    def read(text: str) -> int | float:
-        number = float(text)
-        return int(number) if number.is_integer() else number
-
-    return json.dumps(json.loads(json.dumps(value), parse_float=read), sort_keys=True)
+    return repr(json.loads(json.dumps(value, sort_keys=True), parse_int=Fraction, parse_float=Fraction))
 
 
 def _pointer(reference: str) -> tuple[str, ...] | None:
