@@ -128,10 +128,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 def reserved_names(tokenizer: Any) -> Set[str]:
-    """Names that template variables of a client cannot have, because they are arguments of the functions that render.
-
-    Some have fields of their own in the API; the others could replace the messages or the template.
-    """
+    """Arguments of the functions that render. A client that set them could replace the messages or the template."""
     if renders_in_python(tokenizer):
         return RESERVED_NAMES | inspect.signature(tokenizer.apply_chat_template).parameters.keys()
     return RESERVED_NAMES

@@ -66,10 +66,7 @@ def _reply(template: str, messages: list[dict[str, Any]], variables: dict[str, A
 
 
 def render(template: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    """The text that transformers' `render_jinja_template` returns for one conversation.
-
-    Templates may test `tools`, `documents` and `add_generation_prompt`, so these are always defined.
-    """
+    """The text that transformers' `render_jinja_template` returns for one conversation."""
     defined = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
     return _compile(template).render({**defined, "messages": [_with_reasoning_names(item) for item in messages]})
 
@@ -88,10 +85,7 @@ def _compile(template: str) -> Template:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Jinja's sandbox with the settings, filters and functions that transformers gives chat templates.
-
-    Raises RuntimeError for a version of Jinja whose sandbox has a known escape.
-    """
+    """Jinja's sandbox with transformers' settings, filters and functions. Raises RuntimeError for an unsafe Jinja."""
     version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdecimal())
     if version < SAFE_JINJA:
         raise RuntimeError(f"Jinja {jinja2.__version__} is not safe; version 3.1.6 or newer is needed")

@@ -72,9 +72,6 @@ class IncrementalDetokenizer:
 
 
 def chat_prompt(tokenizer: Any, message: str) -> list[int]:
-    """Token ids of one user message, rendered by the model's chat template with a generation prompt.
-
-    Raises ModelError if the template fails.
-    """
+    """Token ids of one user message with a generation prompt. Raises ModelError if the template fails."""
     text = render_conversation(tokenizer, [{"role": "user", "content": message}], {"add_generation_prompt": True})
     return list(tokenizer(text, add_special_tokens=False).input_ids)

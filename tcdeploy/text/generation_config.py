@@ -21,14 +21,11 @@ from tcdeploy.models.load import resolve_model_path
 
 
 class GenerationConfigFile(NamedTuple):
-    """The path and content of a generation_config.json. `problem`: why it cannot be used, or "".
-
-    `is_downloaded`: False if the Hub's cache does not show whether the model has the file. It has no values then.
-    """
+    """A generation_config.json. `is_downloaded`: False if the Hub's cache does not show whether the model has one."""
 
     path: str
     values: dict[str, Any]
-    problem: str = ""
+    problem: str = ""  # why it cannot be used
     is_downloaded: bool = True
 
 

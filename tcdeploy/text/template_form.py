@@ -187,10 +187,7 @@ class Place(NamedTuple):
 def make_outline(
     messages: Iterable[TemplateMessage], *, marks_names: bool = True
 ) -> tuple[list[dict[str, Any]], list[Place]]:
-    """The outline of a conversation, and the place of each mark. Without `marks_names`, calls keep their names.
-
-    Reasoning has no marks, because templates drop that of earlier turns.
-    """
+    """The outline, and the place of each mark. Reasoning has none, because templates drop that of earlier turns."""
     outline: list[dict[str, Any]] = []
     places: list[Place] = []
     for number, fields in messages:

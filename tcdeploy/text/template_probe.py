@@ -166,10 +166,7 @@ class _Probe:
         return next((form for form in candidates if self._renders(form, *conversation, checked=checked)), None)
 
     def _renders(self, form: TemplateForm, *conversation: dict[str, Any], checked: int | None = None) -> bool:
-        """Whether all messages, or the one at the index `checked`, appear in the prompt.
-
-        Parts or arguments that are printed as Python objects do not count: no model is trained with them.
-        """
+        """Whether all messages, or the one at the index `checked`, are in the prompt, and not as Python objects."""
         messages = form.messages(conversation)
         try:
             text, missing = render_outline(messages, self._render)

@@ -154,10 +154,7 @@ def _translate(model: str, revision: str | None, error: Exception) -> TcdeployEr
 
 
 def _correct_packages(folder: Path | None, packages: list[str]) -> list[str]:
-    """`packages`, corrected: transformers asks for tiktoken if SentencePiece is not installed.
-
-    A SentencePiece model is a protobuf message that starts with its first field, the byte 10.
-    """
+    """transformers asks for tiktoken if SentencePiece is missing. Files of SentencePiece begin with the byte 10."""
     if packages != ["tiktoken"] or folder is None or importlib.util.find_spec("sentencepiece"):
         return packages
     files = [path for path in folder.glob("*.model") if path.is_file()]

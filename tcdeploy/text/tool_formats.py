@@ -182,10 +182,7 @@ def reasoning_format(parser: str, chat_template: str) -> ReasoningFormat | None:
 
 
 def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
-    """That of the tokenizer, else of its family in transformers, which is imported then.
-
-    None if there is none, or if a format of this module is detected in the chat template, which then suffices.
-    """
+    """The tokenizer's, else its family's in transformers, unless a format of this module is detected; or None."""
     if isinstance(tokenizer, StoredTokenizer):  # its template was looked up when the tokenizer was stored
         return tokenizer.response_template
     template = getattr(tokenizer, "response_template", None)

@@ -22,17 +22,12 @@ from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaEr
 from tcdeploy.text.tool_formats import ReasoningFormat
 
 
-class CallsOrContent:
-    """Implements `OutputParser` with the parser of calls."""
+class CallsOrContent(OutputParser):
+    """Uses the parser of calls."""
 
     def __init__(self, parser: OutputParser) -> None:
-        self._parser = parser
-        self._is_content = False
-        self.num_malformed = 0
-
-    @property
-    def has_calls(self) -> bool:
-        return self._parser.has_calls
+        super().__init__(parser._builder)
+        self._parser, self._is_content = parser, False
 
     def push(self, text: str) -> list[OutputPart]:
         parts: list[OutputPart] = []
@@ -41,7 +36,7 @@ class CallsOrContent:
                 return [*parts, OutputText(text[index:])]
             added = self._parser.push(char)
             parts += added
-            if not self._parser.has_calls and any(isinstance(part, OutputText) for part in added):
+            if not self.has_calls and any(isinstance(part, OutputText) for part in added):
                 parts += self.finish("stop_string")
                 self._is_content = True
         return parts

@@ -27,7 +27,7 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
 class HarmonyParser(SteppingParser):
-    """The output of one choice. Implements `OutputParser`."""
+    """The output of one choice."""
 
     def __init__(self, *, max_calls: int | None = None) -> None:
         super().__init__(PartsBuilder(max_calls))

@@ -40,10 +40,7 @@ class ObjectCall:
         self._depth, self._is_in_string = 0, False
 
     def find_end(self, text: str, *, is_complete: bool = False) -> int | None:
-        """The index after the object, which is then in `calls`; None if its end is not in `text` yet.
-
-        Raises ValueError and RecursionError if it is not a call.
-        """
+        """The index after the object, or None. Raises ValueError and RecursionError if it is not a call."""
         while True:
             pattern = _STRING_STOP if self._is_in_string else _STRUCTURE
             match = pattern.search(text, self.position)
@@ -138,10 +135,7 @@ def object_members(text: str, *, is_complete: bool = False) -> dict[str, str]:
 
 
 def valid_object(raw: str) -> str:
-    """`raw` if it is a JSON object. If strings contain control characters, which JSON does not allow, they are escaped.
-
-    Raises ValueError and RecursionError for anything else.
-    """
+    """`raw`, a JSON object, with control characters in strings escaped. Else raises ValueError or RecursionError."""
     value = _DECODER.decode(raw)
     if not isinstance(value, dict):
         raise ValueError("the arguments are not a JSON object")
@@ -154,10 +148,7 @@ def valid_object(raw: str) -> str:
 
 
 def dump(value: Any) -> str:
-    """JSON with unescaped Unicode, unless there is a lone surrogate, which cannot be encoded as UTF-8.
-
-    Raises ValueError for NaN and infinities.
-    """
+    """JSON with unescaped Unicode, unless there is a lone surrogate. Raises ValueError for NaN and infinities."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if has_utf8(text) else json.dumps(value)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from tcdeploy.server.generate.stop_strings import partial_match_length
 from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputReasoning, OutputText
@@ -18,21 +18,6 @@ from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputReasoning
 OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the output ended
 PIECE_CHARS = 1024  # of a long text, which is parsed in pieces
 log = logging.getLogger("tcdeploy.server")
-
-
-class OutputParser(Protocol):
-    """Splits the output of one choice into parts as it arrives. No part has an empty text."""
-
-    num_malformed: int  # calls whose text was returned as content
-
-    @property
-    def has_calls(self) -> bool: ...
-
-    def push(self, text: str) -> list[OutputPart]: ...
-
-    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
-        """The rest of the output, after the last `push`."""
-        ...
 
 
 class TrimmedText:
@@ -113,12 +98,31 @@ class PartsBuilder:
         return parts
 
 
+class OutputParser:
+    """Splits the output of one choice into parts as it arrives. No part has an empty text."""
+
+    def __init__(self, builder: PartsBuilder) -> None:
+        self.num_malformed = 0  # calls whose text was returned as content
+        self._builder = builder
+
+    @property
+    def has_calls(self) -> bool:
+        return self._builder.num_calls > 0
+
+    def push(self, text: str) -> list[OutputPart]:
+        raise NotImplementedError
+
+    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
+        """The rest of the output, after the last `push`."""
+        raise NotImplementedError
+
+
 def log_malformed(reason: object) -> None:
     log.warning("cannot parse a tool call: %.200s", reason)
 
 
-class SteppingParser:
-    """An `OutputParser` that is a state machine: `_step` parses some of the buffer, and selects the next step.
+class SteppingParser(OutputParser):
+    """A state machine: `_step` parses some of the buffer, and selects the next step.
 
     The argument of a step is whether the text has ended. It returns whether another step may follow without more text.
     A step removes the text that it parsed from the buffer, which copies the rest, so long texts are parsed in pieces.
@@ -127,13 +131,8 @@ class SteppingParser:
     _step: Callable[[bool], bool]
 
     def __init__(self, builder: PartsBuilder) -> None:
-        self.num_malformed = 0
-        self._builder = builder
+        super().__init__(builder)
         self._buffer = ""  # text that is not parsed yet
-
-    @property
-    def has_calls(self) -> bool:
-        return self._builder.num_calls > 0
 
     def push(self, text: str) -> list[OutputPart]:
         self._parse(text)

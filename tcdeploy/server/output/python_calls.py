@@ -46,10 +46,7 @@ class PythonListParser:
         self._complete_end = 0  # of the last complete argument of the open call
 
     def find_end(self, text: str, *, is_complete: bool = False) -> int | None:
-        """The index after the closing bracket; None if `text` does not contain it yet.
-
-        At the closing bracket, raises ValueError or SyntaxError if the list is not one of calls.
-        """
+        """The index after the list, or None. At its end, raises ValueError or SyntaxError if it is not one of calls."""
         while True:
             match = (_STRING_STOPS[self._quote] if self._quote else _MARK).search(text, self.position)
             if match is None:
@@ -97,10 +94,7 @@ class PythonListParser:
         return head[2], dump(json.loads(_arguments_as_json(text[head.end() : -1])))
 
     def cut_calls(self, text: str) -> list[tuple[str, str]]:
-        """The calls of a truncated list. The last one has only its complete arguments, as the beginning of JSON.
-
-        Raises ValueError or SyntaxError.
-        """
+        """The calls of a truncated list, the last with its complete arguments. Raises ValueError and SyntaxError."""
         if self._error is not None:
             raise self._error
         if self._depth < 2:

@@ -29,7 +29,7 @@ PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of inva
 
 
 class TagParser(SteppingParser):
-    """The output of one choice. Implements `OutputParser`. In a call, the buffer begins with the call's opening."""
+    """The output of one choice. In a call, the buffer begins with the call's opening."""
 
     def __init__(
         self,
@@ -200,10 +200,7 @@ class TagParser(SteppingParser):
         return not self._opening and not self._is_listed
 
     def _read_after_call(self, is_last: bool) -> bool:
-        """Drop closing delimiters, and open the next call of a list.
-
-        The separator may be missing: models write one object per line, or several between the delimiters of one call.
-        """
+        """Drop closing delimiters, and open the next call of a list, whose separator may be missing."""
         text = self._buffer = self._buffer.lstrip()
         separator = self._format.separator if not self._has_name else ""
         endings = tuple(filter(None, (*self._format.closings, separator)))

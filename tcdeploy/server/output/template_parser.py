@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tcdeploy.server.output.json_text import dump, has_utf8, object_members, string_value
-from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, log_malformed
+from tcdeploy.server.output.parser import OutputEnd, OutputParser, PartsBuilder, log_malformed
 from tcdeploy.server.output.parts import OutputPart
 from tcdeploy.text.tool_formats import ForcedCall, ReasoningFormat, ToolFormat
 
@@ -28,27 +28,22 @@ MAX_SPACE = 256  # white space in a row that reaches ResponseParser, outside of 
 _PIECE = re.compile(r"[^>\]}\n]{0,256}[>\]}\n]?")
 
 
-class TemplateParser:
-    """The output of one choice. Implements `OutputParser`."""
+class TemplateParser(OutputParser):
+    """The output of one choice."""
 
     def __init__(
         self, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]], max_calls: int | None = None
     ) -> None:
         """Raises ImportError without transformers, and ValueError for an invalid template."""
-        self.num_malformed = 0
+        super().__init__(PartsBuilder(max_calls, trims_content=True))
         # a module without stability guarantees
         from transformers.utils.chat_parsing import ResponseParser
 
         self._parser = ResponseParser(template, prefix=prompt, tools=tools)
         self._field = template.get("fields", {}).get("tool_calls", {})
-        self._builder = PartsBuilder(max_calls, trims_content=True)
         self._text: list[str] = []  # since the last call, or the last reasoning
         self._body: list[str] | None = None  # the reported text of the open call; None: no call is open
         self._num_spaces = 0  # at the end of the text
-
-    @property
-    def has_calls(self) -> bool:
-        return self._builder.num_calls > 0
 
     def push(self, text: str) -> list[OutputPart]:
         for piece in _PIECE.findall(text):

@@ -221,10 +221,7 @@ class ToolSupport:
 def call_grammar(
     functions: list[dict[str, Any]], forced: ForcedCall, text: Callable[[str], str], allow_multiple: bool
 ) -> str:
-    """Grammar of one call, or of several. `text` returns the terminals of a fixed text.
-
-    Each schema is a document of its own, so that its $refs resolve.
-    """
+    """Grammar of calls. `text`: terminals of a fixed text. Each schema is its own document, so that its $refs resolve."""
     schemas = exact_schemas([function.get("parameters") or {"type": "object"} for function in functions])
     heads = [text(f"{forced.before_name}{function['name']}{forced.after_name}") for function in functions]
     bodies = " | ".join(f"{head} arguments_{number}" for number, head in enumerate(heads))

@@ -52,10 +52,7 @@ class XmlCall:
         return [(self.name, dump(self.arguments)[:-1])]
 
     def find_end(self, text: str, *, is_complete: bool = False) -> int | None:
-        """The index after the call; None if its end is not in `text` yet. Raises ValueError for a malformed call.
-
-        `is_complete`: the output has ended, so that all closing tags may be missing.
-        """
+        """The index after the call, or None. `is_complete`: closing tags may be missing. Raises ValueError."""
         while True:
             start = self.position = skip_space(text, self.position)
             if is_complete and start == len(text):

@@ -218,10 +218,7 @@ def _decimal(number: Number) -> Decimal:
 
 
 def _is_read_exactly(number: float) -> bool:
-    """Whether serde_json reads the text of a number as the same number.
-
-    It rounds the digits to float64, and then multiplies or divides by a power of ten, which rounds again.
-    """
+    """Whether serde_json reads a number as written: it rounds the digits, and their product with a power of ten."""
     _, digits, exponent = _decimal(number).as_tuple()
     if isinstance(exponent, str) or abs(exponent) > 300:  # infinity and NaN have a letter
         return False

@@ -103,10 +103,7 @@ class StructuredOutputBackend:
             raise bad_request(f"{field} {self._unavailable_reason}", field, "unsupported_parameter")
 
     def check_size(self, schemas: list[Any], field: str) -> None:
-        """Raises ApiError 400 that names `field` if the schemas are too large, or their regexes too long.
-
-        Writing a schema of megabytes as JSON would block the event loop.
-        """
+        """Raises ApiError 400. Writing a schema of megabytes as JSON would block the event loop."""
         _check_limit("the schema", sum(map(count_chars, schemas)), "characters", MAX_SCHEMA_CHARS, field)
         _check_limit("the schema", sum(map(count_properties, schemas)), "properties", MAX_PROPERTIES, field)
         lengths = pattern_lengths(schemas)
@@ -201,18 +198,12 @@ def _grammar(kind: str, value: Any) -> str:
 
 
 def _is_lark(grammar: str) -> bool:
-    """Whether a grammar is Lark and not GBNF.
-
-    llguidance's own test is a regex that holds the GIL for seconds if the grammar begins with many empty lines.
-    """
+    """llguidance's own test is a regex that holds the GIL for seconds if a grammar begins with many empty lines."""
     return any(LARK_LINE.match(line.lstrip()) for line in grammar.splitlines())
 
 
 def _without_anchors(regex: str) -> str:
-    """The regex without `^` at its start and `$` at its end, which many clients write.
-
-    llguidance's regexes always match the whole text, and have no anchors.
-    """
+    """The regex without `^` at its start and `$` at its end. llguidance always matches the whole text."""
     stripped = regex.removeprefix("^")
     num_backslashes = len(stripped) - 1 - len(stripped.removesuffix("$").rstrip("\\"))
     if stripped.endswith("$") and num_backslashes % 2 == 0:
