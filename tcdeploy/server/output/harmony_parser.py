@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable
 
 from tcdeploy.server.output.json_text import ObjectCall
-from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, SteppingParser, log_malformed
-from tcdeploy.server.output.parts import OutputPart
+from tcdeploy.server.output.parser import PartsBuilder, SteppingParser, log_malformed
 
 MESSAGE = "<|message|>"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -31,23 +30,8 @@ class HarmonyParser(SteppingParser):
 
     def __init__(self, *, max_calls: int | None = None) -> None:
         super().__init__(PartsBuilder(max_calls))
-        self._call = ObjectCall(0)
         self._emit: Callable[[str], None] = self._builder.add_content
         self._step = self._read_header
-
-    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
-        self._run_steps(is_last=False)
-        if self._step == self._read_arguments and end == "length":
-            [(name, arguments)] = self._call.cut_calls(self._buffer)
-            self._builder.add_call(name, arguments.strip())
-            return self._builder.finish()
-        while self._step == self._read_arguments:  # messages may follow in the text that is not a call
-            self._fail("the output ends inside the call", is_malformed=end == "complete")
-            text, self._buffer = self._buffer, ""
-            self._parse(text[:MAX_REPARSED_CHARS])
-            self._buffer += text[MAX_REPARSED_CHARS:]
-        self._run_steps(is_last=True)
-        return self._builder.finish()
 
     def _read_header(self, is_last: bool) -> bool:
         self._buffer = _TEXT_ENDS.sub("", self._buffer)
@@ -66,7 +50,7 @@ class HarmonyParser(SteppingParser):
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None:
             self._call = ObjectCall(0, recipient[1])
-            self._step = self._read_arguments
+            self._step = self._read_call
         else:
             is_reasoning = channel is not None and channel[1] == "analysis"
             self._emit = self._builder.add_reasoning if is_reasoning else self._builder.add_content
@@ -80,7 +64,7 @@ class HarmonyParser(SteppingParser):
         self._step = self._read_header
         return True
 
-    def _read_arguments(self, is_last: bool) -> bool:
+    def _read_call(self, is_last: bool) -> bool:
         self._buffer = self._buffer.lstrip()
         if not self._buffer:
             return False
@@ -92,9 +76,13 @@ class HarmonyParser(SteppingParser):
             self._fail(error, is_malformed=True)
             return True
         if end is None:
-            return False
-        [(name, arguments)] = self._call.calls
-        self._builder.add_call(name, arguments)
+            if is_last:  # messages may follow in the text that is not a call
+                self._fail("the output ends inside the call", is_malformed=self._end == "complete")
+                text, self._buffer = self._buffer, ""
+                self._parse(text[:MAX_REPARSED_CHARS])
+                self._buffer += text[MAX_REPARSED_CHARS:]
+            return is_last
+        self._builder.add_calls(self._call.calls)
         self._buffer = self._buffer[end:]
         self._emit = self._builder.add_content
         self._step = self._read_text

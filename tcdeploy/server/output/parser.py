@@ -13,9 +13,13 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from tcdeploy.server.generate.stop_strings import partial_match_length
+from tcdeploy.server.output.json_text import ObjectCall
 from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputReasoning, OutputText
+from tcdeploy.server.output.python_calls import PythonListParser
+from tcdeploy.server.output.xml_calls import XmlCall
 
 OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the output ended
+PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python
 PIECE_CHARS = 1024  # of a long text, which is parsed in pieces
 log = logging.getLogger("tcdeploy.server")
 
@@ -77,14 +81,14 @@ class PartsBuilder:
         if text := self._reasoning.push(text):
             self._parts.append(OutputReasoning(text))
 
-    def add_call(self, name: str, arguments: str) -> None:
-        """Calls beyond `max_calls` are dropped."""
-        self.ends_with_call = True
-        if self.num_calls == self._max_calls:
-            return
-        call_id = uuid.uuid4().hex[: self._id_length] if self._id_length else f"call_{uuid.uuid4().hex}"
-        self._parts.append(OutputCall(self.num_calls, call_id, name, arguments))
-        self.num_calls += 1
+    def add_calls(self, calls: list[tuple[str, str]]) -> None:
+        """`calls`: names and arguments. Those beyond `max_calls` are dropped."""
+        for name, arguments in calls:
+            self.ends_with_call = True
+            if self.num_calls != self._max_calls:
+                call_id = uuid.uuid4().hex[: self._id_length] if self._id_length else f"call_{uuid.uuid4().hex}"
+                self._parts.append(OutputCall(self.num_calls, call_id, name, arguments))
+                self.num_calls += 1
 
     def finish(self) -> list[OutputPart]:
         space = self._content.take_space()
@@ -133,10 +137,35 @@ class SteppingParser(OutputParser):
     def __init__(self, builder: PartsBuilder) -> None:
         super().__init__(builder)
         self._buffer = ""  # text that is not parsed yet
+        self._end: OutputEnd | None = None
+        self._call: ObjectCall | PythonListParser | XmlCall = ObjectCall(0)
 
     def push(self, text: str) -> list[OutputPart]:
         self._parse(text)
         return self._builder.take()
+
+    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
+        self._run_steps(is_last=False)
+        self._end = end
+        if end == "length" and self._step == self._read_call:
+            self._add_cut_call()
+        self._run_steps(is_last=True)
+        return self._builder.finish()
+
+    def _read_call(self, is_last: bool) -> bool:
+        """The step that parses an open call, `_call`."""
+        raise NotImplementedError
+
+    def _add_cut_call(self) -> None:
+        """Add the open call with the arguments generated so far, if its name is complete."""
+        try:
+            calls = self._call.cut_calls(self._buffer)
+        except PARSE_ERRORS:
+            return
+        if calls:
+            self._builder.add_calls(calls)
+            self._builder.end_content()
+            self._buffer = ""
 
     def _parse(self, text: str) -> None:
         for start in range(0, len(text), PIECE_CHARS):

@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 from tcdeploy.server.output.json_text import CALL_KEYS, ObjectCall
-from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, SteppingParser, log_malformed
+from tcdeploy.server.output.parser import PARSE_ERRORS, PartsBuilder, SteppingParser, log_malformed
 from tcdeploy.server.output.parts import OutputPart, split
 from tcdeploy.server.output.python_calls import PythonListParser
 from tcdeploy.server.output.xml_calls import XmlCall
@@ -25,7 +25,6 @@ MAX_HEADER_CHARS = 256  # between an opening and the arguments
 MAX_SPACE = 256  # before a delimiter at the start of the output
 NO_CALLS = ToolFormat("none", "json")
 HEADER_ENDS = {"json": "{", "python": "[", "xml": ">"}  # by syntax: the arguments begin here, in XML after it
-PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python
 
 
 class TagParser(SteppingParser):
@@ -44,7 +43,6 @@ class TagParser(SteppingParser):
         super().__init__(PartsBuilder(max_calls, self._format.id_length))
         self._tools, self._max_calls = tools, max_calls
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        self._end: OutputEnd | None = None
         self._may_reason = True  # False after the reasoning
         self._opening = ""  # of the open call
         self._is_listed = False  # whether the open call is not the first one after its opening
@@ -53,16 +51,7 @@ class TagParser(SteppingParser):
         self._held_parser: TagParser | None = None  # parses held reasoning as if it were closed
         self._held_parts: list[OutputPart] = []
         self._has_name = False  # whether the header of the open call contains its name
-        self._call: ObjectCall | PythonListParser | XmlCall = ObjectCall(0)
         self._step = self._read_reasoning if starts_in_reasoning else self._read_start
-
-    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
-        self._run_steps(is_last=False)
-        self._end = end
-        if end == "length":
-            self._add_cut_call()
-        self._run_steps(is_last=True)
-        return self._builder.finish()
 
     # Text outside of calls
 
@@ -141,8 +130,7 @@ class TagParser(SteppingParser):
             held = split([*self._held_parts, *self._held_parser.finish(self._end or "complete")])
             ends_with_call = self._held_parser._builder.ends_with_call
             self._builder.add_reasoning(held.content if ends_with_call else self._buffer)
-            for call in held.calls if ends_with_call else ():
-                self._builder.add_call(call.name, call.arguments)
+            self._builder.add_calls([(call.name, call.arguments) for call in held.calls if ends_with_call])
             self._buffer = ""
         return False
 
@@ -187,8 +175,7 @@ class TagParser(SteppingParser):
             return self._fail(error, self._call.position)
         if end is None:
             return is_last and self._fail("the output ends inside the call", len(self._buffer))
-        for name, arguments in calls:
-            self._builder.add_call(name, arguments)
+        self._builder.add_calls(calls)
         self._buffer = self._buffer[end:]
         self._builder.end_content()
         self._step = self._read_after_call
@@ -251,15 +238,3 @@ class TagParser(SteppingParser):
         self._buffer = self._buffer[end:]
         self._step = self._read_content
         return True
-
-    def _add_cut_call(self) -> None:
-        """Add the open call with the arguments generated so far, if its name is complete."""
-        try:
-            calls = self._call.cut_calls(self._buffer) if self._step == self._read_call else []
-        except PARSE_ERRORS:
-            return
-        for name, arguments in calls:
-            self._builder.add_call(name, arguments)
-        if calls:
-            self._builder.end_content()
-            self._buffer, self._step = "", self._read_content

@@ -66,7 +66,7 @@ class TemplateParser(OutputParser):
     def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
         is_open = self._body is not None and not self.num_malformed
         if is_open and end == "length" and (call := self._cut_call()) is not None:
-            self._builder.add_call(*call)
+            self._builder.add_calls([call])
         elif is_open and end != "complete":
             self._builder.add_content(self._text_of_call())
         elif not self.num_malformed:
@@ -110,8 +110,7 @@ class TemplateParser(OutputParser):
                 raise ValueError("its arguments contain a lone surrogate")
             calls.append((name, text))
         self._builder.end_content()
-        for name, text in calls:
-            self._builder.add_call(name, text)
+        self._builder.add_calls(calls)
 
     def _text_of_call(self) -> str:
         """The text from the opening of the call on."""

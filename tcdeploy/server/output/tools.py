@@ -134,7 +134,8 @@ class ToolSupport:
     def _formats(self, *, has_tools: bool) -> tuple[ToolFormat | None, ReasoningFormat | None]:
         """The formats of an output. gpt-oss has one for calls and reasoning, and so has a response template."""
         used = self._format if has_tools else None
-        if (used is not None and used.syntax == "harmony") or _is_harmony(self._reasoning):
+        is_harmony = self._reasoning is not None and self._reasoning.name == "openai_gptoss"
+        if is_harmony or (used is not None and used.syntax == "harmony"):
             return TOOL_FORMATS["openai"], REASONING_FORMATS["openai_gptoss"]
         return used, template_reasoning(self._template) if has_tools and self._template else self._reasoning
 
@@ -155,8 +156,9 @@ class ToolSupport:
         loop's thread, because rewriting large schemas takes some 50 ms.
         """
         functions = [tool["function"] for tool in request.forced_tools]
-        forced, reasoning = self._format.forced if self._format else None, self._reasoning
-        if forced and self._template is None and reasoning and not _is_harmony(reasoning):
+        used, reasoning = self._formats(has_tools=True)
+        forced = used.forced if used else None
+        if forced and used and used.syntax not in ("template", "harmony") and reasoning:
             is_open = _opens_reasoning(prompt, reasoning, request)
             forced = replace(forced, start=f"{reasoning.closing}\n\n{forced.start}") if is_open else forced
         if forced is None or not self._parses_example(forced.example(functions[0]["name"]), request, prompt):
@@ -221,7 +223,7 @@ class ToolSupport:
 def call_grammar(
     functions: list[dict[str, Any]], forced: ForcedCall, text: Callable[[str], str], allow_multiple: bool
 ) -> str:
-    """Grammar of calls. `text`: terminals of a fixed text. Each schema is its own document, so that its $refs resolve."""
+    """Grammar of calls. `text`: terminals of a fixed text. Each schema is its own document, so its $refs resolve."""
     schemas = exact_schemas([function.get("parameters") or {"type": "object"} for function in functions])
     heads = [text(f"{forced.before_name}{function['name']}{forced.after_name}") for function in functions]
     bodies = " | ".join(f"{head} arguments_{number}" for number, head in enumerate(heads))
@@ -250,7 +252,3 @@ def _opens_reasoning(prompt: str, reasoning: ReasoningFormat, request: ChatReque
             return opening > closing
         prompt = prompt[:start]
     return prompt.rstrip().endswith(reasoning.opening)
-
-
-def _is_harmony(reasoning: ReasoningFormat | None) -> bool:
-    return reasoning is not None and reasoning.name == "openai_gptoss"
