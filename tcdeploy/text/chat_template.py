@@ -134,11 +134,6 @@ def reserved_names(tokenizer: Any) -> Set[str]:
     return RESERVED_NAMES
 
 
-def start_renderer() -> None:
-    """Start the process in the background, so that its imports do not delay the first rendering."""
-    _process.start()
-
-
 def renders_in_python(tokenizer: Any) -> bool:
     """Whether the model family overrides transformers' `apply_chat_template`, for example to use no template."""
     method = getattr(type(tokenizer), "apply_chat_template", None)
@@ -216,6 +211,7 @@ class _RenderProcess:
 
 
 _process = _RenderProcess()
+start_renderer = _process.start  # in the background, so that its imports do not delay the first rendering
 render_pool = ThreadPoolExecutor(1, "chat-template")  # separate, so that slow templates block no other thread pool
 atexit.register(_process.stop)
 os.register_at_fork(after_in_child=_process.forget)

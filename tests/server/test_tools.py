@@ -26,7 +26,7 @@ from tcdeploy.server.generate.tokenization import PromptTokenizer
 from tcdeploy.server.generate.vocabulary import Vocabulary
 from tcdeploy.server.http.request_parsing import parse
 from tcdeploy.server.output import tools as tools_module
-from tcdeploy.server.output.parts import split
+from tcdeploy.server.output.parser import split
 from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
 from tcdeploy.server.output.template_parser import TemplateParser, template_format
 from tcdeploy.server.output.tools import ToolSupport

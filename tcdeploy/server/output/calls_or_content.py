@@ -15,8 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tcdeploy.server.output.parser import OutputEnd, OutputParser
-from tcdeploy.server.output.parts import OutputPart, OutputText
+from tcdeploy.server.output.parser import OutputEnd, OutputParser, OutputPart, OutputText
 from tcdeploy.server.output.structured.json_schema import exact_schemas, objects
 from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
 from tcdeploy.text.tool_formats import ReasoningFormat

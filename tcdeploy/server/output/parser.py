@@ -1,4 +1,7 @@
-"""What parsers of outputs share: their interface, the builder of parts, and the state machine.
+"""What parsers of outputs share: the parts that they emit, their interface, and the state machine.
+
+Parts are text, reasoning and calls in the order in which the model generated them, and each API writes them in its own
+format. How a text is cut into parts depends on the tokens, so consumers join consecutive texts of one kind.
 
 A call is sent when it is complete. A call that `max_tokens` truncates is sent with the arguments generated so far,
 which are not complete JSON; the finish reason `length` indicates this. The text of a malformed call, and of one that a
@@ -9,12 +12,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from tcdeploy.server.generate.stop_strings import partial_match_length
 from tcdeploy.server.output.json_text import ObjectCall
-from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputReasoning, OutputText
 from tcdeploy.server.output.python_calls import PythonListParser
 from tcdeploy.server.output.xml_calls import XmlCall
 
@@ -22,6 +26,55 @@ OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the o
 PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python
 PIECE_CHARS = 1024  # of a long text, which is parsed in pieces
 log = logging.getLogger("tcdeploy.server")
+
+
+@dataclass(slots=True)
+class OutputText:
+    text: str
+
+
+@dataclass(slots=True)
+class OutputReasoning:
+    text: str
+
+
+@dataclass(slots=True)
+class OutputCall:
+    number: int  # index within the choice
+    id: str
+    name: str
+    arguments: str  # JSON, or the beginning of it
+
+    def json(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+OutputPart: TypeAlias = OutputText | OutputReasoning | OutputCall
+
+
+class SplitOutput(NamedTuple):
+    content: str
+    reasoning: str
+    calls: list[OutputCall]
+
+
+def split(parts: Iterable[OutputPart]) -> SplitOutput:
+    """The parts by kind, without their order."""
+    parts = list(parts)
+    return SplitOutput(
+        "".join(part.text for part in parts if isinstance(part, OutputText)),
+        "".join(part.text for part in parts if isinstance(part, OutputReasoning)),
+        [part for part in parts if isinstance(part, OutputCall)],
+    )
+
+
+def joined(parts: Iterable[OutputPart]) -> Iterator[OutputPart]:
+    """The parts, with consecutive texts of one kind as one part."""
+    for kind, group in groupby(parts, type):
+        if kind is OutputCall:
+            yield from group
+        else:
+            yield kind("".join(part.text for part in group))  # type: ignore[union-attr, call-arg]
 
 
 class TrimmedText:

@@ -15,8 +15,7 @@ import re
 from typing import Any
 
 from tcdeploy.server.output.json_text import CALL_KEYS, ObjectCall
-from tcdeploy.server.output.parser import PARSE_ERRORS, PartsBuilder, SteppingParser, log_malformed
-from tcdeploy.server.output.parts import OutputPart, split
+from tcdeploy.server.output.parser import PARSE_ERRORS, OutputPart, PartsBuilder, SteppingParser, log_malformed, split
 from tcdeploy.server.output.python_calls import PythonListParser
 from tcdeploy.server.output.xml_calls import XmlCall
 from tcdeploy.text.tool_formats import ReasoningFormat, ToolFormat

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tcdeploy.server.output.json_text import dump, has_utf8, object_members, string_value
-from tcdeploy.server.output.parser import OutputEnd, OutputParser, PartsBuilder, log_malformed
-from tcdeploy.server.output.parts import OutputPart
+from tcdeploy.server.output.parser import OutputEnd, OutputParser, OutputPart, PartsBuilder, log_malformed
 from tcdeploy.text.tool_formats import ForcedCall, ReasoningFormat, ToolFormat
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates

@@ -25,8 +25,7 @@ from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.apis.openai.protocol import ChatRequest, bad_request
 from tcdeploy.server.output.calls_or_content import CallsOrContent, calls_or_content, plain_calls
 from tcdeploy.server.output.harmony_parser import HarmonyParser
-from tcdeploy.server.output.parser import OutputParser
-from tcdeploy.server.output.parts import split
+from tcdeploy.server.output.parser import OutputParser, split
 from tcdeploy.server.output.structured.json_schema import exact_schemas
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.template_parser import TemplateParser, template_format, template_reasoning
