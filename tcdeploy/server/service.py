@@ -27,7 +27,7 @@ from tcdeploy.server.output.structured.bad_words import BadWords
 from tcdeploy.server.output.structured.output_constraint import OutputConstraint
 from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
 from tcdeploy.server.output.structured.structured_output import (
-    CompiledGrammar,
+    GrammarMatcher,
     StructuredOutputBackend,
     constraint_error,
     parse_schema,
@@ -134,7 +134,7 @@ class Service:
 
     async def _calls_or_content(
         self, request: ChatRequest, constraint: OutputConstraint, prompt: str
-    ) -> CompiledGrammar:
+    ) -> GrammarMatcher:
         """The grammar of tool calls, or JSON that follows `constraint`. Raises ApiError 400."""
         backend = self.structured_output
         await backend.check_available(constraint.field)

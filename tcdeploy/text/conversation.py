@@ -78,11 +78,8 @@ def _refusal(conversation: Sequence[dict[str, Any]], place: Place, form: Templat
     if place.field == "tool_calls":
         field = "function_call" if message.get("function_call") else "tool_calls"
         return RefusedMessageError(place.number, field, "the model's chat template leaves out the tool calls")
-    if kind in form.unrendered:
-        reason = f"the model's chat template does not render the role {role!r:.80}"
-    else:
-        reason = f"the model's chat template leaves out this message of the role {role!r:.80}"
-    return RefusedMessageError(place.number, "role", reason)
+    reason = "does not render the role" if kind in form.unrendered else "leaves out this message of the role"
+    return RefusedMessageError(place.number, "role", f"the model's chat template {reason} {role!r:.80}")
 
 
 def replace_chat_template(tokenizer: Any, template: ChatTemplate) -> None:

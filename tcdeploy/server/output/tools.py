@@ -227,12 +227,10 @@ def call_grammar(
     heads = [text(f"{forced.before_name}{function['name']}{forced.after_name}") for function in functions]
     bodies = " | ".join(f"{head} arguments_{number}" for number, head in enumerate(heads))
     space = "space" if forced.allows_space else ""
-    call = (
-        f"call: {text(forced.opening)} {space} ({bodies}) {text(forced.after_arguments)} {space} {text(forced.closing)}"
-    )
-    calls = "call"
-    if allow_multiple and forced.separator is not None:
-        calls = f"call ({text(forced.separator)} {space} call)*"
+    ending = f"{text(forced.after_arguments)} {space} {text(forced.closing)}"
+    call = f"call: {text(forced.opening)} {space} ({bodies}) {ending}"
+    may_repeat = allow_multiple and forced.separator is not None
+    calls = f"call ({text(forced.separator or '')} {space} call)*" if may_repeat else "call"
     start = " ".join(filter(None, ("start:", text(forced.start), calls, text(forced.end))))
     rules = [f"arguments_{number}: %json {json.dumps(schema)}" for number, schema in enumerate(schemas)]
     return "\n".join([start, call, *rules, r"space: /[ \n]{0,2}/"])

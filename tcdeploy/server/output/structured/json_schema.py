@@ -98,17 +98,11 @@ class _Rewriter:
         done: set[str] = set()
         while new := self._references - done:
             done |= new
-            for reference in sorted(new):
-                result = self._rewrite_target(result, reference)
+            for reference in sorted(new):  # the target may be in no subschema, as in `#/components/schemas/A`
+                steps, target = _pointer(reference), self._resolve(reference)
+                if steps is not None and steps not in self._pointers and isinstance(target, dict):
+                    result = _with_value_at(result, steps, self._schema(target, steps))
         return result
-
-    def _rewrite_target(self, result: dict[str, Any], reference: str) -> dict[str, Any]:
-        """Rewrite the target of a reference that is in no subschema, such as `#/components/schemas/A`."""
-        steps = _pointer(reference)
-        target = self._resolve(reference)
-        if steps is None or steps in self._pointers or not isinstance(target, dict):
-            return result
-        return _with_value_at(result, steps, self._schema(target, steps))
 
     def _schema(self, schema: Any, at: tuple[str, ...]) -> Any:
         if not isinstance(schema, dict):

@@ -113,7 +113,7 @@ class StructuredOutputBackend:
                 f"and {MAX_PATTERNS_CHARS} of all", field,
             )  # fmt: skip
 
-    async def compile(self, constraint: OutputConstraint) -> CompiledGrammar:
+    async def compile(self, constraint: OutputConstraint) -> GrammarMatcher:
         """The grammar of a constraint. Raises ApiError 400 that names its field."""
         kind, value, field = constraint
         if kind == "json":
@@ -126,21 +126,21 @@ class StructuredOutputBackend:
             raise bad_request(f"the {kind} in {field} {empty}", field)
         return await self._run(kind, value, field)
 
-    async def compile_json_schema(self, schema: dict[str, Any], field: str) -> CompiledGrammar:
+    async def compile_json_schema(self, schema: dict[str, Any], field: str) -> GrammarMatcher:
         """The grammar of a JSON schema. Raises ApiError 400 that names `field`, which contained the schema."""
         await self.check_available(field)
         self.check_size([schema], field)
         return await self._run("schema", schema, field)
 
-    async def compile_lark(self, lark: str, field: str) -> CompiledGrammar:
+    async def compile_lark(self, lark: str, field: str) -> GrammarMatcher:
         """The same for a grammar in llguidance's Lark syntax, built from schemas in `field`."""
         await self.check_available(field)
         return await self._run("lark", lark, field)
 
-    async def _run(self, *arguments: Any) -> CompiledGrammar:
+    async def _run(self, *arguments: Any) -> GrammarMatcher:
         return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, *arguments)
 
-    def _compile(self, kind: str, value: Any, field: str) -> CompiledGrammar:
+    def _compile(self, kind: str, value: Any, field: str) -> GrammarMatcher:
         """Raises ApiError 400 if the grammar is invalid, or no text satisfies it."""
         from llguidance import LLMatcher, LLParserLimits
 
@@ -155,7 +155,7 @@ class StructuredOutputBackend:
                 raise ValueError(ll_matcher.get_error() or "no value satisfies it")
         except (ValueError, RecursionError) as error:
             raise constraint_error("schema" if kind == "lark" else kind, error, field) from None
-        return CompiledGrammar(ll_matcher, self._masker)
+        return GrammarMatcher(ll_matcher, self._masker)
 
 
 def parse_schema(constraint: OutputConstraint) -> dict[str, Any]:
@@ -180,7 +180,8 @@ def _grammar(kind: str, value: Any) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(_without_anchors(value))
     if kind == "choice":  # as one lexeme, because a parser's row has an item for each alternative of a rule
-        return LLMatcher.grammar_from_regex("|".join(map(_escape_regex, value)))
+        characters = ([char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text] for text in value)
+        return LLMatcher.grammar_from_regex("|".join(map("".join, characters)))
     if kind in ("schema", "lark"):
         text = value if kind == "lark" else json.dumps(exact_schemas([value])[0], ensure_ascii=False)
         if len(text) > MAX_SCHEMA_CHARS:
@@ -209,10 +210,6 @@ def _without_anchors(regex: str) -> str:
     if stripped.endswith("$") and num_backslashes % 2 == 0:
         stripped = stripped[:-1]
     return stripped
-
-
-def _escape_regex(text: str) -> str:
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def make_ll_tokenizer(tokenizer: Any, stop_token_ids: tuple[int, ...]) -> LLTokenizer:
@@ -252,21 +249,17 @@ class GrammarMasker:
                 masks[row, : self._mask_words] = filled[row, :words]
 
 
-class CompiledGrammar:
-    """A compiled schema. Implements the engine's `Constraint`."""
-
-    def __init__(self, ll_matcher: LLMatcher, masker: GrammarMasker) -> None:
-        self._ll_matcher, self._masker = ll_matcher, masker
-
-    def start(self) -> GrammarMatcher:
-        return GrammarMatcher(self._ll_matcher.deep_copy(), self._masker)  # 10 us: the compiled grammar is shared
-
-
 class GrammarMatcher:
-    """The state of one choice in its grammar. llguidance reports errors without raising; an error is permanent."""
+    """A compiled grammar at some place of an output. Implements the engine's `Constraint` and `Matcher`.
+
+    llguidance reports errors without raising; an error is permanent.
+    """
 
     def __init__(self, ll_matcher: LLMatcher, masker: GrammarMasker) -> None:
         self.ll_matcher, self.masker = ll_matcher, masker
+
+    def start(self) -> GrammarMatcher:
+        return GrammarMatcher(self.ll_matcher.deep_copy(), self.masker)  # 10 us: the compiled grammar is shared
 
     def accept(self, token_id: int) -> MatchStatus:
         self.ll_matcher.consume_token(token_id)
