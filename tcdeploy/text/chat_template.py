@@ -162,13 +162,10 @@ class _RenderProcess:
                     self._receive(connection, START_SECONDS, "did not start")
                     self._is_ready = True
                 connection.send_bytes(request)
-                reply: dict[str, Any] = json.loads(
-                    self._receive(connection, RENDER_SECONDS, "is too slow: it did not finish")
-                )
+                return json.loads(self._receive(connection, RENDER_SECONDS, "is too slow: it did not finish"))
             except (EOFError, OSError) as error:
                 self.stop()
                 raise ModelError("the chat template failed: the process that renders it has exited") from error
-            return reply
 
     def _receive(self, connection: Connection, timeout_s: float, failure: str) -> bytes:
         if connection.poll(timeout_s):

@@ -86,9 +86,8 @@ class TemplateForm:
         return [TemplateMessage(message.number, fields) for message in current for fields in self._convert(message)]
 
     def _convert(self, message: TemplateMessage) -> Iterator[dict[str, Any]]:
-        role = {"system": self.system_role, "developer": self.developer_role}.get(
-            message.fields["role"], message.fields["role"]
-        )
+        role = message.fields["role"]
+        role = {"system": self.system_role, "developer": self.developer_role}.get(role, role)
         fields = {**message.fields, "role": role}
         text = fields.pop("content", "")
         calls = [self._convert_call(message.number, call) for call in fields.pop("tool_calls", ())]

@@ -213,11 +213,7 @@ def _without_anchors(regex: str) -> str:
 
 
 def make_ll_tokenizer(tokenizer: Any, stop_token_ids: tuple[int, ...]) -> LLTokenizer:
-    """llguidance's tokenizer for transformers' fast tokenizers, as `llguidance.hf.from_tokenizer` makes it, and for
-    stored ones. That function imports transformers.
-
-    Raises ImportError without llguidance.
-    """
+    """As `llguidance.hf.from_tokenizer`, which imports transformers. Raises ImportError without llguidance."""
     from llguidance import LLTokenizer
 
     backend = tokenizer.backend_tokenizer
@@ -250,10 +246,7 @@ class GrammarMasker:
 
 
 class GrammarMatcher:
-    """A compiled grammar at some place of an output. Implements the engine's `Constraint` and `Matcher`.
-
-    llguidance reports errors without raising; an error is permanent.
-    """
+    """A compiled grammar at a place of an output: the engine's `Constraint` and `Matcher`. An error is permanent."""
 
     def __init__(self, ll_matcher: LLMatcher, masker: GrammarMasker) -> None:
         self.ll_matcher, self.masker = ll_matcher, masker
