@@ -26,6 +26,7 @@ _TOKEN = re.compile(
     r"""(?P<space>\s+)|(?P<prefix>[a-zA-Z]{0,2})(?P<quote>\"{3}|'{3}|["'])(?P<body>(?s:[^\\"']++|\\.|(?!(?P=quote)).)*+)"""
     r"""(?P=quote)|(?P<key>[^\W\d][\w.-]*+)\s*+=(?!=)|(?P<word>[\w.+-]+)|(?P<mark>(?s:.))"""
 )
+_LAST_WORD = re.compile(r"[\w.+-]+\s*$")  # that may be incomplete
 _LINE_BREAK = re.compile(r"(?s:\\.)|[\n\r]")
 _NUMBER = re.compile(r"-?\.?\d.*")
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
@@ -41,7 +42,7 @@ class PythonListParser:
         self.calls: list[tuple[str, str]] = []  # name, and arguments as JSON
         self._depth = 1  # of brackets
         self._error: Exception | None = None
-        self._quote = ""  # of the open string
+        self._quote, self._string_start = "", 0  # of the open string
         self._start = self.position  # of the text after the last call
         self._complete_end = 0  # of the last complete argument of the open call
 
@@ -61,7 +62,7 @@ class PythonListParser:
                 self._quote = "" if mark == self._quote else self._quote
             elif mark in "\"'":
                 self._quote = 3 * mark if text.startswith(3 * mark, start) else mark
-                self.position = start + len(self._quote)
+                self.position, self._string_start = start + len(self._quote), start
             elif self._read_mark(text, mark, start):
                 return self.position
 
@@ -100,6 +101,8 @@ class PythonListParser:
         if self._depth < 2:
             return self.calls
         name, arguments = self._parse(text[self._start : self._complete_end] + ")")
+        rest = text[text.index("(", self._start) + 1 : self._string_start if self._quote else self.position]
+        _arguments_as_json(_LAST_WORD.sub("", rest))  # raises an error if the incomplete argument is not valid
         return [*self.calls, (name, arguments[:-1])]
 
 
