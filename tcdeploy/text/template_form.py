@@ -102,7 +102,7 @@ class TemplateForm:
             yield {**fields, **self._empty_content(role, text), "tool_calls": calls}
 
     def _content(self, role: str, text: str) -> Any:
-        if not self.has_parts(role):
+        if (role if role in ("user", "assistant", "tool") else "system") not in self.part_roles:
             return text
         return [{"type": "text", "text": text}] if text else []
 
@@ -110,9 +110,6 @@ class TemplateForm:
         if self.call_content == "empty":
             return {"content": self._content(role, blanks)}
         return {"content": None} if self.call_content == "null" else {}
-
-    def has_parts(self, role: str) -> bool:
-        return (role if role in ("user", "assistant", "tool") else "system") in self.part_roles
 
     def _convert_call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
         name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"

@@ -73,11 +73,11 @@ class HarmonyParser(SteppingParser):
                 raise ValueError("its arguments are not a JSON object")
             end = self._call.find_end(self._buffer)
         except (ValueError, RecursionError) as error:
-            self._fail(error, is_malformed=True)
+            self._fail(error)
             return True
         if end is None:
             if is_last:  # messages may follow in the text that is not a call
-                self._fail("the output ends inside the call", is_malformed=self._end == "complete")
+                self._fail("the output ends inside the call")
                 text, self._buffer = self._buffer, ""
                 self._parse(text[:MAX_REPARSED_CHARS])
                 self._buffer += text[MAX_REPARSED_CHARS:]
@@ -88,9 +88,9 @@ class HarmonyParser(SteppingParser):
         self._step = self._read_text
         return True
 
-    def _fail(self, reason: object, *, is_malformed: bool) -> None:
-        """Treat the text of the message as content."""
-        if is_malformed:
+    def _fail(self, reason: object) -> None:
+        """Treat the text of the message as content. That of a truncated call is not counted as malformed."""
+        if self._end in (None, "complete"):
             self.num_malformed += 1
             log_malformed(reason)
         self._emit, self._step = self._builder.add_content, self._read_text
