@@ -85,14 +85,14 @@ def read_model_defaults(
 ) -> tuple[GenerationDefaults, tuple[Decision, ...]]:
     """As `resolve_defaults`, for the recipe's model. `tokenizer`: None if the command generates no text."""
     from tcdeploy.text.generation_config import config_stop_token_ids, read_generation_config  # imports transformers
-    from tcdeploy.text.tokenizer import tokenizer_stop_ids
 
+    stop_id = getattr(tokenizer, "eos_token_id", None)
     return resolve_defaults(
         recipe.generation_config,
         read_generation_config(recipe.model, recipe.revision),
         config_stop_token_ids(config),
         architecture.vocab_size,
-        None if tokenizer is None else tokenizer_stop_ids(tokenizer),
+        None if tokenizer is None else () if stop_id is None else (stop_id,),
     )
 
 

@@ -34,10 +34,10 @@ from tcdeploy.server.output.structured.bad_words import BadWords
 from tcdeploy.server.output.structured.output_constraint import OutputConstraint
 from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
 from tcdeploy.server.output.structured.structured_output import (
-    CompiledGrammar,
+    GrammarMatcher,
     StructuredOutputBackend,
+    constraint_error,
     parse_schema,
-    schema_error,
 )
 from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.server.settings import ServerSettings
@@ -130,7 +130,7 @@ class Service:
             try:
                 lark = await asyncio.to_thread(self.tools.grammar, request, prompts[0].text or "")
             except UnsupportedSchemaError as error:
-                raise schema_error(error, "tools") from None
+                raise constraint_error("schema", error, "tools") from None
             return await self.structured_output.compile_lark(lark, "tools")
         if request.output_constraint is not None:
             if isinstance(request, ChatRequest) and request.usable_tools:
@@ -142,7 +142,7 @@ class Service:
 
     async def _calls_or_content(
         self, request: ChatRequest, constraint: OutputConstraint, prompt: str
-    ) -> CompiledGrammar:
+    ) -> GrammarMatcher:
         """The grammar of tool calls, or JSON that follows `constraint`. Raises ApiError 400."""
         backend = self.structured_output
         await backend.check_available(constraint.field)
@@ -154,7 +154,7 @@ class Service:
             return await backend.compile_lark(lark, "tools")
         except (ApiError, UnsupportedSchemaError) as error:
             await backend.compile_json_schema(schema, constraint.field)  # raises an error that names the right field
-            raise error if isinstance(error, ApiError) else schema_error(error, "tools") from None
+            raise error if isinstance(error, ApiError) else constraint_error("schema", error, "tools") from None
 
 
 @dataclass

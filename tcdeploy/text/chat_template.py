@@ -2,11 +2,9 @@
 
 Templates run in another process (chat_template_process.py), which is replaced when a template exceeds a limit. That
 process gives templates the functions that transformers gives them, so the text equals that of `apply_chat_template`.
-transformers is not imported. The process starts in 0.1 s and uses 23 MB; a short conversation takes 0.3 ms.
-
-Rejected: limits inside this process. It is not enough to count loop iterations and to check operators in Jinja's
-sandbox: `~`, `*`, filters and string methods can each build values of any size. Functions that are written in C hold
-the GIL until they return.
+It starts in 0.1 s and uses 23 MB; a short conversation takes 0.3 ms. Rejected: limits inside this process. It is not
+enough to count loop iterations and to check operators in Jinja's sandbox: `~`, `*`, filters and string methods can each
+build values of any size, and functions that are written in C hold the GIL until they return.
 """
 
 from __future__ import annotations
@@ -92,7 +90,9 @@ def render_messages(
     if continues:
         messages = _mark_end(messages)
     try:
-        request = _make_request(tokenizer, messages, variables)
+        template = tokenizer.get_chat_template(None, variables.get("tools"))
+        variables = {**tokenizer.special_tokens_map, **variables}  # which override special tokens, as in transformers
+        request = json.dumps({"template": template, "messages": messages, "variables": variables}).encode()
     except (TypeError, ValueError, RecursionError) as error:  # no template; arguments not JSON, or nested too deep
         raise ModelError(f"the chat template cannot be used: {error}") from error
     reply = _process.exchange(request)
@@ -128,18 +128,10 @@ def _cut_at_mark(text: str) -> str:
 
 
 def reserved_names(tokenizer: Any) -> Set[str]:
-    """Names that template variables of a client cannot have, because they are arguments of the functions that render.
-
-    Some have fields of their own in the API; the others could replace the messages or the template.
-    """
+    """Arguments of the functions that render. A client that set them could replace the messages or the template."""
     if renders_in_python(tokenizer):
         return RESERVED_NAMES | inspect.signature(tokenizer.apply_chat_template).parameters.keys()
     return RESERVED_NAMES
-
-
-def start_renderer() -> None:
-    """Start the process in the background, so that its imports do not delay the first rendering."""
-    _process.start()
 
 
 def renders_in_python(tokenizer: Any) -> bool:
@@ -152,78 +144,61 @@ def renders_in_python(tokenizer: Any) -> bool:
     return method is not PreTrainedTokenizerBase.apply_chat_template
 
 
-def _make_request(tokenizer: Any, messages: list[dict[str, Any]], variables: dict[str, Any]) -> bytes:
-    """What chat_template_process.py needs, as `apply_chat_template` selects it."""
-    request = {
-        "template": tokenizer.get_chat_template(None, variables.get("tools")),
-        "messages": messages,
-        # Template variables override special tokens, as in `apply_chat_template`.
-        "variables": {**tokenizer.special_tokens_map, **variables},
-    }
-    return json.dumps(request).encode()
-
-
 class _RenderProcess:
     """Owns the process and its connection. Requests are rendered one after another."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._is_ready = False
 
-    def start(self) -> None:
-        with self._lock:
-            self._start()
-
     def exchange(self, request: bytes) -> dict[str, Any]:
         """Send a request and return the reply. Raises ModelError if no reply comes in time, or if the process exits."""
         with self._lock:
-            connection = self._start()
+            connection = self.start()
             try:
                 if not self._is_ready:
                     self._receive(connection, START_SECONDS, "did not start")
                     self._is_ready = True
                 connection.send_bytes(request)
-                reply: dict[str, Any] = json.loads(
-                    self._receive(connection, RENDER_SECONDS, "is too slow: it did not finish")
-                )
+                return json.loads(self._receive(connection, RENDER_SECONDS, "is too slow: it did not finish"))
             except (EOFError, OSError) as error:
-                self._stop()
+                self.stop()
                 raise ModelError("the chat template failed: the process that renders it has exited") from error
-            return reply
 
     def _receive(self, connection: Connection, timeout_s: float, failure: str) -> bytes:
         if connection.poll(timeout_s):
             return connection.recv_bytes()
-        self._stop()
-        self._start()  # ready for the next request
+        self.stop()
+        self.start()  # ready for the next request
         raise ModelError(f"the chat template {failure} within {timeout_s:g} s", "check the messages and the template")
 
-    def _start(self) -> Connection:
-        if self._connection is None or self._process is None or self._process.poll() is not None:
-            self._stop()
-            self._connection, child_connection = Pipe()
-            self._process = subprocess.Popen(
-                # -P: do not import modules from the script's folder
-                [sys.executable, "-P", str(SCRIPT), str(child_connection.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env=_process_environment(), pass_fds=[child_connection.fileno()],
-            )  # fmt: skip
-            child_connection.close()
-        return self._connection
-
-    def _stop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._connection, self._process, self._is_ready = None, None, False
+    def start(self) -> Connection:
+        with self._lock:
+            if self._connection is None or self._process is None or self._process.poll() is not None:
+                self.stop()
+                self._connection, child_connection = Pipe()
+                inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
+                self._process = subprocess.Popen(
+                    # -P: do not import modules from the script's folder
+                    [sys.executable, "-P", str(SCRIPT), str(child_connection.fileno())],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    # this process's `sys.path` may differ from its own variable
+                    env={**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    pass_fds=[child_connection.fileno()],
+                )  # fmt: skip
+                child_connection.close()
+            return self._connection
 
     def stop(self) -> None:
         with self._lock:
-            self._stop()
+            if self._connection is not None:
+                self._connection.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+            self._connection, self._process, self._is_ready = None, None, False
 
     def forget(self) -> None:
         """Drop the connection in a forked child, because the process belongs to the parent."""
@@ -232,13 +207,8 @@ class _RenderProcess:
         self.__init__()  # type: ignore[misc]
 
 
-def _process_environment() -> dict[str, str]:
-    """The variables of the process. PYTHONPATH is this process's `sys.path`, which may differ from its own variable."""
-    inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
-    return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
 _process = _RenderProcess()
+start_renderer = _process.start  # in the background, so that its imports do not delay the first rendering
 render_pool = ThreadPoolExecutor(1, "chat-template")  # separate, so that slow templates block no other thread pool
 atexit.register(_process.stop)
 os.register_at_fork(after_in_child=_process.forget)

@@ -2,13 +2,11 @@
 
 A chat template is code of the model's author. Jinja's sandbox prevents access to files and to Python's internals, but
 does not limit time and memory: two nested loops over range(100000) take hours, `9 ** 9 ** 9` holds the GIL until it is
-computed, and doubling a string 40 times needs a terabyte. A thread that runs such code cannot be stopped, but a process
-can be killed.
+computed, and doubling a string 40 times needs a terabyte. A thread that runs such code cannot be stopped.
 
 Requests are JSON objects with `template`, `messages` and `variables`; replies are {"text": ...} or {"error": ...,
-"line": ...}. Templates are written for transformers' `apply_chat_template`, so `make_environment` gives them the same
-functions, and tests compare the texts. transformers itself is not imported: it takes 1 s and 60 MB, and need not be
-installed. Imports nothing of this package, and no torch.
+"line": ...}. transformers is not imported: it takes 1 s and 60 MB, and need not be installed; tests compare the texts.
+Imports nothing of this package, and no torch.
 """
 
 from __future__ import annotations
@@ -68,10 +66,7 @@ def _reply(template: str, messages: list[dict[str, Any]], variables: dict[str, A
 
 
 def render(template: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    """The text that transformers' `render_jinja_template` returns for one conversation.
-
-    Templates may test `tools`, `documents` and `add_generation_prompt`, so these are always defined.
-    """
+    """The text that transformers' `render_jinja_template` returns for one conversation."""
     defined = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
     return _compile(template).render({**defined, "messages": [_with_reasoning_names(item) for item in messages]})
 
@@ -90,10 +85,7 @@ def _compile(template: str) -> Template:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Jinja's sandbox with the settings, filters and functions that transformers gives chat templates.
-
-    Raises RuntimeError for a version of Jinja whose sandbox has a known escape.
-    """
+    """Jinja's sandbox with transformers' settings, filters and functions. Raises RuntimeError for an unsafe Jinja."""
     version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdecimal())
     if version < SAFE_JINJA:
         raise RuntimeError(f"Jinja {jinja2.__version__} is not safe; version 3.1.6 or newer is needed")
@@ -103,7 +95,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda format: datetime.now().strftime(format),
         "dict": DictFunctions(),
         "namespace": PublicNamespace,
     }
@@ -141,19 +133,14 @@ class PublicNamespace(Namespace):
     """Jinja's `namespace` without names that start with an underscore, such as `__class__`."""
 
     def __init__(self, /, *items: Any, **named_items: Any) -> None:
-        values = dict(*items, **named_items)
-        for name in values:
-            _check_public(name)
-        super().__init__(values)
+        super().__init__()
+        for name, value in dict(*items, **named_items).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_public(name)
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot have the attribute {name!r}, which starts with an underscore")
         super().__setitem__(name, value)
-
-
-def _check_public(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot have the attribute {name!r}, which starts with an underscore")
 
 
 def _to_json(
@@ -165,10 +152,6 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _template_line(error: Exception) -> int | None:

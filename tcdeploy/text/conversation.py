@@ -1,7 +1,7 @@
 """Renders a conversation in OpenAI's format with the model's chat template, and refuses messages that it leaves out.
 
 The conversation is converted to the form that the template expects (template_form.py) and rendered. Then its outline is
-rendered too (template_outline.py), which shows whether each message is in the prompt. Without this check, a prompt that
+rendered too, which shows whether each message is in the prompt. Without this check, a prompt that
 lacks a message of the client would give a wrong answer and no error. Does not import torch.
 """
 
@@ -14,8 +14,14 @@ from typing import Any
 
 from tcdeploy.errors import ModelError
 from tcdeploy.text.chat_template import TEMPLATE_HINT, ChatTemplate, render_messages, renders_in_python
-from tcdeploy.text.template_form import RefusedMessageError, TemplateForm, TemplateMessage, message_kind
-from tcdeploy.text.template_outline import Place, render_outline
+from tcdeploy.text.template_form import (
+    Place,
+    RefusedMessageError,
+    TemplateForm,
+    TemplateMessage,
+    message_kind,
+    render_outline,
+)
 from tcdeploy.text.template_probe import template_form
 
 MAX_CACHED_OUTLINES, MAX_CACHED_CHARS = 256, 16 << 10  # 4 MB at most
@@ -72,11 +78,8 @@ def _refusal(conversation: Sequence[dict[str, Any]], place: Place, form: Templat
     if place.field == "tool_calls":
         field = "function_call" if message.get("function_call") else "tool_calls"
         return RefusedMessageError(place.number, field, "the model's chat template leaves out the tool calls")
-    if kind in form.unrendered:
-        reason = f"the model's chat template does not render the role {role!r:.80}"
-    else:
-        reason = f"the model's chat template leaves out this message of the role {role!r:.80}"
-    return RefusedMessageError(place.number, "role", reason)
+    reason = "does not render the role" if kind in form.unrendered else "leaves out this message of the role"
+    return RefusedMessageError(place.number, "role", f"the model's chat template {reason} {role!r:.80}")
 
 
 def replace_chat_template(tokenizer: Any, template: ChatTemplate) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from tcdeploy.errors import ModelError
 from tcdeploy.text.conversation import render_conversation
 
 MAX_WITHHELD = 16  # tokens; a character has at most four bytes
@@ -19,14 +18,9 @@ MAX_CUT_BYTES = 3  # of a character that is not complete
 
 
 class IncrementalDetokenizer:
-    """Detokenizes one sequence as tokens arrive. Raises ModelError for a slow (pure Python) tokenizer."""
+    """Detokenizes one sequence as tokens arrive. The tokenizer must be a fast one."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        if not getattr(tokenizer, "is_fast", False):
-            raise ModelError(
-                f"{type(tokenizer).__name__} is a slow tokenizer, which cannot stream text",
-                "use a model with a fast tokenizer",
-            )
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
@@ -78,9 +72,6 @@ class IncrementalDetokenizer:
 
 
 def chat_prompt(tokenizer: Any, message: str) -> list[int]:
-    """Token ids of one user message, rendered by the model's chat template with a generation prompt.
-
-    Raises ModelError if the template fails.
-    """
+    """Token ids of one user message with a generation prompt. Raises ModelError if the template fails."""
     text = render_conversation(tokenizer, [{"role": "user", "content": message}], {"add_generation_prompt": True})
     return list(tokenizer(text, add_special_tokens=False).input_ids)

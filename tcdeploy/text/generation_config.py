@@ -21,23 +21,32 @@ from tcdeploy.models.load import resolve_model_path
 
 
 class GenerationConfigFile(NamedTuple):
-    """The path and content of a generation_config.json. `problem`: why it cannot be used, or "".
-
-    `is_downloaded`: False if the Hub's cache does not show whether the model has the file. It has no values then.
-    """
+    """A generation_config.json. `is_downloaded`: False if the Hub's cache does not show whether the model has one."""
 
     path: str
     values: dict[str, Any]
-    problem: str = ""
+    problem: str = ""  # why it cannot be used
     is_downloaded: bool = True
 
 
 def read_generation_config(model: str, revision: str | None) -> GenerationConfigFile | None:
-    """The model's file, or None if it has none."""
+    """The model's file in its folder, or in the Hub's cache after a download; None if it has none."""
     source = resolve_model_path(model)
-    path = _find(source, revision)
-    if path is None:
-        return None if _is_known_absent(source, revision) else GenerationConfigFile(model, {}, is_downloaded=False)
+    path: str | None
+    if os.path.isdir(source):
+        path = os.path.join(source, GENERATION_CONFIG_NAME)
+        if not os.path.lexists(path):
+            return None
+    else:
+        try:
+            path = cached_file(source, GENERATION_CONFIG_NAME, revision=revision)
+        except OSError:  # the file is missing, or its download failed; transformers' error does not distinguish the two
+            path = None
+        if path is None:
+            # for a recorded absence huggingface_hub returns an object that is neither None nor a path
+            cached = try_to_load_from_cache(source, GENERATION_CONFIG_NAME, revision=revision)
+            is_absent = cached is not None and not isinstance(cached, str)
+            return None if is_absent else GenerationConfigFile(model, {}, is_downloaded=False)
     try:
         values = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -51,23 +60,3 @@ def config_stop_token_ids(config: PreTrainedConfig) -> Any:
     """`eos_token_id` of config.json, of the text model if the model has several parts: an id, a list of ids or None."""
     ids = getattr(config, "eos_token_id", None)
     return getattr(config.get_text_config(), "eos_token_id", None) if ids is None else ids
-
-
-def _find(path: str, revision: str | None) -> str | None:
-    """The file in a folder, or in the Hub's cache after a download."""
-    if os.path.isdir(path):
-        file = os.path.join(path, GENERATION_CONFIG_NAME)
-        return file if os.path.lexists(file) else None
-    try:
-        return cached_file(path, GENERATION_CONFIG_NAME, revision=revision)
-    except OSError:  # the file is missing, or its download failed; transformers' error does not distinguish the two
-        return None
-
-
-def _is_known_absent(source: str, revision: str | None) -> bool:
-    """Whether a model without the file has none, as opposed to a file that was not downloaded."""
-    if os.path.isdir(source):
-        return True
-    # for a recorded absence huggingface_hub returns an object that is neither None nor a path
-    cached = try_to_load_from_cache(source, GENERATION_CONFIG_NAME, revision=revision)
-    return cached is not None and not isinstance(cached, str)

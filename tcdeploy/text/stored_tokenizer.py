@@ -55,8 +55,6 @@ class Encoded(NamedTuple):
 class StoredTokenizer:
     """The attributes and methods of transformers' fast tokenizers that this package uses."""
 
-    is_fast = True
-
     def __init__(self, record: TokenizerRecord, backend: Tokenizer) -> None:
         """`backend` must neither truncate nor pad."""
         self._record = record

@@ -4,14 +4,24 @@ Chat templates agree on `role` and `content`, and on little else. Some iterate o
 a string. Some test `content is none` before they print tool calls. Some concatenate a call's arguments, which fails for
 an object, and others iterate over them, which fails for JSON text. A template that does not know a role usually prints
 nothing for it. So one normal form for all templates loses messages without an error. template_probe.py finds the form
-of each template; `TemplateForm.messages` converts a conversation in OpenAI's format to it. Does not import torch.
+of each template; `TemplateForm.messages` converts a conversation in OpenAI's format to it.
+
+`render_outline` tests whether each message of a conversation reaches the prompt. The text of a message cannot be
+searched in the prompt: templates strip it, escape it as JSON, or drop earlier reasoning from it. Instead, the template
+renders an outline of the conversation: the same messages, with each text, the name of each call and each argument
+replaced by a short mark. This takes linear time, because an outline has few characters and is searched once. The test
+misses a template that leaves out a message because of words in its text, other than the end of reasoning.
+
+Does not import torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from tcdeploy.errors import ModelError
@@ -19,6 +29,9 @@ from tcdeploy.errors import ModelError
 Arguments = Literal["object", "json"]
 CallContent = Literal["empty", "null", "omitted"]
 INSTRUCTION_ROLES = ("system", "developer")
+MARK_PATTERN = re.compile(r"tcdmark(\d+)end", re.IGNORECASE)  # templates may change the case of a text
+REASONING_END = "</think>"
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 MESSAGE_SEPARATOR = "\n\n"  # between the texts of messages that are merged
 
 
@@ -73,9 +86,8 @@ class TemplateForm:
         return [TemplateMessage(message.number, fields) for message in current for fields in self._convert(message)]
 
     def _convert(self, message: TemplateMessage) -> Iterator[dict[str, Any]]:
-        role = {"system": self.system_role, "developer": self.developer_role}.get(
-            message.fields["role"], message.fields["role"]
-        )
+        role = message.fields["role"]
+        role = {"system": self.system_role, "developer": self.developer_role}.get(role, role)
         fields = {**message.fields, "role": role}
         text = fields.pop("content", "")
         calls = [self._convert_call(message.number, call) for call in fields.pop("tool_calls", ())]
@@ -90,7 +102,7 @@ class TemplateForm:
             yield {**fields, **self._empty_content(role, text), "tool_calls": calls}
 
     def _content(self, role: str, text: str) -> Any:
-        if not self.has_parts(role):
+        if (role if role in ("user", "assistant", "tool") else "system") not in self.part_roles:
             return text
         return [{"type": "text", "text": text}] if text else []
 
@@ -98,9 +110,6 @@ class TemplateForm:
         if self.call_content == "empty":
             return {"content": self._content(role, blanks)}
         return {"content": None} if self.call_content == "null" else {}
-
-    def has_parts(self, role: str) -> bool:
-        return (role if role in ("user", "assistant", "tool") else "system") in self.part_roles
 
     def _convert_call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
         name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
@@ -156,18 +165,83 @@ def _without_legacy_fields(conversation: Iterable[dict[str, Any]]) -> Iterator[T
 
 def _merge_instructions(messages: Iterable[TemplateMessage]) -> Iterator[TemplateMessage]:
     """The messages, with each run of adjacent system and developer messages as one with the role of the first."""
-    pending: TemplateMessage | None = None
-    for message in messages:
-        if pending is not None and message.fields["role"] in INSTRUCTION_ROLES:
-            pending.fields["content"] = MESSAGE_SEPARATOR.join(
-                filter(None, (item.fields.get("content") for item in (pending, message)))
-            )
-            continue
-        if pending is not None:
-            yield pending
-        is_instruction = message.fields["role"] in INSTRUCTION_ROLES
-        pending = message if is_instruction else None
-        if not is_instruction:
-            yield message
-    if pending is not None:
-        yield pending
+    for is_instruction, run in groupby(messages, lambda message: message.fields["role"] in INSTRUCTION_ROLES):
+        first, *others = run
+        if is_instruction and others:
+            texts = (message.fields.get("content") for message in (first, *others))
+            first.fields["content"], others = MESSAGE_SEPARATOR.join(filter(None, texts)), []
+        yield from (first, *others)
+
+
+class Place(NamedTuple):
+    """Where a mark stands: the index of its message in the conversation, and the field of the message."""
+
+    number: int
+    field: str
+
+
+def make_outline(
+    messages: Iterable[TemplateMessage], *, marks_names: bool = True
+) -> tuple[list[dict[str, Any]], list[Place]]:
+    """The outline, and the place of each mark. Reasoning has none, because templates drop that of earlier turns."""
+    outline: list[dict[str, Any]] = []
+    places: list[Place] = []
+    for number, fields in messages:
+
+        def mark(field: str, number: int = number) -> str:
+            places.append(Place(number, field))
+            return f"tcdmark{len(places) - 1}end"
+
+        marked = {**fields, **{name: "reasoning" for name in REASONING_FIELDS if fields.get(name)}}
+        match fields.get("content"):
+            case str() as text:
+                marked["content"] = _mark_text(text, fields["role"], mark)
+            case [{"text": text}]:
+                marked["content"] = [{"type": "text", "text": _mark_text(text, fields["role"], mark)}]
+        if calls := fields.get("tool_calls"):
+            marked["tool_calls"] = [
+                {**call, "function": _mark_function(call["function"], mark, marks_names)} for call in calls
+            ]
+        outline.append(marked)
+    return outline, places
+
+
+def render_outline(
+    messages: Sequence[TemplateMessage], render: Callable[[list[dict[str, Any]]], str]
+) -> tuple[str, list[Place]]:
+    """The text of the outline, and the places of messages that are missing in it. Raises ModelError as `render` does.
+
+    Templates may look up the name of a call in `tools`, so names are kept if the outline with marked names fails.
+    """
+    outline, places = make_outline(messages)
+    try:
+        text = render(outline)
+    except ModelError:
+        if not any(message.fields.get("tool_calls") for message in messages):
+            raise
+        outline, places = make_outline(messages, marks_names=False)
+        text = render(outline)
+    rendered_marks = {int(match[1]) for match in MARK_PATTERN.finditer(text)}
+    return text, [place for mark, place in enumerate(places) if mark not in rendered_marks]
+
+
+def _mark_text(text: str, role: str, mark: Callable[[str], str]) -> str:
+    """The text with a mark for each part that must be in the prompt.
+
+    Templates split answers at the end of the reasoning, and drop what is before it. The text that is after it, and all
+    texts of the other roles, must be kept.
+    """
+    parts = text.split(REASONING_END)
+    num_droppable = len(parts) - 1 if role == "assistant" else 0
+    return REASONING_END.join(
+        (mark("content") if number >= num_droppable else "reasoning") if part.strip() else part[:1]
+        for number, part in enumerate(parts)
+    )
+
+
+def _mark_function(function: dict[str, Any], mark: Callable[[str], str], marks_names: bool) -> dict[str, Any]:
+    name = mark("tool_calls") if marks_names else function["name"]
+    is_text = isinstance(function["arguments"], str)
+    arguments = json.loads(function["arguments"]) if is_text else function["arguments"]
+    marked = {key: mark("tool_calls") for key in arguments}
+    return {"name": name, "arguments": json.dumps(marked) if is_text else marked}

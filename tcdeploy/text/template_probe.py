@@ -24,8 +24,7 @@ from typing import Any, get_args
 
 from tcdeploy.errors import ModelError
 from tcdeploy.text.chat_template import render_messages, renders_in_python
-from tcdeploy.text.template_form import Arguments, CallContent, TemplateForm
-from tcdeploy.text.template_outline import render_outline
+from tcdeploy.text.template_form import Arguments, CallContent, TemplateForm, render_outline
 
 PROBE_SECONDS = 2.0
 MAX_PROBES = 3  # of a slow template; each one delays the requests that wait for a rendering
@@ -63,38 +62,24 @@ def template_form(tokenizer: Any, *, has_tools: bool = False) -> TemplateForm:
         template = "" if renders_in_python(tokenizer) else tokenizer.get_chat_template(None, tools)
     except ValueError:  # no template
         return TemplateForm()
-    try:
-        return _probe(tokenizer, template, has_tools)
-    except _LateProbeError as error:
-        return error.form
-
-
-class _LateProbeError(Exception):
-    """A probe that ran out of time. An exception, because `lru_cache` does not keep it."""
-
-    def __init__(self, form: TemplateForm) -> None:
-        super().__init__()
-        self.form = form  # what was found in time
+    # A late probe is not repeated from the cache, because the number of late ones is a part of its key.
+    return _probe(tokenizer, template, has_tools, min(_num_late_probes[template, has_tools], MAX_PROBES - 1))
 
 
 _num_late_probes: Counter[tuple[str, bool]] = Counter()
 
 
 @functools.lru_cache(maxsize=16)
-def _probe(tokenizer: Any, template: str, has_tools: bool) -> TemplateForm:
+def _probe(tokenizer: Any, template: str, has_tools: bool, num_late: int) -> TemplateForm:
     probe = _Probe(tokenizer, template, has_tools)
     form = probe.form()
-    if not probe.is_late:
-        return form
-    _num_late_probes[template, has_tools] += 1
-    is_last = _num_late_probes[template, has_tools] >= MAX_PROBES
-    log.warning(
-        "the probe of the chat template took over %g s, so tools and some messages may be refused%s",
-        PROBE_SECONDS, "" if is_last else "; the next request repeats it",
-    )  # fmt: skip
-    if is_last:
-        return form
-    raise _LateProbeError(form)
+    if probe.is_late:
+        _num_late_probes[template, has_tools] = num_late + 1
+        log.warning(
+            "the probe of the chat template took over %g s, so tools and some messages may be refused%s",
+            PROBE_SECONDS, "" if num_late + 1 == MAX_PROBES else "; the next request repeats it",
+        )  # fmt: skip
+    return form
 
 
 class _Probe:
@@ -181,10 +166,7 @@ class _Probe:
         return next((form for form in candidates if self._renders(form, *conversation, checked=checked)), None)
 
     def _renders(self, form: TemplateForm, *conversation: dict[str, Any], checked: int | None = None) -> bool:
-        """Whether all messages, or the one at the index `checked`, appear in the prompt.
-
-        Parts or arguments that are printed as Python objects do not count: no model is trained with them.
-        """
+        """Whether all messages, or the one at the index `checked`, are in the prompt, and not as Python objects."""
         messages = form.messages(conversation)
         try:
             text, missing = render_outline(messages, self._render)
@@ -220,7 +202,4 @@ class _Probe:
 
 def _contents(form: TemplateForm, role: str) -> tuple[TemplateForm, TemplateForm]:
     """The form with the content of `role` as text, and as parts."""
-    return (
-        replace(form, part_roles=form.part_roles - {role}),
-        replace(form, part_roles=form.part_roles | {role}),
-    )
+    return (replace(form, part_roles=form.part_roles - {role}), replace(form, part_roles=form.part_roles | {role}))

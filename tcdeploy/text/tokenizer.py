@@ -24,8 +24,8 @@ from tcdeploy.models.load import quiet_transformers, resolve_model_path
 from tcdeploy.models.location import LFS_HINT, LFS_PROBLEM, json_problem, local_folder
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.text.response_template import response_template
 from tcdeploy.text.stored_tokenizer import TOKENIZER_FILE, TokenizerRecord, read_backend
+from tcdeploy.text.tool_formats import response_template
 
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json")
 # Methods that a storable class may override, because they run only during construction or saving.
@@ -57,55 +57,43 @@ def load_tokenizer(source: Plan | Recipe) -> Any:
     return tokenizer
 
 
-def tokenizer_stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The id of the tokenizer's `eos_token`; () if it has none."""
-    token_id = tokenizer.eos_token_id
-    return () if token_id is None else (token_id,)
-
-
 def describe_tokenizer(tokenizer: Any, model_type: str, folder: Path) -> TokenizerDescription:
     """`folder`: of the model's files. `record.backend` is left empty; the caller stores `backend_json`."""
     try:
-        return _describe(tokenizer, model_type, folder)
-    except Exception as error:  # of the model's files or of its tokenizer's class; later starts can still load it
-        return TokenizerDescription(
-            None, "", f"{type(tokenizer).__name__} cannot be stored: {load_errors.first_line(error)}"
+        _check_storable(tokenizer)
+        backend, backend_json = tokenizer.backend_tokenizer, _serialize(tokenizer.backend_tokenizer)
+        template = response_template(tokenizer, model_type)
+        if not _is_json(template):
+            raise ValueError("its response template has values that JSON does not have")
+        cleans_bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        is_cleaned_kind = type(backend.model).__name__ != "BPE" or getattr(tokenizer, cleans_bpe, False)
+        record = TokenizerRecord(
+            class_name=type(tokenizer).__name__,
+            backend="",
+            special_tokens=tokenizer.special_tokens_map,
+            special_ids=tuple(tokenizer.all_special_ids),
+            eos_token_id=tokenizer.eos_token_id,
+            chat_template=tokenizer.chat_template,
+            response_template=template,
+            cleans_up_spaces=bool(tokenizer.clean_up_tokenization_spaces and is_cleaned_kind),
         )
+        is_in_file = _is_in_file(folder / TOKENIZER_FILE, backend_json)
+    except Exception as error:  # of the model's files or of its tokenizer's class; later starts can still load it
+        reason = f"{type(tokenizer).__name__} cannot be stored: {load_errors.first_line(error)}"
+        return TokenizerDescription(None, "", reason)
+    return TokenizerDescription(record, "" if is_in_file else backend_json, "")
 
 
-def _describe(tokenizer: Any, model_type: str, folder: Path) -> TokenizerDescription:
-    problem = _storing_problem(tokenizer)
-    backend_json = "" if problem else _serialize(tokenizer.backend_tokenizer)
-    if not (problem or backend_json):
-        problem = "a part of it is written in Python"
-    if problem:
-        return TokenizerDescription(None, "", f"{type(tokenizer).__name__} cannot be stored: {problem}")
-    cleans_bpe = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
-    template = response_template(tokenizer, model_type)
-    if not _is_json(template):
-        return TokenizerDescription(None, "", "its response template has values that JSON does not have")
-    is_cleaned_kind = type(tokenizer.backend_tokenizer.model).__name__ != "BPE" or cleans_bpe
-    record = TokenizerRecord(
-        class_name=type(tokenizer).__name__,
-        backend="",
-        special_tokens=tokenizer.special_tokens_map,
-        special_ids=tuple(tokenizer.all_special_ids),
-        eos_token_id=tokenizer.eos_token_id,
-        chat_template=tokenizer.chat_template,
-        response_template=template,
-        cleans_up_spaces=bool(tokenizer.clean_up_tokenization_spaces and is_cleaned_kind),
-    )
-    return TokenizerDescription(record, "" if _is_in_file(folder / TOKENIZER_FILE, backend_json) else backend_json, "")
-
-
-def _storing_problem(tokenizer: Any) -> str:
+def _check_storable(tokenizer: Any) -> None:
+    """Raises ValueError with the reason why a tokenizer needs transformers."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return "it is not a tokenizer of the tokenizers library"
+        raise ValueError("it is not a tokenizer of the tokenizers library")
     if overridden := overridden_methods(type(tokenizer)):
-        return f"it overrides {', '.join(overridden)}"
+        raise ValueError(f"it overrides {', '.join(overridden)}")
     if tokenizer.split_special_tokens:
-        return "it splits special tokens"
-    return "" if _is_json(tokenizer.chat_template) else "its chat template is not text"
+        raise ValueError("it splits special tokens")
+    if not _is_json(tokenizer.chat_template):
+        raise ValueError("its chat template is not text")
 
 
 def overridden_methods(kind: type) -> list[str]:
@@ -136,11 +124,11 @@ def _is_in_file(path: Path, backend_json: str) -> bool:
 
 
 def _serialize(backend: Tokenizer) -> str:
-    """The backend's JSON, without truncation and padding, as `read_backend` reads it; "" if it has none."""
+    """The backend's JSON, without truncation and padding, as `read_backend` reads it. Raises ValueError."""
     try:
         copied = Tokenizer.from_str(backend.to_str())
-    except Exception:  # tokenizers raises plain Exception for components that are written in Python
-        return ""
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError("a part of it is written in Python") from error
     copied.no_truncation()
     copied.no_padding()
     return copied.to_str()
@@ -166,10 +154,7 @@ def _translate(model: str, revision: str | None, error: Exception) -> TcdeployEr
 
 
 def _correct_packages(folder: Path | None, packages: list[str]) -> list[str]:
-    """`packages`, corrected: transformers asks for tiktoken if SentencePiece is not installed.
-
-    A SentencePiece model is a protobuf message that starts with its first field, the byte 10.
-    """
+    """transformers asks for tiktoken if SentencePiece is missing. Files of SentencePiece begin with the byte 10."""
     if packages != ["tiktoken"] or folder is None or importlib.util.find_spec("sentencepiece"):
         return packages
     files = [path for path in folder.glob("*.model") if path.is_file()]

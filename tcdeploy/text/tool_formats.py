@@ -1,8 +1,9 @@
 """Formats of tool calls and reasoning by model family, and detection of the format from the chat template.
 
-The table is for models whose tokenizer has no `response_template`. server/output/tag_parser.py parses outputs in these
-formats. transformers' ResponseParser is not used for them: it ends a call at the first closing delimiter, also inside a
-JSON string, and supports neither several JSON objects in a row nor Python's syntax.
+The table is for models whose tokenizer has no `response_template`, which describes outputs for transformers'
+ResponseParser. server/output/tag_parser.py parses outputs in these formats. ResponseParser is not used for them: it
+ends a call at the first closing delimiter, also inside a JSON string, and supports neither several JSON objects in a
+row nor Python's syntax.
 
 The names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`. Does not import torch or transformers.
 """
@@ -10,9 +11,12 @@ The names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`. Doe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
-CallSyntax = Literal["json", "python", "xml", "harmony"]
+from tcdeploy.text.stored_tokenizer import StoredTokenizer
+
+CallSyntax = Literal["json", "python", "xml", "harmony", "template"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,10 @@ TOOL_FORMATS = {
             closings=("```", "<｜tool▁call▁end｜>"), dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         ),
         # Qwen3-Coder
-        ToolFormat("qwen3_coder", "xml", ("<tool_call>", "<function="), closings=("</tool_call>",)),
+        ToolFormat(
+            "qwen3_coder", "xml", ("<tool_call>", "<function="),
+            header=r"(?:\s*+<function=|(?<=<function=))(?P<name>[^>\n]++)", closings=("</tool_call>",),
+        ),
         # Llama 3.2 with a template for Python's syntax, Llama 4, ToolACE
         ToolFormat("pythonic", "python", ("<|python_start|>",), closings=("<|python_end|>",), starts_output=True),
         # gpt-oss
@@ -172,3 +179,18 @@ def reasoning_format(parser: str, chat_template: str) -> ReasoningFormat | None:
         names = (name for marks, name in REASONING_MARKS if all(mark in chat_template for mark in marks))
         return next((REASONING_FORMATS[name] for name in names), None)
     return REASONING_FORMATS.get(REASONING_ALIASES.get(parser, parser))
+
+
+def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
+    """The tokenizer's, else its family's in transformers, unless a format of this module is detected; or None."""
+    if isinstance(tokenizer, StoredTokenizer):  # its template was looked up when the tokenizer was stored
+        return tokenizer.response_template
+    template = getattr(tokenizer, "response_template", None)
+    if template is None and tool_format("auto", template_text(getattr(tokenizer, "chat_template", None))) is None:
+        try:
+            from transformers.cli.serving.utils import get_response_template
+        except ImportError:  # the internal table has moved: tools are then rejected
+            return None
+        model = SimpleNamespace(config=SimpleNamespace(model_type=model_type))  # it reads nothing else of a model
+        template = get_response_template(tokenizer, model)
+    return None if template is None else dict(template)

@@ -15,8 +15,7 @@ from typing import Any
 
 from tcdeploy.server.output.calls_or_content import CallsOrContent
 from tcdeploy.server.output.harmony_parser import HarmonyParser
-from tcdeploy.server.output.parser import OutputEnd, OutputParser
-from tcdeploy.server.output.parts import split
+from tcdeploy.server.output.parser import OutputEnd, OutputParser, split
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.template_parser import TemplateParser
 from tcdeploy.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS

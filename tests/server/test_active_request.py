@@ -13,7 +13,7 @@ import pytest
 from tcdeploy.engine.schedule.sequence import NewToken
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.choice import Delta
-from tcdeploy.server.output.parts import OutputText, split
+from tcdeploy.server.output.parser import OutputText, split
 
 
 class FakeStopwatch:

@@ -8,7 +8,7 @@ import httpx
 import numpy
 import pytest
 
-from tcdeploy.server.output.structured.bad_words import MASKER, BadWords, spellings
+from tcdeploy.server.output.structured.bad_words import BadWords, spellings
 from tests.server.conftest import ServerProcess
 
 VOCAB_SIZE = 96
@@ -19,7 +19,7 @@ def allowed_after(constraint: BadWords, *tokens: int) -> set[int]:
     for token_id in tokens:
         assert matcher.accept(token_id) == ""
     masks = numpy.zeros((2, VOCAB_SIZE // 32), dtype=numpy.int32)
-    MASKER.fill([(matcher, 1)], masks)
+    constraint.fill([(matcher, 1)], masks)
     assert not masks[0].any(), "only the matcher's row is written"
     return {token_id for token_id in range(VOCAB_SIZE) if masks[1, token_id // 32] >> (token_id % 32) & 1}
 

@@ -11,7 +11,7 @@ from tcdeploy.server.apis.anthropic.answer import _input
 from tcdeploy.server.apis.openai.protocol import ChatRequest
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import RequestParser, parse
-from tcdeploy.server.output.parts import OutputCall, split
+from tcdeploy.server.output.parser import OutputCall, split
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.xml_calls import convert
 from tcdeploy.text.tool_formats import TOOL_FORMATS

@@ -15,9 +15,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tcdeploy.server.output.structured.json_schema import exact_schema, exact_schemas
 from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
 from tcdeploy.server.output.structured.structured_output import PARSER_LIMITS
-from tcdeploy.server.output.template_parser import Markup
 from tcdeploy.server.output.tools import call_grammar
-from tcdeploy.text.tool_formats import TOOL_FORMATS
+from tcdeploy.text.tool_formats import TOOL_FORMATS, ForcedCall
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*"  # the beginning of pydantic's regexes for Decimal
@@ -284,11 +283,11 @@ def test_the_original_is_not_changed() -> None:
 def forced_calls(parameters: dict[str, Any]) -> dict[str, str]:
     """The text before the arguments -> the grammar of a forced call, for each kind of grammar."""
     functions = [{"name": "f", "parameters": parameters}]
-    markup = Markup("<call>", "</call>", "name", "arguments")
+    spaced = ForcedCall('{"name": "', '", "arguments": ', "}", opening="<call>", closing="</call>", allows_space=True)
     forced = TOOL_FORMATS["hermes"].forced
     assert forced is not None
     return {
-        '<call>{"name": "f", "arguments": ': call_grammar(functions, markup.forced, json.dumps, False),
+        '<call>{"name": "f", "arguments": ': call_grammar(functions, spaced, json.dumps, False),
         '<tool_call>\n{"name": "f", "arguments": ': call_grammar(functions, forced, json.dumps, False),
     }
 

@@ -18,8 +18,7 @@ from tcdeploy.models.load import resolve_model_path
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.output.harmony_parser import HarmonyParser
-from tcdeploy.server.output.parser import OutputEnd, OutputParser
-from tcdeploy.server.output.parts import split
+from tcdeploy.server.output.parser import OutputEnd, OutputParser, split
 from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.tools import ToolSupport

@@ -25,9 +25,9 @@ from tcdeploy.server.generate.text_encoder import TextEncoder
 from tcdeploy.server.generate.tokenization import PromptTokenizer
 from tcdeploy.server.http.request_parsing import parse
 from tcdeploy.server.output import tools as tools_module
-from tcdeploy.server.output.parts import split
+from tcdeploy.server.output.parser import split
 from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
-from tcdeploy.server.output.template_parser import Markup, TemplateParser, find_markup
+from tcdeploy.server.output.template_parser import TemplateParser, template_format
 from tcdeploy.server.output.tools import ToolSupport
 from tests.conftest import TINY
 from tests.fork_server import ForkServer
@@ -374,23 +374,26 @@ FIELD = RESPONSE_TEMPLATE["fields"]["tool_calls"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
-    ("changed", "markup"),
+    ("changed", "example"),
     [
-        ({}, Markup("<call>", "</call>", "name", "arguments")),
-        ({"open_pattern": None, "open": ["<a>", "<b>"]}, Markup("<a>", "</call>", "name", "arguments")),
+        ({}, '<call>{"name": "f", "arguments": {}}</call>'),
+        ({"open_pattern": None, "open": ["<a>", "<b>"]}, '<a>{"name": "f", "arguments": {}}</call>'),
         (
             {"transform": {"type": "function", "function": {"name": "{content.tool}", "arguments": "{content.with}"}}},
-            Markup("<call>", "</call>", "tool", "with"),
+            '<call>{"tool": "f", "with": {}}</call>',
         ),
         ({"open_pattern": r"<call:(?P<name>\w+)>"}, None), ({"close": None}, None), ({"content": "xml-inline"}, None),
         ({"content_args": {"unquoted_keys": True}}, None), ({"transform": None}, None),
         ({"transform": {"function": {"name": "{name}", "arguments": "{content}"}}}, None),
     ],
 )  # fmt: skip
-def test_a_call_can_be_forced_if_it_is_json_between_fixed_delimiters(changed: dict[str, Any], markup: Any) -> None:
+def test_a_call_can_be_forced_if_it_is_json_between_fixed_delimiters(
+    changed: dict[str, Any], example: str | None
+) -> None:
     field = {key: value for key, value in {**FIELD, **changed}.items() if value is not None}
-    assert find_markup({"fields": {"tool_calls": field}}) == markup
-    assert find_markup({}) is None
+    described = template_format({"fields": {"tool_calls": field}})
+    assert described is not None and (described.forced.example("f") if described.forced else None) == example
+    assert template_format({}) is None
 
 
 def test_a_call_is_not_forced_after_a_prompt_where_the_parser_reads_none(tools: ToolSupport) -> None:

@@ -15,8 +15,7 @@ from tcdeploy.text import chat_template, conversation
 from tcdeploy.text.chat_template import ChatTemplate
 from tcdeploy.text.conversation import render_conversation, replace_chat_template
 from tcdeploy.text.detokenizer import chat_prompt
-from tcdeploy.text.template_form import RefusedMessageError, TemplateForm
-from tcdeploy.text.template_outline import make_outline
+from tcdeploy.text.template_form import RefusedMessageError, TemplateForm, make_outline
 from tests.conftest import TINY
 from tests.template_families import TEMPLATES
 
@@ -84,8 +83,8 @@ def test_the_outline_of_a_conversation_is_short_and_is_rendered_once_for_all_of_
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = {"role": "user", "content": "word " * 100_000}
-    outline = make_outline(TemplateForm().messages([long]))
-    assert len(str(outline.messages)) < 100
+    outline, _ = make_outline(TemplateForm().messages([long]))
+    assert len(str(outline)) < 100
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     rendered = []
     render = conversation.render_messages

@@ -155,7 +155,7 @@ def test_streamed_text_is_equal(pair: tuple[Any, StoredTokenizer]) -> None:
 def test_attributes_are_those_of_transformers(pair: tuple[Any, StoredTokenizer]) -> None:
     theirs, stored = pair
     for name in (
-        "all_special_ids", "bos_token", "chat_template", "eos_token", "eos_token_id", "is_fast", "pad_token",
+        "all_special_ids", "bos_token", "chat_template", "eos_token", "eos_token_id", "pad_token",
         "special_tokens_map", "unk_token",
     ):  # fmt: skip
         assert getattr(stored, name) == getattr(theirs, name), name

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from tcdeploy.engine.schedule.sequence import NewToken, TokenLogprobs
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
-from tcdeploy.server.output.parser import OutputParser
-from tcdeploy.server.output.parts import OutputPart, OutputReasoning, OutputText
+from tcdeploy.server.output.parser import OutputParser, OutputPart, OutputReasoning, OutputText
 
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 

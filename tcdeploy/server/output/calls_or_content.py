@@ -2,7 +2,7 @@
 
 OpenAI's API allows both in one request, and agents send both in every turn. A grammar begins with the reasoning, if the
 model reasons, and then has two alternatives: calls, and JSON of the request's schema. Where the format of calls has no
-grammar of its own, any text may follow an opening of a call (`open_calls`).
+grammar of its own, any text may follow an opening of a call.
 
 The parser of calls would also find calls in the strings of JSON content. `CallsOrContent` therefore bypasses that
 parser once the content has begun.
@@ -12,27 +12,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from tcdeploy.server.output.parser import OutputEnd, OutputParser
-from tcdeploy.server.output.parts import OutputPart, OutputText
-from tcdeploy.server.output.structured.json_schema import exact_schemas
+from tcdeploy.server.output.parser import OutputEnd, OutputParser, OutputPart, OutputText
+from tcdeploy.server.output.structured.json_schema import exact_schemas, objects
 from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
 from tcdeploy.text.tool_formats import ReasoningFormat
 
 
-class CallsOrContent:
-    """Implements `OutputParser` with the parser of calls."""
+class CallsOrContent(OutputParser):
+    """Uses the parser of calls."""
 
     def __init__(self, parser: OutputParser) -> None:
-        self._parser = parser
-        self._is_content = False
-        self.num_malformed = 0
-
-    @property
-    def has_calls(self) -> bool:
-        return self._parser.has_calls
+        super().__init__(parser._builder)
+        self._parser, self._is_content = parser, False
 
     def push(self, text: str) -> list[OutputPart]:
         parts: list[OutputPart] = []
@@ -41,7 +35,7 @@ class CallsOrContent:
                 return [*parts, OutputText(text[index:])]
             added = self._parser.push(char)
             parts += added
-            if not self._parser.has_calls and any(isinstance(part, OutputText) for part in added):
+            if not self.has_calls and any(isinstance(part, OutputText) for part in added):
                 parts += self.finish("stop_string")
                 self._is_content = True
         return parts
@@ -52,11 +46,6 @@ class CallsOrContent:
         parts = self._parser.finish(end)
         self.num_malformed = self._parser.num_malformed
         return parts
-
-
-def open_calls(openings: Iterable[str], text: Callable[[str], str]) -> str:
-    """Grammar of calls that begin with one of `openings`, followed by any tokens. `text`: terminals of a fixed text."""
-    return f"start: ({' | '.join(map(text, openings))}) rest\nrest: <[*]>*"
 
 
 def plain_calls(functions: list[dict[str, Any]]) -> str:
@@ -72,21 +61,16 @@ def plain_calls(functions: list[dict[str, Any]]) -> str:
             "type": "object", "properties": {"name": {"const": function["name"]}, "parameters": parameters},
             "required": ["name", "parameters"], "additionalProperties": False,
         }  # fmt: skip
-        _check_references(parameters)
+        for item in objects(parameters):  # a reference must mean the same once the parameters are in the call's schema
+            reference = item.get("$ref")
+            if isinstance(reference, str) and not reference.startswith(("#/$defs/", "#/definitions/")):
+                raise UnsupportedSchemaError(
+                    f"the reference {reference[:80]!r} is not supported in calls of this format"
+                )
         schema |= {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # targets of $refs
         schemas.append(schema)
     rules = [f"call_{number}: %json {json.dumps(exact)}" for number, exact in enumerate(exact_schemas(schemas))]
     return "\n".join([f"start: {' | '.join(f'call_{number}' for number in range(len(functions)))}", *rules])
-
-
-def _check_references(value: Any) -> None:
-    """Raise UnsupportedSchemaError for a reference that means another schema once the parameters are in the call's."""
-    if isinstance(value, dict):
-        reference = value.get("$ref")
-        if isinstance(reference, str) and not reference.startswith(("#/$defs/", "#/definitions/")):
-            raise UnsupportedSchemaError(f"the reference {reference[:80]!r} is not supported in calls of this format")
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_references(item)
 
 
 def calls_or_content(
@@ -104,7 +88,7 @@ def calls_or_content(
     `calls`: a grammar with the rule `start`. `after_reasoning`, `before_content`: fixed texts of the model's format.
     """
     rules = [re.sub("^start:", "calls:", calls), f"json: %json {json.dumps(schema)}"]
-    rules.append(f"content: {text(before_content) if before_content else ''} json")
+    rules.append(f"content: {text(before_content)} json")
     start = "start: (calls | content)"
     if reasoning is not None:
         closing = text(reasoning.closing)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tcdeploy.server.output.json_text import ObjectScanner, valid_object
-from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, SteppingParser, log_malformed
-from tcdeploy.server.output.parts import OutputPart
+from tcdeploy.server.output.json_text import ObjectCall
+from tcdeploy.server.output.parser import PartsBuilder, SteppingParser, log_malformed
 
 MESSAGE = "<|message|>"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -27,27 +26,12 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
 class HarmonyParser(SteppingParser):
-    """The output of one choice. Implements `OutputParser`."""
+    """The output of one choice."""
 
     def __init__(self, *, max_calls: int | None = None) -> None:
         super().__init__(PartsBuilder(max_calls))
-        self._recipient = ""
-        self._scanner = ObjectScanner()
         self._emit: Callable[[str], None] = self._builder.add_content
         self._step = self._read_header
-
-    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
-        self._run_steps(is_last=False)
-        if self._step == self._read_arguments and end == "length":
-            self._builder.add_call(self._recipient, self._buffer.strip())
-            return self._builder.finish()
-        while self._step == self._read_arguments:  # messages may follow in the text that is not a call
-            self._fail("the output ends inside the call", is_malformed=end == "complete")
-            text, self._buffer = self._buffer, ""
-            self._parse(text[:MAX_REPARSED_CHARS])
-            self._buffer += text[MAX_REPARSED_CHARS:]
-        self._run_steps(is_last=True)
-        return self._builder.finish()
 
     def _read_header(self, is_last: bool) -> bool:
         self._buffer = _TEXT_ENDS.sub("", self._buffer)
@@ -65,8 +49,8 @@ class HarmonyParser(SteppingParser):
             self._builder.add_content(text)
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None:
-            self._recipient, self._scanner = recipient[1], ObjectScanner()
-            self._step = self._read_arguments
+            self._call = ObjectCall(0, recipient[1])
+            self._step = self._read_call
         else:
             is_reasoning = channel is not None and channel[1] == "analysis"
             self._emit = self._builder.add_reasoning if is_reasoning else self._builder.add_content
@@ -80,28 +64,33 @@ class HarmonyParser(SteppingParser):
         self._step = self._read_header
         return True
 
-    def _read_arguments(self, is_last: bool) -> bool:
+    def _read_call(self, is_last: bool) -> bool:
         self._buffer = self._buffer.lstrip()
         if not self._buffer:
             return False
         try:
             if not self._buffer.startswith("{"):
                 raise ValueError("its arguments are not a JSON object")
-            end = self._scanner.find_end(self._buffer)
-            if end is None:
-                return False
-            self._builder.add_call(self._recipient, valid_object(self._buffer[:end]))
+            end = self._call.find_end(self._buffer)
         except (ValueError, RecursionError) as error:
-            self._fail(error, is_malformed=True)
+            self._fail(error)
             return True
+        if end is None:
+            if is_last:  # messages may follow in the text that is not a call
+                self._fail("the output ends inside the call")
+                text, self._buffer = self._buffer, ""
+                self._parse(text[:MAX_REPARSED_CHARS])
+                self._buffer += text[MAX_REPARSED_CHARS:]
+            return is_last
+        self._builder.add_calls(self._call.calls)
         self._buffer = self._buffer[end:]
         self._emit = self._builder.add_content
         self._step = self._read_text
         return True
 
-    def _fail(self, reason: object, *, is_malformed: bool) -> None:
-        """Treat the text of the message as content."""
-        if is_malformed:
+    def _fail(self, reason: object) -> None:
+        """Treat the text of the message as content. That of a truncated call is not counted as malformed."""
+        if self._end in (None, "complete"):
             self.num_malformed += 1
             log_malformed(reason)
         self._emit, self._step = self._builder.add_content, self._read_text

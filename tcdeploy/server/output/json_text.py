@@ -1,9 +1,10 @@
-"""Parses JSON in the output of a model: the end of an object, and the raw values of its members, even if truncated."""
+"""Parses calls in JSON in the output of a model: their end, and the raw values of their members, even if truncated."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 _STRING_STOP = re.compile(r'["\\]')
@@ -11,6 +12,8 @@ _STRING_STOP = re.compile(r'["\\]')
 _STRUCTURE = re.compile(r'["{}\[\]]|[^\s\w:,+.\-]')
 _SPACE = re.compile(r"\s*")
 _CONTROL = re.compile(r"[\x00-\x1f]")
+ARGUMENT_KEYS = ("arguments", "parameters")
+CALL_KEYS = {"name", "type", "id", "function", *ARGUMENT_KEYS}
 MAX_MEMBERS = 64  # of an object that is split into its members: a call has up to five
 
 
@@ -22,16 +25,22 @@ def _reject_constant(name: str) -> Any:
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_reject_constant)
 
 
-class ObjectScanner:
-    """Finds the end of a JSON object in a text that grows. Each character is read once."""
+class ObjectCall:
+    """A call as a JSON object in a text that grows. Each character is read once.
 
-    def __init__(self, start: int = 0) -> None:
+    name: of the function, if the object contains only the arguments.
+    known_names: if given, an object that is not a call of one of these functions may be content.
+    """
+
+    def __init__(self, start: int, name: str | None = None, known_names: Collection[str] | None = None) -> None:
         """`start`: index of the opening brace."""
-        self.position, self._depth = start, 0  # up to `position` the text has been read
-        self._is_in_string = False
+        self.position = start  # up to it the text has been read
+        self.calls: list[tuple[str, str]] = []  # name and arguments
+        self._start, self._name, self._known_names = start, name, known_names
+        self._depth, self._is_in_string = 0, False
 
-    def find_end(self, text: str) -> int | None:
-        """The index after the closing brace; None if `text` does not contain it yet. Raises ValueError if not JSON."""
+    def find_end(self, text: str, *, is_complete: bool = False) -> int | None:
+        """The index after the object, or None. Raises ValueError and RecursionError if it is not a call."""
         while True:
             pattern = _STRING_STOP if self._is_in_string else _STRUCTURE
             match = pattern.search(text, self.position)
@@ -53,7 +62,37 @@ class ObjectScanner:
             else:
                 self._depth += 1 if match[0] in "{[" else -1
                 if self._depth == 0:
+                    self.calls = [self._parse(text[self._start : match.end()])]
                     return match.end()
+
+    def _parse(self, text: str) -> tuple[str, str]:
+        if self._name is not None:
+            return self._name, valid_object(text)
+        members = object_members(text, is_complete=True)
+        name = string_value(members.get("name", ""))
+        is_call = self._known_names is None or (name in self._known_names and members.keys() <= CALL_KEYS)
+        if name is None or not is_call:
+            raise ValueError("it has no function name")
+        raw = _arguments_of(members) or "null"
+        if raw == "null":
+            return name, "{}"
+        # An object without control characters was decoded when the members were split. Others may be in a string.
+        is_valid = raw.startswith("{") and not _CONTROL.search(raw)
+        return name, raw if is_valid else valid_object(string_value(raw) or raw)
+
+    def cut_calls(self, text: str) -> list[tuple[str, str]]:
+        """The call with the arguments so far, if its name is complete. Raises ValueError and RecursionError."""
+        if self._name is not None:
+            return [(self._name, text[self._start :].strip())]
+        members = object_members(text[self._start :])
+        name = string_value(members.get("name", ""))
+        is_call = name is not None and (self._known_names is None or name in self._known_names)
+        return [(str(name), _arguments_of(members))] if is_call else []
+
+
+def _arguments_of(members: dict[str, str]) -> str:
+    """The raw text of the arguments; "" if there are none."""
+    return next((members[key] for key in ARGUMENT_KEYS if key in members), "")
 
 
 def object_members(text: str, *, is_complete: bool = False) -> dict[str, str]:
@@ -62,14 +101,6 @@ def object_members(text: str, *, is_complete: bool = False) -> dict[str, str]:
     Raises ValueError if the text does not begin with an object, or if it has more than MAX_MEMBERS members. With
     `is_complete`, the text must be exactly one object, but strings may contain control characters.
     """
-    members, end = _split_members(text)
-    if is_complete and text[end:].strip() != "}":
-        raise ValueError("it is not a JSON object")
-    return members
-
-
-def _split_members(text: str) -> tuple[dict[str, str], int]:
-    """The members, and the index up to which the text has been read: of the closing brace in a complete object."""
     members: dict[str, str] = {}
     position = skip_space(text, 0)
     if not text.startswith("{", position):
@@ -83,39 +114,28 @@ def _split_members(text: str) -> tuple[dict[str, str], int]:
         try:
             key, position = _DECODER.raw_decode(text, position)
         except ValueError:  # the key is truncated
-            return members, position
+            break
         position = skip_space(text, position)
         if not text.startswith(":", position):
-            return members, position
-        start = skip_space(text, position + 1)
+            break
+        start = position = skip_space(text, position + 1)
         try:
             _, position = _DECODER.raw_decode(text, start)
         except ValueError:
             members[key] = text[start:]
-            return members, start
+            break
         members[key] = text[start:position]
         position = skip_space(text, position)
         if not text.startswith(",", position):
             break
         position = skip_space(text, position + 1)
-    return members, position
-
-
-def arguments_object(raw: str) -> str:
-    """The arguments of a call, from the raw text of a member: a JSON object, or the text of one in a string.
-
-    Raises ValueError and RecursionError for anything else.
-    """
-    if raw.startswith("{") and not _CONTROL.search(raw):
-        return raw  # was decoded when the members were split
-    return valid_object(string_value(raw) or raw)
+    if is_complete and text[position:].strip() != "}":
+        raise ValueError("it is not a JSON object")
+    return members
 
 
 def valid_object(raw: str) -> str:
-    """`raw` if it is a JSON object. If strings contain control characters, which JSON does not allow, they are escaped.
-
-    Raises ValueError and RecursionError for anything else.
-    """
+    """`raw`, a JSON object, with control characters in strings escaped. Else raises ValueError or RecursionError."""
     value = _DECODER.decode(raw)
     if not isinstance(value, dict):
         raise ValueError("the arguments are not a JSON object")
@@ -128,10 +148,7 @@ def valid_object(raw: str) -> str:
 
 
 def dump(value: Any) -> str:
-    """JSON with unescaped Unicode, unless there is a lone surrogate, which cannot be encoded as UTF-8.
-
-    Raises ValueError for NaN and infinities.
-    """
+    """JSON with unescaped Unicode, unless there is a lone surrogate. Raises ValueError for NaN and infinities."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if has_utf8(text) else json.dumps(value)
 

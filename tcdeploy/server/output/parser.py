@@ -1,4 +1,7 @@
-"""What parsers of outputs share: their interface, the builder of parts, and the state machine.
+"""What parsers of outputs share: the parts that they emit, their interface, and the state machine.
+
+Parts are text, reasoning and calls in the order in which the model generated them, and each API writes them in its own
+format. How a text is cut into parts depends on the tokens, so consumers join consecutive texts of one kind.
 
 A call is sent when it is complete. A call that `max_tokens` truncates is sent with the arguments generated so far,
 which are not complete JSON; the finish reason `length` indicates this. The text of a malformed call, and of one that a
@@ -9,30 +12,69 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from tcdeploy.server.generate.stop_strings import partial_match_length
-from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputReasoning, OutputText
+from tcdeploy.server.output.json_text import ObjectCall
+from tcdeploy.server.output.python_calls import PythonListParser
+from tcdeploy.server.output.xml_calls import XmlCall
 
 OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the output ended
+PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python
 PIECE_CHARS = 1024  # of a long text, which is parsed in pieces
 log = logging.getLogger("tcdeploy.server")
 
 
-class OutputParser(Protocol):
-    """Splits the output of one choice into parts as it arrives. No part has an empty text."""
+@dataclass(slots=True)
+class OutputText:
+    text: str
 
-    num_malformed: int  # calls whose text was returned as content
 
-    @property
-    def has_calls(self) -> bool: ...
+@dataclass(slots=True)
+class OutputReasoning:
+    text: str
 
-    def push(self, text: str) -> list[OutputPart]: ...
 
-    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
-        """The rest of the output, after the last `push`."""
-        ...
+@dataclass(slots=True)
+class OutputCall:
+    number: int  # index within the choice
+    id: str
+    name: str
+    arguments: str  # JSON, or the beginning of it
+
+    def json(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+OutputPart: TypeAlias = OutputText | OutputReasoning | OutputCall
+
+
+class SplitOutput(NamedTuple):
+    content: str
+    reasoning: str
+    calls: list[OutputCall]
+
+
+def split(parts: Iterable[OutputPart]) -> SplitOutput:
+    """The parts by kind, without their order."""
+    parts = list(parts)
+    return SplitOutput(
+        "".join(part.text for part in parts if isinstance(part, OutputText)),
+        "".join(part.text for part in parts if isinstance(part, OutputReasoning)),
+        [part for part in parts if isinstance(part, OutputCall)],
+    )
+
+
+def joined(parts: Iterable[OutputPart]) -> Iterator[OutputPart]:
+    """The parts, with consecutive texts of one kind as one part."""
+    for kind, group in groupby(parts, type):
+        if kind is OutputCall:
+            yield from group
+        else:
+            yield kind("".join(part.text for part in group))  # type: ignore[union-attr, call-arg]
 
 
 class TrimmedText:
@@ -92,14 +134,14 @@ class PartsBuilder:
         if text := self._reasoning.push(text):
             self._parts.append(OutputReasoning(text))
 
-    def add_call(self, name: str, arguments: str) -> None:
-        """Calls beyond `max_calls` are dropped."""
-        self.ends_with_call = True
-        if self.num_calls == self._max_calls:
-            return
-        call_id = uuid.uuid4().hex[: self._id_length] if self._id_length else f"call_{uuid.uuid4().hex}"
-        self._parts.append(OutputCall(self.num_calls, call_id, name, arguments))
-        self.num_calls += 1
+    def add_calls(self, calls: list[tuple[str, str]]) -> None:
+        """`calls`: names and arguments. Those beyond `max_calls` are dropped."""
+        for name, arguments in calls:
+            self.ends_with_call = True
+            if self.num_calls != self._max_calls:
+                call_id = uuid.uuid4().hex[: self._id_length] if self._id_length else f"call_{uuid.uuid4().hex}"
+                self._parts.append(OutputCall(self.num_calls, call_id, name, arguments))
+                self.num_calls += 1
 
     def finish(self) -> list[OutputPart]:
         space = self._content.take_space()
@@ -113,12 +155,31 @@ class PartsBuilder:
         return parts
 
 
+class OutputParser:
+    """Splits the output of one choice into parts as it arrives. No part has an empty text."""
+
+    def __init__(self, builder: PartsBuilder) -> None:
+        self.num_malformed = 0  # calls whose text was returned as content
+        self._builder = builder
+
+    @property
+    def has_calls(self) -> bool:
+        return self._builder.num_calls > 0
+
+    def push(self, text: str) -> list[OutputPart]:
+        raise NotImplementedError
+
+    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
+        """The rest of the output, after the last `push`."""
+        raise NotImplementedError
+
+
 def log_malformed(reason: object) -> None:
     log.warning("cannot parse a tool call: %.200s", reason)
 
 
-class SteppingParser:
-    """An `OutputParser` that is a state machine: `_step` parses some of the buffer, and selects the next step.
+class SteppingParser(OutputParser):
+    """A state machine: `_step` parses some of the buffer, and selects the next step.
 
     The argument of a step is whether the text has ended. It returns whether another step may follow without more text.
     A step removes the text that it parsed from the buffer, which copies the rest, so long texts are parsed in pieces.
@@ -127,21 +188,37 @@ class SteppingParser:
     _step: Callable[[bool], bool]
 
     def __init__(self, builder: PartsBuilder) -> None:
-        self.num_malformed = 0
-        self._builder = builder
+        super().__init__(builder)
         self._buffer = ""  # text that is not parsed yet
-
-    @property
-    def has_calls(self) -> bool:
-        return self._builder.num_calls > 0
-
-    @property
-    def ends_with_call(self) -> bool:
-        return self._builder.ends_with_call
+        self._end: OutputEnd | None = None
+        self._call: ObjectCall | PythonListParser | XmlCall = ObjectCall(0)
 
     def push(self, text: str) -> list[OutputPart]:
         self._parse(text)
         return self._builder.take()
+
+    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
+        self._run_steps(is_last=False)
+        self._end = end
+        if end == "length" and self._step == self._read_call:
+            self._add_cut_call()
+        self._run_steps(is_last=True)
+        return self._builder.finish()
+
+    def _read_call(self, is_last: bool) -> bool:
+        """The step that parses an open call, `_call`."""
+        raise NotImplementedError
+
+    def _add_cut_call(self) -> None:
+        """Add the open call with the arguments generated so far, if its name is complete."""
+        try:
+            calls = self._call.cut_calls(self._buffer)
+        except PARSE_ERRORS:
+            return
+        if calls:
+            self._builder.add_calls(calls)
+            self._builder.end_content()
+            self._buffer = ""
 
     def _parse(self, text: str) -> None:
         for start in range(0, len(text), PIECE_CHARS):

@@ -1,8 +1,8 @@
 """Calls in Python's syntax, `[name(key=value, ...), ...]`, in the output of a model. Nothing is evaluated.
 
-The list is parsed while it grows, with a stack of open brackets, and each character is read once. Rejected: `ast.parse`
-of the complete list, which holds the GIL for 0.2 s per 120,000 characters, and for 2 s if they are f-strings. Only
-single strings with escapes are decoded by `ast`.
+The ends of strings and brackets are found while the text grows, and each character is read once. A complete call is
+translated to JSON, whose decoder finds most errors. Rejected: `ast.parse`, which holds the GIL for 0.2 s per 120,000
+characters, and for 2 s if they are f-strings. Only single strings with escapes are decoded by `ast`.
 
 After an error the list is only read to its end, so that the text of a malformed call is not searched for other calls.
 """
@@ -10,46 +10,27 @@ After an error the list is only read to its end, so that the text of a malformed
 from __future__ import annotations
 
 import ast
+import json
 import re
 import warnings
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from tcdeploy.server.output.json_text import dump
 
 MAX_DEPTH = 100  # of brackets; values are written as JSON by recursion
 MAX_CALLS = 1000  # in a list: they are returned together, when it is complete
-MAX_WORD_CHARS = 1000  # of a number or name: one at the end of the text is read again when the text has grown
-_TOKEN = re.compile(r"""(?P<space>\s+)|(?P<prefix>[a-zA-Z]{0,2})(?P<quote>["'])|(?P<word>[\w.+-]+)|(?P<mark>(?s:.))""")
+_MARK = re.compile(r"""["'()\[\]{},]""")
 _STRING_STOPS = {quote: re.compile(rf"(?s:\\.)|\\\Z|{quote}") for quote in ('"', "'", '"""', "'''")}
+_HEAD = re.compile(r"\s*(,?)\s*([^\W\d][\w.-]*)\s*\(")
+_TOKEN = re.compile(
+    r"""(?P<space>\s+)|(?P<prefix>[a-zA-Z]{0,2})(?P<quote>\"{3}|'{3}|["'])(?P<body>(?s:[^\\"']++|\\.|(?!(?P=quote)).)*+)"""
+    r"""(?P=quote)|(?P<key>[^\W\d][\w.-]*+)\s*+=(?!=)|(?P<word>[\w.+-]+)|(?P<mark>(?s:.))"""
+)
+_LAST_WORD = re.compile(r"[\w.+-]+\s*$")  # that may be incomplete
 _LINE_BREAK = re.compile(r"(?s:\\.)|[\n\r]")
-_NAME = re.compile(r"[^\W\d][\w.-]*")
 _NUMBER = re.compile(r"-?\.?\d.*")
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-_BRACKETS = {"(": "tuple", "[": "list", "{": "dict"}
-_CLOSINGS = {"calls": "]", "call": ")", "tuple": ")", "list": "]", "dict": "}"}
-
-
-class PythonCall(NamedTuple):
-    name: str
-    arguments: str  # JSON, or the beginning of it
-
-
-@dataclass
-class _Bracket:
-    """An open bracket.
-
-    expects: what follows. "item": an item or the end; "sign": the `=`, `:` or `(` after a key; "value": a value;
-        "comma": a comma or the end.
-    """
-
-    kind: str  # calls: the outer list; call, tuple, list, dict
-    name: str = ""  # of the called function
-    key: str = ""  # of the next value; in `calls`, the name of the next function
-    expects: Literal["item", "sign", "value", "comma"] = "item"
-    has_comma: bool = False
-    items: list[Any] = field(default_factory=list)
-    members: dict[str, Any] = field(default_factory=dict)  # of a call or dict
+_CLOSINGS = {"(": ")", "[": "]", "{": "}"}
 
 
 class PythonListParser:
@@ -57,174 +38,120 @@ class PythonListParser:
 
     def __init__(self, start: int = 0) -> None:
         """`start`: index of the opening bracket."""
-        self.position = start  # the text before it has been read
-        self.calls: list[PythonCall] = []
-        self._stack: list[_Bracket] = []
-        self._depth = 0  # as len(_stack), also after an error
+        self.position = start + 1  # the text before it has been read
+        self.calls: list[tuple[str, str]] = []  # name, and arguments as JSON
+        self._depth = 1  # of brackets
         self._error: Exception | None = None
-        self._prefix = self._quote = ""  # of the open string
-        self._string_start = 0
-        self._strings: list[str] = []  # adjacent strings, which are one value
+        self._quote, self._string_start = "", 0  # of the open string
+        self._start = self.position  # of the text after the last call
+        self._complete_end = 0  # of the last complete argument of the open call
 
-    def find_end(self, text: str) -> int | None:
-        """The index after the closing bracket; None if `text` does not contain it yet.
-
-        At the closing bracket, raises ValueError or SyntaxError if the list is not one of calls.
-        """
-        while self._read_string(text) if self._quote else self._read_token(text):
-            if self._depth == 0:
-                if self._error is not None:
-                    raise self._error
+    def find_end(self, text: str, *, is_complete: bool = False) -> int | None:
+        """The index after the list, or None. At its end, raises ValueError or SyntaxError if it is not one of calls."""
+        while True:
+            match = (_STRING_STOPS[self._quote] if self._quote else _MARK).search(text, self.position)
+            if match is None:
+                self.position = max(self.position, len(text) + 1 - max(len(self._quote), 1))
+                return None
+            start, mark = match.start(), match[0]
+            if mark == "\\" or (not self._quote and mark in "\"'" and text[start : start + 3] in (mark, 2 * mark)):
+                self.position = start  # an escape, or three quotes, may follow
+                return None
+            self.position = match.end()
+            if self._quote:
+                self._quote = "" if mark == self._quote else self._quote
+            elif mark in "\"'":
+                self._quote = 3 * mark if text.startswith(3 * mark, start) else mark
+                self.position, self._string_start = start + len(self._quote), start
+            elif self._read_mark(text, mark, start):
                 return self.position
-        return None
 
-    def cut_calls(self) -> list[PythonCall]:
-        """The calls of a truncated list. The last one has only its complete arguments, as the beginning of JSON.
-
-        Raises ValueError or SyntaxError.
-        """
-        if self._error is not None:
-            raise self._error
-        opened = [PythonCall(call.name, dump(call.members)[:-1]) for call in self._stack[1:2]]
-        return [*self.calls, *opened]
-
-    def _read_token(self, text: str) -> bool:
-        """Read one token. Returns False if more text is needed."""
-        token = _TOKEN.match(text, self.position)
-        if token is None:
-            return False
-        if token["quote"] is not None:
-            return self._open_string(text, token)
-        word, mark = token["word"], token["mark"]
-        if word is not None and token.end() == len(text) and len(word) <= MAX_WORD_CHARS:
-            return False
-        self.position = token.end()
-        self._depth += 1 if mark in ("(", "[", "{") else -1 if mark in (")", "]", "}") else 0
-        if self._error is None and (word is not None or mark is not None):
+    def _read_mark(self, text: str, mark: str, start: int) -> bool:
+        """Whether the list ends with a comma or bracket outside of strings."""
+        self._depth += 1 if mark in _CLOSINGS else 0 if mark == "," else -1
+        if self._depth == 2:
+            self._complete_end = start if mark == "," else self.position
+        elif self._depth == 1 and mark != ",":
             try:
-                self._add_strings()
-                if word is not None:
-                    self._add_word(word)
-                else:
-                    self._add_mark(mark)
+                if self._error is None:
+                    self.calls.append(self._parse(text[self._start : self.position]))
             except (ValueError, SyntaxError) as error:
                 self._error = error
-        return True
+            self._start = self.position
+        elif self._depth == 0:
+            if self._error is not None:
+                raise self._error
+            if mark != "]" or not self.calls or text[self._start : start].strip() not in ("", ","):
+                raise ValueError("it is not a list of calls")
+        return self._depth == 0
 
-    def _open_string(self, text: str, token: re.Match[str]) -> bool:
-        quote, start = token["quote"], token.start("quote")
-        first_chars = text[start : start + 3]
-        if first_chars in (quote, 2 * quote):
-            return False  # three quotes begin another kind of string
-        self._prefix = token["prefix"].lower()
-        self._quote = 3 * quote if first_chars == 3 * quote else quote
-        self.position = self._string_start = start + len(self._quote)
-        return True
+    def _parse(self, text: str) -> tuple[str, str]:
+        """A call, which follows the comma after the one before it. Raises ValueError and SyntaxError."""
+        if len(self.calls) == MAX_CALLS:
+            raise ValueError(f"it has more than {MAX_CALLS} calls")
+        head = _HEAD.match(text)
+        if head is None or bool(head[1]) != bool(self.calls) or not text.endswith(")"):
+            raise ValueError("it is not a list of calls")
+        return head[2], dump(json.loads(_arguments_as_json(text[head.end() : -1])))
 
-    def _read_string(self, text: str) -> bool:
-        """Read to the next escape, or the end of the string. Returns False if more text is needed."""
-        stop = _STRING_STOPS[self._quote].search(text, self.position)
-        if stop is None:
-            self.position = max(self.position, len(text) - len(self._quote) + 1)
-            return False
-        if stop[0] == "\\":
-            self.position = stop.start()
-            return False
-        self.position = stop.end()
-        if stop[0] == self._quote:
-            if self._error is None:
-                self._end_string(text[self._string_start : stop.start()])
-            self._quote = ""
-        return True
+    def cut_calls(self, text: str) -> list[tuple[str, str]]:
+        """The calls of a truncated list, the last with its complete arguments. Raises ValueError and SyntaxError."""
+        if self._error is not None:
+            raise self._error
+        if self._depth < 2:
+            return self.calls
+        name, arguments = self._parse(text[self._start : self._complete_end] + ")")
+        rest = text[text.index("(", self._start) + 1 : self._string_start if self._quote else self.position]
+        _arguments_as_json(_LAST_WORD.sub("", rest))  # raises an error if the incomplete argument is not valid
+        return [*self.calls, (name, arguments[:-1])]
 
-    def _end_string(self, body: str) -> None:
-        try:
-            if not self._strings:
-                self._check_value()
-            self._strings.append(_string_value(self._prefix, self._quote, body))
-        except (ValueError, SyntaxError) as error:
-            self._error = error
 
-    def _add_strings(self) -> None:
-        if self._strings:
-            value, self._strings = "".join(self._strings), []
-            self._add_value(value)
-
-    def _add_word(self, word: str) -> None:
-        bracket = self._stack[-1]
-        if bracket.kind in ("calls", "call") and bracket.expects == "item" and _NAME.fullmatch(word):
-            bracket.key, bracket.expects = word, "sign"
-        else:
-            self._add_value(_word_value(word))
-
-    def _add_mark(self, mark: str) -> None:
-        if mark in _BRACKETS:
-            self._open(mark)
-            return
-        bracket = self._stack[-1]
-        if mark == _CLOSINGS[bracket.kind] and bracket.expects in ("item", "comma"):
-            self._close()
-        elif mark == "," and bracket.expects == "comma":
-            bracket.expects, bracket.has_comma = "item", True
-        elif (bracket.kind, mark) in (("call", "="), ("dict", ":")) and bracket.expects == "sign":
-            bracket.expects = "value"
-        else:
+def _arguments_as_json(text: str) -> str:
+    """A JSON object with the keyword arguments in `text`, as far as it is valid. Raises ValueError and SyntaxError."""
+    pieces, keys = ["{"], set()
+    brackets: list[tuple[str, int]] = []  # that are open, with their indices in `pieces`
+    for token in _TOKEN.finditer(text):
+        word, mark = token["word"], token["mark"]
+        if key := token["key"]:
+            if brackets or key in keys or pieces[-1] not in ("{", ","):
+                raise ValueError("it is not a list of calls with keyword arguments")
+            keys.add(key)
+            pieces.append(f"{json.dumps(key)}:")
+        elif token["quote"]:
+            value = _string_value(token["prefix"].lower(), token["quote"], token["body"])
+            if pieces[-1] == '"':  # adjacent strings are one value
+                pieces.pop()
+            else:
+                pieces.append('"')
+            pieces += [json.dumps(value)[1:-1], '"']
+        elif word:
+            pieces.append(f" {dump(_word_value(word))}")
+        elif mark in _CLOSINGS:
+            if len(brackets) + 2 == MAX_DEPTH:
+                raise ValueError(f"it has more than {MAX_DEPTH} nested brackets")
+            brackets.append((mark, len(pieces)))
+            pieces.append(mark)
+        elif mark == "," and pieces[-1] not in ("{", "[", "(", ","):
+            if brackets and brackets[-1][0] == "(":
+                pieces[brackets[-1][1]] = "["  # a tuple
+            pieces.append(mark)
+        elif mark == ":" and brackets and brackets[-1][0] == "{":
+            if pieces[-1].strip() and pieces[-1][0] == " ":  # a number as a key
+                pieces[-1] = json.dumps(pieces[-1].strip())
+            pieces.append(mark)
+        elif mark and brackets and mark == _CLOSINGS[brackets[-1][0]]:
+            _, index = brackets.pop()
+            if pieces[-1] == ",":
+                pieces.pop()
+            if mark == ")":  # of a tuple, or of a value in parentheses
+                is_value = pieces[index] == "(" and index < len(pieces) - 1
+                pieces[index], mark = (" ", " ") if is_value else ("[", "]")
+            pieces.append(mark)
+        elif mark:
             raise ValueError(f"unexpected {mark!r}")
-
-    def _open(self, mark: str) -> None:
-        kind = _BRACKETS[mark]
-        if not self._stack:
-            self._stack.append(_Bracket("calls"))
-            return
-        outer = self._stack[-1]
-        if outer.kind == "calls" and mark == "(" and outer.expects == "sign":
-            if len(self.calls) == MAX_CALLS:
-                raise ValueError(f"it has more than {MAX_CALLS} calls")
-            self._stack.append(_Bracket("call", outer.key))
-            return
-        self._check_value()
-        if outer.kind == "dict" and outer.expects == "item":
-            raise ValueError("a key is not a text or number")
-        if len(self._stack) == MAX_DEPTH:
-            raise ValueError(f"it has more than {MAX_DEPTH} nested brackets")
-        self._stack.append(_Bracket(kind))
-
-    def _close(self) -> None:
-        bracket = self._stack.pop()
-        if bracket.kind == "calls" and not self.calls:
-            raise ValueError("it contains no call")
-        if bracket.kind == "call":
-            self.calls.append(PythonCall(bracket.name, dump(bracket.members)))
-            self._stack[-1].expects = "comma"
-        elif bracket.kind == "dict":
-            self._add_value(bracket.members)
-        elif bracket.kind == "tuple" and len(bracket.items) == 1 and not bracket.has_comma:
-            self._add_value(bracket.items[0])  # a value in parentheses
-        elif bracket.kind != "calls":
-            self._add_value(bracket.items)
-
-    def _check_value(self) -> None:
-        """Raises ValueError if a value may not follow."""
-        bracket = self._stack[-1]
-        needs_key = bracket.kind in ("calls", "call")
-        if bracket.expects != "value" and (bracket.expects != "item" or needs_key):
-            raise ValueError("it is not a list of calls with keyword arguments")
-
-    def _add_value(self, value: Any) -> None:
-        self._check_value()
-        bracket = self._stack[-1]
-        if bracket.kind == "dict" and bracket.expects == "item":
-            if not isinstance(value, str | int | float):
-                raise ValueError("a key is not a text or number")
-            bracket.key, bracket.expects = str(value), "sign"
-            return
-        if bracket.kind == "call" and bracket.key in bracket.members:
-            raise ValueError("an argument is repeated")
-        if bracket.kind in ("call", "dict"):
-            bracket.members[bracket.key] = value
-        else:
-            bracket.items.append(value)
-        bracket.expects = "comma"
+    if pieces[-1] == ",":
+        pieces.pop()
+    return "".join([*pieces, "}"])
 
 
 def _string_value(prefix: str, quote: str, body: str) -> str:
@@ -243,7 +170,7 @@ def _string_value(prefix: str, quote: str, body: str) -> str:
 def _word_value(word: str) -> Any:
     if word in _CONSTANTS:
         return _CONSTANTS[word]
-    if len(word) > MAX_WORD_CHARS or not _NUMBER.fullmatch(word):
+    if not _NUMBER.fullmatch(word):
         raise ValueError(f"{word[:20]} is not a literal")
     try:
         return int(word, 0)

@@ -14,24 +14,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tcdeploy.server.output.json_text import ObjectScanner, arguments_object, object_members, string_value, valid_object
-from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, SteppingParser, log_malformed
-from tcdeploy.server.output.parts import OutputPart, split
+from tcdeploy.server.output.json_text import CALL_KEYS, ObjectCall
+from tcdeploy.server.output.parser import PARSE_ERRORS, OutputPart, PartsBuilder, SteppingParser, log_malformed, split
 from tcdeploy.server.output.python_calls import PythonListParser
 from tcdeploy.server.output.xml_calls import XmlCall
 from tcdeploy.text.tool_formats import ReasoningFormat, ToolFormat
 
 MAX_HEADER_CHARS = 256  # between an opening and the arguments
-MAX_SPACE = 256  # before a delimiter at the start of the output, and in the header of a call in XML
-ARGUMENT_KEYS = ("arguments", "parameters")
-CALL_KEYS = {"name", "type", "id", "function", *ARGUMENT_KEYS}
-# At most as long as MAX_SPACE and MAX_HEADER_CHARS: a header that does not end would be searched with each token.
-_XML_HEADER = re.compile(r"(?:<tool_call>\s{0,256})?<function=([^>\n]{1,245})>")
-PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python
+MAX_SPACE = 256  # before a delimiter at the start of the output
+NO_CALLS = ToolFormat("none", "json")
+HEADER_ENDS = {"json": "{", "python": "[", "xml": ">"}  # by syntax: the arguments begin here, in XML after it
 
 
 class TagParser(SteppingParser):
-    """The output of one choice. Implements `OutputParser`. In a call, the buffer begins with the call's opening."""
+    """The output of one choice. In a call, the buffer begins with the call's opening."""
 
     def __init__(
         self,
@@ -42,11 +38,10 @@ class TagParser(SteppingParser):
         starts_in_reasoning: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        super().__init__(PartsBuilder(max_calls, tool_format.id_length if tool_format else 0))
-        self._format, self._reasoning = tool_format, reasoning
+        self._format, self._reasoning = tool_format or NO_CALLS, reasoning
+        super().__init__(PartsBuilder(max_calls, self._format.id_length))
         self._tools, self._max_calls = tools, max_calls
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        self._end: OutputEnd | None = None
         self._may_reason = True  # False after the reasoning
         self._opening = ""  # of the open call
         self._is_listed = False  # whether the open call is not the first one after its opening
@@ -54,20 +49,8 @@ class TagParser(SteppingParser):
         self._num_searched = 0  # characters of held reasoning
         self._held_parser: TagParser | None = None  # parses held reasoning as if it were closed
         self._held_parts: list[OutputPart] = []
-        self._name: str | None = None  # of the open call, if its header contains it
-        self._body = 0  # index of the arguments, or of the object, in the buffer
-        self._scanner = ObjectScanner()
-        self._list = PythonListParser()
-        self._xml = XmlCall("", {}, 0)
+        self._has_name = False  # whether the header of the open call contains its name
         self._step = self._read_reasoning if starts_in_reasoning else self._read_start
-
-    def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
-        self._run_steps(is_last=False)
-        self._end = end
-        if end == "length":
-            self._add_cut_call()
-        self._run_steps(is_last=True)
-        return self._builder.finish()
 
     # Text outside of calls
 
@@ -84,7 +67,7 @@ class TagParser(SteppingParser):
                 return True
             if self._reasoning.opening.startswith(text) and not is_last:
                 return False
-        begins_call = self._begins_call(text) if self._format and self._format.starts_output else False
+        begins_call = self._begins_call(text) if self._format.starts_output else False
         if begins_call is None and not is_last:
             return False
         if begins_call:
@@ -97,7 +80,6 @@ class TagParser(SteppingParser):
 
     def _begins_call(self, text: str) -> bool | None:
         """Whether a text without an opening begins a call; None if more text is needed to decide."""
-        assert self._format is not None
         if self._format.syntax == "python":
             match, start = re.match(r"\[\s*([\w.-]+)\(", text), r"(\[\s*[\w.-]*)?"
             known_names = set(self._schemas)
@@ -112,7 +94,7 @@ class TagParser(SteppingParser):
         literal = self._find(self._call_marks, is_last, self._builder.add_content)
         if literal is None:
             return False
-        if self._format is not None and literal in self._format.openings:
+        if literal in self._format.openings:
             self._open_call(literal)
             return True
         self._buffer = self._buffer[len(literal) :]
@@ -125,14 +107,11 @@ class TagParser(SteppingParser):
         if literal is None:
             return False
         if literal != self._reasoning.closing:
-            self._num_searched, self._step = 0, self._read_held_reasoning
+            self._num_searched, self._held_parts, self._step = 0, [], self._read_held_reasoning
             self._held_parser = TagParser(self._format, None, self._tools, max_calls=self._max_calls)
-            self._held_parts = []
             return True
-        self._buffer = self._buffer[len(literal) :]
-        self._may_reason = False
+        self._buffer, self._step, self._may_reason = self._buffer[len(literal) :], self._read_start, False
         self._builder.end_content()
-        self._step = self._read_start
         return True
 
     def _read_held_reasoning(self, is_last: bool) -> bool:
@@ -147,140 +126,69 @@ class TagParser(SteppingParser):
         self._held_parts += self._held_parser.push(self._buffer[self._num_searched :])
         self._num_searched = len(self._buffer)
         if is_last:
-            self._end_held_reasoning(self._held_parser)
+            held = split([*self._held_parts, *self._held_parser.finish(self._end or "complete")])
+            ends_with_call = self._held_parser._builder.ends_with_call
+            self._builder.add_reasoning(held.content if ends_with_call else self._buffer)
+            self._builder.add_calls([(call.name, call.arguments) for call in held.calls if ends_with_call])
+            self._buffer = ""
         return False
-
-    def _end_held_reasoning(self, parser: TagParser) -> None:
-        assert self._end is not None
-        held = split([*self._held_parts, *parser.finish(self._end)])
-        if parser.ends_with_call:
-            self._builder.add_reasoning(held.content)
-            for call in held.calls:
-                self._builder.add_call(call.name, call.arguments)
-        else:
-            self._builder.add_reasoning(self._buffer)
-        self._buffer = ""
 
     @property
     def _call_marks(self) -> tuple[str, ...]:
         """Delimiters that begin a call or a list of calls."""
-        return (*self._format.openings, *self._format.dropped) if self._format else ()
-
-    def _read_rest(self, is_last: bool) -> bool:
-        self._builder.add_content(self._buffer)
-        self._buffer = ""
-        return False
+        return *self._format.openings, *self._format.dropped
 
     # Calls. The buffer begins with the opening until the call is complete.
 
     def _open_call(self, opening: str, is_listed: bool = False) -> None:
-        self._opening, self._is_listed, self._is_closed, self._name = opening, is_listed, False, None
-        self._body = len(opening)
+        self._opening, self._is_listed, self._is_closed, self._has_name = opening, is_listed, False, False
         self._step = self._read_header
 
     def _read_header(self, is_last: bool) -> bool:
-        assert self._format is not None
-        if self._format.syntax == "xml":
-            return self._read_xml_header(is_last)
-        bracket = "[" if self._format.syntax == "python" else "{"
-        index = self._buffer.find(bracket, self._body, self._body + MAX_HEADER_CHARS)
+        max_end = len(self._opening) + MAX_HEADER_CHARS
+        index = self._buffer.find(HEADER_ENDS[self._format.syntax], len(self._opening), max_end)
         if index < 0:
-            if is_last or len(self._buffer) > self._body + MAX_HEADER_CHARS:
+            if is_last or len(self._buffer) > max_end:
                 return self._fail("no arguments follow its opening delimiter")
             return False
-        header = re.fullmatch(self._format.header, self._buffer[self._body : index])
+        header = re.compile(self._format.header).fullmatch(self._buffer, len(self._opening), index)
         if header is None:
             return self._fail("the text between its opening delimiter and its arguments is not valid")
-        self._name, self._body = header.groupdict().get("name"), index
+        name = header.groupdict().get("name")
+        self._has_name = name is not None
         if self._format.syntax == "python":
-            self._list, self._step = PythonListParser(index), self._read_python
+            self._call = PythonListParser(index)
+        elif self._format.syntax == "xml":
+            name = str(name).strip()
+            self._call = XmlCall(name, self._schemas.get(name, {}), index + 1)
         else:
-            self._scanner, self._step = ObjectScanner(index), self._read_object
+            self._call = ObjectCall(index, name, self._schemas if self._has_no_opening else None)
+        self._step = self._read_call
         return True
 
-    def _read_object(self, is_last: bool) -> bool:
+    def _read_call(self, is_last: bool) -> bool:
         try:
-            end = self._scanner.find_end(self._buffer)
-            if end is not None:
-                self._builder.add_call(*self._parse_object(self._buffer[self._body : end]))
+            end = self._call.find_end(self._buffer, is_complete=is_last and self._end == "complete")
+            calls = [] if end is None else self._call.calls
         except PARSE_ERRORS as error:
-            return self._fail(error, self._scanner.position)
+            return self._fail(error, self._call.position)
         if end is None:
-            return is_last and self._fail_at_end()
-        return self._close_call(end)
-
-    def _parse_object(self, text: str) -> tuple[str, str]:
-        """Name and arguments of a call. Raises PARSE_ERRORS."""
-        if self._name is not None:
-            return self._name, valid_object(text)
-        members = object_members(text, is_complete=True)
-        name = string_value(members.get("name", ""))
-        raw = next((members[key] for key in ARGUMENT_KEYS if key in members), "null")
-        if name is None or (self._has_no_opening and not self._is_plain_call(name, members)):
-            raise ValueError("it has no function name")
-        return name, "{}" if raw == "null" else arguments_object(raw)
-
-    def _is_plain_call(self, name: str, members: dict[str, str]) -> bool:
-        """Whether an object without opening delimiter is a call."""
-        return name in self._schemas and members.keys() <= CALL_KEYS
+            return is_last and self._fail("the output ends inside the call", len(self._buffer))
+        self._builder.add_calls(calls)
+        self._buffer = self._buffer[end:]
+        self._builder.end_content()
+        self._step = self._read_after_call
+        return True
 
     @property
     def _has_no_opening(self) -> bool:
         """Whether the open call has no opening delimiter, so that it may be content."""
         return not self._opening and not self._is_listed
 
-    def _read_python(self, is_last: bool) -> bool:
-        try:
-            end = self._list.find_end(self._buffer)
-        except PARSE_ERRORS as error:
-            return self._fail(error, self._list.position)
-        if end is None:
-            return is_last and self._fail_at_end()
-        for call in self._list.calls:
-            self._builder.add_call(*call)
-        return self._close_call(end)
-
-    def _read_xml_header(self, is_last: bool) -> bool:
-        header = _XML_HEADER.match(self._buffer)
-        if header is not None:
-            self._name = header[1].strip()
-            self._xml = XmlCall(self._name, self._schemas.get(self._name, {}), header.end())
-            self._step = self._read_xml
-            return True
-        start = self._buffer.removeprefix("<tool_call>")
-        text = start.lstrip()
-        is_long = len(text) > MAX_HEADER_CHARS or len(start) - len(text) > MAX_SPACE
-        may_follow = "<function=".startswith(text[:10]) or text.startswith("<function=")
-        if is_last or not may_follow or is_long:
-            return self._fail("no <function=NAME> follows its opening delimiter")
-        return False
-
-    def _read_xml(self, is_last: bool) -> bool:
-        try:
-            end = self._xml.find_end(self._buffer)
-            if end is None and is_last and self._end == "complete":
-                end = self._xml.find_last_end(self._buffer)
-        except ValueError as error:
-            return self._fail(error, self._xml.position)
-        if end is None:
-            return is_last and self._fail_at_end()
-        self._builder.add_call(self._xml.name, self._xml.arguments_json())
-        return self._close_call(end)
-
-    def _close_call(self, end: int) -> bool:
-        self._buffer = self._buffer[end:]
-        self._builder.end_content()
-        self._step = self._read_after_call
-        return True
-
     def _read_after_call(self, is_last: bool) -> bool:
-        """Drop closing delimiters, and open the next call of a list.
-
-        The separator may be missing: models write one object per line, or several between the delimiters of one call.
-        """
-        assert self._format is not None
+        """Drop closing delimiters, and open the next call of a list, whose separator may be missing."""
         text = self._buffer = self._buffer.lstrip()
-        separator = self._format.separator if self._name is None else ""
+        separator = self._format.separator if not self._has_name else ""
         endings = tuple(filter(None, (*self._format.closings, separator)))
         ending = next((ending for ending in endings if text.startswith(ending)), "")
         if ending and ending == separator:
@@ -301,8 +209,7 @@ class TagParser(SteppingParser):
 
     def _object_follows(self, text: str) -> bool | None:
         """Whether the object of another call follows a call; None if more text is needed to decide."""
-        assert self._format is not None
-        if self._format.syntax != "json" or self._name is not None or self._is_closed or not text.startswith("{"):
+        if self._format.syntax != "json" or self._has_name or self._is_closed or not text.startswith("{"):
             return False
         return True if self._format.closings else self._begins_call(text)
 
@@ -330,36 +237,3 @@ class TagParser(SteppingParser):
         self._buffer = self._buffer[end:]
         self._step = self._read_content
         return True
-
-    def _fail_at_end(self) -> bool:
-        return self._fail("the output ends inside the call", len(self._buffer))
-
-    def _add_cut_call(self) -> None:
-        """Add the open call with the arguments generated so far, if its name is complete."""
-        try:
-            calls = self._cut_calls()
-        except PARSE_ERRORS:
-            calls = []
-        for name, arguments in calls:
-            self._builder.add_call(name, arguments)
-        if calls:
-            self._builder.end_content()
-            self._buffer = ""
-            self._step = self._read_rest
-
-    def _cut_calls(self) -> list[tuple[str, str]]:
-        """Raises PARSE_ERRORS."""
-        if self._step == self._read_xml:
-            return [(self._xml.name, self._xml.arguments_json()[:-1])]
-        if self._step == self._read_python:
-            return [(call.name, call.arguments) for call in self._list.cut_calls()]
-        if self._step != self._read_object:
-            return []
-        text = self._buffer[self._body :]
-        if self._name is not None:
-            return [(self._name, text)]
-        members = object_members(text)
-        name = string_value(members.get("name", ""))
-        if name is None or (self._has_no_opening and name not in self._schemas):
-            return []
-        return [(name, next((members[key] for key in ARGUMENT_KEYS if key in members), ""))]

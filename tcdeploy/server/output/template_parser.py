@@ -8,14 +8,15 @@ white space outside of calls (20 s for 120,000 spaces), so the rest of a long ru
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from tcdeploy.server.output.json_text import dump, has_utf8, object_members, string_value
-from tcdeploy.server.output.parser import OutputEnd, PartsBuilder, log_malformed
-from tcdeploy.server.output.parts import OutputPart
-from tcdeploy.text.tool_formats import ForcedCall
+from tcdeploy.server.output.parser import OutputEnd, OutputParser, OutputPart, PartsBuilder, log_malformed
+from tcdeploy.text.tool_formats import ForcedCall, ReasoningFormat, ToolFormat
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in response templates
 # Raised by ResponseParser for malformed calls.
@@ -26,59 +27,33 @@ MAX_SPACE = 256  # white space in a row that reaches ResponseParser, outside of 
 _PIECE = re.compile(r"[^>\]}\n]{0,256}[>\]}\n]?")
 
 
-class Markup(NamedTuple):
-    """Format of a call as JSON: `opening`, an object with the two keys, `closing`."""
-
-    opening: str
-    closing: str
-    name_key: str
-    arguments_key: str
-
-    @property
-    def forced(self) -> ForcedCall:
-        return ForcedCall(
-            f'{{"{self.name_key}": "', f'", "{self.arguments_key}": ', "}",
-            separator="", opening=self.opening, closing=self.closing, allows_space=True,
-        )  # fmt: skip
-
-
-class TemplateParser:
-    """The output of one choice. Implements `OutputParser`."""
+class TemplateParser(OutputParser):
+    """The output of one choice."""
 
     def __init__(
         self, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]], max_calls: int | None = None
     ) -> None:
         """Raises ImportError without transformers, and ValueError for an invalid template."""
-        self.num_malformed = 0
-        self._parser = _new_response_parser(template, prompt, tools)
+        super().__init__(PartsBuilder(max_calls, trims_content=True))
+        # a module without stability guarantees
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._parser = ResponseParser(template, prefix=prompt, tools=tools)
         self._field = template.get("fields", {}).get("tool_calls", {})
-        self._markup = find_markup(template)
-        self._builder = PartsBuilder(max_calls, trims_content=True)
         self._text: list[str] = []  # since the last call, or the last reasoning
         self._body: list[str] | None = None  # the reported text of the open call; None: no call is open
         self._num_spaces = 0  # at the end of the text
-        self._is_broken = False
-
-    @property
-    def has_calls(self) -> bool:
-        return self._builder.num_calls > 0
 
     def push(self, text: str) -> list[OutputPart]:
         for piece in _PIECE.findall(text):
-            self._push_piece(piece)
+            if self.num_malformed:
+                self._builder.add_content(piece)
+                continue
+            if self._body is None:
+                piece = self._without_long_space(piece)
+            self._text.append(piece)
+            self._collect(functools.partial(self._parser.feed, piece))
         return self._builder.take()
-
-    def _push_piece(self, piece: str) -> None:
-        if self._is_broken:
-            self._builder.add_content(piece)
-            return
-        if self._body is None:
-            piece = self._without_long_space(piece)
-        self._text.append(piece)
-        try:
-            self._collect(self._parser.feed(piece))
-        except PARSER_ERRORS as error:
-            self._break(error)
 
     def _without_long_space(self, piece: str) -> str:
         num_leading = len(piece) - len(piece.lstrip())
@@ -88,37 +63,40 @@ class TemplateParser:
         return piece[num_leading - num_kept :]
 
     def finish(self, end: OutputEnd = "complete") -> list[OutputPart]:
-        if self._is_broken:
-            return self._builder.take()
-        is_open = self._body is not None
+        is_open = self._body is not None and not self.num_malformed
         if is_open and end == "length" and (call := self._cut_call()) is not None:
-            self._builder.add_call(*call)
+            self._builder.add_calls([call])
         elif is_open and end != "complete":
             self._builder.add_content(self._text_of_call())
-        else:
-            try:
-                self._collect(self._parser.finalize()[1])
-            except PARSER_ERRORS as error:
-                self._break(error)
+        elif not self.num_malformed:
+            self._collect(lambda: self._parser.finalize()[1])
         return self._builder.take()
 
-    def _collect(self, events: list[dict[str, Any]]) -> None:
-        for event in events:
-            kind, field = event["type"], event["field"]
-            if field == "tool_calls":
-                if kind == "region_open":
-                    self._body = []
-                elif kind == "region_chunk":
-                    assert self._body is not None  # a chunk follows the opening of its region
-                    self._body.append(event["text"])
-                else:
-                    self._add_calls(event["value"])
-                    self._body, self._text = None, []
-            elif kind == "region_chunk" and field == "content":
-                self._builder.add_content(event["text"])
-            elif kind == "region_chunk" and field in REASONING_FIELDS:
-                self._builder.add_reasoning(event["text"])
-                self._text = []
+    def _collect(self, parse: Callable[[], list[dict[str, Any]]]) -> None:
+        """Add the events of some text. If it has a malformed call, all text from its opening on is content."""
+        try:
+            for event in parse():
+                self._add(event["type"], event["field"], event)
+        except PARSER_ERRORS as error:
+            self.num_malformed = 1
+            log_malformed(error)
+            self._builder.add_content(self._text_of_call())
+
+    def _add(self, kind: str, field: str, event: dict[str, Any]) -> None:
+        if field == "tool_calls":
+            if kind == "region_open":
+                self._body = []
+            elif kind == "region_chunk":
+                assert self._body is not None  # a chunk follows the opening of its region
+                self._body.append(event["text"])
+            else:
+                self._add_calls(event["value"])
+                self._body, self._text = None, []
+        elif kind == "region_chunk" and field == "content":
+            self._builder.add_content(event["text"])
+        elif kind == "region_chunk" and field in REASONING_FIELDS:
+            self._builder.add_reasoning(event["text"])
+            self._text = []
 
     def _add_calls(self, value: Any) -> None:
         calls = []
@@ -131,14 +109,7 @@ class TemplateParser:
                 raise ValueError("its arguments contain a lone surrogate")
             calls.append((name, text))
         self._builder.end_content()
-        for name, text in calls:
-            self._builder.add_call(name, text)
-
-    def _break(self, error: Exception) -> None:
-        """Return all text from the opening of the malformed call on as content."""
-        self.num_malformed, self._is_broken = 1, True
-        log_malformed(error)
-        self._builder.add_content(self._text_of_call())
+        self._builder.add_calls(calls)
 
     def _text_of_call(self) -> str:
         """The text from the opening of the call on."""
@@ -150,13 +121,13 @@ class TemplateParser:
         """Name of the open call, and its arguments so far; None if the name is incomplete."""
         assert self._body is not None
         body = "".join(self._body)
-        if self._markup is not None:
+        if keys := _json_keys(self._field):
             try:
                 members = object_members(body)
             except (ValueError, RecursionError):
                 return None
-            name = string_value(members.get(self._markup.name_key, ""))
-            return None if name is None else (name, members.get(self._markup.arguments_key, ""))
+            name = string_value(members.get(keys[0], ""))
+            return None if name is None else (name, members.get(keys[1], ""))
         opening = _find_opening(self._field, "".join(self._text))
         name = opening.groupdict().get("name") if opening else None
         if name is None:
@@ -166,13 +137,6 @@ class TemplateParser:
             return name, body.strip()
         arguments = {match["key"]: match["value"] for match in re.finditer(tag_pattern, body, re.DOTALL)}
         return name, dump(arguments)[:-1]
-
-
-def _new_response_parser(template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> Any:
-    """transformers' ResponseParser, a module without stability guarantees. Raises ImportError if it has moved."""
-    from transformers.utils.chat_parsing import ResponseParser
-
-    return ResponseParser(template, prefix=prompt, tools=tools)
 
 
 def _find_opening(field: dict[str, Any], text: str) -> Any:
@@ -187,23 +151,47 @@ def _find_opening(field: dict[str, Any], text: str) -> Any:
     return regex.search(pattern, text, regex.DOTALL)
 
 
-def find_markup(template: dict[str, Any]) -> Markup | None:
-    """The markup of a response template whose calls are JSON between fixed delimiters, else None."""
-    field = template.get("fields", {}).get("tool_calls", {})
-    opening, closing = literal_delimiter(field, "open"), literal_delimiter(field, "close")
-    if opening is None or closing is None or field.get("content") != "json" or field.get("content_args"):
+def template_format(template: dict[str, Any]) -> ToolFormat | None:
+    """The format of the calls of a response template; None if it describes none."""
+    field = template.get("fields", {}).get("tool_calls")
+    if field is None:
+        return None
+    opening, closing = _literal_delimiter(field, "open"), _literal_delimiter(field, "close")
+    keys, forced = _json_keys(field), None
+    if opening and closing and keys:
+        forced = ForcedCall(
+            f'{{"{keys[0]}": "', f'", "{keys[1]}": ', "}",
+            separator="", opening=opening, closing=closing, allows_space=True,
+        )  # fmt: skip
+    openings, closings = (opening,) if opening else (), (closing,) if closing else ()
+    return ToolFormat("template", "template", openings, closings=closings, forced=forced)
+
+
+def template_reasoning(template: dict[str, Any]) -> ReasoningFormat | None:
+    """The reasoning of a response template, if its delimiters are fixed texts."""
+    for name in REASONING_FIELDS:
+        field = template.get("fields", {}).get(name, {})
+        opening, closing = _literal_delimiter(field, "open"), _literal_delimiter(field, "close")
+        if opening is not None and closing is not None:
+            return ReasoningFormat("template", opening, closing)
+    return None
+
+
+def _json_keys(field: dict[str, Any]) -> tuple[str, str] | None:
+    """The keys of a call's name and arguments, if the calls of a response template are JSON objects."""
+    if field.get("content") != "json" or field.get("content_args"):
         return None
     shape = field.get("transform")
     function = shape.get("function") if isinstance(shape, dict) else None
     if function == "{content}":
-        return Markup(opening, closing, "name", "arguments")
+        return "name", "arguments"
     if not isinstance(function, dict):
         return None
-    keys = [re.fullmatch(r"\{content\.(\w+)\}", str(function.get(key))) for key in ("name", "arguments")]
-    return Markup(opening, closing, *(key[1] for key in keys if key)) if all(keys) else None
+    name, arguments = (re.fullmatch(r"\{content\.(\w+)\}", str(function.get(key))) for key in ("name", "arguments"))
+    return (name[1], arguments[1]) if name and arguments else None
 
 
-def literal_delimiter(field: dict[str, Any], side: str) -> str | None:
+def _literal_delimiter(field: dict[str, Any], side: str) -> str | None:
     """The fixed text that opens or closes a region, or None. `side`: "open" or "close"."""
     literal = field.get(side)
     if isinstance(literal, list):

@@ -24,6 +24,11 @@ MAX_PARAMETER_CHARS = 200  # of `<parameter=KEY>`
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,188})>")
 _VALUE_END = re.compile("|".join(FOLLOWERS))
 _LAST_VALUE_END = re.compile(rf"{PARAMETER_END}|{PARAMETER}|{END}|\Z")
+# By the type of a parsed value, other than text.
+_TYPE_NAMES = {
+    bool: ["boolean"], dict: ["object"], list: ["array"], int: ["integer", "number"], float: ["number"],
+    type(None): ["null"],
+}  # fmt: skip
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -39,47 +44,38 @@ class XmlCall:
         self.position = start  # after the last complete argument and white space
         self._search = start  # where the search for the end of a value continues
 
-    def arguments_json(self) -> str:
-        return dump(self.arguments)
+    @property
+    def calls(self) -> list[tuple[str, str]]:
+        return [(self.name, dump(self.arguments))]
 
-    def find_end(self, text: str) -> int | None:
-        """The index after the call; None if its end is not in `text` yet. Raises ValueError for a malformed call."""
+    def cut_calls(self, text: str) -> list[tuple[str, str]]:
+        return [(self.name, dump(self.arguments)[:-1])]
+
+    def find_end(self, text: str, *, is_complete: bool = False) -> int | None:
+        """The index after the call, or None. `is_complete`: closing tags may be missing. Raises ValueError."""
         while True:
             start = self.position = skip_space(text, self.position)
+            if is_complete and start == len(text):
+                return start
             if text.startswith((END, CALL_END), start):
                 return start + len(END) if text.startswith(END, start) else start
             head = _PARAMETER.match(text, start)
             if head is None:
                 rest = text[start : start + MAX_PARAMETER_CHARS]
                 may_follow = PARAMETER.startswith(rest[: len(PARAMETER)]) and "\n" not in rest
-                if _may_begin(rest, (END, CALL_END)) or may_follow and len(rest) < MAX_PARAMETER_CHARS:
+                may_follow = may_follow and len(rest) < MAX_PARAMETER_CHARS or _may_begin(rest, (END, CALL_END))
+                if may_follow and not is_complete:
                     return None
                 raise ValueError(f"it contains {rest[:20]!r} outside of its parameters")
             value_end = self._find_value_end(text, max(self._search, head.end()))
+            if value_end is None and is_complete:
+                match = _LAST_VALUE_END.search(text, head.end())
+                value_end = match and match.start()
             if value_end is None:
                 return None
             self._add(head[1], text[head.end() : value_end])
             is_closed = text.startswith(PARAMETER_END, value_end)
             self.position = self._search = value_end + (len(PARAMETER_END) if is_closed else 0)
-
-    def find_last_end(self, text: str) -> int:
-        """The index after a call whose closing tags are missing at the end of the output.
-
-        Call it after `find_end` has returned None. Raises ValueError if more than closing tags is missing.
-        """
-        while True:
-            start = self.position = skip_space(text, self.position)
-            if start == len(text):
-                return start
-            if text.startswith(END, start):
-                return start + len(END)
-            head = _PARAMETER.match(text, start)
-            if head is None:
-                raise ValueError(f"it contains {text[start : start + 20]!r} outside of its parameters")
-            value_end = _LAST_VALUE_END.search(text, head.end())
-            assert value_end is not None
-            self._add(head[1], text[head.end() : value_end.start()])
-            self.position = value_end.end() if value_end[0] == PARAMETER_END else value_end.start()
 
     def _add(self, key: str, value: str) -> None:
         value = value.removeprefix("\n").removesuffix("\n")
@@ -117,7 +113,7 @@ def convert(value: str, schema: Any) -> Any:
         dump(parsed)  # refuses NaN and numbers beyond a float's range, which json.loads accepts
     except (ValueError, RecursionError):
         return value
-    return parsed if _type_name(parsed) & types else value
+    return parsed if not types.isdisjoint(_TYPE_NAMES.get(type(parsed), ())) else value
 
 
 def _types(schema: Any) -> set[str]:
@@ -129,11 +125,3 @@ def _types(schema: Any) -> set[str]:
         for member in union if isinstance(union, list) else ():
             types |= _types(member)
     return types
-
-
-def _type_name(value: Any) -> set[str]:
-    """The JSON schema types of a parsed value; none for a string."""
-    if isinstance(value, bool):
-        return {"boolean"}
-    names = {dict: {"object"}, list: {"array"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}}
-    return names.get(type(value), set())

@@ -14,7 +14,7 @@ from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.choice import Delta
 from tcdeploy.server.output.json_text import dump
-from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputReasoning, OutputText, joined
+from tcdeploy.server.output.parser import OutputCall, OutputPart, OutputReasoning, OutputText, joined
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 

@@ -15,7 +15,7 @@ from tcdeploy.server.apis.answer import Answer, to_json
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.choice import Choice, Delta, ScoredToken, Usage, Vocabulary, prompt_logprob_json
-from tcdeploy.server.output.parts import OutputText, split
+from tcdeploy.server.output.parser import OutputText, split
 
 DONE = b"data: [DONE]\n\n"
 TOKENS_PER_SLICE = 64  # of a prompt, whose log-probabilities are encoded between two yields to the event loop: 7 ms

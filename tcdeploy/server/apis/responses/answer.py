@@ -14,7 +14,7 @@ from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.apis.responses.protocol import RESPONSES_FIELD_NAMES, ResponsesRequest
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.choice import Delta
-from tcdeploy.server.output.parts import OutputCall, OutputPart, OutputText, joined
+from tcdeploy.server.output.parser import OutputCall, OutputPart, OutputText, joined
 
 REPEATED_FIELDS = (
     "instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "safety_identifier", "user",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_BAD_WORDS = 128
 MAX_WORD_TOKENS = 64
-ALL_BITS = -1  # of an int32 word
+ALL_BITS = 2**32 - 1  # of a word
 
 
 def spellings(word: str) -> list[str]:
@@ -29,7 +29,7 @@ def spellings(word: str) -> list[str]:
 
 
 class BadWords:
-    """Implements the engine's `Constraint`. `words`: token ids of each excluded sequence, which must not be empty."""
+    """Implements the engine's `Constraint` and `Masker`. `words`: token ids of each excluded sequence, not empty."""
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         self.last_tokens: dict[tuple[int, ...], set[int]] = defaultdict(set)  # by the tokens before them
@@ -40,45 +40,32 @@ class BadWords:
     def start(self) -> BadWordsMatcher:
         return BadWordsMatcher(self)
 
+    def fill(self, matcher_rows: Sequence[tuple[BadWordsMatcher, int]], masks: NDArray[numpy.int32]) -> None:
+        """Set all bits of each row, except those of excluded tokens."""
+        words = masks.view("uint32")  # the highest bit of an int32 is the sign
+        for matcher, row in matcher_rows:
+            words[row] = ALL_BITS
+            for token_id in matcher.excluded_tokens():
+                words[row, token_id // 32] &= ALL_BITS ^ (1 << token_id % 32)
+
 
 class BadWordsMatcher:
     """The output of one sequence, as far as it matters: its last tokens."""
 
     def __init__(self, bad_words: BadWords) -> None:
-        self._bad_words = bad_words
+        self.masker = bad_words
         self._tail: tuple[int, ...] = ()
 
-    @property
-    def masker(self) -> BadWordsMasker:
-        return MASKER
-
     def accept(self, token_id: int) -> MatchStatus:
-        longest = self._bad_words.prefix_lengths[-1]
+        longest = self.masker.prefix_lengths[-1]
         self._tail = (*self._tail, token_id)[-longest:] if longest else ()
         return ""
 
     def excluded_tokens(self) -> set[int]:
         """The tokens that would complete a bad word."""
         excluded: set[int] = set()
-        for length in self._bad_words.prefix_lengths:
+        for length in self.masker.prefix_lengths:
             if length <= len(self._tail):
                 prefix = self._tail[len(self._tail) - length :]
-                excluded |= self._bad_words.last_tokens.get(prefix, set())
+                excluded |= self.masker.last_tokens.get(prefix, set())
         return excluded
-
-
-class BadWordsMasker:
-    def fill(self, matcher_rows: Sequence[tuple[BadWordsMatcher, int]], masks: NDArray[numpy.int32]) -> None:
-        """Set all bits of each row, except those of excluded tokens."""
-        for matcher, row in matcher_rows:
-            masks[row] = ALL_BITS
-            for token_id in matcher.excluded_tokens():
-                masks[row, token_id // 32] &= _all_bits_except(token_id % 32)
-
-
-def _all_bits_except(bit: int) -> int:
-    """As int32: the highest bit is the sign."""
-    return 0x7FFFFFFF if bit == 31 else ~(1 << bit)
-
-
-MASKER = BadWordsMasker()

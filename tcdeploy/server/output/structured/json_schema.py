@@ -17,13 +17,15 @@ A schema that cannot be rewritten raises UnsupportedSchemaError. Does not import
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
 from tcdeploy.server.output.structured.schema_numbers import (
     NUMBER_KEYWORDS,
-    Multiples,
     UnsupportedSchemaError,
+    add_multiple,
     check_values,
     integral_sizes,
     with_exact_bounds,
@@ -66,13 +68,20 @@ def exact_schemas(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def count_properties(schema: Any) -> int:
     """The number of properties of all objects in a JSON schema."""
-    if isinstance(schema, list):
-        return sum(map(count_properties, schema))
-    if not isinstance(schema, dict):
-        return 0
-    properties = schema.get("properties")
-    own = len(properties) if isinstance(properties, dict) else 0
-    return own + sum(map(count_properties, schema.values()))
+    properties = (item.get("properties") for item in objects(schema))
+    return sum(len(item) for item in properties if isinstance(item, dict))
+
+
+def objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            yield item
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
 
 
 class _Rewriter:
@@ -82,24 +91,18 @@ class _Rewriter:
         self._root = root
         self._pointers: set[tuple[str, ...]] = set()  # of the subschemas that were rewritten
         self._references: set[str] = set()
-        self._multiples = Multiples()
+        self._multiples: set[Fraction] = set()
 
     def rewrite(self) -> dict[str, Any]:
         result = self._schema(self._root, ())
         done: set[str] = set()
         while new := self._references - done:
             done |= new
-            for reference in sorted(new):
-                result = self._rewrite_target(result, reference)
+            for reference in sorted(new):  # the target may be in no subschema, as in `#/components/schemas/A`
+                steps, target = _pointer(reference), self._resolve(reference)
+                if steps is not None and steps not in self._pointers and isinstance(target, dict):
+                    result = _with_value_at(result, steps, self._schema(target, steps))
         return result
-
-    def _rewrite_target(self, result: dict[str, Any], reference: str) -> dict[str, Any]:
-        """Rewrite the target of a reference that is in no subschema, such as `#/components/schemas/A`."""
-        steps = _pointer(reference)
-        target = self._resolve(reference)
-        if steps is None or steps in self._pointers or not isinstance(target, dict):
-            return result
-        return _with_value_at(result, steps, self._schema(target, steps))
 
     def _schema(self, schema: Any, at: tuple[str, ...]) -> Any:
         if not isinstance(schema, dict):
@@ -131,7 +134,7 @@ class _Rewriter:
             schema.pop("format", None)
         if not NUMBER_KEYWORDS.isdisjoint(schema):
             check_values(schema)
-            self._multiples.add(schema)
+            add_multiple(self._multiples, schema)
             schema = with_exact_bounds(integral_sizes(schema))
         schema = with_pattern(schema)
         if isinstance(patterns := schema.get("patternProperties"), dict):
@@ -214,12 +217,7 @@ class _Rewriter:
 
 def _canonical(value: Any) -> str:
     """Equal texts for equal JSON values: [1] and [1.0] are equal, true and 1 are not."""
-
-    def read(text: str) -> int | float:
-        number = float(text)
-        return int(number) if number.is_integer() else number
-
-    return json.dumps(json.loads(json.dumps(value), parse_float=read), sort_keys=True)
+    return repr(json.loads(json.dumps(value, sort_keys=True), parse_int=Fraction, parse_float=Fraction))
 
 
 def _pointer(reference: str) -> tuple[str, ...] | None:

@@ -7,13 +7,14 @@ compiles it. A request may contain one constraint; validation.py rejects more. D
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from tcdeploy.server.apis.openai.field_types import NestedFields
 
 ConstraintKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
+KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 MAX_ALTERNATIVES = 1024  # alternatives of one constraint
 Choices: TypeAlias = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MAX_ALTERNATIVES)]
 # Unsupported keys of `structured_outputs` -> the value that has no effect and is accepted, as is null.
@@ -85,12 +86,11 @@ class StructuredOutputs(BaseModel):
     json_object: StrictBool | None = None
 
     def constraints(self) -> list[OutputConstraint]:
-        schema = {"type": "object"} if self.json_object else None
-        values: list[tuple[ConstraintKind, Any]] = [
-            ("json", self.json_schema), ("regex", self.regex), ("choice", self.choice), ("grammar", self.grammar),
-            ("json", schema),
-        ]  # fmt: skip
-        return [OutputConstraint(kind, value, "structured_outputs") for kind, value in values if value is not None]
+        values = zip(KINDS, (self.json_schema, self.regex, self.choice, self.grammar), strict=True)
+        present = [(kind, value) for kind, value in values if value is not None]
+        if self.json_object:
+            present.append(("json", {"type": "object"}))
+        return [OutputConstraint(kind, value, "structured_outputs") for kind, value in present]
 
     def unsupported_key(self) -> str:
         """The first key that would change the output and is not supported, or ""."""
@@ -112,29 +112,16 @@ class ConstraintFields(BaseModel):
     @cached_property
     def output_constraints(self) -> list[OutputConstraint]:
         """All constraints, of which a valid request has at most one."""
-        if not (
-            self.response_format or self.structured_outputs or self.guided_json or self.guided_regex
-            or self.guided_choice or self.guided_grammar
-        ):  # fmt: skip
-            return []  # a fast path: most requests have no constraint
         constraints = []
-        if isinstance(self.response_format, JsonSchemaFormat):
-            constraints.append(
-                OutputConstraint("json", self.response_format.json_schema.json_schema, "response_format")
-            )
-        elif isinstance(self.response_format, JsonObjectFormat):
-            schema = self.response_format.json_schema
-            constraints.append(
-                OutputConstraint("json", {"type": "object"} if schema is None else schema, "response_format")
-            )
+        match self.response_format:
+            case JsonSchemaFormat(json_schema=JsonSchema(json_schema=schema)) | JsonObjectFormat(json_schema=schema):
+                schema = {"type": "object"} if schema is None else schema
+                constraints.append(OutputConstraint("json", schema, "response_format"))
         if self.structured_outputs is not None:
             constraints += self.structured_outputs.constraints()
-        guided: list[tuple[ConstraintKind, Any]] = [
-            ("json", self.guided_json), ("regex", self.guided_regex), ("choice", self.guided_choice),
-            ("grammar", self.guided_grammar),
-        ]  # fmt: skip
-        constraints += [OutputConstraint(kind, value, f"guided_{kind}") for kind, value in guided if value]
-        return constraints
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        values = zip(KINDS, guided, strict=True)
+        return constraints + [OutputConstraint(kind, value, f"guided_{kind}") for kind, value in values if value]
 
     @property
     def output_constraint(self) -> OutputConstraint | None:

@@ -15,14 +15,15 @@ zero is kept: if 1 became 0.9999999999999999, the texts 0.9 and 0.99 would not b
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
 Number: TypeAlias = int | float
-Bounds: TypeAlias = "tuple[_Bound | None, _Bound | None]"
 MAX_EXACT = 2**53  # integers up to it are float64 numbers
 MAX_INTEGER = 2**63 - 1024  # the largest float64 number that is an int64
+BEYOND_LIMITS = 2**70  # stands for larger numbers, which may be too large for float64
 MAX_NUMBER = 9.2e18  # of bounds for fractions
 MIN_DIGITS_19 = 10**18  # llguidance cannot compute a range above it that has no upper bound
 SMALLEST = 1e-18  # the smallest number whose fraction llguidance reads as an int64 other than 0
@@ -56,14 +57,12 @@ def integral_sizes(schema: dict[str, Any]) -> dict[str, Any]:
 
 def check_values(schema: dict[str, Any]) -> None:
     """Raises UnsupportedSchemaError if llguidance would change a number in `enum` or `const`."""
-    values = schema.get("enum")
-    for value in (*(values if isinstance(values, list) else ()), schema.get("const")):
-        for number in () if isinstance(value, str) else _numbers(value):
-            if not (abs(number) <= MAX_EXACT and isinstance(number, int)) and not _is_kept(number):
-                raise UnsupportedSchemaError(
-                    f"the value {str(number)[:40]} cannot be generated exactly: integers must be at most 2^53, and "
-                    "fractions have at most 15 digits"
-                )
+    for number in _numbers([schema.get("enum"), schema.get("const")]):
+        if not _is_kept(number):
+            raise UnsupportedSchemaError(
+                f"the value {str(number)[:40]} cannot be generated exactly: integers must be at most 2^53, and "
+                "fractions have at most 15 digits"
+            )
 
 
 def _numbers(value: Any) -> list[Number]:
@@ -89,93 +88,73 @@ def with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
         _is_number(value) or (isinstance(value, bool) and key in (LOWER[1], UPPER[1])) for key, value in bounds.items()
     ):
         return schema  # llguidance's error names the value
-    if any(value != value for value in bounds.values()):
-        raise UnsupportedSchemaError("a bound is not a number")
-    rest = {key: value for key, value in schema.items() if key not in bounds}
-    _replace_flags(bounds)
     types = schema.get("type")
     types = types if isinstance(types, list) else [types]
+    # An upper bound is computed as the lower bound of the negated numbers.
+    sides = list(_lower_bounds(bounds, LOWER, 1)), list(_lower_bounds(bounds, UPPER, -1))
     is_integer = "integer" in types and "number" not in types
-    make_bounds = _integer_bounds if is_integer else _number_bounds
-    sides = make_bounds(_finite(bounds, LOWER, -math.inf), _finite(bounds, UPPER, math.inf))
-    for keys, bound in zip((LOWER, UPPER), sides, strict=True):
-        if bound is not None:
-            rest[keys[bound.is_exclusive]] = bound.number
+    low, high = _integer_bounds(*sides) if is_integer else (max(map(_inside, side), default=None) for side in sides)
+    limit = MAX_INTEGER if is_integer else MAX_NUMBER
+    # A bound of 19 digits gets another one on its other side.
+    if high is None and low is not None and low.number >= MIN_DIGITS_19:
+        high = _Bound(-limit)
+    if low is None and high is not None and high.number >= MIN_DIGITS_19:
+        low = _Bound(-limit)
+    rest = {key: value for key, value in schema.items() if key not in bounds}
+    if low is not None:
+        rest[LOWER[low.is_exclusive]] = low.number
+    if high is not None:
+        rest[UPPER[high.is_exclusive]] = -high.number
     return rest
 
 
-def _replace_flags(bounds: dict[str, Any]) -> None:
-    """Replace the boolean `exclusiveMinimum` and `exclusiveMaximum` of draft 4 by numbers."""
-    for inclusive, exclusive in (LOWER, UPPER):
-        flag = bounds.get(exclusive)
-        if isinstance(flag, bool):
-            del bounds[exclusive]
-            if flag and inclusive in bounds:
-                bounds[exclusive] = bounds.pop(inclusive)
-
-
-def _finite(bounds: dict[str, Any], keys: tuple[str, str], none: float) -> dict[str, Number]:
-    """The bounds of one side, by "inclusive" and "exclusive", without an infinity that bounds nothing."""
-    named = zip(("inclusive", "exclusive"), keys, strict=True)
-    finite = {name: _capped(bounds[key]) for name, key in named if key in bounds and bounds[key] != none}
-    if any(abs(value) == math.inf for value in finite.values()):
-        raise UnsupportedSchemaError("a bound is infinite, so no number satisfies it")
-    return finite
-
-
-def _capped(bound: Number) -> Number:
-    """The bound. An integer that may be too large for float64 becomes +-2^70, which is beyond all limits too."""
-    return max(-(2**70), min(bound, 2**70)) if isinstance(bound, int) else bound
-
-
 class _Bound(NamedTuple):
-    """A lower bound. Of two, the larger one holds. An upper bound is the negation of a lower one."""
+    """A lower bound. Of two, the larger one holds."""
 
     number: Number
     is_exclusive: bool = False
 
-    def negated(self) -> _Bound:
-        return _Bound(-self.number, self.is_exclusive)
+
+def _lower_bounds(bounds: dict[str, Any], keys: tuple[str, str], sign: int) -> Iterator[_Bound]:
+    """The bounds of one side, without an infinity that bounds nothing. Raises UnsupportedSchemaError."""
+    inclusive, exclusive = (bounds.get(key) for key in keys)
+    if isinstance(exclusive, bool):  # of draft 4: whether the other bound is exclusive
+        inclusive, exclusive = (None, inclusive) if exclusive else (inclusive, None)
+    for number, is_exclusive in ((inclusive, False), (exclusive, True)):
+        if number is None or sign * number == -math.inf:
+            continue
+        if number != number:
+            raise UnsupportedSchemaError("a bound is not a number")
+        if abs(number) == math.inf:
+            raise UnsupportedSchemaError("a bound is infinite, so no number satisfies it")
+        yield _Bound(max(-BEYOND_LIMITS, min(sign * number, BEYOND_LIMITS)), is_exclusive)
 
 
-def _integer_bounds(lower: dict[str, Number], upper: dict[str, Number]) -> Bounds:
-    first, last = _first_integer(lower), _negated(_first_integer(_mirrored(upper)))
-    low, high = _representable(first), _negated(_representable(_negated(last)))
-    if None not in (low, high) and first <= last and low > high:  # type: ignore[operator]
-        raise UnsupportedSchemaError(f"integers from {first} to {last} cannot be generated exactly")
-    return _closed(low if low is None else _Bound(low), high if high is None else _Bound(high), MAX_INTEGER)
+def _integer_bounds(lower: list[_Bound], upper: list[_Bound]) -> tuple[_Bound | None, _Bound | None]:
+    low, high = (_Bound(max(map(_first_integer, side))) if side else None for side in (lower, upper))
+    if low and high and low.number <= -high.number and _representable(low).number > -_representable(high).number:
+        raise UnsupportedSchemaError(f"integers from {low.number} to {-high.number} cannot be generated exactly")
+    return low and _representable(low), high and _representable(high)
 
 
-def _first_integer(lower: dict[str, Number]) -> int | None:
-    """The smallest integer that lower bounds allow."""
-    integers = [
-        math.floor(_value(bound)) + 1 if name == "exclusive" else math.ceil(_value(bound))
-        for name, bound in lower.items()
-    ]
-    return max(integers, default=None)
+def _first_integer(bound: _Bound) -> int:
+    """The smallest integer that a lower bound allows."""
+    value = max(_meanings(bound.number))
+    return math.floor(value) + 1 if bound.is_exclusive else math.ceil(value)
 
 
-def _representable(bound: int | None) -> int | None:
-    """The smallest integer at or above a lower bound that is a float64 and an int64 number."""
-    if bound is None:
-        return None
-    if bound > MAX_INTEGER:
+def _representable(bound: _Bound) -> _Bound:
+    """The smallest integer from an inclusive bound on that is a float64 and an int64 number."""
+    first = bound.number
+    if first > MAX_INTEGER:
         raise UnsupportedSchemaError(TOO_LARGE)
-    nearest = float(max(bound, -MAX_INTEGER))
-    return int(nearest if nearest >= bound else math.nextafter(nearest, math.inf))
+    nearest = float(max(first, -MAX_INTEGER))
+    return _Bound(int(nearest if nearest >= first else math.nextafter(nearest, math.inf)))
 
 
-def _number_bounds(lower: dict[str, Number], upper: dict[str, Number]) -> Bounds:
-    low, high = _first_number(lower), _first_number(_mirrored(upper))
-    return _closed(low, high and high.negated(), MAX_NUMBER)
-
-
-def _first_number(lower: dict[str, Number]) -> _Bound | None:
-    """The largest of some lower bounds, as one that llguidance computes exactly."""
-    return max((_inside(bound, name == "exclusive") for name, bound in lower.items()), default=None)
-
-
-def _inside(bound: Number, is_exclusive: bool) -> _Bound:
+def _inside(lower: _Bound) -> _Bound:
+    """The smallest lower bound from `lower` on that llguidance computes exactly."""
+    bound, is_exclusive = lower
     if bound > MAX_NUMBER:
         raise UnsupportedSchemaError(TOO_LARGE)
     if bound < -MAX_NUMBER:
@@ -186,8 +165,8 @@ def _inside(bound: Number, is_exclusive: bool) -> _Bound:
     if abs(bound) < SMALLEST:  # float64 numbers have hundreds of digits there
         return _Bound(SMALLEST if bound > 0 or (bound == 0 and is_exclusive) else 0)
     if is_exclusive and -MAX_EXACT <= bound < 0 and _is_read_exactly(bound):
-        return _Bound(bound, is_exclusive=True)
-    candidate, limit = float(bound), _value(bound)
+        return lower
+    candidate, limit = float(bound), max(_meanings(bound))
     while (
         (smallest := min(_meanings(candidate))) < limit
         or (is_exclusive and smallest == limit)
@@ -195,11 +174,6 @@ def _inside(bound: Number, is_exclusive: bool) -> _Bound:
     ):
         candidate = math.nextafter(candidate, math.inf)
     return _Bound(candidate)
-
-
-def _value(lower: Number) -> Decimal:
-    """The largest of the numbers that a lower bound may mean."""
-    return max(_meanings(lower))
 
 
 def _meanings(number: Number) -> set[Decimal]:
@@ -211,41 +185,20 @@ def _meanings(number: Number) -> set[Decimal]:
     return {_decimal(number), Decimal(number)} if abs(number) > MAX_EXACT else {_decimal(number)}
 
 
-def _mirrored(bounds: dict[str, Number]) -> dict[str, Number]:
-    """Upper bounds as lower bounds of the negated number."""
-    return {name: -bound for name, bound in bounds.items()}
+def add_multiple(multiples: set[Fraction], schema: dict[str, Any]) -> None:
+    """Add the `multipleOf` of a subschema to those of the document, whose common multiple the lexer may have to count.
 
-
-def _negated(number: Any) -> Any:
-    return None if number is None else -number
-
-
-def _closed(low: _Bound | None, high: _Bound | None, limit: Number) -> Bounds:
-    """The bounds; a bound of 19 digits gets another one on its other side."""
-    if low is not None and low.number >= MIN_DIGITS_19 and high is None:
-        high = _Bound(limit)
-    if high is not None and high.number <= -MIN_DIGITS_19 and low is None:
-        low = _Bound(-limit)
-    return low, high
-
-
-class Multiples:
-    """The values of `multipleOf` in one schema, whose common multiple the lexer may have to count."""
-
-    def __init__(self) -> None:
-        self._values: set[Fraction] = set()
-
-    def add(self, schema: dict[str, Any]) -> None:
-        """Raises UnsupportedSchemaError if the values together need too many states."""
-        value = schema.get("multipleOf")
-        if value is None or not _is_number(value) or not 0 < value < math.inf:
-            return  # llguidance refuses it
-        self._values.add(Fraction(_decimal(value)))
-        scale = max(value.denominator for value in self._values)
-        product = math.prod(int(value * scale) for value in self._values)
-        states = math.prod(_without_tens(value.numerator) for value in self._values)
-        if states > MAX_MULTIPLE_STATES or (len(self._values) > 1 and product > MAX_MULTIPLES_PRODUCT):
-            raise UnsupportedSchemaError(f"multipleOf {value} is too large, or there are too many different ones")
+    Raises UnsupportedSchemaError if they need too many states together.
+    """
+    value: Any = schema.get("multipleOf")
+    if not _is_number(value) or not 0 < value < math.inf:
+        return  # llguidance refuses it
+    multiples.add(Fraction(_decimal(value)))
+    scale = max(value.denominator for value in multiples)
+    product = math.prod(int(value * scale) for value in multiples)
+    states = math.prod(_without_tens(value.numerator) for value in multiples)
+    if states > MAX_MULTIPLE_STATES or (len(multiples) > 1 and product > MAX_MULTIPLES_PRODUCT):
+        raise UnsupportedSchemaError(f"multipleOf {value} is too large, or there are too many different ones")
 
 
 def _without_tens(number: int) -> int:
@@ -265,10 +218,7 @@ def _decimal(number: Number) -> Decimal:
 
 
 def _is_read_exactly(number: float) -> bool:
-    """Whether serde_json reads the text of a number as the same number.
-
-    It rounds the digits to float64, and then multiplies or divides by a power of ten, which rounds again.
-    """
+    """Whether serde_json reads a number as written: it rounds the digits, and their product with a power of ten."""
     _, digits, exponent = _decimal(number).as_tuple()
     if isinstance(exponent, str) or abs(exponent) > 300:  # infinity and NaN have a letter
         return False

@@ -67,19 +67,11 @@ def rewrite_pattern(pattern: str) -> str:
     if not any(operator in pattern for operator in SET_OPERATORS) and pattern.count("[") < 2:
         return pattern
     pieces: list[str] = []
-    position, in_class = 0, False
-    while position < len(pattern):
-        piece = _next_piece(pattern, position, in_class)
-        position += 2 if piece in SET_OPERATORS or piece[0] == "\\" else 1
+    in_class = False
+    for piece in re.findall(r"(?s)\\.?|&&|--|~~|.", pattern):
         pieces.append(_escaped(piece, pieces) if in_class else piece)
         in_class = piece != "]" if in_class else piece == "["
     return "".join(pieces)
-
-
-def _next_piece(pattern: str, position: int, in_class: bool) -> str:
-    """An escape, a set operator inside of a class, or a character."""
-    two = pattern[position : position + 2]
-    return two if two[0] == "\\" or (in_class and two in SET_OPERATORS) else two[0]
 
 
 def _escaped(piece: str, before: list[str]) -> str:

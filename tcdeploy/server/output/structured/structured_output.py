@@ -19,9 +19,9 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
@@ -29,9 +29,8 @@ from tcdeploy.engine.schedule.constraint import MatchStatus
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.apis.openai.protocol import ApiError, bad_request
 from tcdeploy.server.apis.openai.validation import count_chars
-from tcdeploy.server.output.structured.json_schema import MAX_PROPERTIES, count_properties, exact_schemas
+from tcdeploy.server.output.structured.json_schema import MAX_PROPERTIES, count_properties, exact_schemas, objects
 from tcdeploy.server.output.structured.output_constraint import OutputConstraint
-from tcdeploy.server.output.structured.schema_numbers import UnsupportedSchemaError
 
 if TYPE_CHECKING:  # importing numpy takes 0.1 s; the socket answers before
     import numpy
@@ -56,7 +55,6 @@ GRAMMAR_LIMITS = {
     **PARSER_LIMITS, "max_items_in_row": 1_000, "step_max_items": 5_000, "initial_lexer_fuel": 16_000,
 }  # fmt: skip
 CHOICE_LIMITS = {**GRAMMAR_LIMITS, "initial_lexer_fuel": 200_000}  # literal texts are cheap, but need more fuel
-T = TypeVar("T")
 LARK_LINE = re.compile(r"%llguidance\b|start(\.\d+)?\s*:(?!:=)")
 NOT_INSTALLED = "requires llguidance, which is not installed: pip install 'tcdeploy[structured]'"
 log = logging.getLogger("tcdeploy.server")
@@ -105,16 +103,9 @@ class StructuredOutputBackend:
             raise bad_request(f"{field} {self._unavailable_reason}", field, "unsupported_parameter")
 
     def check_size(self, schemas: list[Any], field: str) -> None:
-        """Raises ApiError 400 that names `field` if the schemas are too large, or their regexes too long.
-
-        Writing a schema of megabytes as JSON would block the event loop.
-        """
-        num_chars = sum(map(count_chars, schemas))
-        if num_chars > MAX_SCHEMA_CHARS:
-            raise bad_request(f"the schema has {num_chars} characters; the limit is {MAX_SCHEMA_CHARS}", field)
-        num_properties = sum(map(count_properties, schemas))
-        if num_properties > MAX_PROPERTIES:
-            raise bad_request(f"the schema has {num_properties} properties; the limit is {MAX_PROPERTIES}", field)
+        """Raises ApiError 400. Writing a schema of megabytes as JSON would block the event loop."""
+        _check_limit("the schema", sum(map(count_chars, schemas)), "characters", MAX_SCHEMA_CHARS, field)
+        _check_limit("the schema", sum(map(count_properties, schemas)), "properties", MAX_PROPERTIES, field)
         lengths = pattern_lengths(schemas)
         if max(lengths, default=0) > MAX_PATTERN_CHARS or sum(lengths) > MAX_PATTERNS_CHARS:
             raise bad_request(
@@ -122,105 +113,84 @@ class StructuredOutputBackend:
                 f"and {MAX_PATTERNS_CHARS} of all", field,
             )  # fmt: skip
 
-    async def compile(self, constraint: OutputConstraint) -> CompiledGrammar:
+    async def compile(self, constraint: OutputConstraint) -> GrammarMatcher:
         """The grammar of a constraint. Raises ApiError 400 that names its field."""
-        if constraint.kind == "json":
-            return await self.compile_json_schema(parse_schema(constraint), constraint.field)
-        await self.check_available(constraint.field)
-        is_choice = constraint.kind == "choice"
-        num_chars = sum(map(len, constraint.value)) if is_choice else len(constraint.value)
-        if num_chars > (limit := MAX_CHARS[constraint.kind]):
-            message = f"the {constraint.kind} in {constraint.field} has {num_chars} characters; the limit is {limit}"
-            raise bad_request(message, constraint.field)
-        if not constraint.value or not all(constraint.value):
-            message = (
-                f"the {constraint.kind} in {constraint.field} is empty{' or contains an empty string' * is_choice}"
-            )
-            raise bad_request(message, constraint.field)
-        return await self._run(self._compile_constraint, constraint)
+        kind, value, field = constraint
+        if kind == "json":
+            return await self.compile_json_schema(parse_schema(constraint), field)
+        await self.check_available(field)
+        num_chars = len(value) if isinstance(value, str) else sum(map(len, value))
+        _check_limit(f"the {kind} in {field}", num_chars, "characters", MAX_CHARS[kind], field)
+        if not value or not all(value):
+            empty = "is empty or contains an empty string" if kind == "choice" else "is empty"
+            raise bad_request(f"the {kind} in {field} {empty}", field)
+        return await self._run(kind, value, field)
 
-    async def compile_json_schema(self, schema: dict[str, Any], field: str) -> CompiledGrammar:
+    async def compile_json_schema(self, schema: dict[str, Any], field: str) -> GrammarMatcher:
         """The grammar of a JSON schema. Raises ApiError 400 that names `field`, which contained the schema."""
         await self.check_available(field)
         self.check_size([schema], field)
-        return await self._run(self._compile_json_schema, schema, field)
+        return await self._run("schema", schema, field)
 
-    async def compile_lark(self, lark: str, field: str) -> CompiledGrammar:
+    async def compile_lark(self, lark: str, field: str) -> GrammarMatcher:
         """The same for a grammar in llguidance's Lark syntax, built from schemas in `field`."""
         await self.check_available(field)
-        return await self._run(self._compile_schema, "lark", lark, field)
+        return await self._run("lark", lark, field)
 
-    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, function, *arguments)
+    async def _run(self, *arguments: Any) -> GrammarMatcher:
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, *arguments)
 
-    def _compile_json_schema(self, schema: dict[str, Any], field: str) -> CompiledGrammar:
-        try:
-            [exact] = exact_schemas([schema])
-            text = json.dumps(exact, ensure_ascii=False)
-        except UnsupportedSchemaError as error:
-            raise schema_error(error, field) from None
-        return self._compile_schema("json_schema", text, field)
-
-    def _compile_schema(self, syntax: str, text: str, field: str) -> CompiledGrammar:
-        from llguidance import LLMatcher
-
-        if len(text) > MAX_SCHEMA_CHARS:
-            raise bad_request(f"the schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARS}", field)
-        try:
-            grammar = (
-                LLMatcher.grammar_from_lark(text) if syntax == "lark" else LLMatcher.grammar_from_json_schema(text)
-            )
-            return self._compile(grammar, PARSER_LIMITS)
-        except ValueError as error:
-            raise schema_error(error, field) from None
-
-    def _compile_constraint(self, constraint: OutputConstraint) -> CompiledGrammar:
-        try:
-            limits = CHOICE_LIMITS if constraint.kind == "choice" else GRAMMAR_LIMITS
-            return self._compile(_grammar(constraint), limits)
-        except (ValueError, RecursionError) as error:
-            raise _constraint_error(constraint.kind, str(error), constraint.field) from None
-
-    def _compile(self, grammar: str, limits: dict[str, Any]) -> CompiledGrammar:
-        """Raises ValueError if the grammar is invalid, or no text satisfies it."""
+    def _compile(self, kind: str, value: Any, field: str) -> GrammarMatcher:
+        """Raises ApiError 400 if the grammar is invalid, or no text satisfies it."""
         from llguidance import LLMatcher, LLParserLimits
 
         assert self._tokenizer is not None
-        ll_matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
-        ll_matcher.compute_bitmask()  # does most of the first token's work, and detects unsatisfiable schemas
-        if ll_matcher.is_error() or ll_matcher.is_stopped():
-            raise ValueError(ll_matcher.get_error() or "no value satisfies it")
-        return CompiledGrammar(ll_matcher, self._masker)
+        limits = LLParserLimits(
+            **{"schema": PARSER_LIMITS, "lark": PARSER_LIMITS, "choice": CHOICE_LIMITS}.get(kind, GRAMMAR_LIMITS)
+        )
+        try:
+            ll_matcher = LLMatcher(self._tokenizer, _grammar(kind, value), log_level=0, limits=limits)
+            ll_matcher.compute_bitmask()  # does most of the first token's work, and detects unsatisfiable schemas
+            if ll_matcher.is_error() or ll_matcher.is_stopped():
+                raise ValueError(ll_matcher.get_error() or "no value satisfies it")
+        except (ValueError, RecursionError) as error:
+            raise constraint_error("schema" if kind == "lark" else kind, error, field) from None
+        return GrammarMatcher(ll_matcher, self._masker)
 
 
 def parse_schema(constraint: OutputConstraint) -> dict[str, Any]:
     """The schema of a JSON constraint, which may be JSON text. Raises ApiError 400."""
     schema, field = constraint.value, constraint.field
     if isinstance(schema, str):
-        if len(schema) > MAX_SCHEMA_CHARS:
-            raise bad_request(f"the schema has {len(schema)} characters; the limit is {MAX_SCHEMA_CHARS}", field)
+        _check_limit("the schema", len(schema), "characters", MAX_SCHEMA_CHARS, field)
         try:
             schema = from_json(schema)
         except ValueError as error:
-            raise schema_error(error, field) from None
+            raise constraint_error("schema", error, field) from None
     if not isinstance(schema, dict):
         raise bad_request(f"the schema in {field} is not a JSON object", field)
     return schema
 
 
-def _grammar(constraint: OutputConstraint) -> str:
-    """The constraint in llguidance's own format. Raises ValueError or RecursionError if it is invalid."""
+def _grammar(kind: str, value: Any) -> str:
+    """A constraint in llguidance's own format. Raises ValueError or RecursionError if it is invalid."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    if constraint.kind == "regex":
-        return LLMatcher.grammar_from_regex(_without_anchors(constraint.value))
-    if constraint.kind == "choice":  # as one lexeme, because a parser's row has an item for each alternative of a rule
-        return LLMatcher.grammar_from_regex("|".join(map(_escape_regex, constraint.value)))
-    if _is_lark(constraint.value):
-        return LLMatcher.grammar_from_lark(constraint.value)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(_without_anchors(value))
+    if kind == "choice":  # as one lexeme, because a parser's row has an item for each alternative of a rule
+        characters = ([char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text] for text in value)
+        return LLMatcher.grammar_from_regex("|".join(map("".join, characters)))
+    if kind in ("schema", "lark"):
+        text = value if kind == "lark" else json.dumps(exact_schemas([value])[0], ensure_ascii=False)
+        if len(text) > MAX_SCHEMA_CHARS:
+            raise ValueError(f"it becomes a grammar of {len(text)} characters; the limit is {MAX_SCHEMA_CHARS}")
+        return LLMatcher.grammar_from_lark(text) if kind == "lark" else LLMatcher.grammar_from_json_schema(text)
+    if _is_lark(value):
+        return LLMatcher.grammar_from_lark(value)
     try:
-        lark = gbnf_to_lark(constraint.value)
+        lark = gbnf_to_lark(value)
     except (ValueError, RecursionError):
         raise
     except Exception as error:  # the converter raises plain Exception and IndexError for syntax errors
@@ -229,18 +199,12 @@ def _grammar(constraint: OutputConstraint) -> str:
 
 
 def _is_lark(grammar: str) -> bool:
-    """Whether a grammar is Lark and not GBNF.
-
-    llguidance's own test is a regex that holds the GIL for seconds if the grammar begins with many empty lines.
-    """
+    """llguidance's own test is a regex that holds the GIL for seconds if a grammar begins with many empty lines."""
     return any(LARK_LINE.match(line.lstrip()) for line in grammar.splitlines())
 
 
 def _without_anchors(regex: str) -> str:
-    """The regex without `^` at its start and `$` at its end, which many clients write.
-
-    llguidance's regexes always match the whole text, and have no anchors.
-    """
+    """The regex without `^` at its start and `$` at its end. llguidance always matches the whole text."""
     stripped = regex.removeprefix("^")
     num_backslashes = len(stripped) - 1 - len(stripped.removesuffix("$").rstrip("\\"))
     if stripped.endswith("$") and num_backslashes % 2 == 0:
@@ -248,16 +212,8 @@ def _without_anchors(regex: str) -> str:
     return stripped
 
 
-def _escape_regex(text: str) -> str:
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
-
-
 def make_ll_tokenizer(tokenizer: Any, stop_token_ids: tuple[int, ...]) -> LLTokenizer:
-    """llguidance's tokenizer for transformers' fast tokenizers, as `llguidance.hf.from_tokenizer` makes it, and for
-    stored ones. That function imports transformers.
-
-    Raises ImportError without llguidance.
-    """
+    """As `llguidance.hf.from_tokenizer`, which imports transformers. Raises ImportError without llguidance."""
     from llguidance import LLTokenizer
 
     backend = tokenizer.backend_tokenizer
@@ -289,21 +245,14 @@ class GrammarMasker:
                 masks[row, : self._mask_words] = filled[row, :words]
 
 
-class CompiledGrammar:
-    """A compiled schema. Implements the engine's `Constraint`."""
-
-    def __init__(self, ll_matcher: LLMatcher, masker: GrammarMasker) -> None:
-        self._ll_matcher, self._masker = ll_matcher, masker
-
-    def start(self) -> GrammarMatcher:
-        return GrammarMatcher(self._ll_matcher.deep_copy(), self._masker)  # 10 us: the compiled grammar is shared
-
-
 class GrammarMatcher:
-    """The state of one choice in its grammar. llguidance reports errors without raising; an error is permanent."""
+    """A compiled grammar at a place of an output: the engine's `Constraint` and `Matcher`. An error is permanent."""
 
     def __init__(self, ll_matcher: LLMatcher, masker: GrammarMasker) -> None:
         self.ll_matcher, self.masker = ll_matcher, masker
+
+    def start(self) -> GrammarMatcher:
+        return GrammarMatcher(self.ll_matcher.deep_copy(), self.masker)  # 10 us: the compiled grammar is shared
 
     def accept(self, token_id: int) -> MatchStatus:
         self.ll_matcher.consume_token(token_id)
@@ -313,22 +262,20 @@ class GrammarMatcher:
         return "stop" if self.ll_matcher.is_stopped() else ""
 
 
-def pattern_lengths(schema: Any) -> list[int]:
-    """The lengths of all regexes in a JSON schema."""
-    if isinstance(schema, list):
-        return [length for item in schema for length in pattern_lengths(item)]
-    if not isinstance(schema, dict):
-        return []
-    named = schema.get("patternProperties")
-    patterns = [schema.get("pattern"), *(named if isinstance(named, dict) else ())]
-    own = [len(pattern) for pattern in patterns if isinstance(pattern, str)]
-    return own + pattern_lengths(list(schema.values()))
+def pattern_lengths(schemas: Any) -> list[int]:
+    """The lengths of all regexes in JSON schemas."""
+    patterns: list[Any] = []
+    for item in objects(schemas):
+        named = item.get("patternProperties")
+        patterns += [item.get("pattern"), *(named if isinstance(named, dict) else ())]
+    return [len(pattern) for pattern in patterns if isinstance(pattern, str)]
 
 
-def schema_error(error: ValueError, field: str) -> ApiError:
-    """The error for a schema in `field` that cannot be compiled."""
-    return _constraint_error("schema", str(error), field)
+def _check_limit(name: str, count: int, unit: str, limit: int, field: str) -> None:
+    if count > limit:
+        raise bad_request(f"{name} has {count} {unit}; the limit is {limit}", field)
 
 
-def _constraint_error(kind: str, reason: str, field: str) -> ApiError:
-    return bad_request(f"the {kind} in {field} cannot be used: {' '.join(reason.split())[:500]}", field)
+def constraint_error(kind: str, error: Exception, field: str) -> ApiError:
+    """The error for a constraint in `field` that cannot be compiled."""
+    return bad_request(f"the {kind} in {field} cannot be used: {' '.join(str(error).split())[:500]}", field)
