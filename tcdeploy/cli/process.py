@@ -38,14 +38,19 @@ def enable_access_log() -> None:
     logger.setLevel(logging.INFO)
 
 
+def _ignore_service_links() -> None:
+    """Kubernetes sets TCDEPLOY_PORT=tcp://ADDRESS:PORT in all pods beside a service of the name tcdeploy."""
+    if is_service_variable("TCDEPLOY_PORT", os.environ.get("TCDEPLOY_PORT", "")):
+        del os.environ["TCDEPLOY_PORT"]
+
+
 def configure_process() -> None:
     """Set up garbage collection, imports, the standard streams and logging, before anything large is imported.
 
     Garbage collection is deferred until startup is over. transformers is imported with fewer file reads, and without
     packages that are not needed. Log records of this package are sent to stderr.
     """
-    if is_service_variable("TCDEPLOY_PORT", os.environ.get("TCDEPLOY_PORT", "")):
-        del os.environ["TCDEPLOY_PORT"]  # Kubernetes sets it in all pods beside a service of the name tcdeploy
+    _ignore_service_links()
     relax_gc_for_startup()
     enable_fast_transformers_import()
     replace_standard_streams()

@@ -67,7 +67,6 @@ class Engine:
             self.allocator,
         )
         self.use_costs(costs)
-        self.failed_steps = 0  # steps whose launch raised
         self.device_wait_seconds = 0.0  # total time that the host waited for the device
         self._requests: dict[int, Sequence] = {}
         self._stream_tokens: dict[int, list[NewToken]] = {}  # tokens not yet returned, of requests of a `stream`
@@ -250,7 +249,6 @@ class Engine:
 
     def _discard_step(self, previous: InFlightStep | None) -> None:
         """Recover from a scheduled step that did not run: keys and values count as computed that were never written."""
-        self.failed_steps += 1
         self.launch_timer.step_started(None, None)
         try:
             self._deliver(previous)

@@ -310,12 +310,3 @@ def test_a_dynamic_bucket_with_graphs_is_checked_at_three_sizes() -> None:
     [small] = [case for case in make_cases(make_plan(make_recipe(context=64), H100, LLAMA_8B), 1000, 1000)
                if case.min_step_tokens]  # fmt: skip
     assert small.min_step_tokens == 64
-
-
-def test_a_failed_launch_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=2))
-    monkeypatch.setattr(engine.runner, "prefill", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("launch failed")))
-    with pytest.raises(RuntimeError):
-        engine.step()
-    assert engine.failed_steps == 1
-    engine.abort(request)

@@ -112,6 +112,21 @@ def test_rows_are_empty_after_a_failed_assignment(tiny_deployment: Any, monkeypa
     assert not state.sampling.temperature.any() and (state.sampling.repetition == 1).all()
 
 
+def test_after_a_failed_launch_the_request_gets_its_tokens(
+    tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=5)
+    expected = engine.generate([[5, 6, 7]], params)[0]
+    request = engine.submit([5, 6, 7], params)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="launch failed"):
+        patch.setattr(engine.runner, "prefill", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("launch failed")))
+        engine.step()
+    tokens = []
+    while engine.has_work:
+        tokens += engine.step()
+    assert [(token.request_id, token.token_id) for token in tokens] == [(request, token) for token in expected]
+
+
 def test_prepare_leaves_the_garbage_collector_alone(cache_dir: str) -> None:
     before = gc.get_freeze_count(), gc.get_threshold(), gc.isenabled()
     prepare_tiny(cache_dir)

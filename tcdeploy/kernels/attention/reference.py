@@ -28,9 +28,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: 
     distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
     masked = (distance < 0) | (distance >= window) if window else distance < 0
     scores = scores.masked_fill(masked, float("-inf"))
-    if sinks is not None:
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, queries, 1)], dim=-1)
-    weights = scores.softmax(dim=-1)[..., :keys]
+        weights = scores.softmax(dim=-1)[..., :keys]
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 

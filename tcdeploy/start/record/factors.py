@@ -7,7 +7,6 @@ import torch.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import platform
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 from tcdeploy import __version__
 from tcdeploy.errors import ModelError
+from tcdeploy.planning.environment import installed_version
 from tcdeploy.planning.keys import combined_digest
 from tcdeploy.planning.recipe import Recipe
 
@@ -83,7 +83,7 @@ def require_start_factors(recipe: Recipe, folder: Path | None) -> StartFactors:
         raise NoStartRecordError(f"{folder} has no weights as safetensors")
     request = {name: value for name, value in asdict(recipe).items() if name not in IGNORED_FIELDS}
     versions = {"Python": platform.python_version(), "tcdeploy": __version__}
-    versions |= {name: _version(name) for name in ("tokenizers", "torch")}
+    versions |= {name: installed_version(name) for name in ("tokenizers", "torch")}
     return StartFactors(json.loads(json.dumps(request)), versions, _own_sources(), files)
 
 
@@ -163,10 +163,3 @@ def sampled_digest(path: Path) -> str:
 def _own_sources() -> str:
     sources = {path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))}
     return combined_digest({path: hashlib.sha256(source).hexdigest() for path, source in sources.items()})
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
