@@ -6,9 +6,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -36,6 +35,9 @@ from tests.conftest import TINY
 from tests.server.conftest import ServerProcess
 from tests.server.test_api import loading_state, send_request
 from tests.server.test_tools import CLOCK, CLOCK_TEXT, PROMPT, WEATHER, WEATHER_TEXT, load, make_model
+
+if TYPE_CHECKING:  # importing it takes more than a second, in each worker
+    import anthropic
 
 USER = {"role": "user", "content": "What is a list?"}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "clock", "input": {"utc": True}}
@@ -414,6 +416,8 @@ def test_no_body_causes_another_error_than_400(fields: dict[str, Any], message: 
 
 @pytest.fixture(scope="module")
 def client(tool_api_server: ServerProcess) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=tool_api_server.address, api_key="none", max_retries=0)
 
 
@@ -473,6 +477,8 @@ def test_a_stop_sequence_and_a_continued_message(client: anthropic.Anthropic) ->
 
 
 def test_clients_raise_their_exceptions_for_errors(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="images are not supported"):
         create(client, messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}])
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
