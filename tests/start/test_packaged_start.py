@@ -88,11 +88,12 @@ def start(cache_dir: str, model: str = TINY) -> Any:
 
 
 @pytest.fixture(scope="module")
-def cache(cache_dir: str) -> Iterator[str]:
+def cache(cache_dir: str, filled_packages: Path) -> Iterator[str]:
     """A folder with the packages of the embedded model, and the record of the start that compiled them.
 
-    Other tests of this process may have compiled them before.
+    The programs of torch.compile that other tests of this process use are in the same folder.
     """
+    shutil.copytree(filled_packages, cache_dir, dirs_exist_ok=True)
     prepare(aot_recipe(cache_dir))
     yield cache_dir
 
