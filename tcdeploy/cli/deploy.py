@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 ENTRY_HINT = "an entry is, for example: {serve: 'builtin:tiny --device cpu', num_replicas: 2}"
 PARSE_ERROR: Any = typer.BadParameter.__base__  # the UsageError of click, which typer does not export
 FIELDS = ("models", "http_options", "proxy_location", "route_prefix", "ingress")
-GATEWAY_HINT = (
-    "deploy each model from a file of its own, with a path of its own (route_prefix: /NAME) if they share a cluster; "
-    "a gateway, such as LiteLLM's proxy or Envoy AI Gateway, gives them one address"
-)
 # Further options of `serve` that Ray replaces, or that are for the command's own output.
 REFUSED = {"root_path", "budget", "dry_run", "json"}
 
@@ -132,6 +128,8 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(models, list) or not models:
         raise UsageError(f"{path} has no list `models`", ENTRY_HINT)
     if len(models) > 1:
+        from tcdeploy.scale.ray_config import GATEWAY_HINT
+
         raise UsageError(f"{path} names {len(models)} models, and a deployment has one", GATEWAY_HINT)
     if unknown := sorted(set(content) - set(FIELDS)):
         raise UsageError(
@@ -170,6 +168,8 @@ def read_entry(path: Path, content: dict[str, Any]) -> ModelEntry:
 def _check_ingress(path: Path, content: dict[str, Any], is_routed: bool) -> None:
     """Raises UsageError for fields that cannot have an effect."""
     if not is_routed:
+        from tcdeploy.scale.ray_config import GATEWAY_HINT
+
         raise UsageError(
             f"{path}: ingress has no effect without request_router_config, because requests reach the model directly",
             f"remove ingress; for several models, {GATEWAY_HINT}",

@@ -29,8 +29,16 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.metrics import Gauge
 from starlette.types import ASGIApp, Message
 
+from tcdeploy.errors import UsageError
 from tcdeploy.scale.ingress import ForwardedRequest, ingress_app, respond
-from tcdeploy.scale.ray_config import DEPLOYMENT, IMPORT_PATH, INGRESS_DEPLOYMENT, ROUTED_IMPORT_PATH, read_arguments
+from tcdeploy.scale.ray_config import (
+    DEPLOYMENT,
+    GATEWAY_HINT,
+    IMPORT_PATH,
+    INGRESS_DEPLOYMENT,
+    ROUTED_IMPORT_PATH,
+    read_arguments,
+)
 from tcdeploy.scale.replica import close_server, start_server
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.admission import RETRY_AFTER_S
@@ -169,6 +177,11 @@ def build(arguments: dict[str, Any]) -> Application:
 def build_routed(arguments: dict[str, Any]) -> Application:
     """As `build`, with an ingress that lets Ray's request router of the model choose the replica."""
     return build_application(ROUTED_IMPORT_PATH, arguments, {})
+
+
+def build_ingress(arguments: dict[str, Any]) -> Application:
+    """Refuse the application that configs of earlier versions have for several models."""
+    raise UsageError("one application for several models, build_ingress, was removed", GATEWAY_HINT)
 
 
 def build_application(

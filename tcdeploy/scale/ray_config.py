@@ -22,6 +22,10 @@ from tcdeploy.remote.address import CacheSource
 from tcdeploy.scale.replica import ReplicaSettings
 from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings, check_settings
 
+GATEWAY_HINT = (
+    "deploy each model from a file of its own, with a path of its own (route_prefix: /NAME) if they share a cluster; "
+    "a gateway, such as LiteLLM's proxy or Envoy AI Gateway, gives them one address"
+)
 DEPLOYMENT = "Model"  # name of the deployment in ray.py
 IMPORT_PATH = "tcdeploy.scale.ray:build"
 INGRESS_DEPLOYMENT = "Ingress"  # name of its deployment in ray.py

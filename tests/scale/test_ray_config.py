@@ -139,6 +139,13 @@ def test_ray_can_call_what_the_import_paths_of_a_config_name() -> None:
         assert isinstance(builder(application["args"]), Application)
 
 
+def test_a_config_of_an_earlier_version_for_several_models_names_the_other_ways() -> None:
+    build_ingress = importlib.import_module("tcdeploy.scale.ray").build_ingress
+    with pytest.raises(UsageError, match="build_ingress, was removed") as error:
+        build_ingress({"models": {}, "proxy_url": "http://127.0.0.1:8000"})
+    assert "route_prefix: /NAME" in error.value.hint
+
+
 def test_the_cause_of_a_failed_start_is_read_from_its_traceback() -> None:
     differences = EnvironmentMismatchError("the bundle was made for another GPU", "rebuild it", ())
     for error, kind in ((differences, MismatchError), (UsageError("no: model\nhere", ""), UsageError)):
