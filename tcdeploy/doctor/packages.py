@@ -15,7 +15,7 @@ from pathlib import Path
 from tcdeploy.doctor.host import existing_parent
 from tcdeploy.doctor.result import Request, Result, blocking, finding, missing, note, ok, unchecked
 from tcdeploy.errors import UsageError
-from tcdeploy.host.stages import MANY_UNCOMPILED
+from tcdeploy.host.stages import MANY_WITHOUT_BYTECODE
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import installed_flash_packages, installed_version
 from tcdeploy.planning.extras import COMPILE_HINT, EXTRA_MODULES, check_interpreter, is_installed
@@ -119,7 +119,7 @@ def check_bytecode(request: Request) -> Result:
 def judge_bytecode(uncompiled: dict[str, int], will_be_written: bool) -> Result:
     """`uncompiled`: modules without bytecode by package, of those that a start imports."""
     total = sum(uncompiled.values())
-    if total < MANY_UNCOMPILED:
+    if total < MANY_WITHOUT_BYTECODE:
         return ok(f"{total or 'no'} imported modules without bytecode")
     packages = sorted(uncompiled, key=lambda name: -uncompiled[name])[:3]
     counts = ", ".join(f"{name} {uncompiled[name]}" for name in packages)

@@ -238,5 +238,5 @@ SECTIONS: dict[str, Callable[[Any], Any]] = {
     "internals": _describe_internals,
     "environment": lambda timer: dataclasses.asdict(detect_environment()),
     "cache keys": _describe_cache_keys,
-    "uncompiled": lambda timer: dict(timer.uncompiled),
+    "uncompiled": lambda timer: dict(timer.without_bytecode),
 }

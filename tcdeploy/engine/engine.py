@@ -46,7 +46,7 @@ class Engine:
 
     def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:
         self.runner = runner
-        self.runner.graphs.warmed()
+        self.runner.graphs.end_warmup()
         self.plan = plan = runner.plan
         self.launch_lock = LaunchLock()
         # Without a graph of the whole step, a launch is too long to wait for: on a CPU it computes the step.
@@ -101,15 +101,15 @@ class Engine:
             self.runner.row_assignment.clear()
             self.launch_timer.step_started(None, None)
 
-    def submit(self, prompt: Iterable[int], params: SamplingParams, group: int | None = None) -> int:
+    def submit(self, prompt: Iterable[int], params: SamplingParams, group_id: int | None = None) -> int:
         """Queue a request and return its id. Raises UsageError or SpaceError if it can never be served.
 
-        `group` is the id of the client request that it belongs to. Groups share decode rows fairly (scheduler.py).
+        `group_id` is that of the client request that it belongs to. Groups share decode rows fairly (scheduler.py).
         """
         token_ids = list(prompt)
         check_request(token_ids, params, self.vocab_size, self.plan.context, self.allocator)
         self._next_id += 1
-        sequence = Sequence(self._next_id, token_ids, len(token_ids), params, group)
+        sequence = Sequence(self._next_id, token_ids, len(token_ids), params, group_id)
         self._requests[sequence.request_id] = sequence
         self.scheduler.submit(sequence)
         return sequence.request_id

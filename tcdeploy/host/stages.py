@@ -22,7 +22,7 @@ from tcdeploy.host.gc_policy import freeze_imported_objects
 from tcdeploy.host.progress import Progress
 
 SHOWN_PACKAGES = 3
-MANY_UNCOMPILED = 200  # modules; compiling them takes about a second
+MANY_WITHOUT_BYTECODE = 200  # modules; compiling them takes about a second
 
 
 class ImportTimer:
@@ -30,7 +30,7 @@ class ImportTimer:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)  # without those of modules that a module imports
-        self.uncompiled: Counter[str] = Counter()  # modules without a bytecode file
+        self.without_bytecode: Counter[str] = Counter()  # modules that Python had to compile, by package
         self._nested = [0.0]  # seconds of the modules that each module being imported has imported so far
         self._thread = 0
         self._originals: list[tuple[type, str, Any]] = []
@@ -79,7 +79,7 @@ class ImportTimer:
                 return load(loader, target)
             package = spec.name.partition(".")[0]
             if isinstance(target, ModuleType) and spec.cached and not os.path.exists(spec.cached):
-                self.uncompiled[package] += 1
+                self.without_bytecode[package] += 1
             start = time.perf_counter()
             self._nested.append(0.0)
             try:
@@ -99,14 +99,15 @@ def describe_imports(seconds: Mapping[str, float]) -> str:
     return ", ".join([*(f"{name} {value:.1f} s" for name, value in shown), f"others {others:.1f} s"])
 
 
-def describe_uncompiled(uncompiled: Counter[str]) -> str:
+def describe_missing_bytecode(without_bytecode: Counter[str]) -> str:
     """A warning if many modules had no bytecode; empty otherwise."""
-    if uncompiled.total() < MANY_UNCOMPILED:
+    if without_bytecode.total() < MANY_WITHOUT_BYTECODE:
         return ""
-    packages = ", ".join(f"{name} {count}" for name, count in uncompiled.most_common(3))
+    packages = ", ".join(f"{name} {count}" for name, count in without_bytecode.most_common(3))
     return (
-        f"Python compiled {uncompiled.total()} modules from source ({packages}), which delays the start by seconds; "
-        "keep their bytecode: unset PYTHONDONTWRITEBYTECODE, or run `python -m compileall` on the installed packages"
+        f"Python compiled {without_bytecode.total()} modules from source ({packages}), which delays the start by "
+        "seconds; keep their bytecode: unset PYTHONDONTWRITEBYTECODE, or run `python -m compileall` on the installed "
+        "packages"
     )
 
 

@@ -169,7 +169,7 @@ def _model_routes(state: ServerState) -> list[Route]:
 
     async def tokenizer_info(_: Request) -> Response:
         """Special tokens and the chat template. lm-eval reads it before it uses /tokenize."""
-        return JSONResponse(state.require_service().tokenizer.info())
+        return JSONResponse(state.require_service().prompt_tokenizer.info())
 
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or of chat messages."""

@@ -76,12 +76,12 @@ class ModelServer:
         if settings.otlp_endpoint:
             self.state.telemetry = Telemetry(settings.otlp_endpoint, settings.model)
         self.app = make_app(self.state)
-        self._sampling: asyncio.Task[None] | None = None
+        self._history_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start to load the model."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._sampling = asyncio.create_task(self._sample_history())
+        self._history_task = asyncio.create_task(self._sample_history())
         self.worker.start()
 
     async def drain(self) -> None:
@@ -97,8 +97,8 @@ class ModelServer:
     def close(self) -> None:
         """Stop the engine thread after its present step, and write what logs and traces have buffered."""
         self.app.close()
-        if self._sampling is not None:
-            self._sampling.cancel()
+        if self._history_task is not None:
+            self._history_task.cancel()
         self.worker.stop()
         if self.worker.swaps is not None:
             self.worker.swaps.stop()
@@ -158,7 +158,7 @@ async def send_warmup_requests(service: Service) -> None:
     """Failures are logged and ignored: a chat template may reject the message, for example."""
     app = make_app(_separate_state(service))
     requests = [("/v1/completions", COMPLETION, stream) for stream in (True, False)]
-    if service.tokenizer.tokenizer.chat_template:
+    if service.prompt_tokenizer.tokenizer.chat_template:
         requests += [("/v1/chat/completions", CHAT, stream) for stream in (True, False)]
     requests.append(("/v1/completions", SAMPLED, False))
     for path, body, stream in requests:

@@ -111,15 +111,15 @@ class _Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        is_bounded = not isinstance(config.http, str)  # False: uvicorn's own class, which has no observer
-        serving = asyncio.create_task(http_server.serve(sockets=[] if is_bounded else [self._listener.socket]))
-        if is_bounded:
+        uses_listener = not isinstance(config.http, str)  # False: uvicorn's own class, which it cannot observe
+        serving = asyncio.create_task(http_server.serve(sockets=[] if uses_listener else [self._listener.socket]))
+        if uses_listener:
             new_connection: Any = config.http_protocol_class
             self._listener.start(lambda: new_connection(config, http_server.server_state, app_state={}), config.ssl)
         self._server.start()
         await asyncio.wait({serving, asyncio.create_task(self._exit_event.wait())}, return_when=asyncio.FIRST_COMPLETED)
         http_server.should_exit = True
-        if is_bounded:
+        if uses_listener:
             self._listener.close()
         await serving
         await asyncio.sleep(CANCEL_S)

@@ -25,7 +25,7 @@ from tcdeploy.server.generate.choice import Vocabulary
 from tcdeploy.server.generate.text_encoder import TextEncoder
 from tcdeploy.server.generate.tokenization import Prompt, PromptTokenizer
 from tcdeploy.server.http.json_steps import JsonLimits
-from tcdeploy.server.http.request_parsing import RequestParser
+from tcdeploy.server.http.request_parsing import LargeBodyParser
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.missed_shapes import MissedShapes
 from tcdeploy.server.observe.status import ModelFigures, ServerFigures, StatusHistory
@@ -60,12 +60,14 @@ log = logging.getLogger("tcdeploy.server")
 
 @dataclass(frozen=True)
 class Service:
+    """What requests need of the loaded model."""
+
     settings: ServerSettings
     deployment: Deployment
     worker: Worker
     admission: Admission
     metrics: Metrics
-    tokenizer: PromptTokenizer
+    prompt_tokenizer: PromptTokenizer
     vocabulary: Vocabulary
     limits: ModelLimits
     structured_output: StructuredOutputBackend
@@ -91,7 +93,7 @@ class Service:
     @property
     def json_limits(self) -> JsonLimits:
         """Limits for texts and lists of token ids. Longer ones are not valid in any field."""
-        max_tokens, max_chars = self.limits.tokenize_tokens, self.tokenizer.encoder.max_chars_per_token
+        max_tokens, max_chars = self.limits.tokenize_tokens, self.prompt_tokenizer.encoder.max_chars_per_token
         string_chars = self.settings.max_body_bytes if max_chars is None else max_tokens * max_chars
         return JsonLimits(string_chars, max_tokens, self.limits.context)
 
@@ -136,7 +138,7 @@ class Service:
             if isinstance(request, ChatRequest) and request.usable_tools:
                 return await self._calls_or_content(request, request.output_constraint, prompts[0].text or "")
             return await self.structured_output.compile(request.output_constraint)
-        if request.bad_words and (bad_words := await self.tokenizer.bad_words(request.bad_words)):
+        if request.bad_words and (bad_words := await self.prompt_tokenizer.bad_words(request.bad_words)):
             return BadWords(bad_words)
         return None
 
@@ -167,7 +169,7 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     start_time: float = field(default_factory=time.time)
     service: Service | None = None
-    parser: RequestParser = field(default_factory=RequestParser)
+    large_body_parser: LargeBodyParser = field(default_factory=LargeBodyParser)
     history: StatusHistory = field(default_factory=StatusHistory)
     telemetry: Telemetry | None = None
     stored_responses: ResponseStore = field(default_factory=ResponseStore)
@@ -256,7 +258,7 @@ def build_service(
         log.info("the chat template renders no messages of these kinds, which are refused: %s", ", ".join(unrendered))
     return Service(
         settings=settings, deployment=deployment, worker=worker, admission=admission, metrics=metrics,
-        tokenizer=PromptTokenizer(tokenizer, TextEncoder(tokenizer), limits, settings.model, tools),
+        prompt_tokenizer=PromptTokenizer(tokenizer, TextEncoder(tokenizer), limits, settings.model, tools),
         vocabulary=Vocabulary(tokenizer), limits=limits,
         structured_output=StructuredOutputBackend(tokenizer, defaults.stop_token_ids), tools=tools,
         missed_shapes=MissedShapes(deployment.plan), compiles_at_load=read_counts().compiles,

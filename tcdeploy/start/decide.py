@@ -73,8 +73,8 @@ def decide(recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = Fal
     )  # fmt: skip
 
 
-class _ModelOnFakeTensors(NamedTuple):
-    """What `decide` reads of a model. stored_dtype: of the checkpoint, "" if it is not known."""
+class _ModelFacts(NamedTuple):
+    """What `decide` reads of a model, on fake tensors. stored_dtype: of the checkpoint, "" if it is not known."""
 
     config: PreTrainedConfig
     probed: ProbedModel
@@ -82,9 +82,7 @@ class _ModelOnFakeTensors(NamedTuple):
     tokenizer: Any
 
 
-def _read_model(
-    recipe: Recipe, environment: Environment, needs_tokenizer: bool, is_dry_run: bool
-) -> _ModelOnFakeTensors:
+def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool, is_dry_run: bool) -> _ModelFacts:
     """Raises ModelError with all reasons why the model cannot be served.
 
     Too little memory is one of them, unless in a dry run: the model may be planned for another machine.
@@ -102,7 +100,7 @@ def _read_model(
             make_plan(recipe, environment, probed.architecture)
     refusals.raise_all()
     assert probed is not None
-    return _ModelOnFakeTensors(config, probed, stored_dtype, tokenizer)
+    return _ModelFacts(config, probed, stored_dtype, tokenizer)
 
 
 def with_cxx_compiler(planned: PlannedModel, version: str) -> PlannedModel:

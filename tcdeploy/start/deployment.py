@@ -38,7 +38,7 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.timing import measure_step_costs
 from tcdeploy.engine.warm.tuning import CompiledVariant
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets
-from tcdeploy.host.stages import StageTimer, describe_uncompiled, import_timer
+from tcdeploy.host.stages import StageTimer, describe_missing_bytecode, import_timer
 from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.bucket_record import BucketRecord
@@ -91,7 +91,7 @@ class Deployment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class LoadedStart:
     """A start whose model is loaded and whose buckets are to be warmed."""
 
     request: StartRequest
@@ -121,8 +121,8 @@ class Warmed(NamedTuple):
         return [record.bucket for record in self.records if record.outcome == "uncached"]
 
 
-class UsedFiles(NamedTuple):
-    """Files of the plan in the staging folder that the manifest lists, whether or not this start has read them.
+class FilesToList(NamedTuple):
+    """Files in the staging folder that the manifest lists even if this start has not read them.
 
     keeps_manifest: write no manifest that would differ only in seconds, memory and check results: only for packages,
         which are fixed files.
@@ -153,7 +153,7 @@ def previous_run(origin: Origin, earlier: Manifest | None) -> PreviousRun:
 
 
 def warm(
-    start: Start,
+    start: LoadedStart,
     runner: ModelRunner,
     checker: ParityChecker,
     prepared: Mapping[Bucket, CompiledVariant] | None = None,
@@ -171,11 +171,11 @@ def warm(
             runner, checker, start.previous, plan.cache_dir, request.measure, request.progress, on_finished, prepared,
             wait_for_worker,
         )  # fmt: skip
-    runner.graphs.warmed()
+    runner.graphs.end_warmup()
     return Warmed(records, find_step_costs(start, runner, records), tracker.paths())
 
 
-def find_step_costs(start: Start, runner: ModelRunner, records: list[BucketRecord]) -> StepCosts:
+def find_step_costs(start: LoadedStart, runner: ModelRunner, records: list[BucketRecord]) -> StepCosts:
     """What steps cost: measured now if the request measures, or if no earlier start of this plan has measured it."""
     costs = None if start.request.measure else _recorded_costs(start, records)
     if costs is None:
@@ -184,10 +184,10 @@ def find_step_costs(start: Start, runner: ModelRunner, records: list[BucketRecor
     return costs
 
 
-def _recorded_costs(start: Start, records: list[BucketRecord]) -> StepCosts | None:
+def _recorded_costs(start: LoadedStart, records: list[BucketRecord]) -> StepCosts | None:
     """The costs in the manifest, if they can be read and were measured with the same programs; else None."""
     earlier = start.earlier
-    if earlier is None or earlier.step_costs is None or not start.previous.buckets:
+    if earlier is None or earlier.step_costs is None or not start.previous.cached_buckets:
         return None
     variants, earlier_variants = ({item.bucket: item.variant for item in each} for each in (records, earlier.buckets))
     is_same = variants == earlier_variants
@@ -210,21 +210,21 @@ def _cost_sources() -> str:
     return combined_digest({path: hashlib.sha256((package / path).read_bytes()).hexdigest() for path in paths})
 
 
-def publish_manifest(start: Start, warmed: Warmed, used: UsedFiles) -> int | None:
+def publish_manifest(start: LoadedStart, warmed: Warmed, to_list: FilesToList) -> int | None:
     """Write the manifest, with all files that were used. Returns the workspace in bytes. Runs in the stage `record`.
 
     Writes nothing, and warns, if torch did not store a program: a later start would not find it. Raises SpaceError,
     TrustError and TcdeployError.
     """
     plan, staging, earlier = start.plan, start.staging, start.earlier
-    used_paths = [*warmed.used_paths, *used.paths]
+    used_paths = [*warmed.used_paths, *to_list.paths]
     workspace_bytes = _workspace_bytes(plan)
     if names := warmed.uncached_buckets:
         log.warning(
             "torch did not store the programs of %s, so the plan is not recorded, and each start compiles them",
             ", ".join(names),
         )
-    elif used.keeps_manifest and earlier is not None and not _would_change(start, warmed, used_paths, earlier):
+    elif to_list.keeps_manifest and earlier is not None and not _would_change(start, warmed, used_paths, earlier):
         mark_started(staging, plan.key)
     else:
         files = hash_used_files(staging, used_paths, earlier, is_first_start())
@@ -232,13 +232,13 @@ def publish_manifest(start: Start, warmed: Warmed, used: UsedFiles) -> int | Non
             require_bundled(plan.key, files, staging.bundle)
         publish(staging, _make_manifest(start, warmed, files, workspace_bytes))
         remove_published_folders(staging)  # those of compile workers
-    if is_first_start() and (warning := describe_uncompiled(import_timer.uncompiled)):
+    if is_first_start() and (warning := describe_missing_bytecode(import_timer.without_bytecode)):
         log.warning("%s", warning)
     return workspace_bytes
 
 
 def _make_manifest(
-    start: Start, warmed: Warmed, files: tuple[FileRecord, ...], workspace_bytes: int | None
+    start: LoadedStart, warmed: Warmed, files: tuple[FileRecord, ...], workspace_bytes: int | None
 ) -> Manifest:
     plan = start.plan
     longest_tuning = max(plan.tune_seconds, start.previous.tune_seconds)  # of trials that an untuned start keeps
@@ -256,7 +256,7 @@ def _make_manifest(
     )
 
 
-def _would_change(start: Start, warmed: Warmed, used_paths: list[str], earlier: Manifest) -> bool:
+def _would_change(start: LoadedStart, warmed: Warmed, used_paths: list[str], earlier: Manifest) -> bool:
     """Whether a new manifest would differ from the earlier one, except in seconds, memory and check results."""
     listed = {file.path for file in earlier.files}
     outcomes, earlier_outcomes = (

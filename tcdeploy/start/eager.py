@@ -25,7 +25,7 @@ from tcdeploy.errors import TcdeployError
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.compile_stats import read_counts
-from tcdeploy.start.deployment import Start, Warmed, find_step_costs, publish_manifest
+from tcdeploy.start.deployment import LoadedStart, Warmed, find_step_costs, publish_manifest
 from tcdeploy.start.workers.parallel import make_short_copy, worker_recipe
 from tcdeploy.start.workers.process import CompileProcess
 
@@ -56,17 +56,17 @@ class ProgramSwaps:
     Only the engine thread calls `advance`. Other threads may read the properties, and call `stop`.
     """
 
-    def __init__(self, start: Start, source: ModelCode) -> None:
+    def __init__(self, start: LoadedStart, source: ModelCode) -> None:
         """Start a compile worker, unless the programs are in the cache."""
         self._start, self._source = start, source
         self._worker: CompileProcess | None = None
         self._worker_failure = ""
         try:
-            self._worker = None if start.previous.buckets else _start_worker(source)
+            self._worker = None if start.previous.cached_buckets else _start_worker(source)
         except (TcdeployError, OSError) as error:
             self._worker_failure = str(error)
         self._state: State = "eager"
-        self._compiled = set(start.previous.buckets)  # names of the buckets whose programs are in the cache
+        self._compiled = set(start.previous.cached_buckets)  # names of the buckets whose programs are in the cache
         self._tracking = contextlib.ExitStack()
         self._tracking.enter_context(start.tracker.track())  # until the end: eager steps load kernels too
         self._left: list[Bucket] = warmup_order(start.plan)

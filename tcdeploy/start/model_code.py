@@ -55,7 +55,7 @@ from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.aot import PackageExchange
 from tcdeploy.programs.stances import naming_refusal
-from tcdeploy.start.deployment import Deployment, Start, UsedFiles, Warmed, count_start, warm
+from tcdeploy.start.deployment import Deployment, FilesToList, LoadedStart, Warmed, count_start, warm
 from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets
 from tcdeploy.start.planned import PlannedModel, StartRequest
 from tcdeploy.start.record.factors import start_factors
@@ -85,7 +85,7 @@ def start_from_code(request: StartRequest, early_weights: EarlyWeights | None = 
 class ModelCode:
     """The source of such a start (start/sequence.py).
 
-    runner: the loaded model, from `load` on. checker: its reference, from `add_reference` on.
+    runner: the loaded model, from `load` on. checker: has its reference, from `make_checker` on.
     """
 
     runner: ModelRunner
@@ -140,8 +140,8 @@ class ModelCode:
     def finish_loading(self, stages: StageTimer, tracker: FileAccessTracker) -> None:
         """Nothing is left: `load` waits for the weights."""
 
-    def add_reference(self, tracker: FileAccessTracker) -> None:
-        """Make the checker: read the reference, or compute it."""
+    def make_checker(self, tracker: FileAccessTracker) -> None:
+        """Read the reference, or compute it."""
         planned, plan = self.planned, self.planned.plan
         with compiling_kernels_of(self.runner, self._buckets_to_precompile(), self.prompts, tracker):
             self._reference_path = self._find_reference_path()
@@ -158,7 +158,7 @@ class ModelCode:
         """What programs depend on besides the plan and the machine."""
         return origin_of(self.planned)
 
-    def start_swaps(self, start: Start) -> ProgramSwaps | None:
+    def start_swaps(self, start: LoadedStart) -> ProgramSwaps | None:
         """For an eager start: check the eager steps, and return what warms the buckets while the engine runs."""
         if not self._request.eager:
             return None
@@ -167,7 +167,7 @@ class ModelCode:
             check_eager_steps(self.runner, self.checker)
         return ProgramSwaps(start, self)
 
-    def warm(self, start: Start) -> Warmed:
+    def warm(self, start: LoadedStart) -> Warmed:
         """If a bucket differs from a stored reference, the model is loaded again. Ends the workers."""
         staging, workers = self._staging, self._workers
         while True:
@@ -188,14 +188,15 @@ class ModelCode:
         records = [dataclasses.replace(record, graph_memory_bytes=None) for record in warmed.records]
         return warmed._replace(records=records)
 
-    def files_to_list(self, start: Start, warmed: Warmed) -> UsedFiles:
+    def files_to_list(self, start: LoadedStart, warmed: Warmed) -> FilesToList:
         """Write the reference and the start record, unless the plan has them or cannot get them."""
         path, staging = self._reference_path, self._staging
         is_stored = path is not None and self._uses_stored_reference
         if path is not None and not is_stored and self._may_add_files:
             is_stored = write_reference(Path(staging.path, path), self.checker.reference, start.plan, warmed.records)
         paths = [path] if path is not None and is_stored else []
-        return UsedFiles(paths + self._recorder.write(self.planned, self.runner, self.checker, warmed.records, staging))
+        paths += self._recorder.write(self.planned, self.runner, self.checker, warmed.records, staging)
+        return FilesToList(paths)
 
     @property
     def tokenizer(self) -> Any:
@@ -232,8 +233,8 @@ class ModelCode:
     def _find_reference_path(self) -> str | None:
         """The reference's path in the cache folder; None if it can be neither there nor stored there."""
         listed = self._earlier.files if self._earlier is not None else ()
-        lists_one = any(file.path.startswith(f"{REFERENCES_DIR}/") for file in listed)
-        if not stores_references(self.planned.plan) or not (lists_one or self._may_add_files):
+        lists_reference = any(file.path.startswith(f"{REFERENCES_DIR}/") for file in listed)
+        if not stores_references(self.planned.plan) or not (lists_reference or self._may_add_files):
             return None
         return reference_path(self.runner, self.prompts)
 

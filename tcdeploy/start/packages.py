@@ -56,7 +56,7 @@ from tcdeploy.models.weights.sources import DescribedWeights, WeightSource, copy
 from tcdeploy.planning.extras import is_installed, require_extra
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.packages import MissingPackageError, PackagedForward
-from tcdeploy.start.deployment import Deployment, Start, UsedFiles, Warmed, warm
+from tcdeploy.start.deployment import Deployment, FilesToList, LoadedStart, Warmed, warm
 from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.record.factors import weight_files
 from tcdeploy.start.record.lookup import DoesNotFit, FoundRecord, NoRecord, find_record
@@ -132,14 +132,14 @@ class Packages:
     def __init__(self, request: StartRequest, cleanup: contextlib.ExitStack) -> None:
         """`cleanup` ends the threads that initialise the GPU and read the weights."""
         self._request = request
-        self._gpu = cleanup.enter_context(contextlib.ExitStack())
-        self._reading = cleanup.enter_context(contextlib.ExitStack())
+        self._gpu_setup = cleanup.enter_context(contextlib.ExitStack())
+        self._weight_reading = cleanup.enter_context(contextlib.ExitStack())
         self._prepared: dict[Bucket, CompiledVariant] = {}
         self.tokenizer: Any = None
 
     def decide(self) -> FoundRecord:
         if self._request.recipe.device != "cpu":
-            self._gpu.enter_context(initializing_gpu())
+            self._gpu_setup.enter_context(initializing_gpu())
         self._found = find_record(self._request)
         return self._found
 
@@ -158,7 +158,7 @@ class Packages:
         with _checkpoint_errors(plan):
             checkpoint = stored_tensors(weight_files(found.folder))
             loading = loading_weights(_weight_sources(record), checkpoint, plan.device)
-            self._weights = self._reading.enter_context(loading)
+            self._weights = self._weight_reading.enter_context(loading)
         return self._staging
 
     def is_deferred(self, file: FileRecord) -> bool:
@@ -191,13 +191,13 @@ class Packages:
         if _prepares_early(plan):
             with stages.stage("programs"), tracker.track():
                 # No thread may synchronise the GPU during a capture.
-                self._prepared = prepare_buckets(self.runner, plan.cache_dir, before_captures=self._gpu.close)
+                self._prepared = prepare_buckets(self.runner, plan.cache_dir, before_captures=self._gpu_setup.close)
                 for cache in itertools.chain(*self._kv_cache):
                     cache.zero_()  # steps with half the weights may have written infinities
         with stages.stage("load"), _checkpoint_errors(plan):
-            self._reading.close()
+            self._weight_reading.close()
 
-    def add_reference(self, tracker: FileAccessTracker) -> None:
+    def make_checker(self, tracker: FileAccessTracker) -> None:
         record, plan = self._found.record, self._found.plan
         stored = read_reference(Path(self._staging.path, record.reference), plan.device)
         config = _StoredConfig(record.config)
@@ -210,21 +210,21 @@ class Packages:
     def origin(self) -> Origin:
         return dataclasses.replace(self._earlier.origin, recipe=dataclasses.asdict(self._found.recipe))
 
-    def start_swaps(self, start: Start) -> None:
+    def start_swaps(self, start: LoadedStart) -> None:
         """No start from packages is eager."""
 
-    def warm(self, start: Start) -> Warmed:
+    def warm(self, start: LoadedStart) -> Warmed:
         with start.stages.stage("compile"):
             return warm(start, self.runner, self.checker, self._prepared)
 
-    def files_to_list(self, start: Start, warmed: Warmed) -> UsedFiles:
+    def files_to_list(self, start: LoadedStart, warmed: Warmed) -> FilesToList:
         """The record's files, and those of Triton's cache: a launch that no stored kernel fits needs them."""
         found, staging = self._found, self._staging
         triton = [file for file in self._earlier.files if _is_of_triton(file.path)]
         kept = [file.path for file in triton if file in staging.deferred or Path(staging.path, file.path).is_file()]
         # Launches through Triton may have changed its files. A private copy has no manifest yet.
         keeps_manifest = (not found.record.kernels or staging.deferred != ()) and not staging.is_private_copy
-        return UsedFiles([found.path, *found.record.files(), *kept], keeps_manifest)
+        return FilesToList([found.path, *found.record.files(), *kept], keeps_manifest)
 
     def _make_runner(self) -> ModelRunner:
         plan, record = self._found.plan, self._found.record
@@ -306,10 +306,10 @@ def _checkpoint_errors(plan: Plan) -> Iterator[None]:
         raise DoesNotFit(f"the weights cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _load_tokenizer(found: FoundRecord, cache_dir: Path) -> Any:
+def _load_tokenizer(found: FoundRecord, staging_folder: Path) -> Any:
     """The stored tokenizer; that of transformers if it could not be stored."""
     if found.record.tokenizer is not None:
-        return load_stored_tokenizer(found.record.tokenizer, cache_dir, found.folder)
+        return load_stored_tokenizer(found.record.tokenizer, staging_folder, found.folder)
     require_extra("compile", f"load the tokenizer of this model, because {found.record.tokenizer_problem}")
     from tcdeploy.text.tokenizer import load_tokenizer  # imports transformers
 

@@ -16,7 +16,7 @@ from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.engine.engine import Engine
 from tcdeploy.host.stages import StageTimer, import_timer
 from tcdeploy.programs.stances import refuse_compilation
-from tcdeploy.start.deployment import Deployment, Start, count_start, previous_run, publish_manifest
+from tcdeploy.start.deployment import Deployment, LoadedStart, count_start, previous_run, publish_manifest
 from tcdeploy.start.planned import StartRequest
 
 if TYPE_CHECKING:  # they import this module
@@ -46,8 +46,8 @@ def run_start(source: ModelCode | Packages, request: StartRequest) -> Deployment
         tracker = FileAccessTracker(staging.path)
         source.finish_loading(stages, tracker)
         with stages.stage("reference"):
-            source.add_reference(tracker)
-        start = Start(
+            source.make_checker(tracker)
+        start = LoadedStart(
             request=request, planned=planned, origin=source.origin, staging=staging, earlier=earlier,
             previous=previous_run(source.origin, earlier), tracker=tracker, stages=stages,
         )  # fmt: skip

@@ -1,8 +1,9 @@
 """Renders a conversation in OpenAI's format with the model's chat template, and refuses messages that it leaves out.
 
 The conversation is converted to the form that the template expects (template_form.py) and rendered. Then its outline is
-rendered too, which shows whether each message is in the prompt. Without this check, a prompt that
-lacks a message of the client would give a wrong answer and no error. Does not import torch.
+rendered too: the same messages with a short mark for each text. The marks in the result show which messages are in the
+prompt. Without this check, a prompt that lacks a message of the client would give a wrong answer and no error. Does not
+import torch.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def rows(step: SchedulerOutput | None) -> list[int]:
 def read(*sequences: Sequence, token_id: int = 1) -> None:
     """Receive all tokens in flight."""
     for sequence in sequences:
-        while sequence.in_flight:
+        while sequence.num_in_flight:
             sequence.receive(token_id)
 
 
@@ -110,10 +110,10 @@ def test_only_the_last_chunk_samples_and_moves_the_sequence_to_a_row() -> None:
     [sequence] = submitted(scheduler, 20)
     scheduler.schedule()
     assert (scheduler.prefilling, scheduler.running) == ([sequence], [])
-    assert (sequence.num_computed_tokens, sequence.in_flight, len(sequence.blocks)) == (16, 0, 5)
+    assert (sequence.num_computed_tokens, sequence.num_in_flight, len(sequence.blocks)) == (16, 0, 5)
     scheduler.schedule()
     assert (scheduler.prefilling, scheduler.running) == ([], [sequence])
-    assert (sequence.num_computed_tokens, sequence.in_flight) == (20, 1)
+    assert (sequence.num_computed_tokens, sequence.num_in_flight) == (20, 1)
 
 
 def test_a_prompt_is_registered_after_its_step_is_launched() -> None:
@@ -144,10 +144,10 @@ def test_a_decode_step_feeds_every_row_whether_its_last_token_is_read_or_not() -
     first, second = submitted(scheduler, 5, 8)
     scheduler.schedule()
     assert rows(scheduler.schedule()) == [0, 1]
-    assert [(s.num_computed_tokens, s.in_flight, s.length) for s in (first, second)] == [(6, 2, 7), (9, 2, 10)]
+    assert [(s.num_computed_tokens, s.num_in_flight, s.length) for s in (first, second)] == [(6, 2, 7), (9, 2, 10)]
     read(first, second)
     scheduler.schedule()
-    assert [(s.num_computed_tokens, s.in_flight, s.length) for s in (first, second)] == [(7, 1, 8), (10, 1, 11)]
+    assert [(s.num_computed_tokens, s.num_in_flight, s.length) for s in (first, second)] == [(7, 1, 8), (10, 1, 11)]
 
 
 def test_no_more_sequences_are_admitted_than_there_are_rows() -> None:
@@ -262,7 +262,7 @@ def test_a_sequence_that_cannot_be_admitted_is_not_overtaken() -> None:
 
 
 def with_group(sequence: Sequence, group: int) -> Sequence:
-    sequence.group = group
+    sequence.group_id = group
     return sequence
 
 
@@ -304,7 +304,7 @@ def test_a_free_row_goes_to_the_group_with_the_fewest_rows_and_no_group_starves(
         for _ in range(3):
             before = list(scheduler.running)
             drain(scheduler, 1)
-            finished += [sequence.group for sequence in before if sequence.finish_reason]
+            finished += [sequence.group_id for sequence in before if sequence.finish_reason]
     assert finished.count(1) >= 6, "all six choices ended among later requests"
     assert max(len(choice.token_ids) for choice in choices) == 6
 
@@ -315,7 +315,7 @@ def test_a_sequence_is_released_when_its_last_token_is_sampled_but_not_read() ->
     second.params = SamplingParams(max_new_tokens=3)
     scheduler.schedule()
     scheduler.schedule()
-    assert first.has_sampled_last_token and first.in_flight == 2
+    assert first.has_sampled_last_token and first.num_in_flight == 2
     assert rows(scheduler.schedule()) == [1]
     assert (first.blocks, first.finish_reason) == ([], "")
     read(first)
@@ -558,7 +558,7 @@ def test_a_preempted_sequence_is_first_in_the_queue_and_matches_its_own_prefix()
     scheduler.abort(first)
     scheduler.abort(second)
     assert chunks(scheduler.schedule()) == [(2, 4, 5), (3, 0, 1)]
-    assert (third.prefix_hit_tokens, third.num_computed_tokens, third.in_flight) == (4, 5, 1)
+    assert (third.prefix_hit_tokens, third.num_computed_tokens, third.num_in_flight) == (4, 5, 1)
 
 
 def test_sequences_preempted_together_keep_their_order() -> None:
@@ -577,7 +577,7 @@ def test_sequences_preempted_together_keep_their_order() -> None:
 
 def test_a_preempted_sequence_is_admitted_only_after_its_tokens_are_read() -> None:
     scheduler, [first, second, third] = full_cache()
-    third.in_flight = 1  # as if one more had been sampled
+    third.num_in_flight = 1  # as if one more had been sampled
     third.token_ids.pop()
     assert rows(scheduler.schedule()) == [0, 1]
     assert third.preemptions == 1
@@ -696,7 +696,7 @@ class FakeEngine:
     def check_admissions(self, waiting_before: list[Sequence]) -> None:
         """Without groups, sequences are admitted in the order of the queue. At most two prompts are partly computed."""
         assert len(self.scheduler.prefilling) <= 2
-        if all(sequence.group is None for sequence in self.sampled):
+        if all(sequence.group_id is None for sequence in self.sampled):
             admitted = set(self.admitted())
             newly_admitted = [sequence for sequence in waiting_before if sequence in admitted]
             assert newly_admitted == waiting_before[: len(newly_admitted)]

@@ -203,24 +203,24 @@ def test_sequences_do_not_share_their_blocks() -> None:
 
 def test_tokens_in_flight_count_for_the_length_and_against_the_limit_but_are_not_generated_yet() -> None:
     request = sequence(max_new_tokens=2)
-    request.in_flight = 1
+    request.num_in_flight = 1
     assert (request.length, request.num_output_tokens, request.has_sampled_last_token) == (4, 0, False)
-    request.in_flight = 2
+    request.num_in_flight = 2
     assert (request.length, request.num_output_tokens, request.has_sampled_last_token) == (5, 0, True)
 
 
 def test_a_received_token_is_no_longer_in_flight() -> None:
     request = sequence(max_new_tokens=2)
-    request.in_flight = 2
+    request.num_in_flight = 2
     request.receive(8)
-    assert (request.token_ids, request.in_flight, request.length, request.has_sampled_last_token) == (
+    assert (request.token_ids, request.num_in_flight, request.length, request.has_sampled_last_token) == (
         [5, 6, 7, 8],
         1,
         5,
         True,
     )
     request.receive(9)
-    assert (request.in_flight, request.length, request.finish_reason) == (0, 5, "length")
+    assert (request.num_in_flight, request.length, request.finish_reason) == (0, 5, "length")
 
 
 def test_a_token_that_is_not_in_flight_cannot_be_received() -> None:
@@ -231,7 +231,7 @@ def test_a_token_that_is_not_in_flight_cannot_be_received() -> None:
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
 def test_no_token_is_received_after_the_end(reason: str) -> None:
     request = sequence()
-    request.in_flight, request.finish_reason = 1, reason
+    request.num_in_flight, request.finish_reason = 1, reason
     with pytest.raises(AssertionError):
         request.receive(8)
     assert request.token_ids == [5, 6, 7]

@@ -201,7 +201,7 @@ def test_a_start_leaves_them_out_too(captured: list[FakeGraph]) -> None:
     assert len(graphs) == len(captured) == 6 + 6 + 6 + 4
     assert GraphKey(bucket, 256, 256) in graphs and GraphKey(bucket, 64, 128) in graphs
     assert GraphKey(bucket, 128, 256) not in graphs
-    graphs.warmed()
+    graphs.end_warmup()
     assert graphs.sizes(bucket, 0) == graphs.sizes(bucket, 128) == (*EARLY_SIZES, 2048)
     assert graphs.sizes(bucket, 256) == (*EARLY_SIZES[2:], 2048)
 

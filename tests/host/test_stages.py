@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.host.stages import MANY_UNCOMPILED, ImportTimer, describe_imports, describe_uncompiled
+from tcdeploy.host.stages import MANY_WITHOUT_BYTECODE, ImportTimer, describe_imports, describe_missing_bytecode
 from tests.conftest import TINY, TINY_FLAGS, RunCLI
 
 SLEEP = "import time\ntime.sleep(0.2)\n"
@@ -55,7 +55,7 @@ def test_a_module_without_bytecode_is_counted_once_it_is_compiled(packages: Path
         timer = ImportTimer()
         with timer.measure():
             importlib.import_module("outer")
-        counts.append(dict(timer.uncompiled))
+        counts.append(dict(timer.without_bytecode))
         forget()
     assert counts == [{"outer": 1, "inner": 3}, {}]
 
@@ -75,7 +75,7 @@ def test_imports_of_other_threads_are_not_measured(packages: Path) -> None:
         thread = threading.Thread(target=importlib.import_module, args=("outer",))
         thread.start()
         thread.join()
-    assert not timer.seconds and not timer.uncompiled
+    assert not timer.seconds and not timer.without_bytecode
 
 
 def test_the_loaders_of_python_are_as_before(packages: Path) -> None:
@@ -89,8 +89,8 @@ def test_the_loaders_of_python_are_as_before(packages: Path) -> None:
 
 
 def test_a_few_modules_without_bytecode_are_no_reason_for_a_warning() -> None:
-    assert describe_uncompiled(Counter(tcdeploy=MANY_UNCOMPILED - 1)) == ""
-    warning = describe_uncompiled(Counter(a=1, torch=MANY_UNCOMPILED, sympy=7, b=1))
+    assert describe_missing_bytecode(Counter(tcdeploy=MANY_WITHOUT_BYTECODE - 1)) == ""
+    warning = describe_missing_bytecode(Counter(a=1, torch=MANY_WITHOUT_BYTECODE, sympy=7, b=1))
     assert "209 modules from source (torch 200, sympy 7, a 1)" in warning and "compileall" in warning
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tcdeploy.server.output.calls_or_content import CallsOrContent
 from tcdeploy.server.output.harmony_parser import HarmonyParser
-from tcdeploy.server.output.parser import OutputEnd, OutputParser, split
+from tcdeploy.server.output.parser import OutputEnd, OutputParser, split_by_kind
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.template_parser import TemplateParser
 from tcdeploy.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
@@ -92,7 +92,7 @@ def random_pieces(source: random.Random, text: str) -> list[str]:
 
 def read(parser: OutputParser, pieces: list[str], end: OutputEnd) -> tuple[str, str, list[Any], int]:
     parts = [*(part for piece in pieces for part in parser.push(piece)), *parser.finish(end)]
-    content, reasoning, found = split(parts)
+    content, reasoning, found = split_by_kind(parts)
     calls = [(call.name, call.arguments) for call in found]
     return content, reasoning, calls, parser.num_malformed
 

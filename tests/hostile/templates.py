@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from tcdeploy.models.load import resolve_model_path
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
-from tcdeploy.server.apis.openai.validation import ModelLimits, check
+from tcdeploy.server.apis.openai.validation import ModelLimits, check_combinations
 from tcdeploy.server.generate.text_encoder import TextEncoder
 from tcdeploy.server.generate.tokenization import PromptTokenizer
 from tcdeploy.server.http.request_parsing import parse
@@ -180,7 +180,7 @@ def outcome(prompts: PromptTokenizer, fields: dict[str, Any], required: list[str
     """ "rendered", "refused: FIELD", or what went wrong."""
     try:
         request = parse(ChatRequest, json.dumps(fields).encode())
-        check(request)
+        check_combinations(request)
         [prompt] = asyncio.run(prompts.prompts(request))
     except ApiError as error:
         param = (error.param or "").partition("[")[0]

@@ -13,7 +13,7 @@ import pytest
 from tcdeploy.engine.schedule.sequence import NewToken
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.choice import Delta
-from tcdeploy.server.output.parser import OutputText, split
+from tcdeploy.server.output.parser import OutputText, split_by_kind
 
 
 class FakeStopwatch:
@@ -53,7 +53,7 @@ def active_request(monkeypatch: pytest.MonkeyPatch, *batches: list[NewToken]) ->
 
 
 def texts_of(deltas: dict[int, Delta]) -> dict[int, str]:
-    return {index: split(delta.parts).content for index, delta in deltas.items()}
+    return {index: split_by_kind(delta.parts).content for index, delta in deltas.items()}
 
 
 NUM_PROMPT_TOKENS, NUM_CACHED_TOKENS = 20, 16

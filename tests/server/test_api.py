@@ -70,7 +70,7 @@ def state() -> ServerState:
     admission.open(1)
     service = FailingService(
         settings=settings, deployment=None, worker=worker, admission=admission, metrics=metrics,
-        tokenizer=SimpleNamespace(prompts=fail, tokenizer=None), vocabulary=None, limits=ModelLimits(64, 100),
+        prompt_tokenizer=SimpleNamespace(prompts=fail, tokenizer=None), vocabulary=None, limits=ModelLimits(64, 100),
         structured_output=None, tools=None, missed_shapes=None, compiles_at_load=0, system_fingerprint="fp_0",
     )  # type: ignore[arg-type]  # fmt: skip
     return ServerState(settings, worker, admission, metrics, service=service)
@@ -140,7 +140,7 @@ def test_a_failure_after_submission_cancels_the_request_and_releases_the_admissi
     assert state.service is not None
     worker = fake_worker(submit=submitted.append, cancel=cancelled.append)
     tokenizer: Any = SimpleNamespace(prompts=prompts, tokenizer=None)
-    state.service = dataclasses.replace(state.service, worker=worker, tokenizer=tokenizer)
+    state.service = dataclasses.replace(state.service, worker=worker, prompt_tokenizer=tokenizer)
     monkeypatch.setattr("tcdeploy.server.generate.active_request.ActiveRequest._new_choice", fail_in_choice)
     body = {"prompt": [1], "stream": stream}
     if isinstance(error, asyncio.CancelledError):
@@ -176,7 +176,7 @@ def test_requests_whose_bodies_have_not_arrived_occupy_no_place_in_the_queue(pat
     content = b'{"prompt": "a", "tokens": [1]}'
     tokenizer: Any = CountingTokenizer(state.admission)
     assert state.service is not None and state.admission.limit == 2
-    state.service = dataclasses.replace(state.service, tokenizer=tokenizer)
+    state.service = dataclasses.replace(state.service, prompt_tokenizer=tokenizer)
 
     async def run() -> None:
         transport = httpx.ASGITransport(make_app(state), raise_app_exceptions=False)

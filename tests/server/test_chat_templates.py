@@ -14,7 +14,7 @@ import pytest
 from tcdeploy.server.apis.anthropic.protocol import MESSAGES_FIELD_NAMES
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest, TokenizeRequest
 from tcdeploy.server.apis.openai.unsupported_fields import rename_error
-from tcdeploy.server.apis.openai.validation import ModelLimits, check
+from tcdeploy.server.apis.openai.validation import ModelLimits, check_combinations
 from tcdeploy.server.apis.responses.protocol import RESPONSES_FIELD_NAMES
 from tcdeploy.server.generate.text_encoder import TextEncoder
 from tcdeploy.server.generate.tokenization import PromptTokenizer
@@ -193,7 +193,7 @@ def test_the_context_limits_what_is_kept_and_the_tokenizer_what_is_truncated(pro
     for num_kept, message in ((2049, "more than the model's context"), (0, "must be 1 or more"), (-2, "must be 1 or")):
         with pytest.raises(ApiError, match=message) as rejection:
             request = completion(prompt=[5, 6], truncate_prompt_tokens=num_kept)
-            check(request)
+            check_combinations(request)
             asyncio.run(prompts.prompts(request))
         assert (rejection.value.status, rejection.value.param) == (400, "truncate_prompt_tokens")
     with pytest.raises(ApiError, match="the limit is 32768") as rejection:

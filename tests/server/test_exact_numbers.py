@@ -10,8 +10,8 @@ import pytest
 from tcdeploy.server.apis.anthropic.answer import _input
 from tcdeploy.server.apis.openai.protocol import ChatRequest
 from tcdeploy.server.http.json_steps import JsonLimits
-from tcdeploy.server.http.request_parsing import RequestParser, parse
-from tcdeploy.server.output.parser import OutputCall, split
+from tcdeploy.server.http.request_parsing import LargeBodyParser, parse
+from tcdeploy.server.output.parser import OutputCall, split_by_kind
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.xml_calls import convert
 from tcdeploy.text.tool_formats import TOOL_FORMATS
@@ -31,7 +31,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_an_integer_in_the_arguments_of_a_call_is_unchanged(name: str) -> None:
     parser = TagParser(TOOL_FORMATS[name], None, [TOOL], starts_in_reasoning=False, max_calls=None)
-    [call] = split([*parser.push(CALLS[name]), *parser.finish()]).calls
+    [call] = split_by_kind([*parser.push(CALLS[name]), *parser.finish()]).calls
     assert json.loads(call.arguments) == {"id": BIG}
     assert _input(OutputCall(0, "i", "note", call.arguments)) == {"id": BIG}, "in Anthropic's API"
 
@@ -53,7 +53,7 @@ def test_an_integer_in_a_schema_is_parsed_exactly_in_small_and_large_bodies() ->
     }
     small = parse(ChatRequest, json.dumps(body).encode())
     large_body = json.dumps({**body, "user": "a" * 20_000}).encode()
-    large = asyncio.run(RequestParser().parse(ChatRequest, large_body, JsonLimits(string_chars=30_000, integers=100)))
+    large = asyncio.run(LargeBodyParser().parse(ChatRequest, large_body, JsonLimits(string_chars=30_000, integers=100)))
     for request in (small, large):
         assert request.output_constraint is not None and request.output_constraint.value == schema
         assert request.usable_tools[0]["function"]["parameters"] == schema

@@ -21,13 +21,18 @@ from tcdeploy.server.apis.anthropic.protocol import CountTokensRequest, Messages
 from tcdeploy.server.apis.anthropic.routes import MESSAGES, to_chat_request
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
 from tcdeploy.server.apis.openai.unsupported_fields import rename_error
-from tcdeploy.server.apis.openai.validation import ModelLimits, check, context_length_error, to_sampling_params
+from tcdeploy.server.apis.openai.validation import (
+    ModelLimits,
+    check_combinations,
+    context_length_error,
+    to_sampling_params,
+)
 from tcdeploy.server.generate import generation
 from tcdeploy.server.generate.choice import Choice, Delta, Vocabulary, total_usage
 from tcdeploy.server.generate.generation import sse_events
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.http.json_steps import JsonLimits
-from tcdeploy.server.http.request_parsing import RequestParser, parse
+from tcdeploy.server.http.request_parsing import LargeBodyParser, parse
 from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.server.worker.worker import EngineDeadError
 from tcdeploy.text.template_form import TemplateForm
@@ -59,7 +64,7 @@ def chat_request(**fields: Any) -> ChatRequest:
 
     request = asyncio.run(translate()).request
     try:
-        check(request)
+        check_combinations(request)
     except ApiError as error:
         raise rename_error(error, MESSAGES.field_names) from None
     return request
@@ -179,7 +184,7 @@ def test_a_large_request_is_validated_in_slices_with_the_same_result() -> None:
     limits = JsonLimits(1 << 20, 1 << 17)
 
     def parse_large(fields: Any) -> Any:
-        return asyncio.run(RequestParser().parse(MessagesRequest, json.dumps(fields).encode(), limits))
+        return asyncio.run(LargeBodyParser().parse(MessagesRequest, json.dumps(fields).encode(), limits))
 
     assert parse_large(body) == messages_request(**body)
     image = {"type": "image", "source": {"type": "base64", "data": "A" * (1 << 21)}}
@@ -403,7 +408,7 @@ def test_no_body_causes_another_error_than_400(fields: dict[str, Any], message: 
             request = parse(request_type, json.dumps(body).encode())
             if isinstance(request, MessagesRequest):
                 chat = asyncio.run(to_chat_request(request))
-                check(chat)
+                check_combinations(chat)
                 TemplateForm().messages([message.for_template() for message in chat.messages])
                 context_length_error(chat, ModelLimits(64, 100), 70)
         except ApiError as error:

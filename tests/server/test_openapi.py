@@ -19,7 +19,7 @@ import pytest
 
 from tcdeploy.server.api import REQUEST_MODELS, make_app
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
-from tcdeploy.server.apis.openai.validation import ModelLimits, check, to_sampling_params
+from tcdeploy.server.apis.openai.validation import ModelLimits, check_combinations, to_sampling_params
 from tcdeploy.server.http.openapi import openapi_document
 from tcdeploy.server.http.request_parsing import parse
 from tests.fork_server import ForkServer
@@ -81,7 +81,7 @@ def _is_accepted(request_type: type[CompletionRequest | ChatRequest], fields: di
     start = {"messages": [{"role": "user", "content": "a"}]} if request_type is ChatRequest else {"prompt": [1]}
     try:
         request = parse(request_type, json.dumps({**start, **fields}).encode())
-        check(request)
+        check_combinations(request)
         to_sampling_params(request, 1, LIMITS)
     except ApiError as error:
         assert error.status == 400 and error.body["error"]["param"] in fields, error.message

@@ -11,7 +11,7 @@ import pytest
 from starlette.routing import Route
 
 from tcdeploy.server.observe.metrics import Metrics
-from tcdeploy.server.observe.request_log import LOG_DELAY_S, LoggedUsage, RequestLog, set_usage
+from tcdeploy.server.observe.request_log import LOG_DELAY_S, LoggedGeneration, RequestLog, set_logged_generation
 
 ROUTES = [Route("/health", None, methods=["GET"]), Route("/v1/models/{name:path}", None, methods=["GET"])]  # type: ignore[arg-type]
 
@@ -30,7 +30,7 @@ class Logged:
         self.scope = scope
         if self.usage is not None:
             usage = self.usage
-            set_usage(scope, lambda: usage)
+            set_logged_generation(scope, lambda: usage)
         if self.error is not None:
             raise self.error
         await send({"type": "http.response.start", "status": self.status, "headers": []})
@@ -92,7 +92,7 @@ def test_requests_are_counted_by_route_and_clients_create_no_series(caplog: pyte
 
 def test_a_line_names_the_request_its_time_and_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
     logged = Logged(caplog, "json")
-    logged.usage = LoggedUsage(12, 34, ("stop", "", ""))
+    logged.usage = LoggedGeneration(12, 34, ("stop", "", ""))
     logged.request("POST", "/v1/completions", request_id="id-1")
     [line] = map(json.loads, logged.lines)
     assert line.pop("milliseconds") >= 0 and line.pop("time") > 1e9
@@ -106,7 +106,7 @@ def test_a_line_names_the_request_its_time_and_its_tokens(caplog: pytest.LogCapt
 def test_prompts_are_logged_only_if_they_are_given(log_format: Any, caplog: pytest.LogCaptureFixture) -> None:
     logged = Logged(caplog, log_format)
     for prompts in ((), ("a\n10.0.0.2:1 GET /forged", "é")):
-        logged.usage = LoggedUsage(12, 34, ("stop",), prompts=prompts)
+        logged.usage = LoggedGeneration(12, 34, ("stop",), prompts=prompts)
         logged.request("POST", "/v1/completions", request_id="id-1")
     without, with_prompts = logged.lines
     assert "prompts" not in without and "forged" not in without
@@ -119,7 +119,7 @@ def test_prompts_are_logged_only_if_they_are_given(log_format: Any, caplog: pyte
 
 def test_a_client_cannot_add_lines_or_fields_or_long_ones(caplog: pytest.LogCaptureFixture) -> None:
     logged = Logged(caplog, "text")
-    logged.usage = LoggedUsage(12, 34, ("stop", "", ""))
+    logged.usage = LoggedGeneration(12, 34, ("stop", "", ""))
     logged.request(
         "GET", "/x\n10.0.0.2:1 GET /forged 200 1 ms" + "y" * 10_000, request_id="a, request b" + "z" * 10_000
     )
@@ -150,7 +150,7 @@ def test_a_closed_log_has_all_requests_once(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize("log_format", ["off", "text"])
 def test_a_scope_does_not_keep_the_request_that_has_ended(log_format: Any, caplog: pytest.LogCaptureFixture) -> None:
     logged = Logged(caplog, log_format)
-    logged.usage = LoggedUsage(12, 34, ("stop",))
+    logged.usage = LoggedGeneration(12, 34, ("stop",))
     logged.request("POST", "/v1/completions")
     assert logged.scope is not None and not [key for key in logged.scope if key.startswith("tcdeploy")]
 

@@ -20,7 +20,7 @@ from tcdeploy.server.apis.openai.protocol import (
 )
 from tcdeploy.server.http import request_parsing
 from tcdeploy.server.http.json_steps import Integers, JsonLimits, JsonSteps
-from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES, RequestParser, parse
+from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES, LargeBodyParser, parse
 
 LIMITS = JsonLimits(1 << 20, 1 << 17)
 PADDING = "x" * SMALL_BODY_BYTES
@@ -28,7 +28,7 @@ USER = {"role": "user", "content": "a"}
 
 
 def parse_large(request_type: Any, fields: Any) -> Any:
-    return asyncio.run(RequestParser().parse(request_type, json.dumps(fields).encode(), LIMITS))
+    return asyncio.run(LargeBodyParser().parse(request_type, json.dumps(fields).encode(), LIMITS))
 
 
 def parse_and_count(request_type: Any, body: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[Any]]:
@@ -64,7 +64,7 @@ def parse_and_count(request_type: Any, body: bytes, monkeypatch: pytest.MonkeyPa
         other = asyncio.create_task(other_task())
         try:
             with contextlib.suppress(ApiError):
-                await RequestParser().parse(request_type, body, LIMITS)
+                await LargeBodyParser().parse(request_type, body, LIMITS)
         finally:
             other.cancel()
 
@@ -181,7 +181,7 @@ def test_a_hostile_body_is_refused_and_other_tasks_run_between_its_steps(
 ) -> None:
     request_type = ChatRequest if param == "messages" else CompletionRequest
     with pytest.raises(ApiError, match=message) as error:
-        asyncio.run(RequestParser().parse(request_type, body, LIMITS))
+        asyncio.run(LargeBodyParser().parse(request_type, body, LIMITS))
     assert error.value.status == 400 and (error.value.param or "").startswith(param or "")
     most_calls, _ = parse_and_count(request_type, body, monkeypatch)
     assert most_calls == 1 and gc.isenabled()
@@ -200,7 +200,7 @@ def test_a_hostile_body_is_refused_and_other_tasks_run_between_its_steps(
 def test_a_prompt_that_is_too_long_to_parse_is_beyond_the_context(request_type: Any, fields: Any, param: str) -> None:
     def parse_with_context(request_type: Any, fields: Any) -> Any:
         limits = JsonLimits(1 << 16, 4096, context=1024)
-        return asyncio.run(RequestParser().parse(request_type, json.dumps(fields).encode(), limits))
+        return asyncio.run(LargeBodyParser().parse(request_type, json.dumps(fields).encode(), limits))
 
     error = error_of(parse_with_context, request_type, fields)["error"]
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
@@ -231,7 +231,7 @@ def test_a_large_image_is_refused_as_an_image(part: Any) -> None:
 
     def parse_with_limits(limits: JsonLimits) -> Any:
         def parser(request_type: Any, fields: Any) -> Any:
-            return asyncio.run(RequestParser().parse(request_type, json.dumps(fields).encode(), limits))
+            return asyncio.run(LargeBodyParser().parse(request_type, json.dumps(fields).encode(), limits))
 
         return error_of(parser, ChatRequest, {"messages": messages})
 
@@ -254,7 +254,7 @@ def test_bodies_are_parsed_one_at_a_time() -> None:
 
     async def run() -> None:
         nonlocal turns
-        parser, body = RequestParser(), json.dumps({"prompt": ["a"] * 1000, "user": PADDING}).encode()
+        parser, body = LargeBodyParser(), json.dumps({"prompt": ["a"] * 1000, "user": PADDING}).encode()
         parsing = asyncio.gather(*(parser.parse(CompletionRequest, body, LIMITS) for _ in range(20)))
         while not parsing.done():
             await asyncio.sleep(0)

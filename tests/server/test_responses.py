@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, Message
 from tcdeploy.server.apis.openai.unsupported_fields import rename_error
-from tcdeploy.server.apis.openai.validation import check
+from tcdeploy.server.apis.openai.validation import check_combinations
 from tcdeploy.server.apis.responses.answer import ResponsesAnswer
 from tcdeploy.server.apis.responses.protocol import RESPONSES_INERT_VALUES, ResponsesRequest
 from tcdeploy.server.apis.responses.routes import RESPONSES, answer_messages, new_messages, to_chat_request
@@ -27,7 +27,7 @@ from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.generate.choice import Delta
 from tcdeploy.server.generate.generation import sse_events
 from tcdeploy.server.http.json_steps import JsonLimits
-from tcdeploy.server.http.request_parsing import RequestParser, parse
+from tcdeploy.server.http.request_parsing import LargeBodyParser, parse
 from tcdeploy.server.service import ServerState
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.worker.worker import EngineDeadError
@@ -65,7 +65,7 @@ def chat_request(state: ServerState | None = None, **fields: Any) -> ChatRequest
 
     chat = asyncio.run(translate()).request
     try:
-        check(chat)
+        check_combinations(chat)
     except ApiError as error:
         raise rename_error(error, RESPONSES.field_names) from None
     return chat
@@ -190,7 +190,7 @@ def test_a_large_request_is_validated_in_slices_with_the_same_result() -> None:
     limits = JsonLimits(1 << 20, 1 << 17)
 
     def parse_large(fields: Any) -> Any:
-        return asyncio.run(RequestParser().parse(ResponsesRequest, json.dumps(fields).encode(), limits))
+        return asyncio.run(LargeBodyParser().parse(ResponsesRequest, json.dumps(fields).encode(), limits))
 
     assert parse_large({"input": items}) == responses_request(input=items)
     assert parse_large({"input": "x" * 20_000}) == responses_request(input="x" * 20_000)
@@ -426,7 +426,7 @@ def test_no_body_causes_another_error_than_400_or_404(fields: dict[str, Any], it
     try:
         request = parse(ResponsesRequest, json.dumps({"input": [item], **fields}).encode())
         chat = to_chat_request(request, asyncio.run(new_messages(request, [])))
-        check(chat)
+        check_combinations(chat)
         TemplateForm().messages([message.for_template() for message in chat.messages])
     except ApiError as error:
         assert error.status == 400

@@ -21,7 +21,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
-from tcdeploy.server.apis.openai.validation import check
+from tcdeploy.server.apis.openai.validation import check_combinations
 from tcdeploy.server.http.request_parsing import parse
 from tcdeploy.server.output.structured import structured_output as structured_output_module
 from tcdeploy.server.output.structured.json_schema import MAX_PROPERTIES
@@ -431,7 +431,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 def test_combined_and_malformed_constraints_are_rejected(fields: dict[str, Any], param: str, message: str) -> None:
     body = {"messages": QUESTION, **fields}
     with pytest.raises(ApiError) as rejection:
-        check(parse(ChatRequest, json.dumps(body).encode()))
+        check_combinations(parse(ChatRequest, json.dumps(body).encode()))
     assert (rejection.value.status, rejection.value.param) == (400, param) and message in rejection.value.message
 
 

@@ -18,7 +18,7 @@ from tcdeploy.models.load import resolve_model_path
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.output.harmony_parser import HarmonyParser
-from tcdeploy.server.output.parser import OutputEnd, OutputParser, split
+from tcdeploy.server.output.parser import OutputEnd, OutputParser, split_by_kind
 from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.tools import ToolSupport
@@ -108,7 +108,7 @@ def new_parser(name: str, **options: Any) -> OutputParser:
 def read(parser: OutputParser, pieces: list[str], end: OutputEnd = "complete") -> tuple[str, str, list[Any]]:
     """Content, reasoning and calls of an output. The arguments of a call that is cut stay text."""
     parts = [*(part for piece in pieces for part in parser.push(piece)), *parser.finish(end)]
-    content, reasoning, calls = split(parts)
+    content, reasoning, calls = split_by_kind(parts)
     assert [call.number for call in calls] == list(range(len(calls)))
     assert parser.has_calls == bool(calls)
     return content, reasoning, [(call.name, arguments_of(call.arguments)) for call in calls]
@@ -296,13 +296,13 @@ def test_a_text_without_delimiter_is_a_call_only_at_the_start_and_of_a_known_fun
 def test_json_that_is_no_call_is_streamed() -> None:
     parser = new_parser("llama3_json")
     parts = [*parser.push('{"answer": '), *parser.push("5, ")]
-    assert split(parts).content == '{"answer": 5,'
+    assert split_by_kind(parts).content == '{"answer": 5,'
 
 
 def test_a_delimiter_is_not_searched_in_a_text_without_end() -> None:
     """Otherwise each token would search the whole text again."""
     for start in ("<tool_call>" + " " * 257, "<function=note><parameter=" + "a" * 200):
-        assert split(new_parser("qwen3_coder").push(start)).content.startswith("<")
+        assert split_by_kind(new_parser("qwen3_coder").push(start)).content.startswith("<")
         for text in (f"{start}b", f"{start}<function=clock></function>", f"{start}=a></parameter></function>"):
             assert read(new_parser("qwen3_coder"), [text]) == read(new_parser("qwen3_coder"), characters(text))
     text = " " * 257 + "<think>Hm.</think>"
@@ -381,7 +381,7 @@ def test_control_characters_in_strings_are_escaped() -> None:
     ],
 )  # fmt: skip
 def test_arguments_with_lone_surrogates_can_be_encoded(name: str, text: str, value: str) -> None:
-    [call] = split(new_parser(name).push(text)).calls
+    [call] = split_by_kind(new_parser(name).push(text)).calls
     assert call.arguments.encode() and json.loads(call.arguments) == {"text": value}
 
 
@@ -408,7 +408,7 @@ def test_arguments_that_are_json_text_are_unwrapped() -> None:
 
 
 def test_ids_of_mistral_have_the_length_that_its_templates_require() -> None:
-    [call] = split(new_parser("mistral").push("[TOOL_CALLS]clock[ARGS]{}")).calls
+    [call] = split_by_kind(new_parser("mistral").push("[TOOL_CALLS]clock[ARGS]{}")).calls
     assert len(call.id) == 9 and call.id.isalnum()
 
 

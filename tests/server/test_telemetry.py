@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tcdeploy.errors import UsageError
 from tcdeploy.server.observe import telemetry
-from tcdeploy.server.observe.request_log import LoggedRequest, LoggedUsage
+from tcdeploy.server.observe.request_log import LoggedGeneration, LoggedRequest
 from tcdeploy.server.observe.telemetry import Telemetry
 from tcdeploy.server.settings import ServerSettings, check_settings
 from tests.fork_server import ForkServer
@@ -28,13 +28,15 @@ from tests.server.conftest import serving
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
-USAGE = LoggedUsage(
+USAGE = LoggedGeneration(
     12, 34, ("stop", ""), cached_tokens=8, first_token_seconds=0.25, seconds_per_token=0.03, is_streamed=True,
     parameters={"max_new_tokens": 40, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "seed": None},
 )  # fmt: skip
 
 
-def logged(status: int = 200, path: str = "/v1/chat/completions", usage: LoggedUsage | None = USAGE) -> LoggedRequest:
+def logged(
+    status: int = 200, path: str = "/v1/chat/completions", usage: LoggedGeneration | None = USAGE
+) -> LoggedRequest:
     headers = [(b"traceparent", TRACEPARENT.encode()), (b"host", b"x")]
     return LoggedRequest("POST", path, status, 1000.5, 0.5, "id-1", headers, usage)
 

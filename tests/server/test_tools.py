@@ -18,14 +18,14 @@ from tcdeploy.engine.schedule.sequence import NewToken
 from tcdeploy.models.load import resolve_model_path
 from tcdeploy.server.apis.openai.answer import ChatAnswer
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
-from tcdeploy.server.apis.openai.validation import ModelLimits, check
+from tcdeploy.server.apis.openai.validation import ModelLimits, check_combinations
 from tcdeploy.server.generate.choice import Choice, Delta, Vocabulary
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.generate.text_encoder import TextEncoder
 from tcdeploy.server.generate.tokenization import PromptTokenizer
 from tcdeploy.server.http.request_parsing import parse
 from tcdeploy.server.output import tools as tools_module
-from tcdeploy.server.output.parser import split
+from tcdeploy.server.output.parser import split_by_kind
 from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
 from tcdeploy.server.output.template_parser import TemplateParser, template_format
 from tcdeploy.server.output.tools import ToolSupport
@@ -124,7 +124,7 @@ def tools(tokenizer: Any) -> ToolSupport:
 def chat_request(**fields: Any) -> ChatRequest:
     body = {"messages": [QUESTION], "tools": [WEATHER, CLOCK], **fields}
     request = parse(ChatRequest, json.dumps(body).encode())
-    check(request)
+    check_combinations(request)
     return request
 
 
@@ -270,7 +270,9 @@ def test_families_of_transformers_table_are_parsed(tmp_path: Path) -> None:
     assert qwen.unsupported_reason == ""
     parser = qwen.output_parser(chat_request(), "<|im_start|>assistant\n").parser
     assert isinstance(parser, TemplateParser)
-    [call] = split(parser.push('<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>')).calls
+    [call] = split_by_kind(
+        parser.push('<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>')
+    ).calls
     assert (call.name, call.arguments) == ("clock", '{"utc": true}')
     assert '"<tool_call>"' in qwen.grammar(chat_request(tool_choice="required"), "<|im_start|>assistant\n")
 
@@ -280,11 +282,11 @@ def test_long_white_space_does_not_reach_transformers_parser(tools: ToolSupport)
     parser = tools.output_parser(chat_request(), PROMPT).parser
     assert isinstance(parser, TemplateParser)
     for text in ("A", *[" "] * 5000, "B", *[" "] * 200, "C", *["\n"] * 5000, WEATHER_TEXT):
-        output = split(parser.push(text))
+        output = split_by_kind(parser.push(text))
         assert output.content.strip() == text.strip().replace(WEATHER_TEXT, "")
     assert [call.name for call in output.calls] == ["get_weather"]
     text = '<call>{"name": "clock", "arguments": {"text": "' + " " * 5000 + '"}}</call>'
-    [call] = split(parser.push(text)).calls
+    [call] = split_by_kind(parser.push(text)).calls
     assert json.loads(call.arguments) == {"text": " " * 5000}
 
 

@@ -17,11 +17,11 @@ from tcdeploy.server.apis.openai.unsupported_fields import (
     OUR_NAMES,
     SWITCHES,
 )
-from tcdeploy.server.apis.openai.validation import check
+from tcdeploy.server.apis.openai.validation import check_combinations
 from tcdeploy.server.apis.responses.protocol import RESPONSES_INERT_VALUES, ResponsesRequest
 from tcdeploy.server.apis.responses.routes import to_chat_request
 from tcdeploy.server.http.json_steps import JsonLimits
-from tcdeploy.server.http.request_parsing import RequestParser, parse
+from tcdeploy.server.http.request_parsing import LargeBodyParser, parse
 from tcdeploy.server.output.structured.output_constraint import OutputConstraint
 
 
@@ -35,7 +35,7 @@ def completion(**fields: Any) -> CompletionRequest:
 
 def refusal(request: GenerationRequest) -> tuple[str | None, str]:
     with pytest.raises(ApiError) as rejection:
-        check(request)
+        check_combinations(request)
     assert (rejection.value.status, rejection.value.code) == (400, "unsupported_parameter")
     return rejection.value.param, rejection.value.message
 
@@ -73,9 +73,9 @@ def test_null_and_every_value_that_changes_nothing_are_accepted_and_others_are_n
     unknown = [name for name in INERT_VALUES if name not in make().__class__.model_fields]
     assert len(unknown) > 90
     for name in unknown:
-        check(make(**{name: None}))
+        check_combinations(make(**{name: None}))
         for value in INERT_VALUES[name]:
-            check(make(**{name: value}))
+            check_combinations(make(**{name: value}))
         assert refusal(make(**{name: {"another": "value"}}))[0] == name
 
 
@@ -126,7 +126,7 @@ def test_null_and_unknown_fields_inside_of_others_are_accepted_and_collected() -
             {"role": "assistant", "tool_calls": [{"type": None, "function": {"name": "f", "arguments": ""}}]},
         ],
     )  # fmt: skip
-    check(request)
+    check_combinations(request)
     assert request._unknown_nested == {"response_format.x1", "tools.x2", "stream_options.x3", "messages.content.x4"}
     assert request.usable_tools == [TOOL], "an unknown field of a tool is not part of the prompt"
     assert request.messages[0].for_template()["name"] == "n", "the template gets the other fields of a message"
@@ -136,7 +136,7 @@ def test_unknown_fields_of_large_bodies_are_collected_too() -> None:
     part = {"type": "text", "text": "a" * 100, "x": 1}
     body = {"messages": [{"role": "user", "content": [part] * 300}] * 3, "stream_options": {"y": 1}, "stream": True}
     request = asyncio.run(
-        RequestParser().parse(ChatRequest, json.dumps(body).encode(), JsonLimits(string_chars=1000, integers=10))
+        LargeBodyParser().parse(ChatRequest, json.dumps(body).encode(), JsonLimits(string_chars=1000, integers=10))
     )
     assert request._unknown_nested == {"messages.content.x", "stream_options.y"}
 
@@ -186,7 +186,7 @@ def test_json_object_with_a_schema_is_constrained_by_it() -> None:
 
 
 def test_a_client_may_send_all_sliders_turned_off() -> None:
-    check(
+    check_combinations(
         completion(
             mirostat=0, mirostat_tau=3, mirostat_eta=1, dry_multiplier=0.0, dry_base=3, dry_allowed_length=9,
             dry_sequence_breakers=["a"], dry_penalty_last_n=64, xtc_probability=0, xtc_threshold=0.3,
@@ -198,7 +198,7 @@ def test_a_client_may_send_all_sliders_turned_off() -> None:
     assert refusal(completion(mirostat=1, mirostat_tau=3))[0] == "mirostat"
     assert refusal(completion(dry_base=3, dry_multiplier=0.5))[0] in ("dry_base", "dry_multiplier")
     assert refusal(completion(n_predict=8, max_tokens=7))[0] == "n_predict"
-    check(chat(n_predict=8, max_completion_tokens=8))
+    check_combinations(chat(n_predict=8, max_completion_tokens=8))
     assert refusal(completion(do_sample=False))[0] == "do_sample"
 
 

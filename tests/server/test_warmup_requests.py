@@ -139,8 +139,8 @@ def service_with(template: str | None, needs_tables: bool = False) -> Service:
     return Service(
         settings=ServerSettings(model="model"), deployment=None, worker=SimpleNamespace(failure=None),
         admission=Admission(1), metrics=Metrics(),
-        tokenizer=SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template)), vocabulary=None, limits=None,
-        structured_output=SimpleNamespace(needs_tables=needs_tables), tools=None, missed_shapes=None,
+        prompt_tokenizer=SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template)), vocabulary=None,
+        limits=None, structured_output=SimpleNamespace(needs_tables=needs_tables), tools=None, missed_shapes=None,
         compiles_at_load=0,
         system_fingerprint="fp_0",
     )  # type: ignore[arg-type]  # fmt: skip

@@ -65,19 +65,19 @@ _parent_lock: int | None = None  # held until the process ends
 
 
 class StagingFolder:
-    """The staging folder of a start: `path`, which torch uses. `source` is the cache folder.
+    """The staging folder of a start: `path`, which torch uses.
 
-    target: the folder that receives new files and the manifest: `source`, or `path` if `source` is read-only.
-    parent: the folder of the staging folders of this start and of its workers: `source`, or a private one in TMPDIR.
+    target: the folder that receives new files and the manifest: `cache_folder`, or `path` if that is read-only.
+    parent: the folder of the staging folders of this start and of its workers: `cache_folder`, or one in TMPDIR.
     is_trusted: whether to use the cache folder even if other users can change it.
     bundle: the bundle that the plan was unpacked from, once `restore_plan` has read it; None for a local plan.
     """
 
     def __init__(
-        self, path: str, source: str, target: str, lock: int, is_trusted: bool = False, parent: str | None = None
+        self, path: str, cache_folder: str, target: str, lock: int, is_trusted: bool = False, parent: str | None = None
     ) -> None:
-        self.path, self.source, self.target, self.is_trusted = os.path.realpath(path), source, target, is_trusted
-        self.parent = parent or source
+        self.path, self.cache_folder, self.target = os.path.realpath(path), cache_folder, target
+        self.is_trusted, self.parent = is_trusted, parent or cache_folder
         self._lock, self._pid = lock, os.getpid()  # the lock is a descriptor, held until the process ends
         self._copied: set[FileRecord] = set()  # files that the cache folder has too
         self._in_journal: dict[str, FileRecord] = {}  # by path
@@ -87,12 +87,12 @@ class StagingFolder:
 
     @property
     def is_private_copy(self) -> bool:
-        return self.target != self.source
+        return self.target != self.cache_folder
 
     @property
     def shares_headers(self) -> bool:
         """Whether precompiled headers are linked from the cache folder and into it."""
-        return self.parent == self.source == self.target
+        return self.parent == self.cache_folder == self.target
 
     @property
     def headers_folder(self) -> str:
@@ -109,7 +109,7 @@ class StagingFolder:
         Returns the files that are missing or differ from their records; these are not copied. Raises SpaceError,
         TrustError and TcdeployError.
         """
-        folder, files = abandoned or Path(self.source), list(files)
+        folder, files = abandoned or Path(self.cache_folder), list(files)
         parents = {Path(file.path).parent.as_posix() for file in files} - {"."}
         check_no_links(folder, parents)
         if not self.is_trusted:
@@ -134,7 +134,7 @@ class StagingFolder:
         files = list(files)
         self.deferred += tuple(files)
         self._copied |= set(files)
-        unfit = [file for file in files if not _has_size(Path(self.source), file)]
+        unfit = [file for file in files if not _has_size(Path(self.cache_folder), file)]
         return [DamagedFile(file.path, "is missing or has another size") for file in unfit]
 
     def fill_deferred(self) -> list[DamagedFile]:
@@ -145,24 +145,25 @@ class StagingFolder:
 
     def _copy_error(self, files: list[FileRecord], error: OSError) -> TcdeployError:
         if error.errno not in DISK_FULL:
-            problem = f"the cache folder {self.source} cannot be written, and no private copy can be made"
-            return _tmpdir_error(problem, error) if self.is_private_copy else folder_error(self.source, error)
+            problem = f"the cache folder {self.cache_folder} cannot be written, and no private copy can be made"
+            return _tmpdir_error(problem, error) if self.is_private_copy else folder_error(self.cache_folder, error)
         size = sum(file.bytes for file in files)
         if self.is_private_copy:
             return SpaceError(
-                f"the cache folder {self.source} cannot be written, and {tempfile.gettempdir()} has no room for a "
-                f"private copy of {size} bytes",
+                f"the cache folder {self.cache_folder} cannot be written, and {tempfile.gettempdir()} has no room for "
+                f"a private copy of {size} bytes",
                 "set TMPDIR to a folder with more free space, or choose a writable --cache-dir",
             )
         return SpaceError(
-            f"the disk of the cache folder {self.source} is full; the start needs {size} bytes for a copy of its plan",
+            f"the disk of the cache folder {self.cache_folder} is full; the start needs {size} bytes for a copy of "
+            "its plan",
             "free space, or choose another --cache-dir",
         )
 
     def link_headers(self) -> None:
         """Make the precompiled headers of the cache folder available to this start."""
         if self.shares_headers:
-            link_headers(Path(self.source), Path(self.path))
+            link_headers(Path(self.cache_folder), Path(self.path))
 
     def add_to_journal(self, plan_key: str, paths: Iterable[str]) -> None:
         """Record the files of a finished bucket, so that a later start can use them if this one does not finish.
@@ -243,7 +244,7 @@ class StagingFolder:
 
     def remove(self) -> None:
         """Delete the folder, unless its journal has buckets that a later start can take over."""
-        if self.is_usable and self.parent != self.source:
+        if self.is_usable and self.parent != self.cache_folder:
             shutil.rmtree(self.path if self.parent == worker_parent else self.parent, ignore_errors=True)
         elif self.is_usable and not Path(self.path, JOURNAL).exists():
             shutil.rmtree(self.path, ignore_errors=True)
@@ -319,7 +320,7 @@ def _tmpdir_error(problem: str, error: OSError) -> TcdeployError:
 def _register(staging: StagingFolder) -> StagingFolder:
     if not _own_folders:
         atexit.register(remove_own_staging_folders)
-    _own_folders[os.path.realpath(staging.source)] = staging
+    _own_folders[os.path.realpath(staging.cache_folder)] = staging
     return staging
 
 

@@ -32,7 +32,7 @@ def record_finished_bucket(
 
 def add_used_files_to_journal(staging: StagingFolder, plan_key: str, tracker: FileAccessTracker) -> None:
     """Add all files that were used so far to the journal, except those that the cache folder has."""
-    with translate_os_errors(staging.source):
+    with translate_os_errors(staging.cache_folder):
         staging.add_to_journal(plan_key, tracker.paths())
 
 

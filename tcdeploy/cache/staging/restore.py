@@ -67,7 +67,7 @@ def restore_plan(
         manifest = _fill_undamaged(staging, plan_key, rebuild, policy, is_deferred)
     finally:
         if manifest is None:
-            _report_other_versions(staging.source)
+            _report_other_versions(staging.cache_folder)
     if manifest is None:
         num_folders, num_entries = take_over_finished_buckets(staging, plan_key)
         if num_entries:
@@ -88,7 +88,7 @@ def _fill_undamaged(
     is_deferred: Callable[[FileRecord], bool],
 ) -> Manifest | None:
     """Fill the staging folder, again if another process replaces the plan at the same time."""
-    folder, attempts = staging.source, READ_ATTEMPTS
+    folder, attempts = staging.cache_folder, READ_ATTEMPTS
     while True:
         attempts -= 1
         before = _content(manifest_path(folder, plan_key))
@@ -109,7 +109,7 @@ def _fill(
     staging: StagingFolder, plan_key: str, policy: SigningPolicy, is_deferred: Callable[[FileRecord], bool]
 ) -> Manifest | None:
     """Fill the staging folder once. Raises IntegrityError and TrustError for this plan."""
-    folder = staging.source
+    folder = staging.cache_folder
     # The lock keeps a concurrent unpack from replacing the manifest and the header between the two reads.
     with contextlib.nullcontext() if staging.is_private_copy else folder_lock(folder):
         manifest = _read_manifest_of(folder, plan_key)
@@ -139,7 +139,7 @@ def _read_manifest_of(folder: str, plan_key: str) -> Manifest | None:
 
 def _fill_from_other_plans(staging: StagingFolder, plan_key: str, present: set[str], policy: SigningPolicy) -> None:
     """Copy the undamaged files of all other plans whose paths are not in `present`. Warns about the others."""
-    folder = staging.source
+    folder = staging.cache_folder
     files: dict[str, FileRecord] = {}
     for key in sorted(plan_keys(folder) - {plan_key}):
         try:
@@ -244,5 +244,5 @@ def copy_finished_buckets(staging: StagingFolder) -> None:
 def remove_published_folders(staging: StagingFolder) -> None:
     """Delete the staging folders of ended processes whose journals list only buckets of complete plans."""
     if not staging.is_private_copy:
-        with folder_lock(staging.source):
-            remove_abandoned_folders(abandoned_folders(staging.parent), plan_keys(staging.source))
+        with folder_lock(staging.cache_folder):
+            remove_abandoned_folders(abandoned_folders(staging.parent), plan_keys(staging.cache_folder))

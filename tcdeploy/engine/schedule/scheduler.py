@@ -167,7 +167,7 @@ class Scheduler:
         """After a scheduled step failed: return all admitted sequences to the queue and clear the prefix cache."""
         for sequence in reversed(list(self._admitted)):
             self.allocator.release(sequence.blocks)
-            sequence.num_computed_tokens = sequence.in_flight = 0
+            sequence.num_computed_tokens = sequence.num_in_flight = 0
             if not sequence.finish_reason:
                 self.waiting.appendleft(sequence)
         self._admitted.clear()
@@ -225,7 +225,7 @@ class Scheduler:
         for sequence, _, stop in self._unregistered_chunks:
             sequence.num_computed_tokens = stop
             if stop == len(sequence.token_ids):  # only the chunk that ends the prompt samples a token
-                sequence.in_flight += 1
+                sequence.num_in_flight += 1
                 self.prefilling.remove(sequence)
                 self.running.append(sequence)
         assert len(self.prefilling) <= 2, "only the first prompt and the last one in a step are split"
@@ -236,7 +236,7 @@ class Scheduler:
         if not self.waiting or not self._has_free_row():
             return None
         sequence = self._next_waiting()
-        if sequence.in_flight:  # preempted with unread tokens, which the host cannot feed yet
+        if sequence.num_in_flight:  # preempted with unread tokens, which the host cannot feed yet
             return None
         if sequence in self._just_preempted:  # its decode row has to be emptied first
             return None
@@ -260,10 +260,10 @@ class Scheduler:
     def _next_waiting(self) -> Sequence:
         """The first sequence of the waiting group with the fewest rows. One without a group forms its own group."""
         head, num_rows = self.waiting[0], self._rows_by_group()
-        return min(self.waiting, key=lambda sequence: num_rows[sequence.group]) if num_rows[head.group] else head
+        return min(self.waiting, key=lambda sequence: num_rows[sequence.group_id]) if num_rows[head.group_id] else head
 
     def _rows_by_group(self) -> Counter[int | None]:
-        return Counter(sequence.group for sequence in self._admitted if sequence.group is not None)
+        return Counter(sequence.group_id for sequence in self._admitted if sequence.group_id is not None)
 
     def _make_room_for_new_group(self) -> None:
         """If no row is free and a group waits without a row, preempt the last sequence of the group with most rows."""
@@ -271,14 +271,14 @@ class Scheduler:
             return
         num_rows, sequence = self._rows_by_group(), self._next_waiting()
         [(largest_group, count)] = num_rows.most_common(1) or [(None, 0)]
-        if count > 1 and not num_rows[sequence.group] and not sequence.in_flight:
-            self._preempt(next(other for other in reversed(self._admitted) if other.group == largest_group))
+        if count > 1 and not num_rows[sequence.group_id] and not sequence.num_in_flight:
+            self._preempt(next(other for other in reversed(self._admitted) if other.group_id == largest_group))
 
     def _schedule_decode(self) -> tuple[Sequence, ...]:
         self._allocate_decode_blocks()
         for sequence in self.running:
             sequence.num_computed_tokens = sequence.length
-            sequence.in_flight += 1
+            sequence.num_in_flight += 1
         return tuple(self.running)
 
     def _allocate_decode_blocks(self) -> None:

@@ -164,10 +164,10 @@ class Sequence:
     token_ids: list[int]  # the prompt, and the new tokens that the host has read
     prompt_length: int
     params: SamplingParams
-    group: int | None = None  # id of the client request; the scheduler shares decode rows fairly between groups
+    group_id: int | None = None  # of the client request; the scheduler shares decode rows fairly between groups
     blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # whose keys and values are written by the steps launched so far
-    in_flight: int = 0  # tokens of launched steps that the host has not read
+    num_in_flight: int = 0  # tokens of launched steps that the host has not read
     preemptions: int = 0
     prefix_hit_tokens: int = 0  # tokens taken from the prefix cache, over all admissions
     cached_prompt_tokens: int = 0  # tokens of the prompt that were in the prefix cache at the first admission
@@ -188,12 +188,12 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens on the device, those in flight included. A decode step feeds the token at position length - 1."""
-        return len(self.token_ids) + self.in_flight
+        return len(self.token_ids) + self.num_in_flight
 
     @property
     def has_sampled_last_token(self) -> bool:
         """Whether the last allowed token is sampled, read by the host or not."""
-        return self.num_output_tokens + self.in_flight >= self.params.max_new_tokens
+        return self.num_output_tokens + self.num_in_flight >= self.params.max_new_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -216,8 +216,8 @@ class Sequence:
 
     def receive(self, token_id: int) -> None:
         """Take one token in flight, now read by the host."""
-        assert self.in_flight > 0 and not self.finish_reason, "the engine drops tokens after the end"
-        self.in_flight -= 1
+        assert self.num_in_flight > 0 and not self.finish_reason, "the engine drops tokens after the end"
+        self.num_in_flight -= 1
         self.append(token_id)
 
 

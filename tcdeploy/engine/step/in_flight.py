@@ -32,7 +32,7 @@ class ForwardPass(NamedTuple):
     @property
     def masks_need_unread_tokens(self) -> bool:
         """Whether a constrained sequence has a token of an earlier step that the host has not read."""
-        return any(sequence and sequence.matcher and sequence.in_flight > 1 for sequence in self.sequences)
+        return any(sequence and sequence.matcher and sequence.num_in_flight > 1 for sequence in self.sequences)
 
 
 class InFlightStep(NamedTuple):

@@ -90,7 +90,7 @@ class RowAssignment:
             # Skip rows without a constraint, and those whose token will be dropped.
             if sequence is None or sequence.matcher is None or sequence.finish_reason:
                 continue
-            assert sequence.in_flight == 1, "only the token of this step is unread"
+            assert sequence.num_in_flight == 1, "only the token of this step is unread"
             matcher_rows_by_masker.setdefault(sequence.matcher.masker, []).append((sequence.matcher, len(rows)))
             rows.append(row)
         device, words = self.decode_rows.token_ids.device, -(-self.decode_rows.sampling.in_prompt.shape[1] // 32)

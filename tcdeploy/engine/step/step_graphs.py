@@ -223,7 +223,7 @@ class StepGraphs:
             self._skipped_sizes = sizes
             self._keep_wanted(lambda key: self._is_used(key.bucket, key.tokens))
 
-    def warmed(self) -> None:
+    def end_warmup(self) -> None:
         """Warm-up has ended: pad steps to captured sizes, and count late captures."""
         self._is_warm = True
         self._forget_sizes()

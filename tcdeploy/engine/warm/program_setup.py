@@ -21,7 +21,7 @@ def install_programs(
 ) -> None:  # fmt: skip
     """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called.
 
-    `original_key`: of the plan for whose model this one is a copy; None: it is no copy.
+    `original_key`: if the model is a compile worker's short copy, the key of the plan of the whole model; else None.
     """
     plan, model = runner.plan, runner.model
     if plan.programs == "aot":

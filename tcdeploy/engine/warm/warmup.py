@@ -42,7 +42,8 @@ log = logging.getLogger("tcdeploy.engine")
 class PreviousRun:
     """What the manifest of an earlier run says, by bucket name."""
 
-    buckets: frozenset[str] = frozenset()  # whose programs are in the cache; empty if their sources or settings changed
+    # Whose programs are in the cache; empty if their sources or settings changed.
+    cached_buckets: frozenset[str] = frozenset()
     cold_seconds: dict[str, float] = field(default_factory=dict)
     trials: dict[str, tuple[Trial, ...]] = field(default_factory=dict)
     tune_seconds: float = 0.0  # the longest time that a run was allowed for tuning
@@ -54,7 +55,9 @@ class PreviousRun:
             for name, record in compiled.items()
         }
         cold_seconds = {**seconds, **self.cold_seconds}
-        return dataclasses.replace(self, buckets=self.buckets | frozenset(seconds), cold_seconds=cold_seconds)
+        return dataclasses.replace(
+            self, cached_buckets=self.cached_buckets | frozenset(seconds), cold_seconds=cold_seconds
+        )
 
 
 def prepare_buckets(
@@ -168,7 +171,7 @@ def _warm_bucket(
     if compiled is not None:
         selected = check_variant(batch, runner.variants[bucket], compiled, tuning.trials, checker)
     else:
-        selected = select_variant(batch, tuning, checker, bucket.name in previous.buckets)
+        selected = select_variant(batch, tuning, checker, bucket.name in previous.cached_buckets)
     is_captured = runner.graphs.is_captured(bucket)
     if bucket.min_size and not is_captured:  # otherwise the captures of small sizes load these kernels
         make_small_batch(runner, bucket).run_in_two_chunks()  # attention has other kernels for few tokens

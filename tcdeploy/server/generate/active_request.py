@@ -21,7 +21,7 @@ from tcdeploy.server.generate.choice import Choice, Delta, Usage, total_usage
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.generate.tokenization import Prompt
 from tcdeploy.server.observe.metrics import Stopwatch
-from tcdeploy.server.observe.request_log import LoggedUsage
+from tcdeploy.server.observe.request_log import LoggedGeneration
 from tcdeploy.server.output.tools import SelectedParser
 from tcdeploy.server.service import Service
 from tcdeploy.server.worker.worker import PendingRequest, Worker
@@ -48,9 +48,9 @@ class RequestGroup:
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_starting = False
-        group = next(_group_ids)
+        group_id = next(_group_ids)
         self.pending_requests = [
-            PendingRequest(index, prompt, params, self._receive, group)
+            PendingRequest(index, prompt, params, self._receive, group_id)
             for index, (prompt, params) in enumerate(prompts_and_params)
         ]
 
@@ -167,7 +167,7 @@ class ActiveRequest:
         service.metrics.observe_request(prompt_lengths, max_tokens, request.num_choices)
 
     def _new_choice(self, index: int, prompt: Prompt) -> Choice:
-        request, tokenizer = self.request, self.service.tokenizer.tokenizer
+        request, tokenizer = self.request, self.service.prompt_tokenizer.tokenizer
         echo = prompt.text if isinstance(request, CompletionRequest) and request.echo else None
         returns_token_ids = request.return_token_ids is True
         # A chat's response contains the log-probabilities of its prompt once, and not in each choice.
@@ -245,12 +245,12 @@ class ActiveRequest:
         self.group.close()
         self.service.admission.release(len(self.stopwatches))
 
-    def logged_usage(self) -> LoggedUsage:
+    def logged_generation(self) -> LoggedGeneration:
         """For the access log and for traces."""
         num_logged, params = self.service.settings.log_prompts, self.group.pending_requests[0].params
         first_times = [watch.first_token_seconds for watch in self.stopwatches if watch.first_token_seconds is not None]
         token_times = [watch.seconds_per_token for watch in self.stopwatches if watch.seconds_per_token is not None]
-        return LoggedUsage(
+        return LoggedGeneration(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             finish_reasons=tuple(choice.finish_reason for choice in self.choices),
@@ -265,7 +265,7 @@ class ActiveRequest:
         """The first characters of a prompt. A character is at most four tokens."""
         if prompt.text is not None:
             return prompt.text[:num_chars]
-        return str(self.service.tokenizer.tokenizer.decode(prompt.token_ids[: 4 * num_chars]))[:num_chars]
+        return str(self.service.prompt_tokenizer.tokenizer.decode(prompt.token_ids[: 4 * num_chars]))[:num_chars]
 
     @property
     def usage(self) -> Usage:

@@ -26,13 +26,13 @@ from tcdeploy.server.apis.answer import Answer
 from tcdeploy.server.apis.openai.answer import ChatAnswer, CompletionAnswer
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
 from tcdeploy.server.apis.openai.unsupported_fields import INERT_VALUES, rename_error
-from tcdeploy.server.apis.openai.validation import check
+from tcdeploy.server.apis.openai.validation import check_combinations
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.admission import BodyReservation
 from tcdeploy.server.generate.tokenization import PromptTokenizer
 from tcdeploy.server.http.request_body import read_decoded_body
 from tcdeploy.server.http.request_parsing import SMALL_BODY_BYTES, RequestT, parse
-from tcdeploy.server.observe.request_log import set_usage
+from tcdeploy.server.observe.request_log import set_logged_generation
 from tcdeploy.server.service import ServerState, Service
 from tcdeploy.torch_compat.uvicorn.protocol import abort, is_write_paused
 
@@ -79,7 +79,7 @@ async def generate(state: ServerState, raw_request: Request, api: GenerationApi)
         body = await parse_body(state, raw_request, api.body_type, reservation)
         translated = await api.translate(state, raw_request, body)
         try:
-            check(translated.request)
+            check_combinations(translated.request)
             state.admission.check_open()
             service = state.require_service()
             unknown = [name for name in body.model_extra or {} if name not in api.inert_values]
@@ -98,11 +98,11 @@ async def _run(
     service.admission.acquire(num_choices)
     active, stream = None, None
     try:
-        prompts = await service.tokenizer.prompts(request)
+        prompts = await service.prompt_tokenizer.prompts(request)
         constraint = await service.constraint(request, prompts)
         active = await ActiveRequest.create(service, request, prompts, constraint)
         reservation.release()
-        set_usage(raw_request.scope, active.logged_usage)
+        set_logged_generation(raw_request.scope, active.logged_generation)
         await active.submit()
         answer = new_answer(active)
         if request.stream:
@@ -132,7 +132,7 @@ async def admitted_body(
         body = await parse_body(state, request, request_type, reservation)
         service.admission.acquire(1)
         try:
-            yield service.tokenizer, body
+            yield service.prompt_tokenizer, body
         finally:
             service.admission.release(1)
 
@@ -148,7 +148,7 @@ async def parse_body(
     if len(body) <= SMALL_BODY_BYTES:
         return parse(request_type, body)
     state.admission.check_open()  # the limits of large bodies depend on the model
-    return await state.parser.parse(request_type, body, state.require_service().json_limits)
+    return await state.large_body_parser.parse(request_type, body, state.require_service().json_limits)
 
 
 async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> Any:

@@ -44,8 +44,8 @@ def parse(request_type: type[RequestT], body: bytes | bytearray) -> RequestT:
         raise _json_error(str(error)) from None
 
 
-class RequestParser:
-    """Parses large bodies one at a time, so that other tasks get their share of the event loop."""
+class LargeBodyParser:
+    """Parses one body at a time, in steps, so that other tasks get their share of the event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()

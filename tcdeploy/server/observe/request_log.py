@@ -36,8 +36,8 @@ log = logging.getLogger("tcdeploy.access")  # cli/process.py sends it to stderr
 
 
 @dataclass(frozen=True)
-class LoggedUsage:
-    """What a generation request has used. A request without one is logged without tokens."""
+class LoggedGeneration:
+    """Tokens, times and parameters of a request that generated text. Other requests are logged without one."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -59,12 +59,12 @@ class LoggedRequest:
     seconds: float
     request_id: str
     headers: Collection[tuple[bytes, bytes]]
-    usage: LoggedUsage | None
+    generation: LoggedGeneration | None
 
 
-def set_usage(scope: Scope, get_usage: Callable[[], LoggedUsage]) -> None:
-    """Let the access log call `get_usage` when the request has ended."""
-    scope[SCOPE_KEY] = get_usage
+def set_logged_generation(scope: Scope, get_generation: Callable[[], LoggedGeneration]) -> None:
+    """Let the access log call `get_generation` when the request has ended."""
+    scope[SCOPE_KEY] = get_generation
 
 
 class RequestLog:
@@ -113,14 +113,14 @@ class RequestLog:
         self._requests.labels(handler, method, f"{status // 100}xx").inc()
         self._durations.labels(handler, method).observe(seconds)
         # Taken out, because uvicorn's objects of a connection form a cycle, which keeps the scope until a collection.
-        get_usage = scope.pop(SCOPE_KEY, None)
+        get_generation = scope.pop(SCOPE_KEY, None)
         if self._log_format == "off" and self._record is None:
             return
         request = functools.partial(
             LoggedRequest, scope["method"], scope["path"], status, time.time(), seconds,
             request_id.decode("latin-1")[:MAX_LOGGED_CHARS], scope["headers"],
         )  # fmt: skip
-        self._ended.append(lambda: self._log(scope, path, request(get_usage() if get_usage else None)))
+        self._ended.append(lambda: self._log(scope, path, request(get_generation() if get_generation else None)))
         if self._is_closed:
             self._log_next()
         else:
@@ -155,11 +155,12 @@ class RequestLog:
             "path": path[:MAX_LOGGED_CHARS], "status": request.status, "milliseconds": round(request.seconds * 1e3, 1),
             "request_id": request.request_id,
         }  # fmt: skip
-        if (usage := request.usage) is not None:
-            fields["prompt_tokens"], fields["completion_tokens"] = usage.prompt_tokens, usage.completion_tokens
-            fields["finish_reasons"] = Counter(reason or "abort" for reason in usage.finish_reasons)
-            if usage.prompts:
-                fields["prompts"] = usage.prompts
+        if (generation := request.generation) is not None:
+            fields["prompt_tokens"] = generation.prompt_tokens
+            fields["completion_tokens"] = generation.completion_tokens
+            fields["finish_reasons"] = Counter(reason or "abort" for reason in generation.finish_reasons)
+            if generation.prompts:
+                fields["prompts"] = generation.prompts
         if self._log_format == "json":
             return json.dumps({"time": round(request.end_time, 3), **fields})
         return _text_line(fields)

@@ -87,11 +87,11 @@ class Telemetry:
             span.set_status(self._error_status)
         span.end(end_ns)
         self._durations.record(request.seconds, common)
-        if (usage := request.usage) is not None and request.status < 400:
-            if usage.first_token_seconds is not None:
-                self._first_token_times.record(usage.first_token_seconds, common)
-            if usage.seconds_per_token is not None:
-                self._token_times.record(usage.seconds_per_token, common)
+        if (generation := request.generation) is not None and request.status < 400:
+            if generation.first_token_seconds is not None:
+                self._first_token_times.record(generation.first_token_seconds, common)
+            if generation.seconds_per_token is not None:
+                self._token_times.record(generation.seconds_per_token, common)
 
     def close(self) -> None:
         """Export what is left, for at most CLOSE_TIMEOUT_S."""
@@ -110,20 +110,20 @@ def _span_attributes(request: LoggedRequest) -> dict[str, Any]:
         "http.request.method": request.method, "url.path": request.path, "http.response.status_code": request.status,
         "tcdeploy.request.id": request.request_id,
     }  # fmt: skip
-    usage = request.usage
-    if usage is None:
+    generation = request.generation
+    if generation is None:
         return attributes
     attributes |= {
-        "gen_ai.request.choice.count": len(usage.finish_reasons),
-        "gen_ai.request.stream": usage.is_streamed,
-        "gen_ai.response.finish_reasons": [reason or "abort" for reason in usage.finish_reasons],
-        "gen_ai.usage.input_tokens": usage.prompt_tokens,
-        "gen_ai.usage.output_tokens": usage.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-        **_parameters(usage.parameters),
+        "gen_ai.request.choice.count": len(generation.finish_reasons),
+        "gen_ai.request.stream": generation.is_streamed,
+        "gen_ai.response.finish_reasons": [reason or "abort" for reason in generation.finish_reasons],
+        "gen_ai.usage.input_tokens": generation.prompt_tokens,
+        "gen_ai.usage.output_tokens": generation.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
+        **_parameters(generation.parameters),
     }
-    if usage.first_token_seconds is not None:
-        attributes["gen_ai.response.time_to_first_chunk"] = usage.first_token_seconds
+    if generation.first_token_seconds is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = generation.first_token_seconds
     return attributes
 
 

@@ -58,7 +58,7 @@ class SplitOutput(NamedTuple):
     calls: list[OutputCall]
 
 
-def split(parts: Iterable[OutputPart]) -> SplitOutput:
+def split_by_kind(parts: Iterable[OutputPart]) -> SplitOutput:
     """The parts by kind, without their order."""
     parts = list(parts)
     return SplitOutput(

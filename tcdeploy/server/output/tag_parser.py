@@ -15,7 +15,14 @@ import re
 from typing import Any
 
 from tcdeploy.server.output.json_text import CALL_KEYS, ObjectCall
-from tcdeploy.server.output.parser import PARSE_ERRORS, OutputPart, PartsBuilder, SteppingParser, log_malformed, split
+from tcdeploy.server.output.parser import (
+    PARSE_ERRORS,
+    OutputPart,
+    PartsBuilder,
+    SteppingParser,
+    log_malformed,
+    split_by_kind,
+)
 from tcdeploy.server.output.python_calls import PythonListParser
 from tcdeploy.server.output.xml_calls import XmlCall
 from tcdeploy.text.tool_formats import ReasoningFormat, ToolFormat
@@ -126,7 +133,7 @@ class TagParser(SteppingParser):
         self._held_parts += self._held_parser.push(self._buffer[self._num_searched :])
         self._num_searched = len(self._buffer)
         if is_last:
-            held = split([*self._held_parts, *self._held_parser.finish(self._end or "complete")])
+            held = split_by_kind([*self._held_parts, *self._held_parser.finish(self._end or "complete")])
             ends_with_call = self._held_parser._builder.ends_with_call
             self._builder.add_reasoning(held.content if ends_with_call else self._buffer)
             self._builder.add_calls([(call.name, call.arguments) for call in held.calls if ends_with_call])

@@ -25,7 +25,7 @@ from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.apis.openai.protocol import ChatRequest, bad_request
 from tcdeploy.server.output.calls_or_content import CallsOrContent, calls_or_content, plain_calls
 from tcdeploy.server.output.harmony_parser import HarmonyParser
-from tcdeploy.server.output.parser import OutputParser, split
+from tcdeploy.server.output.parser import OutputParser, split_by_kind
 from tcdeploy.server.output.structured.json_schema import exact_schemas
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.template_parser import TemplateParser, template_format, template_reasoning
@@ -205,7 +205,7 @@ class ToolSupport:
         """Whether the parser parses `example` as one call without content."""
         parser = self.output_parser(request, prompt).parser
         assert parser is not None
-        output = split([*parser.push(example), *parser.finish()])
+        output = split_by_kind([*parser.push(example), *parser.finish()])
         return len(output.calls) == 1 and not (output.content or parser.num_malformed)
 
     def _grammar_text(self, text: str) -> str:

@@ -47,14 +47,19 @@ class EngineDeadError(ApiError):
 
 
 class PendingRequest:
-    """The event loop's handle for one engine request. `receive` is called with each new token, with an exception, and
-    with None when the engine has made its first step after accepting the request.
+    """The event loop's handle for one engine request: choice `index` of an API request. `receive` is called with each
+    new token, with an exception, and with None when the engine has made its first step after accepting the request.
     """
 
     def __init__(
-        self, index: int, prompt: list[int], params: SamplingParams, receive: ReceiveCallback, group: int | None = None
+        self,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        receive: ReceiveCallback,
+        group_id: int | None = None,
     ) -> None:
-        self.index, self.prompt, self.params, self.group = index, prompt, params, group
+        self.index, self.prompt, self.params, self.group_id = index, prompt, params, group_id
         self.request_id: int | None = None  # the engine's id; used by the engine thread only
         self.is_open = True
         self._receive = receive
@@ -69,19 +74,19 @@ class PendingRequest:
 
 class Worker:
     """The engine thread. All public methods are called from the event loop. `load` runs in the thread; its result goes
-    to `on_ready`, and its attribute `engine` runs until `stop`. `on_ready` and `on_death` are called on the event loop;
-    `on_death` also if `load` raises.
+    to `on_loaded`, and its attribute `engine` runs until `stop`. `on_loaded` and `on_death` are called on the event
+    loop; `on_death` also if `load` raises.
     """
 
     def __init__(
-        self, load: Callable[[], Any], on_ready: Callable[[Any], None], on_death: Callable[[BaseException], None]
+        self, load: Callable[[], Any], on_loaded: Callable[[Any], None], on_death: Callable[[BaseException], None]
     ) -> None:
         self.failure: BaseException | None = None
         self.stats = SchedulerStats(0, 0, 0, 0, 0)
         self.canary: CanarySchedule | None = None  # assigned by `load`, in the thread
         self.swaps: ProgramSwaps | None = None  # assigned by `load`, in the thread; None unless the start is eager
         self.launch_lock = LaunchLock()  # the engine's, once it is loaded
-        self._load, self._on_ready, self._on_death = load, on_ready, on_death
+        self._load, self._on_loaded, self._on_death = load, on_loaded, on_death
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._open_requests: set[PendingRequest] = set()  # event loop: requests that may still receive tokens
         self._by_request_id: dict[int, PendingRequest] = {}  # thread: requests in the engine
@@ -129,7 +134,7 @@ class Worker:
         try:
             loaded = self._load()
             self.launch_lock = loaded.engine.launch_lock
-            self._loop.call_soon_threadsafe(self._on_ready, loaded)
+            self._loop.call_soon_threadsafe(self._on_loaded, loaded)
             self._serve(loaded.engine)
         except BaseException as error:
             self.failure = error
@@ -228,7 +233,7 @@ class Worker:
         if not pending.is_open:  # cancelled meanwhile
             return
         try:
-            pending.request_id = engine.submit(pending.prompt, pending.params, pending.group)
+            pending.request_id = engine.submit(pending.prompt, pending.params, pending.group_id)
         except TcdeployError as error:
             self._loop.call_soon_threadsafe(pending.deliver, error)
             return

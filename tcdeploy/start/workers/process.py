@@ -40,7 +40,7 @@ log = logging.getLogger("tcdeploy.start")
 def _private_parent(recipe: Recipe) -> str | None:
     """The private folder of this start's staging folders; None if they are in the cache folder."""
     staging = own_staging_folder(recipe.cache_dir, clear=False) if recipe.cache_dir else None
-    return staging.parent if staging is not None and staging.parent != staging.source else None
+    return staging.parent if staging is not None and staging.parent != staging.cache_folder else None
 
 
 class CompileProcess:

@@ -15,7 +15,7 @@ from tcdeploy.server.apis.answer import Answer, to_json
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.active_request import ActiveRequest
 from tcdeploy.server.generate.choice import Choice, Delta, ScoredToken, Usage, Vocabulary, prompt_logprob_json
-from tcdeploy.server.output.parser import OutputText, split
+from tcdeploy.server.output.parser import OutputText, split_by_kind
 
 DONE = b"data: [DONE]\n\n"
 TOKENS_PER_SLICE = 64  # of a prompt, whose log-probabilities are encoded between two yields to the event loop: 7 ms
@@ -162,7 +162,7 @@ class ChatAnswer(ChunkAnswer):
         return b"".join(self._chunk({**self.chunk_choice(choice, Delta()), **role}) for choice in self.active.choices)
 
     def chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        content, reasoning, calls = split(delta.parts)
+        content, reasoning, calls = split_by_kind(delta.parts)
         fields: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
         if content:
             fields["content"] = content
@@ -172,7 +172,7 @@ class ChatAnswer(ChunkAnswer):
 
     def whole_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         self._first_fields |= self._prompt_logprobs(choice)
-        content, reasoning, calls = split(delta.parts)
+        content, reasoning, calls = split_by_kind(delta.parts)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls and not content:
             message["content"] = None

@@ -42,7 +42,7 @@ class ModelLimits(NamedTuple):
         return max(4 * self.context, MIN_TOKENIZE_TOKENS)
 
 
-def check(request: GenerationRequest) -> None:
+def check_combinations(request: GenerationRequest) -> None:
     """Raises ApiError 400 for unsupported fields, and for combinations that are invalid for every model."""
     check_unsupported_fields(request)
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
