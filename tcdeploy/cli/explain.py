@@ -7,9 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +16,9 @@ from tcdeploy.cli.options import options_command
 from tcdeploy.cli.report_options import Json, warn_if_busy
 from tcdeploy.errors import OutputError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tcdeploy.cli.explain_display import WrittenTrace
 
 TRACE_PREFIX, TRACE_SUFFIX = "tcdeploy-explain-", ".log"
 MAX_TRACE_BYTES = 256 << 20  # of a file; the trace of an 8B model with ten buckets is a tenth of this
@@ -67,17 +69,10 @@ def explain(
         raise ThresholdError(f"{count} in {recipe.model}", "apply the cure of each finding, and run the command again")
 
 
-@dataclass
-class WrittenTrace:
-    """`omitted_records`: their number, because the file had reached its maximum size. Set at the end of the block."""
-
-    path: Path
-    omitted_records: int = 0
-
-
 @contextlib.contextmanager
 def _writing_trace(folder: Path | None) -> Iterator[WrittenTrace | None]:
     """Write the trace of the block to a new file in `folder`. None: write no trace. Raises OutputError."""
+    from tcdeploy.cli.explain_display import WrittenTrace
     from tcdeploy.torch_compat.dynamo.compile_trace import write_trace
 
     if folder is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcdeploy.cli.display import json_document, show_sentence, show_table
 from tcdeploy.cli.tables import NO_VALUE, Cells, Column, Table, optional, tabulate
 
 if TYPE_CHECKING:
-    from tcdeploy.cli.explain import WrittenTrace
     from tcdeploy.explain.break_even import BucketPayoff, Payoff, RequestPayoff
     from tcdeploy.explain.explain import Explanation
     from tcdeploy.explain.findings import EagerCost, Finding, RegionTrace
@@ -37,6 +38,14 @@ PAYOFF_CELLS: Cells = (
     (Column("break-even warm"), lambda bucket: _tokens(bucket, bucket.break_even_tokens_warm)),
 )
 KERNEL_COLUMNS = (Column("kernel", "long name"), Column("per step", rank=1), Column("us"), Column("share"))
+
+
+@dataclass
+class WrittenTrace:
+    """`omitted_records`: their number, because the file had reached its maximum size. Set after the last record."""
+
+    path: Path
+    omitted_records: int = 0
 
 
 def show_explanation(explanation: Explanation, trace: WrittenTrace | None, as_json: bool) -> None:

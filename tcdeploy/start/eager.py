@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from tcdeploy.cache.staging.restore import copy_finished_buckets
+from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.step.runner import ModelRunner
@@ -25,12 +27,10 @@ from tcdeploy.errors import TcdeployError
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.compile_stats import read_counts
-from tcdeploy.start.deployment import LoadedStart, Warmed, find_step_costs, publish_manifest
+from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, find_step_costs, publish_manifest
+from tcdeploy.start.planned import PlannedModel
 from tcdeploy.start.workers.parallel import make_short_copy, worker_recipe
 from tcdeploy.start.workers.process import CompileProcess
-
-if TYPE_CHECKING:
-    from tcdeploy.start.model_code import ModelCode  # which imports this module
 
 State = Literal["eager", "warm", "failed"]
 SMALL_BATCH_BLOCKS = 2  # of make_small_batch, which has up to two sequences
@@ -56,13 +56,16 @@ class ProgramSwaps:
     Only the engine thread calls `advance`. Other threads may read the properties, and call `stop`.
     """
 
-    def __init__(self, start: LoadedStart, source: ModelCode) -> None:
-        """Start a compile worker, unless the programs are in the cache."""
-        self._start, self._source = start, source
+    def __init__(
+        self, start: LoadedStart, checker: ParityChecker, prompts: CheckPrompts,
+        files_to_list: Callable[[LoadedStart, Warmed], FilesToList], start_worker: Callable[[], CompileProcess],
+    ) -> None:  # fmt: skip
+        """Start a compile worker, unless the programs are in the cache. `files_to_list`: of the source of the start."""
+        self._start, self._checker, self._prompts, self._files_to_list = start, checker, prompts, files_to_list
         self._worker: CompileProcess | None = None
         self._worker_failure = ""
         try:
-            self._worker = None if start.previous.cached_buckets else _start_worker(source)
+            self._worker = None if start.previous.cached_buckets else start_worker()
         except (TcdeployError, OSError) as error:
             self._worker_failure = str(error)
         self._state: State = "eager"
@@ -154,16 +157,16 @@ class ProgramSwaps:
 
     def _swap(self, engine: Engine, bucket: Bucket) -> None:
         """Warm one bucket. If that fails, it continues to run eagerly."""
-        plan, stages, source = self._start.plan, self._start.stages, self._source
+        plan, stages = self._start.plan, self._start.stages
         self._left.remove(bucket)
         compiled = dict(self._worker.finished) if self._worker else {}
         previous = self._start.previous.with_programs(compiled)
         stages.progress.bucket_started(bucket.name, len(plan.buckets) - len(self._left), len(plan.buckets))
-        num_blocks = max(source.prompts.blocks_needed(bucket), SMALL_BATCH_BLOCKS)
+        num_blocks = max(self._prompts.blocks_needed(bucket), SMALL_BATCH_BLOCKS)
         with engine.paused(min(num_blocks, engine.allocator.capacity)):
             engine.runner.eager_buckets.discard(bucket)
             try:
-                record = warm_bucket(engine.runner, bucket, previous, source.checker, self._start.staging.path)
+                record = warm_bucket(engine.runner, bucket, previous, self._checker, plan.cache_dir)
             except Exception as error:  # of torch, Triton or CUDA, which share no base class; eager steps still work
                 engine.runner.run_eagerly(bucket)
                 self._failed.append(bucket)
@@ -195,7 +198,7 @@ class ProgramSwaps:
             raise_if_entries_are_missing(self._start.staging.path)
             warmed = Warmed(records, costs, self._start.tracker.paths())
             with self._start.stages.stage("record"):
-                publish_manifest(self._start, warmed, self._source.files_to_list(self._start, warmed))
+                publish_manifest(self._start, warmed, self._files_to_list(self._start, warmed))
         except (TcdeployError, OSError) as error:
             log.warning("the programs run, but a later start may compile them again: %s", error)
         self._state = "warm"
@@ -206,9 +209,8 @@ class ProgramSwaps:
         log.warning("%s; the server continues with eager steps", reason)
 
 
-def _start_worker(source: ModelCode) -> CompileProcess:
+def start_worker(planned: PlannedModel, runner: ModelRunner, prompts: CheckPrompts) -> CompileProcess:
     """Start compiling the plan's programs on a short copy of the model. Raises TcdeployError and OSError."""
-    planned, plan = source.planned, source.planned.plan
-    config = make_short_copy(source.runner.model, planned).config
-    names = [bucket.name for bucket in warmup_order(plan)]
-    return CompileProcess(worker_recipe(planned, source.prompts), config, plan.key, names)
+    config = make_short_copy(runner.model, planned).config
+    names = [bucket.name for bucket in warmup_order(planned.plan)]
+    return CompileProcess(worker_recipe(planned, prompts), config, planned.plan.key, names)

@@ -55,8 +55,9 @@ from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.aot import PackageExchange
 from tcdeploy.programs.stances import naming_refusal
-from tcdeploy.start.deployment import Deployment, FilesToList, LoadedStart, Warmed, count_start, warm
-from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets
+from tcdeploy.start.deployment import Deployment
+from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets, start_worker
+from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, count_start, warm
 from tcdeploy.start.planned import PlannedModel, StartRequest
 from tcdeploy.start.record.factors import start_factors
 from tcdeploy.start.record.recorder import StartRecorder
@@ -83,10 +84,7 @@ def start_from_code(request: StartRequest, early_weights: EarlyWeights | None = 
 
 
 class ModelCode:
-    """The source of such a start (start/sequence.py).
-
-    runner: the loaded model, from `load` on. checker: has its reference, from `make_checker` on.
-    """
+    """The source of such a start."""
 
     runner: ModelRunner
     checker: ParityChecker
@@ -165,7 +163,8 @@ class ModelCode:
         with start.stages.stage("check"):
             self._install_programs(PackageExchange())
             check_eager_steps(self.runner, self.checker)
-        return ProgramSwaps(start, self)
+        worker = partial(start_worker, self.planned, self.runner, self.prompts)
+        return ProgramSwaps(start, self.checker, self.prompts, self.files_to_list, worker)
 
     def warm(self, start: LoadedStart) -> Warmed:
         """If a bucket differs from a stored reference, the model is loaded again. Ends the workers."""

@@ -56,7 +56,8 @@ from tcdeploy.models.weights.sources import DescribedWeights, WeightSource, copy
 from tcdeploy.planning.extras import is_installed, require_extra
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.packages import MissingPackageError, PackagedForward
-from tcdeploy.start.deployment import Deployment, FilesToList, LoadedStart, Warmed, warm
+from tcdeploy.start.deployment import Deployment
+from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, warm
 from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.record.factors import weight_files
 from tcdeploy.start.record.lookup import DoesNotFit, FoundRecord, NoRecord, find_record
@@ -124,7 +125,7 @@ def start_from_packages(request: StartRequest) -> Deployment | None:
 
 
 class Packages:
-    """The source of such a start (start/sequence.py)."""
+    """The source of such a start."""
 
     runner: ModelRunner
     checker: ParityChecker

@@ -1,34 +1,89 @@
 """One start, from the decisions to the recorded plan: `run_start` reads from top to bottom.
 
 A cold start and a warm start take the same steps. What differs is where the model comes from: from its code
-(start/model_code.py), or from ahead-of-time packages alone (start/packages.py). Both have a class, the *source*, whose
-methods `run_start` calls in the order in which they are defined, each within its stage. The seconds of each stage are
-written to the manifest. Does not import transformers.
+(start/model_code.py), or from ahead-of-time packages alone (start/packages.py). Both are a `Source`. The seconds of
+each stage are written to the manifest. Does not import transformers.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from tcdeploy.cache.files.records import FileRecord
 from tcdeploy.cache.files.usage import FileAccessTracker
+from tcdeploy.cache.record.manifest import Manifest, Origin
+from tcdeploy.cache.staging.folder import StagingFolder
 from tcdeploy.cache.staging.restore import restore_plan
+from tcdeploy.engine.check.parity_check import ParityChecker
 from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.host.stages import StageTimer, import_timer
+from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.programs.stances import refuse_compilation
-from tcdeploy.start.deployment import Deployment, LoadedStart, count_start, previous_run, publish_manifest
-from tcdeploy.start.planned import StartRequest
+from tcdeploy.start.deployment import Deployment
+from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, count_start, previous_run, publish_manifest
+from tcdeploy.start.planned import Planned, StartRequest
 
-if TYPE_CHECKING:  # they import this module
-    from tcdeploy.start.model_code import ModelCode
-    from tcdeploy.start.packages import Packages
+if TYPE_CHECKING:
+    from tcdeploy.start.eager import ProgramSwaps  # imports transformers
 
 
-def run_start(source: ModelCode | Packages, request: StartRequest) -> Deployment:
-    """Turn a request into a deployment. Raises TcdeployError, and what the source raises.
+class Source(Protocol):
+    """Where a start gets the model. `run_start` calls the methods in this order, each within its stage.
 
-    Only the source refers to its `runner` and `checker` before the engine does, so that it can load the model again.
+    runner: the loaded model, from `load` on. checker: has its reference, from `make_checker` on. Only the source refers
+        to both before the engine does, so that it can load the model again.
     """
+
+    runner: ModelRunner
+    checker: ParityChecker
+
+    def decide(self) -> Planned:
+        """Decide everything before anything is loaded. Raises ModelError with all reasons against the model."""
+
+    def open_cache(self) -> StagingFolder:
+        """Make torch use a staging folder of the plan's cache folder, and lease the plan.
+
+        What can overlap with the check of the plan's files, such as reading the weights, begins here.
+        """
+
+    def is_deferred(self, file: FileRecord) -> bool:
+        """Whether this file of the plan stays in the cache folder until it is needed."""
+
+    def load(self, earlier: Manifest | None) -> None:
+        """Make the runner. `earlier`: the manifest of the plan, whose files are in the staging folder; None if cold."""
+
+    def finish_loading(self, stages: StageTimer, tracker: FileAccessTracker) -> None:
+        """Wait for the weights if `load` has not. In stages of its own."""
+
+    def make_checker(self, tracker: FileAccessTracker) -> None:
+        """Read the reference, or compute it."""
+
+    @property
+    def origin(self) -> Origin:
+        """What programs depend on besides the plan and the machine."""
+
+    def start_swaps(self, start: LoadedStart) -> ProgramSwaps | None:
+        """For an eager start: what warms the buckets while the engine runs. None: they are warmed now."""
+
+    def warm(self, start: LoadedStart) -> Warmed:
+        """Warm and check all buckets, in the stage `compile`."""
+
+    def files_to_list(self, start: LoadedStart, warmed: Warmed) -> FilesToList:
+        """Write what a later start needs besides the programs, and return the files that the manifest lists for it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """None if it was not needed."""
+
+    @property
+    def weights_read(self) -> ReadTotal | None:
+        """By our reader threads."""
+
+
+def run_start(source: Source, request: StartRequest) -> Deployment:
+    """Turn a request into a deployment. Raises TcdeployError, and what the source raises."""
     recipe, stages = request.recipe, StageTimer(request.progress)
     with ExitStack() as refusal:
         with stages.stage("decide"):

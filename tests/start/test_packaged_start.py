@@ -47,7 +47,7 @@ from tcdeploy.planning import extras
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs import packages
 from tcdeploy.programs.step_program import StepProgram, parse_step_program
-from tcdeploy.start import deployment as deployment_module
+from tcdeploy.start import loaded_start
 from tcdeploy.start import packages as packaged_start
 from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.prepare import prepare
@@ -497,7 +497,7 @@ def test_steps_are_not_timed_again(own_cache: str, monkeypatch: pytest.MonkeyPat
     def measure(runner: Any) -> Any:
         raise AssertionError("steps are timed")
 
-    monkeypatch.setattr(deployment_module, "measure_step_costs", measure)
+    monkeypatch.setattr(loaded_start, "measure_step_costs", measure)
     deployment = start(own_cache)
     assert deployment.weights_read.num_bytes > 1 << 20 and deployment.weights_read.gb_per_second > 0
     manifest = read_manifests(own_cache)[deployment.plan.key]
