@@ -17,18 +17,20 @@ from typing import Any, NamedTuple
 from tcdeploy.errors import UsageError
 
 ENVIRONMENT_PREFIX = "TCDEPLOY_"
-# Removed flags; one that another command still has is preceded by its command. If the new flag is of a recipe, its key
-# and variable were renamed too.
+# Flags with new names. If the new one is of a recipe, its key and variable were renamed too.
 RENAMED = {
-    "--burstiness": "a trace with the arrival times (--trace FILE)",
     "--explain-breaks": "tcdeploy explain MODEL --no-measure",
     "--prefill-burst": "--max-consecutive-prefills",
-    "--prefix-groups": "--shared-prefix, which all prompts share",
-    "--price-per-hour": "a division of yours: price per hour / 3600 / tokens per second",
     "--served-name": "--served-model-name",
-    "--think-time": "a trace whose lines share a session (--trace FILE)",
-    "--turns": "a trace whose lines share a session (--trace FILE)",
-    "serve --lengths": "--length-spread, or a trace with the lengths (--trace FILE)",
+}
+# Flags without a successor, and what to do instead. A flag that other commands still have is preceded by its command.
+REMOVED = {
+    "--burstiness": "put the arrival times into a trace: --trace FILE",
+    "--prefix-groups": "use --shared-prefix for a prefix that all prompts share",
+    "--price-per-hour": "divide the price per hour by 3600 and by the tokens per second",
+    "--think-time": "use a trace whose lines share a session: --trace FILE",
+    "--turns": "use a trace whose lines share a session: --trace FILE",
+    "serve --lengths": "use --length-spread, or put the lengths into a trace: --trace FILE",
 }
 
 

@@ -10,7 +10,7 @@ from typer.main import get_command
 from tcdeploy.cli import app as cli
 from tcdeploy.cli.deploy import read_entry
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.option import RENAMED
+from tcdeploy.planning.option import REMOVED, RENAMED
 from tcdeploy.scale.ray_config import read_arguments
 from tests.cli.test_cli_usage import refused
 from tests.cli.test_help_panels import leaves
@@ -26,15 +26,20 @@ BURST = "--prefill-burst is now --max-consecutive-prefills"
         (("bench", "decode", TINY, "--prefill-burst=2"), BURST),
         (("serve", TINY, "--served-name", "x"), "--served-name is now --served-model-name"),
         (("compile", TINY, "--explain-breaks"), "--explain-breaks is now tcdeploy explain MODEL --no-measure"),
-        (("bench", "serve", "--turns", "2"), "--turns is now a trace whose lines share a session (--trace FILE)"),
-        (
-            ("bench", "serve", "--lengths", "sharegpt"),
-            "--lengths is now --length-spread, or a trace with the lengths (--trace FILE)",
-        ),
     ],
 )
 def test_a_removed_flag_is_refused_with_its_new_name(arguments: tuple[str, ...], error: str) -> None:
     assert refused(*arguments) == (error, f"use {error.partition(' is now ')[2]}")
+
+
+def test_a_flag_without_a_successor_is_refused_with_what_to_do_instead() -> None:
+    trace = "--trace FILE"
+    assert refused("bench", "serve", "--turns", "2") == (
+        "--turns was removed", f"use a trace whose lines share a session: {trace}",
+    )  # fmt: skip
+    assert refused("bench", "serve", "--lengths", "sharegpt") == (
+        "--lengths was removed", f"use --length-spread, or put the lengths into a trace: {trace}",
+    )  # fmt: skip
 
 
 def test_words_after_two_dashes_are_not_flags() -> None:
@@ -56,5 +61,5 @@ def test_configs_for_ray_are_refused_with_the_new_name() -> None:
 
 def test_new_names_are_flags_and_removed_ones_are_not() -> None:
     flags = {flag for command in leaves(get_command(cli.app)).values() for item in command.params for flag in item.opts}
-    assert not flags & RENAMED.keys()
-    assert {new.partition(",")[0] for new in RENAMED.values() if new.startswith("--")} <= flags
+    assert not flags & {*RENAMED, *REMOVED}
+    assert {new for new in RENAMED.values() if new.startswith("--")} <= flags
