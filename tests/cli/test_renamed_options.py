@@ -33,13 +33,8 @@ def test_a_removed_flag_is_refused_with_its_new_name(arguments: tuple[str, ...],
 
 
 def test_a_flag_without_a_successor_is_refused_with_what_to_do_instead() -> None:
-    trace = "--trace FILE"
-    assert refused("bench", "serve", "--turns", "2") == (
-        "--turns was removed", f"use a trace whose lines share a session: {trace}",
-    )  # fmt: skip
-    assert refused("bench", "serve", "--lengths", "sharegpt") == (
-        "--lengths was removed", f"use --length-spread, or put the lengths into a trace: {trace}",
-    )  # fmt: skip
+    assert refused("bench", "serve", "--turns", "2") == ("--turns was removed", REMOVED["--turns"])
+    assert refused("bench", "serve", "--lengths", "sharegpt") == ("--lengths was removed", REMOVED["serve --lengths"])
 
 
 def test_words_after_two_dashes_are_not_flags() -> None:
