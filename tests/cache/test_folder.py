@@ -129,7 +129,7 @@ def files_in(folder: Path) -> set[Path]:
 @pytest.mark.parametrize(
     ("finished_buckets", "number", "environ"),
     [
-        (0, signal.SIGKILL, COMPILES),
+        pytest.param(0, signal.SIGKILL, COMPILES, marks=pytest.mark.long),
         (1, signal.SIGINT, {}),
         pytest.param(2, signal.SIGKILL, {}, marks=pytest.mark.long),
     ],

@@ -107,7 +107,11 @@ def few_layers(family: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("family", "shapes"),
-    [*((family, "bucket") for family in SUPPORTED), ("llama", "dynamic"), ("gemma3_text", "dynamic")],
+    [
+        *((family, "bucket") for family in SUPPORTED),
+        ("llama", "dynamic"),
+        pytest.param("gemma3_text", "dynamic", marks=pytest.mark.long),
+    ],
 )
 def test_exported_steps_compute_the_models_logits(family: str, shapes: str, tmp_path: Path, cache_dir: str) -> None:
     folder = save_config(family, tmp_path, **few_layers(family))
