@@ -182,9 +182,9 @@ def assert_same_logits(deployment: Deployment, variant: Variant, tokens: int, nu
     rows = buffers.logits_indices[:num_rows].copy_(torch.arange(num_rows) * 7 % tokens)
     mark_dynamic(rows, 0)  # as PrefillBuffers does for its own view
     runner.set_variant(bucket, DEFAULT)
-    expected = runner._logits(buffers, None, rows)
+    expected = runner._logits(buffers, rows, in_last_layer=False)
     runner.set_variant(bucket, variant)
-    selected_early = runner._logits(buffers, rows, None)
+    selected_early = runner._logits(buffers, rows, in_last_layer=True)
     assert selected_early.shape == expected.shape == (num_rows, runner.vocab_size)
     assert (selected_early - expected).norm() < 1e-5 * expected.norm()
 

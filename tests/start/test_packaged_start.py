@@ -577,8 +577,8 @@ def test_an_edit_of_modelling_code_is_noticed(
     cache: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     [record] = Path(cache, "aot").glob("start-*.json")
-    sources = json.loads(record.read_text())["sources"]
-    assert {"models/qwen3/modeling_qwen3.py", "modeling_rope_utils.py"} & sources.keys()
+    recorded = json.loads(record.read_text())["sources"]
+    assert {"models/qwen3/modeling_qwen3.py", "modeling_rope_utils.py"} & recorded.keys()
     monkeypatch.setattr(sources, "_package_folder", lambda: tmp_path)
     with caplog.at_level(logging.WARNING):
         assert start(cache) is None
