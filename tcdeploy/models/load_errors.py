@@ -58,7 +58,8 @@ OTHER_CAUSES: Causes = (
         "review that code, then: --trust-remote-code"),
     ("Weights only load failed|PytorchStreamReader", "the .bin weights of {model} are damaged, or are not tensors",
         "download them again"),
-    (r"(?=[\s\S]*safetensors)[\s\S]*(?:no file named|not appear to have a file named)",
+    # Without \A, a long text would be searched from each of its positions.
+    (r"\A(?=[\s\S]*safetensors)[\s\S]*(?:no file named|not appear to have a file named)",
         "{model} has a config but no weights", "--load-format dummy runs it with random weights"),
 )  # fmt: skip
 

@@ -30,6 +30,7 @@ from tcdeploy.cache.staging.journal import JOURNAL, LOCK, FinishedBucket, abando
 from tcdeploy.cache.staging.recording import hash_used_files, record_finished_bucket
 from tcdeploy.cache.staging.restore import copy_finished_buckets, take_over_finished_buckets
 from tcdeploy.cache.trust.ownership import check_ownership
+from tcdeploy.errors import TrustError
 from tcdeploy.host.temporary_files import HOST
 
 FIRST, SECOND = "fxgraph/aa/first", "ab/second.so"
@@ -400,6 +401,19 @@ def test_the_private_copy_of_a_killed_start_is_removed_by_the_next_one(
     end(killed)
     create_private_copy(str(root))
     assert not Path(killed.path).exists() and Path(running.path).exists()
+
+
+def test_a_private_copy_that_others_could_replace_is_refused_and_leaves_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr("tempfile.tempdir", str(shared))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TrustError):
+        create_private_copy(str(root))
+    assert not list(shared.iterdir()) and len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_second_start_of_a_process_reuses_its_private_copy(

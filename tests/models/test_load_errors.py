@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -301,3 +302,12 @@ def test_broken_weight_files_that_are_found_while_loading_are_named(folder: Path
             AutoModelForCausalLM.from_pretrained(folder)
         translated = translate_error("someone/model", error.value)
         assert (translated.message, translated.hint) == (problem, "download the model again, with all its files")
+
+
+def test_a_long_error_is_translated_at_once() -> None:
+    """transformers may name each tensor of a model that does not fit, in thousands of lines."""
+    lines = "\n".join(f"size mismatch for model.layers.{number}.self_attn.q_proj.weight" for number in range(1000))
+    start = time.perf_counter()
+    translated = translate_error("someone/model", RuntimeError(f"Error(s) in loading:\n{lines}"))
+    assert translated.message.startswith("someone/model cannot be loaded: Error(s) in loading")
+    assert time.perf_counter() - start < 5

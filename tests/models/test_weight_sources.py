@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tcdeploy.models.weights import sources as weight_sources
 from tcdeploy.models.weights.reader import stored_tensors
 from tcdeploy.models.weights.sources import (
     DescribedWeights,
@@ -86,6 +87,7 @@ def test_packed_layers_are_found_by_their_names(tmp_path: Path) -> None:
         for part, rows in (("q", 6), ("k", 2), ("v", 2))
         for leaf in ("weight", "bias")
     }
+    checkpoint["model.norm.bias"] = torch.zeros(10)  # of the shape of the packed biases
     model, groups = nn.Module(), []
     for layer in range(2):
         group = tuple(f"layers.{layer}.{part}" for part in "qkv")
@@ -129,6 +131,20 @@ def test_a_computed_buffer_is_stored(tmp_path: Path) -> None:
     w, frequencies = torch.randn(4, 6), torch.linspace(0, 1, 8)
     described = describe(tmp_path, {"w": w}, model_of({"w": w.clone()}, {"inv_freq": frequencies}))
     assert sources(described)["inv_freq"] == ["stored", "inv_freq"] and described.stored.keys() == {"inv_freq"}
+
+
+def test_a_long_table_is_compared_up_to_the_first_row_that_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    compared: list[Tensor] = []
+
+    class CountingFinder(weight_sources._Finder):
+        def _candidates(self, tensor: Tensor) -> list[str]:
+            compared.append(tensor)
+            return super()._candidates(tensor)
+
+    save_file({"w": torch.randn(4, 6)}, tmp_path / "model.safetensors")
+    finder = CountingFinder(stored_tensors([tmp_path / "model.safetensors"]), ())
+    assert finder.find("cos", torch.linspace(0, 1, 6000).view(1000, 6)) is None
+    assert len(compared) == 2  # the table, and its first row
 
 
 @pytest.mark.parametrize("change", ["value", "transposed"])

@@ -99,6 +99,11 @@ import torch._inductor.compile_fx
 import torch._inductor.custom_graph_pass
 del torch._inductor.custom_graph_pass.CustomGraphPass
 """,
+    "kernel sources": """
+from triton.runtime.jit import JITFunction
+[owner] = [base for base in JITFunction.__mro__ if "_unsafe_update_src" in vars(base)]
+del owner._unsafe_update_src
+""",
 }
 REMOVALS = {
     **DELETED,
@@ -117,7 +122,7 @@ GROUPS = (
     ("fake tensors", "operation dispatch", "graph cache keys", "C++ compiler queries"),
     ("dynamic sizes", "kernel environment"),
     ("compile counters",),
-    ("compiled call",),
+    ("compiled call", "kernel sources"),
     ("graph passes",),
 )
 

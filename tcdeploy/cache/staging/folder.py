@@ -304,6 +304,7 @@ def _create_in_tmpdir(purpose: str, problem: str, is_trusted: bool) -> tuple[str
     except TrustError as error:
         if not is_trusted:
             shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
             raise
         log.warning(
             "other users can change %s, and so could replace files between their check and their use: %s; set TMPDIR "

@@ -40,7 +40,10 @@ OUTLIER_QUANTILE = 0.95  # of the eager rows; a row more than MAX_RATIO times fa
 def compare_logits(
     logits: Tensor, eager: Tensor, precise: Tensor, compute_dtype: str, reference_dtype: str, sampled_distances: Tensor
 ) -> Parity:
-    """Compare a bucket's `logits` with `ReferenceLogits`; each [rows, vocab]. A NaN on any side fails the check."""
+    """Compare a bucket's `logits` with those of the reference; each [rows, vocab]. A NaN on any side fails the check.
+
+    `reference_dtype` and `sampled_distances`: as in `ReferenceLogits`.
+    """
     distances = row_distances(logits, precise)
     eager_distances = torch.cat([row_distances(eager, precise), sampled_distances.to(logits.device)])
     max_difference, kl = distances.amax(dim=0).tolist()

@@ -58,7 +58,10 @@ class Backlog(NamedTuple):
 def choose_step_tokens(
     predictor: StepPredictor, backlog: Backlog, target_ms: float | None, min_chunk_tokens: int = MIN_CHUNK_TOKENS
 ) -> int:
-    """Tokens of the next step, those of the decode rows included. `target_ms` None: the default."""
+    """Tokens of the next step, those of the decode rows included: one of the predictor's step sizes.
+
+    `target_ms` None: the default. The step has room for `min_chunk_tokens` even if it then exceeds the target.
+    """
     costs, rows = predictor.costs, backlog.rows
     sizes = predictor.step_sizes(rows)
     smallest = bisect_left(sizes, rows + min_chunk_tokens)

@@ -214,7 +214,7 @@ class ModelRunner:
         return self.graphs.run(self._buffers_of(GraphKey(bucket, bucket.size, 0)))
 
     def run_uncaptured(self, key: GraphKey) -> StepOutput:
-        """Run a step of this shape without its CUDA graph, a prefill step on padding."""
+        """Run a step of this shape without its CUDA graph: a prefill step on padding, which writes to no KV block."""
         return self._forward(self._buffers_of(key, clear=True))
 
     def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
@@ -230,7 +230,7 @@ class ModelRunner:
         return prefill.buffers(key.row_slots)
 
     def _sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
-        """() if the steps of the bucket are not padded."""
+        """The sizes that the bucket's steps are padded to; () if they are not padded."""
         return () if bucket in self.eager_buckets else self.graphs.sizes(bucket, row_slots)
 
     def _prefill_for(self, bucket: Bucket, tokens: int, sizes: ListLike[int]) -> PrefillBuffers:

@@ -164,7 +164,7 @@ class StepGraphs:
 
     @property
     def can_capture_wanted(self) -> bool:
-        """While requests run."""
+        """Whether a graph is wanted and can be captured while requests run."""
         return bool(self.wanted) and not self._needs_first_run
 
     def run(self, buffers: StepBuffers) -> StepOutput:
@@ -243,7 +243,7 @@ class StepGraphs:
         return next((key for key in keys if key not in self._graphs), None)
 
     def _capture_late(self, key: GraphKey, runs_first: bool = False) -> bool:
-        """Capture a graph after warm-up. A failure is logged, and changes how later graphs are captured."""
+        """Capture a graph after warm-up. False: it failed, which is logged, and changes how later ones are captured."""
         start = time.perf_counter()
         try:
             self._capture(key, runs_first)

@@ -15,8 +15,10 @@ from tcdeploy.kernels.attention.online_softmax import (
     scaled_tanh,
     store_rows,
 )
+from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _decode_kernel(
     out, partial_out, partial_lse, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
@@ -125,18 +127,21 @@ def _decode_kernel(
             )  # fmt: skip
 
 
+@ignore_comments
 @triton.jit
 def _tile(number, split_idx, splits, TURN: tl.constexpr):
     """Index of a split's `number`th tile. The splits alternate after TURN consecutive tiles."""
     return (number // TURN * splits + split_idx) * TURN + number % TURN
 
 
+@ignore_comments
 @triton.jit
 def _apply_rotary(x, partner, cos_row, sin_row):
     """RoPE over pairs (i, i + head_dim / 2): `partner` is x's other coordinate, and `sin_row` carries its sign."""
     return (x.to(tl.float32) * cos_row + partner.to(tl.float32) * sin_row).to(x.dtype)
 
 
+@ignore_comments
 @triton.jit
 def _merge_splits(
     out, partial_out, partial_lse, sinks, pair, kv_head, splits, active_splits,

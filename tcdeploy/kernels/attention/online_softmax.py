@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tcdeploy.torch_compat.triton.source import ignore_comments
+
 # Arguments that vary between calls. Specialising on them would recompile a kernel for a batch of one, or for a view
 # that starts at an unaligned address.
 DO_NOT_SPECIALIZE = ["slot_mapping", "block_table", "cu_seqlens_q", "seq_lens", "row_seq_lens", "sinks"]
@@ -20,6 +22,7 @@ DO_NOT_SPECIALIZE += ["split_counters", "table_stride", "table_width", "splits",
 DO_NOT_SPECIALIZE += ["concurrent_programs"]
 
 
+@ignore_comments
 @triton.jit
 def load_rows(start, offsets, row_mask, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     """Load [rows, DIM]; masked rows (whose memory may hold NaN) and columns past HEAD_DIM are zero."""
@@ -28,6 +31,7 @@ def load_rows(start, offsets, row_mask, HEAD_DIM: tl.constexpr, DIM: tl.constexp
     return tl.load(start + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
+@ignore_comments
 @triton.jit
 def store_rows(start, rows, values, row_mask, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     """Store values [rows, DIM] as the given rows of a contiguous [*, HEAD_DIM] tensor."""
@@ -36,6 +40,7 @@ def store_rows(start, rows, values, row_mask, HEAD_DIM: tl.constexpr, DIM: tl.co
     tl.store(start + rows[:, None] * HEAD_DIM + dims[None, :], values.to(start.dtype.element_ty), mask=mask)
 
 
+@ignore_comments
 @triton.jit
 def block_ids(table, start, width, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
     """Block ids of the KEYS keys from `start`: a scalar if one block holds them all, else [KEYS]; 0 past the table."""
@@ -46,18 +51,21 @@ def block_ids(table, start, width, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr)
         return tl.load(table + entries, mask=entries < width, other=0)
 
 
+@ignore_comments
 @triton.jit
 def key_slots(blocks, keys, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Index of each key in the flattened [blocks, block_size, kv_heads]; int64, like `blocks`."""
     return (blocks * BLOCK_SIZE + keys % BLOCK_SIZE) * KV_HEADS + kv_head
 
 
+@ignore_comments
 @triton.jit
 def scaled_tanh(scores, tanh_scale):
     """tanh(tanh_scale * scores); the constant is 2 * log2(e)."""
     return 1.0 - 2.0 / (tl.exp2(scores * (tanh_scale * 2.8853900817779268)) + 1.0)
 
 
+@ignore_comments
 @triton.jit
 def attend_tile(
     acc, row_max, row_sum,  # running state: [rows, V_DIM] weighted V, [rows] largest score, [rows] sum of weights
@@ -86,6 +94,7 @@ def attend_tile(
     return acc, new_row_max, row_sum * rescale + tl.sum(weights, 1)
 
 
+@ignore_comments
 @triton.jit
 def output_scale(row_max, row_sum, sinks, heads, head_mask):
     """The factor from `acc` to the output. Attention sinks join the denominator here. Rows without keys give 0."""

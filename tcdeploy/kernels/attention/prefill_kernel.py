@@ -14,8 +14,10 @@ from tcdeploy.kernels.attention.online_softmax import (
     output_scale,
     store_rows,
 )
+from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
+@ignore_comments
 @triton.jit
 def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
     """The sequence that a tile belongs to. Tiles from cu_seqlens_q[s] // QUERIES + s on belong to sequence s.
@@ -30,6 +32,7 @@ def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
     return sequence
 
 
+@ignore_comments
 @triton.jit
 def _prefill_splits(tiles, max_splits, concurrent_programs):
     """The number of splits per tile, at most 16, with the least estimated time; `tiles` counts all heads.
@@ -43,6 +46,7 @@ def _prefill_splits(tiles, max_splits, concurrent_programs):
     return tl.min(tl.where(time == tl.min(time, 0), splits, 16), 0)
 
 
+@ignore_comments
 @triton.jit
 def _split_of_program(
     cu_seqlens_q, seq_lens, tokens, sequences, concurrent_programs, program, programs,
@@ -77,6 +81,7 @@ def _split_of_program(
     return sequence, q_start, tile, split_idx, splits
 
 
+@ignore_comments
 @triton.jit
 def _attend_causal_tile(
     acc, row_max, row_sum, q, positions, start, oldest, end, window,  # the row at position p sees keys (p - window, p]
@@ -95,6 +100,7 @@ def _attend_causal_tile(
     )  # fmt: skip
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _prefill_kernel(
     out, partial_out, partial_lse, split_counters,
@@ -206,6 +212,7 @@ def _prefill_kernel(
     store_rows(out, rows.to(tl.int64) * HEADS + head, acc, row_mask, V_HEAD_DIM, V_DIM)
 
 
+@ignore_comments
 @triton.jit
 def _merge_splits(
     partial_out, partial_lse, first_slot, active_splits, row_mask,
@@ -227,6 +234,7 @@ def _merge_splits(
     return acc, row_max, row_sum
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _write_kernel(
     k, v, k_cache, v_cache, slot_mapping,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tcdeploy.torch_compat.triton.source import ignore_comments
 
+
+@ignore_comments
 @triton.jit
 def _gemv_kernel(
     out, x, w, addend, norm, n, k, eps,
@@ -55,6 +58,7 @@ def _gemv_kernel(
 
 
 # `rows` is not specialised; otherwise a batch of 16 would recompile the kernel.
+@ignore_comments
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm_kernel(
     out, x, w, addend, rows, n, k, x_stride, addend_stride,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tcdeploy.torch_compat.triton.source import ignore_comments
+
 # Arguments that vary are not specialised: a batch of one or an unaligned view would compile again.
 DO_NOT_SPECIALIZE = ["tokens", "token_ids", "positions", "seq_lens", "bests", "rows", "lengths"]
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _argmax_kernel(  # type: ignore[no-untyped-def]
     bests, logits,
@@ -32,6 +35,7 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
     tl.store(bests + row * PARTS + part, winner)
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _advance_kernel(  # type: ignore[no-untyped-def]
     tokens, token_ids, positions, seq_lens, bests, rows, lengths,

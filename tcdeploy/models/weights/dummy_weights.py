@@ -113,7 +113,8 @@ def _fan_in(module: nn.Module, name: str, weight: Tensor, model: PreTrainedModel
     first, last = weight.shape[-2:]
     if hidden_size not in (first, last) or first == last:
         return last
-    return int(hidden_size if FROM_HIDDEN.search(name) else first + last - hidden_size)
+    other = first if last == hidden_size else last
+    return int(hidden_size if FROM_HIDDEN.search(name) else other)
 
 
 def _rescale(weight: Tensor, rms: float) -> None:
@@ -135,5 +136,8 @@ def _perturb(vector: Tensor, name: str, gain: float) -> None:
     """Add noise. The weight of a norm, which computes x * weight or x * (1 + weight), is multiplied by `gain` first."""
     if name == "weight" and gain != 1.0:
         is_zero_centered = not vector.any().item()
-        vector.add_(gain - 1.0) if is_zero_centered else vector.mul_(gain)
+        if is_zero_centered:
+            vector.add_(gain - 1.0)
+        else:
+            vector.mul_(gain)
     vector.add_(torch.randn_like(vector) * (SINK_NOISE if "sink" in name else VECTOR_NOISE))

@@ -164,20 +164,24 @@ class _Finder:
         if not tensor.numel():
             return None
         path, _, leaf = name.rpartition(".")
-        names = [name]
-        if path in self._groups and leaf.startswith("packed_"):
-            names = [f"{part}.{leaf.removeprefix('packed_')}" for part in self._groups[path]]
         tensor = tensor.detach().cpu()
-        return self._joined(tensor, names) or self._stacked(tensor)
+        if path in self._groups and leaf.startswith("packed_"):
+            parts = [f"{part}.{leaf.removeprefix('packed_')}" for part in self._groups[path]]
+            if source := self._joined(tensor, parts):
+                return source
+        return self._joined(tensor, [name]) or self._stacked(tensor)
 
     def _joined(self, tensor: Tensor, names: Sequence[str] = ()) -> Source | None:
-        """The tensor of the checkpoint, or those that are joined. `names`: in the model, to choose among equal ones."""
+        """The tensor of the checkpoint, or those that are joined. `names`: in the model, to choose among equal ones.
+
+        Several names are those of the parts of a packed layer.
+        """
         parts: list[Source] = []
         start = 0
         while not parts or start < tensor.shape[0]:
             rest = tensor[start:] if tensor.ndim else tensor
             equal = [item for item in self._candidates(rest) if self._begins_with(item, rest)]
-            if not parts:  # a tensor with all values is preferred to those with the first
+            if not parts and len(names) < 2:  # a tensor with all values is preferred to those with the first
                 equal = [item for item in equal if self._checkpoint[item].shape == tuple(tensor.shape)] or equal
             if len(equal) > 1:
                 named = self._named(names[len(parts)]) if len(parts) < len(names) else None
@@ -191,8 +195,14 @@ class _Finder:
         return ["cat", parts]
 
     def _stacked(self, tensor: Tensor) -> Source | None:
-        parts = [self._joined(element) for element in tensor] if tensor.ndim >= 2 else [None]
-        return None if None in parts else ["stack", parts]
+        if tensor.ndim < 2:
+            return None
+        parts: list[Source] = []
+        for element in tensor:
+            if (source := self._joined(element)) is None:  # usually at the first of perhaps 100,000 elements
+                return None
+            parts.append(source)
+        return ["stack", parts]
 
     def _named(self, name: str) -> str | None:
         """The tensor of this name, with another prefix if there is only one such tensor."""
