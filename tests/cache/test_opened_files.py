@@ -41,7 +41,7 @@ ALLOWED = {
     ("programs.aot", "write_text"): STAGING,
     ("programs.packages", "open"): STAGING,
     ("programs.packages", "read_text"): STAGING,
-    ("start.deployment", "read_bytes"): SOURCES,
+    ("start.loaded_start", "read_bytes"): SOURCES,
     ("host.durable", "open"): "flushes a file that was written, or a folder; does not wait",
     ("engine.check.stored_reference", "read_bytes"): SOURCES,
     ("engine.check.stored_reference", "safe_open"): STAGING,
