@@ -254,8 +254,8 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def plotted_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without those of a rate at which no request succeeded. Raises KeyError and TypeError."""
-    return [row for row in rows if row["latencies"] and row["request_rate"]]
+    """Without those of a rate at which no request succeeded. Raises KeyError and TypeError for other documents."""
+    return [row for row in rows if row["request_rate"] and row["latencies"] and row["latencies"]["first_token_ms"]]
 
 
 def merge_rows(measured: list[dict[str, Any]], compared: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -140,11 +140,12 @@ def _check_stored_headers(folder: Path) -> None:
 
 
 def _verified_plan(manifest: Manifest, bundle: CheckedHeader | None) -> VerifiedPlan:
-    plan, made_here = manifest.plan, files_made_here(manifest.files, bundle) if bundle is not None else []
-    size = sum(file.bytes for file in manifest.files)
+    plan, size = manifest.plan, sum(file.bytes for file in manifest.files)
+    made_here = files_made_here(manifest.files, bundle) if bundle is not None else []
     return VerifiedPlan(
-        plan["key"], plan["model"], len(manifest.files), size, bundle.signer if bundle is not None else None,
-        bundle is not None, len(made_here), tuple(made_here),
+        plan["key"], plan["model"], files=len(manifest.files), bytes=size,
+        signer=bundle.signer if bundle is not None else None, is_from_bundle=bundle is not None,
+        files_not_from_bundle=len(made_here), paths_not_from_bundle=tuple(made_here),
     )  # fmt: skip
 
 

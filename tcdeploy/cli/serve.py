@@ -116,8 +116,11 @@ def _run(
 
 def _missing_extras(settings: ServerSettings) -> list[PlanFinding]:
     """The packages that a server needs and that are not installed, as findings of a dry run."""
+    purposes = {"serve": SERVING}
+    if settings.otlp_endpoint:
+        purposes["otel"] = TRACING
     findings = []
-    for extra, purpose in (("serve", SERVING), *((("otel", TRACING),) if settings.otlp_endpoint else ())):
+    for extra, purpose in purposes.items():
         try:
             require_extra(extra, purpose)
         except UsageError as error:

@@ -102,8 +102,8 @@ def supports_capability(architectures: Iterable[str], capability: tuple[int, int
         if match is None:
             continue
         built_for = (int(match[2]), int(match[3]))
-        is_same_major = built_for[0] == capability[0]
-        if built_for == capability or (not match[4] and built_for < capability and (match[1] != "sm" or is_same_major)):
+        runs_on_newer = not match[4] and (match[1] == "compute" or built_for[0] == capability[0])
+        if built_for == capability or (runs_on_newer and built_for < capability):
             return True
     return False
 

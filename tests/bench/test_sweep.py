@@ -66,7 +66,13 @@ def test_servers_of_the_same_name_stay_separate_in_a_plot() -> None:
     assert [row["subject"] for row in merged] == ["m", "m (a.json)", "v", "v (b.json)"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"rows": []}', '{"rows": [{"subject": "a"}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", '{"rows": []}', '{"rows": [{"subject": "a"}]}',
+        '{"rows": [{"subject": "a", "request_rate": 1, "latencies": {"p50": 1}}]}',
+    ],
+)  # fmt: skip
 def test_a_file_that_is_no_sweep_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)

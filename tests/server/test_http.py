@@ -162,8 +162,9 @@ def test_bytes_that_are_not_http_get_an_error_object(server: RunningServer, requ
         post().replace(b"/v1/completions", b"/" + b"a" * 70_000),
         chunked(BODY, trailers=b"t: " + b"v" * 120_000 + b"\r\n"), chunked(BODY, trailers=b"t: vvvvvvvv\r\n" * 10_000),
         chunked(BODY, extension=b";x=" + b"y" * 600_000),
+        chunked(*[BODY] * 200, extension=b";x=" + b"y" * 6_000),
     ],
-    ids=["line", "lines", "short lines", "path", "trailer", "trailers", "extension"],
+    ids=["line", "lines", "short lines", "path", "trailer", "trailers", "extension", "extensions"],
 )  # fmt: skip
 def test_a_head_or_trailers_over_the_limit_are_431(server: RunningServer, request_bytes: bytes, is_split: bool) -> None:
     packets = [request_bytes[:40_000], request_bytes[40_000:]] if is_split else [request_bytes]

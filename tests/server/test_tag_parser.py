@@ -355,6 +355,29 @@ def test_the_time_is_linear(name: str, start: str, unit: str, sizes: tuple[int, 
     assert large < 9 * max(small, 0.002), (small, large)  # 16 times if it is quadratic
 
 
+@pytest.mark.parametrize(
+    ("name", "start", "unit", "rest", "end"),
+    [
+        ("pythonic", '<|python_start|>[note(text="', "a", '!", more="', "length"),
+        ("pythonic", "<|python_start|>[", " ", "1(text=2)]", "complete"),
+        ("qwen3_coder", "<function=note>", "<parameter=text>a", "", "complete"),
+    ],
+)
+def test_the_end_of_an_output_is_parsed_in_linear_time(
+    name: str, start: str, unit: str, rest: str, end: OutputEnd
+) -> None:
+    def cpu_seconds(num_chars: int) -> float:
+        parser = new_parser(name)
+        begin = time.thread_time()
+        parser.push(start + unit * (num_chars // len(unit)) + rest)
+        parser.finish(end)
+        return time.thread_time() - begin
+
+    sizes = (30_000, 120_000) if name == "qwen3_coder" else (4_000, 16_000)
+    small, large = (min(cpu_seconds(num_chars) for _ in range(3)) for num_chars in sizes)
+    assert large < 9 * max(small, 0.002), (small, large)  # 16 times if it is quadratic
+
+
 def test_many_malformed_calls_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     text = "<tool_call>{]" * 3000
     parser = new_parser("hermes")

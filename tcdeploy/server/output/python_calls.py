@@ -21,12 +21,12 @@ MAX_DEPTH = 100  # of brackets; values are written as JSON by recursion
 MAX_CALLS = 1000  # in a list: they are returned together, when it is complete
 _MARK = re.compile(r"""["'()\[\]{},]""")
 _STRING_STOPS = {quote: re.compile(rf"(?s:\\.)|\\\Z|{quote}") for quote in ('"', "'", '"""', "'''")}
-_HEAD = re.compile(r"\s*(,?)\s*([^\W\d][\w.-]*)\s*\(")
+_HEAD = re.compile(r"\s*+(,?)\s*+([^\W\d][\w.-]*+)\s*+\(")
 _TOKEN = re.compile(
     r"""(?P<space>\s+)|(?P<prefix>[a-zA-Z]{0,2})(?P<quote>\"{3}|'{3}|["'])(?P<body>(?s:[^\\"']++|\\.|(?!(?P=quote)).)*+)"""
     r"""(?P=quote)|(?P<key>[^\W\d][\w.-]*+)\s*+=(?!=)|(?P<word>[\w.+-]+)|(?P<mark>(?s:.))"""
 )
-_LAST_WORD = re.compile(r"[\w.+-]+\s*$")  # that may be incomplete
+_LAST_WORD = re.compile(r"(?<![\w.+-])[\w.+-]++\s*+\Z")  # that may be incomplete
 _LINE_BREAK = re.compile(r"(?s:\\.)|[\n\r]")
 _NUMBER = re.compile(r"-?\.?\d.*")
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}

@@ -75,7 +75,8 @@ class XmlCall:
                 return None
             self._add(head[1], text[head.end() : value_end])
             is_closed = text.startswith(PARAMETER_END, value_end)
-            self.position = self._search = value_end + (len(PARAMETER_END) if is_closed else 0)
+            self.position = value_end + (len(PARAMETER_END) if is_closed else 0)
+            self._search = max(self._search, self.position)  # no other end follows if the search has reached the end
 
     def _add(self, key: str, value: str) -> None:
         value = value.removeprefix("\n").removesuffix("\n")

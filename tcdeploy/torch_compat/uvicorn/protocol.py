@@ -33,6 +33,7 @@ MAX_HEADER_BYTES = 64 << 10  # of the head, of the trailers, and (plus one packe
 MAX_HEADER_LINES = 1000  # of head and trailers together
 MAX_PIPELINED = 32  # requests that wait for the responses to earlier ones of their connection
 MAX_TINY_CHUNKS, MIN_CHUNK_BYTES = 1024, 16  # a body may have more chunks if they are larger on average
+CHUNK_FRAME_BYTES = 16  # estimate for a chunk's size and line breaks
 REQUEST_TIMEOUT_S = 30.0  # from the connection or the first byte of the next request; a running response extends it
 CONNECTION = "tcdeploy.connection"  # in the extensions of an ASGI scope: the protocol object
 
@@ -107,7 +108,8 @@ class _Bounds(Connection):
         super().__init__(*args, **kwargs)
         self._line_bytes = 0  # of complete lines of the current head or trailers
         self._num_lines = self._body_bytes = self._num_chunks = 0  # of the current request
-        self._pending_bytes = 0  # in the packets since the request began, or since a part of its body was parsed
+        self._parsed_bytes = 0  # of the current packet: lines, bodies, and frames of chunks
+        self._unparsed_bytes = 0  # of the current request: other bytes, such as incomplete lines and chunk extensions
         self._limit_error: Rejection | None = None
         self._head_without_offer = b""  # of a request that offers an upgrade, until it is parsed again
 
@@ -123,15 +125,16 @@ class _Bounds(Connection):
             return
         self._unset_keepalive_if_required()
         self._has_partial_request = True
-        self._pending_bytes += len(data)
+        self._parsed_bytes = 0
         try:
             self._parse(data)
         except self.parser_error:  # also after an exception in a callback
             self._reject_request(self._limit_error or Rejection(400, "the request is not valid HTTP/1.1"))
             return
+        self._unparsed_bytes += len(data) - self._parsed_bytes
         if self._has_partial_request:  # most requests arrive whole and need no timer
             self._set_deadline()
-            if self._pending_bytes > MAX_HEADER_BYTES:
+            if self._unparsed_bytes > MAX_HEADER_BYTES:
                 self._reject_request(self._too_large())
 
     def _parse(self, data: bytes) -> None:
@@ -145,8 +148,9 @@ class _Bounds(Connection):
             except self.upgrade_offer as stop:
                 data = data[stop.args[0] :]
             self.parser = type(self.parser)(self)
-            head, self._head_without_offer = self._head_without_offer, b""
+            parsed_bytes, head, self._head_without_offer = self._parsed_bytes, self._head_without_offer, b""
             self.parser.feed_data(head)
+            self._parsed_bytes = parsed_bytes
 
     # Parser callbacks
 
@@ -156,7 +160,7 @@ class _Bounds(Connection):
         super().on_message_begin()
         self._has_partial_request = True  # again, because the previous request may have ended in the same packet
         self._in_headers = True
-        self._line_bytes = self._num_lines = self._body_bytes = self._num_chunks = self._pending_bytes = 0
+        self._line_bytes = self._num_lines = self._body_bytes = self._num_chunks = self._unparsed_bytes = 0
         self.scope["extensions"] = {CONNECTION: self}  # type: ignore[typeddict-item,dict-item]
 
     def on_url(self, url: bytes) -> None:
@@ -195,13 +199,14 @@ class _Bounds(Connection):
 
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
+        self._parsed_bytes += CHUNK_FRAME_BYTES
         if self._num_chunks > MAX_TINY_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
             message = f"the body has {self._num_chunks} chunks of less than {MIN_CHUNK_BYTES} bytes"
             self._stop_parser(Rejection(400, message))
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        self._pending_bytes = 0
+        self._parsed_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -216,6 +221,7 @@ class _Bounds(Connection):
 
     def _count_line(self, size: int) -> None:
         self._line_bytes += size
+        self._parsed_bytes += size
         self._num_lines += 1
         if self._line_bytes > MAX_HEADER_BYTES or self._num_lines > MAX_HEADER_LINES:
             self._stop_parser(self._too_large())
