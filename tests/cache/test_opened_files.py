@@ -16,7 +16,7 @@ PREFIXES = (
     "cache.", "bundle.", "remote.", "host.durable", "start.record.record", "start.record.recorder",
     "start.record.lookup", "start.packages", "server.observe.missed_shapes", "engine.check.stored_reference",
     "programs.packages", "programs.aot", "text.stored_tokenizer", "doctor.cache_folder", "cli.cache",
-    "cli.remote_cache", "torch_compat.triton.cache", "start.deployment", "start.model_code", "start.workers.process",
+    "cli.remote_cache", "torch_compat.triton.cache", "start.loaded_start", "start.model_code", "start.workers.process",
     "start.workers.worker",
 )  # fmt: skip
 OPENING = {
