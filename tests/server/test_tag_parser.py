@@ -155,6 +155,11 @@ def test_an_output_that_is_cut_has_the_call_as_far_as_it_came(
     assert num_cut > 10 and not caplog.text
 
 
+def test_a_space_at_the_cut_of_a_text_is_kept() -> None:
+    [(name, arguments)] = read(new_parser("mistral"), ['[TOOL_CALLS]note[ARGS]{"text": "a '], "length")[2]
+    assert (name, arguments) == ("note", '{"text": "a ')
+
+
 @pytest.mark.parametrize(("name", "text", "content"), CASES)
 def test_a_call_that_does_not_end_is_content_and_counted_unless_a_stop_string_cut_it(
     name: str, text: str, content: str

@@ -83,7 +83,7 @@ class ObjectCall:
     def cut_calls(self, text: str) -> list[tuple[str, str]]:
         """The call with the arguments so far, if its name is complete. Raises ValueError and RecursionError."""
         if self._name is not None:
-            return [(self._name, text[self._start :].strip())]
+            return [(self._name, text[self._start :].lstrip())]
         members = object_members(text[self._start :])
         name = string_value(members.get("name", ""))
         is_call = name is not None and (self._known_names is None or name in self._known_names)
