@@ -297,18 +297,21 @@ def test_an_idle_engine_captures_the_most_wanted_graph_first_and_then_the_rest(
 
 
 def test_a_graph_is_captured_while_requests_run(engine: Engine, captured: list[FakeGraph]) -> None:
+    """The sizes of steps depend on measured times, so the same requests may have to come again to use the graph."""
     prompts = make_prompts(8)
     expected = engine.generate(prompts, PARAMS)
-    engine.allocator.reset_prefix_cache()
-    before, tokens = engine.runner.graphs.late_captures, []
-    ids = [engine.submit(prompt, PARAMS) for prompt in prompts]
-    while engine.has_work:
-        tokens += engine.step()
-        if engine.wants_graph:
-            engine.capture_wanted_graph()
-    assert [[token.token_id for token in tokens if token.request_id == request_id] for request_id in ids] == expected
+    before, attempts = engine.runner.graphs.late_captures, 0
+    while not any(graph.replays for graph in captured[2 * len(EARLY) :]):
+        assert (attempts := attempts + 1) <= 5, "no graph is used that was captured meanwhile"
+        engine.allocator.reset_prefix_cache()
+        ids, tokens = [engine.submit(prompt, PARAMS) for prompt in prompts], []
+        while engine.has_work:
+            tokens += engine.step()
+            if engine.wants_graph:
+                engine.capture_wanted_graph()
+        answers = [[token.token_id for token in tokens if token.request_id == request_id] for request_id in ids]
+        assert answers == expected
     assert engine.runner.graphs.late_captures > before
-    assert sum(graph.replays for graph in captured[2 * len(EARLY) :]) > 0, "a graph is used that was captured meanwhile"
 
 
 def test_prompt_logprobs_run_at_a_captured_size_and_are_counted(engine: Engine) -> None:
