@@ -17,6 +17,7 @@ import pytest
 from tcdeploy.models.load import resolve_model_path
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
+from tcdeploy.server.output import python_calls
 from tcdeploy.server.output.harmony_parser import HarmonyParser
 from tcdeploy.server.output.parser import OutputEnd, OutputParser, split_by_kind
 from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
@@ -419,6 +420,18 @@ def test_a_call_in_python_that_is_cut_has_its_complete_arguments() -> None:
     assert [call[:2] for call in read(new_parser("pythonic"), [text], "length")[2]] == [
         (name, arguments_of(arguments)) for name, arguments in calls
     ]
+
+
+def test_a_long_call_in_python_is_translated_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Translating it at its end would occupy the event loop: 65 ms for 12,000 numbers."""
+    lengths, read_part = [], python_calls._Arguments.read
+    monkeypatch.setattr(
+        python_calls._Arguments, "read", lambda self, text: lengths.append(len(text)) or read_part(self, text)
+    )
+    numbers = list(range(12_000))
+    [(name, arguments)] = read(new_parser("pythonic"), characters(f"[note(text={numbers})]"))[2]
+    assert (name, arguments["text"]) == ("note", numbers)
+    assert len(lengths) > len(numbers) and max(lengths) < 20
 
 
 @pytest.mark.parametrize(

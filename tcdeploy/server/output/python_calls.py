@@ -1,8 +1,9 @@
 """Calls in Python's syntax, `[name(key=value, ...), ...]`, in the output of a model. Nothing is evaluated.
 
-The ends of strings and brackets are found while the text grows, and each character is read once. A complete call is
-translated to JSON, whose decoder finds most errors. Rejected: `ast.parse`, which holds the GIL for 0.2 s per 120,000
-characters, and for 2 s if they are f-strings. Only single strings with escapes are decoded by `ast`.
+The ends of strings and brackets are found while the text grows, and each character is read once. At each comma and
+bracket the text before it is translated to JSON, so a long call does not occupy the event loop at its end. The JSON
+decoder finds most errors. Rejected: `ast.parse`, which holds the GIL for 0.2 s per 120,000 characters, and for 2 s if
+they are f-strings. Only single strings with escapes are decoded by `ast`.
 
 After an error the list is only read to its end, so that the text of a malformed call is not searched for other calls.
 """
@@ -43,8 +44,8 @@ class PythonListParser:
         self._depth = 1  # of brackets
         self._error: Exception | None = None
         self._quote, self._string_start = "", 0  # of the open string
-        self._start = self.position  # of the text after the last call
-        self._complete_end = 0  # of the last complete argument of the open call
+        self._start = self.position  # of the text that has not been translated
+        self._name, self._arguments = "", _Arguments()  # of the open call
 
     def find_end(self, text: str, *, is_complete: bool = False) -> int | None:
         """The index after the list, or None. At its end, raises ValueError or SyntaxError if it is not one of calls."""
@@ -69,30 +70,37 @@ class PythonListParser:
     def _read_mark(self, text: str, mark: str, start: int) -> bool:
         """Whether the list ends with a comma or bracket outside of strings."""
         self._depth += 1 if mark in _CLOSINGS else 0 if mark == "," else -1
-        if self._depth == 2:
-            self._complete_end = start if mark == "," else self.position
-        elif self._depth == 1 and mark != ",":
-            try:
-                if self._error is None:
-                    self.calls.append(self._parse(text[self._start : self.position]))
-            except (ValueError, SyntaxError) as error:
-                self._error = error
-            self._start = self.position
-        elif self._depth == 0:
+        if self._depth == 0:
             if self._error is not None:
                 raise self._error
             if mark != "]" or not self.calls or text[self._start : start].strip() not in ("", ","):
                 raise ValueError("it is not a list of calls")
+        elif self._error is None and (self._depth > 1 or mark != ","):
+            try:
+                self._read_part(text[self._start : self.position])
+            except (ValueError, SyntaxError) as error:
+                self._error = error
+            self._start = self.position
         return self._depth == 0
 
-    def _parse(self, text: str) -> tuple[str, str]:
-        """A call, which follows the comma after the one before it. Raises ValueError and SyntaxError."""
-        if len(self.calls) == MAX_CALLS:
-            raise ValueError(f"it has more than {MAX_CALLS} calls")
-        head = _HEAD.match(text)
-        if head is None or bool(head[1]) != bool(self.calls) or not text.endswith(")"):
-            raise ValueError("it is not a list of calls")
-        return head[2], dump(json.loads(_arguments_as_json(text[head.end() : -1])))
+    def _read_part(self, part: str) -> None:
+        """Read a part of a call that ends with a comma or bracket. Raises ValueError and SyntaxError."""
+        mark = part[-1]
+        if self._depth == 1:  # the end of the call
+            self._arguments.read(part[:-1])
+            self._arguments.end()
+            if mark != ")":
+                raise ValueError(f"unexpected {mark!r}")
+            self.calls.append((self._name, self._arguments.to_json()))
+        elif self._depth == 2 and mark in _CLOSINGS:  # its beginning
+            if len(self.calls) == MAX_CALLS:
+                raise ValueError(f"it has more than {MAX_CALLS} calls")
+            head = _HEAD.fullmatch(part)
+            if head is None or bool(head[1]) != bool(self.calls):
+                raise ValueError("it is not a list of calls")
+            self._name, self._arguments = head[2], _Arguments()
+        else:
+            self._arguments.read(part)
 
     def cut_calls(self, text: str) -> list[tuple[str, str]]:
         """The calls of a truncated list, the last with its complete arguments. Raises ValueError and SyntaxError."""
@@ -100,46 +108,64 @@ class PythonListParser:
             raise self._error
         if self._depth < 2:
             return self.calls
-        name, arguments = self._parse(text[self._start : self._complete_end] + ")")
-        rest = text[text.index("(", self._start) + 1 : self._string_start if self._quote else self.position]
-        _arguments_as_json(_LAST_WORD.sub("", rest))  # raises an error if the incomplete argument is not valid
-        return [*self.calls, (name, arguments[:-1])]
+        arguments = self._arguments.to_json()
+        rest = text[self._start : self._string_start if self._quote else self.position]
+        self._arguments.read(_LAST_WORD.sub("", rest))  # raises an error if the incomplete argument is not valid
+        return [*self.calls, (self._name, arguments[:-1])]
 
 
-def _arguments_as_json(text: str) -> str:
-    """A JSON object with the keyword arguments in `text`, as far as it is valid. Raises ValueError and SyntaxError."""
-    pieces, keys = ["{"], set()
-    brackets: list[tuple[str, int]] = []  # that are open, with their indices in `pieces`
-    for token in _TOKEN.finditer(text):
-        word, mark = token["word"], token["mark"]
-        if key := token["key"]:
-            if brackets or key in keys or pieces[-1] not in ("{", ","):
-                raise ValueError("it is not a list of calls with keyword arguments")
-            keys.add(key)
-            pieces.append(f"{json.dumps(key)}:")
-        elif token["quote"]:
-            value = _string_value(token["prefix"].lower(), token["quote"], token["body"])
-            if pieces[-1] == '"':  # adjacent strings are one value
-                pieces.pop()
-            else:
-                pieces.append('"')
-            pieces += [json.dumps(value)[1:-1], '"']
-        elif word:
-            pieces.append(f" {dump(_word_value(word))}")
-        elif mark in _CLOSINGS:
+class _Arguments:
+    """The keyword arguments of a call, translated to a JSON object while they grow."""
+
+    def __init__(self) -> None:
+        self._pieces, self._keys = ["{"], set[str]()
+        self._brackets: list[tuple[str, int]] = []  # that are open, with their indices in `_pieces`
+        self._num_complete = 1  # pieces of complete arguments
+
+    def to_json(self) -> str:
+        """The arguments that are complete. Raises ValueError."""
+        return dump(json.loads("".join([*self._pieces[: self._num_complete], "}"])))
+
+    def read(self, text: str) -> None:
+        """Read whole tokens. Raises ValueError and SyntaxError."""
+        pieces = self._pieces
+        for token in _TOKEN.finditer(text):
+            word, mark = token["word"], token["mark"]
+            if key := token["key"]:
+                if self._brackets or key in self._keys or pieces[-1] not in ("{", ","):
+                    raise ValueError("it is not a list of calls with keyword arguments")
+                self._keys.add(key)
+                pieces.append(f"{json.dumps(key)}:")
+            elif token["quote"]:
+                value = _string_value(token["prefix"].lower(), token["quote"], token["body"])
+                if pieces[-1] == '"':  # adjacent strings are one value
+                    pieces.pop()
+                else:
+                    pieces.append('"')
+                pieces += [json.dumps(value)[1:-1], '"']
+            elif word:
+                pieces.append(f" {dump(_word_value(word))}")
+            elif mark:
+                self._read_mark(mark)
+
+    def _read_mark(self, mark: str) -> None:
+        pieces, brackets = self._pieces, self._brackets
+        if mark in _CLOSINGS:
             if len(brackets) + 2 == MAX_DEPTH:
                 raise ValueError(f"it has more than {MAX_DEPTH} nested brackets")
             brackets.append((mark, len(pieces)))
             pieces.append(mark)
         elif mark == "," and pieces[-1] not in ("{", "[", "(", ","):
-            if brackets and brackets[-1][0] == "(":
+            if not brackets:
+                self._num_complete = len(pieces)
+            elif brackets[-1][0] == "(":
                 pieces[brackets[-1][1]] = "["  # a tuple
             pieces.append(mark)
         elif mark == ":" and brackets and brackets[-1][0] == "{":
             if pieces[-1].strip() and pieces[-1][0] == " ":  # a number as a key
                 pieces[-1] = json.dumps(pieces[-1].strip())
             pieces.append(mark)
-        elif mark and brackets and mark == _CLOSINGS[brackets[-1][0]]:
+        elif brackets and mark == _CLOSINGS[brackets[-1][0]]:
             _, index = brackets.pop()
             if pieces[-1] == ",":
                 pieces.pop()
@@ -147,11 +173,14 @@ def _arguments_as_json(text: str) -> str:
                 is_value = pieces[index] == "(" and index < len(pieces) - 1
                 pieces[index], mark = (" ", " ") if is_value else ("[", "]")
             pieces.append(mark)
-        elif mark:
+            if not brackets:
+                self._num_complete = len(pieces)
+        else:
             raise ValueError(f"unexpected {mark!r}")
-    if pieces[-1] == ",":
-        pieces.pop()
-    return "".join([*pieces, "}"])
+
+    def end(self) -> None:
+        """The call ends here, so the last argument is complete."""
+        self._num_complete = len(self._pieces) - (self._pieces[-1] == ",")
 
 
 def _string_value(prefix: str, quote: str, body: str) -> str:
