@@ -233,7 +233,7 @@ class Engine:
                 self.runner.row_assignment.assign([])  # idle: empty the rows now, not before the next prompt
 
     def _time_next_launch(self, start: float | None) -> None:
-        """Tell the launch timer about the step in flight.
+        """Pass the start and the predicted duration of the step in flight to the launch timer.
 
         `start`: time of its launch, if the device was idle; None: it started when the previous step was complete.
         """

@@ -154,7 +154,7 @@ def _translate(model: str, revision: str | None, error: Exception) -> TcdeployEr
 
 
 def _correct_packages(folder: Path | None, packages: list[str]) -> list[str]:
-    """transformers asks for tiktoken if SentencePiece is missing. Files of SentencePiece begin with the byte 10."""
+    """transformers requires tiktoken if SentencePiece is missing. Files of SentencePiece begin with the byte 10."""
     if packages != ["tiktoken"] or folder is None or importlib.util.find_spec("sentencepiece"):
         return packages
     files = [path for path in folder.glob("*.model") if path.is_file()]

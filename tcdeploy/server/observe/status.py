@@ -2,7 +2,8 @@
 
 /metrics reads the same figures. Percentiles cover the last 2,000 samples, the token rate the last 5 seconds, and the
 graphs 15 minutes; Prometheus keeps longer histories, but its histograms have only fixed buckets. The page itself
-contains no data of the model, so it is served without the API key; it asks for the key, and sends it with its requests.
+contains no data of the model, so it is served without the API key; it prompts for the key, and sends it with each
+request.
 """
 
 from __future__ import annotations

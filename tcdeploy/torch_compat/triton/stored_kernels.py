@@ -3,8 +3,8 @@
 Triton compiles a kernel once for each combination of the types of its arguments, of properties such as "divisible by
 16", and of its constants. A *binary* is one of these. `KernelRecorder` writes the binaries of a process to a file, and
 `StoredKernels` finds the binary for a launch by the same rules, those of Triton 3.6 and 3.7, and launches it through
-the CUDA driver (cuda_driver.py). Kernels that need scratch memory, clusters or a cooperative launch are not recorded,
-and no kernel of ours does. Does not import Triton.
+the CUDA driver (cuda_driver.py). Kernels that need scratch memory, clusters or a cooperative launch are not recorded;
+none of tcdeploy's kernels needs them. Does not import Triton.
 """
 
 from __future__ import annotations
