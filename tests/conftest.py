@@ -69,7 +69,7 @@ COMPILING_PATHS = (
 SLOW_PATHS = (
     "bundle/", "cache/test_manifest.py", "deploy/", "doctor/", "engine/test_sampling.py",
     "engine/test_scheduler_costs.py", "engine/test_step_size.py", "engine/test_stored_reference.py", "hostile/",
-    "models/", "remote/", "server/test_chat_templates.py",
+    "models/", "remote/", "server/test_chat_templates.py", "test_scripts.py", "test_sign_and_push.py",
 )  # fmt: skip
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
