@@ -79,7 +79,7 @@ def test_every_bucket_is_one_program_without_graph_breaks_and_passes_its_check(t
         *(f"prefill:{size}" for size in TINY_BUCKETS),
         *(f"decode:{size}" for size in TINY_BATCH_SIZES),
     ]
-    assert len(tiny_deployment.architecture.attention_layers) > 1
+    assert len(tiny_deployment.planned.architecture.attention_layers) > 1
     for record in records:
         assert record.programs == 1, f"{record.bucket}: one program for any number of layers"
         assert record.graph_breaks == 0

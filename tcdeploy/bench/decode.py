@@ -50,7 +50,7 @@ class DecodeRow(Row):
 
 def measure(subject: str, deployment: Deployment, session: Session[DecodeSettings]) -> Iterator[DecodeRow]:
     engine, plan, settings = deployment.engine, deployment.plan, session.settings
-    prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
+    prompts = Prompts(deployment.planned.architecture.vocab_size, settings.seed)
     weights = count_weights(engine.runner.model, plan.weight_bytes)
     for bucket in plan.decode_buckets:
         session.progress.stage(bucket.name)

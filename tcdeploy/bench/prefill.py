@@ -34,7 +34,7 @@ class PrefillRow(Row):
 
 def measure(subject: str, deployment: Deployment, session: Session[PrefillSettings]) -> Iterator[PrefillRow]:
     engine, plan, settings = deployment.engine, deployment.plan, session.settings
-    prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
+    prompts = Prompts(deployment.planned.architecture.vocab_size, settings.seed)
     weights = count_weights(engine.runner.model, plan.weight_bytes)
     for length in settings.lengths_within(plan):
         session.progress.stage(f"prompts of {length}")

@@ -85,7 +85,7 @@ def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Pro
 
     freeze_gc_after_startup()  # as `serve` does
     settings.check_against_plan(deployment.plan)
-    prompt = Prompts(deployment.architecture.vocab_size, settings.seed).draw(settings.prompt_length)
+    prompt = Prompts(deployment.planned.architecture.vocab_size, settings.seed).draw(settings.prompt_length)
     seconds = measure_ttft(deployment.engine, prompt, cools_down=False)  # the wait would count as a part of the start
     ended = time.time()
     return {

@@ -59,7 +59,7 @@ class ThroughputRow(Row):
 
 def measure(subject: str, deployment: Deployment, session: Session[ThroughputSettings]) -> Iterator[Row]:
     engine, settings = deployment.engine, session.settings
-    prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
+    prompts = Prompts(deployment.planned.architecture.vocab_size, settings.seed)
     session.progress.stage("requests")
     submit(engine, prompts.draw(settings.input_length), settings.output_length)  # an untimed first request
     drain(engine)

@@ -189,7 +189,7 @@ def show_server_is_ready(deployment: Deployment, address: str, example: str, as_
         else:
             _print_stages(deployment)
             show_sentence("answers with uncompiled steps; /ready?level=warm returns 200 once all buckets run programs")
-        show_sentence(f"sampling defaults of the model: {deployment.generation_defaults.describe()}")
+        show_sentence(f"sampling defaults of the model: {deployment.planned.generation_defaults.describe()}")
         print(f"ready: {address}\n  {example}", flush=True)
     except (OutputError, SpaceError) as error:
         print(f"warning: {error.message}; ready: {address}", file=sys.stderr)
@@ -221,7 +221,8 @@ def _explain_parity(records: Sequence[BucketRecord]) -> str:
 
 
 def _print_totals(deployment: Deployment) -> None:
-    records, plan, num_layers = deployment.records, deployment.plan, len(deployment.architecture.attention_layers)
+    records, plan, architecture = deployment.records, deployment.plan, deployment.planned.architecture
+    num_layers = len(architecture.attention_layers)
     hits = sum(record.outcome == "hit" for record in records)
     compile_seconds = sum(record.compile_seconds for record in records)
     programs = f"{sum(record.programs for record in records)} programs for {num_layers} layers"

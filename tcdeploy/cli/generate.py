@@ -107,7 +107,7 @@ def _sampling_params(deployment: Deployment, flags: dict[str, Any], prompt_lengt
 
     A default length is cut to the context, and a default minimum to the length; a requested length is not cut.
     """
-    defaults = deployment.generation_defaults
+    defaults = deployment.planned.generation_defaults
     params: dict[str, Any] = defaults.sampling_params()
     if "max_new_tokens" in params:
         params["max_new_tokens"] = max(1, min(params["max_new_tokens"], deployment.plan.context - prompt_length))

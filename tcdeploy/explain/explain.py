@@ -70,7 +70,7 @@ def _explain_started(recipe: Recipe, progress: Progress, profiles: bool) -> Expl
         if profiles:
             progress.stage("profile")
         kernels = tuple(measure_kernels(runner, bucket) for bucket in plan.buckets) if profiles else ()
-        regions, findings = _trace(runner, deployment.architecture, progress)
+        regions, findings = _trace(runner, deployment.planned.architecture, progress)
         return Explanation(plan.model, regions, findings, compute_payoff(plan, deployment.records), "", kernels)
     release_memory()  # outside the handler: the exception refers to the model
     explanation = _explain_loaded(recipe, progress, "the model cannot be compiled")

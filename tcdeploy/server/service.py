@@ -217,7 +217,7 @@ class ServerState:
 
 def _model_figures(service: Service) -> ModelFigures:
     deployment, runner, swaps = service.deployment, service.deployment.engine.runner, service.deployment.swaps
-    clock, defaults = deployment.engine.clock, deployment.generation_defaults
+    clock, defaults = deployment.engine.clock, deployment.planned.generation_defaults
 
     def by_name(counts: dict[Bucket, int]) -> dict[str, int]:
         return {bucket.name: count for bucket, count in list(counts.items())}  # the engine thread may add a bucket
@@ -251,9 +251,9 @@ def build_service(
     engine, tokenizer = deployment.engine, deployment.tokenizer
     if settings.chat_template is not None:
         replace_chat_template(tokenizer, settings.chat_template)
-    defaults = deployment.generation_defaults
+    planned, defaults = deployment.planned, deployment.planned.generation_defaults
     limits = ModelLimits(deployment.plan.context, engine.vocab_size, defaults)
-    tools = ToolSupport(tokenizer, deployment.architecture.model_type, settings.tool_parser, settings.reasoning_parser)
+    tools = ToolSupport(tokenizer, planned.architecture.model_type, settings.tool_parser, settings.reasoning_parser)
     if unrendered := sorted(template_form(tokenizer).unrendered):  # also probes the template before the first request
         log.info("the chat template renders no messages of these kinds, which are refused: %s", ", ".join(unrendered))
     return Service(

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.models.weights.reader import ReadTotal
-from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.plan import Plan
+from tcdeploy.start.planned import Planned
 
 if TYPE_CHECKING:
     from tcdeploy.start.eager import ProgramSwaps  # imports transformers
@@ -28,9 +27,7 @@ class Deployment:
     After an eager start (start/eager.py), `records` is empty, and `swaps` replaces eager buckets by their programs.
     """
 
-    plan: Plan
-    architecture: Architecture
-    generation_defaults: GenerationDefaults
+    planned: Planned
     engine: Engine
     records: tuple[BucketRecord, ...] = ()
     stage_seconds: dict[str, float]
@@ -41,6 +38,10 @@ class Deployment:
     weights_read: ReadTotal | None = None  # of our reader threads; None: transformers read the files, or none were read
     loaded_tokenizer: Any = None  # None: not loaded by `prepare`
     swaps: ProgramSwaps | None = None  # None: every bucket was warmed before the start ended
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
 
     @cached_property
     def tokenizer(self) -> Any:

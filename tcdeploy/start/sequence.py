@@ -115,8 +115,7 @@ def run_start(source: Source, request: StartRequest) -> Deployment:
             costs = warmed.costs
         seconds = dict(stages.seconds)  # an eager start adds the seconds of its swaps to the original
         return Deployment(
-            plan=plan, architecture=planned.architecture, generation_defaults=planned.generation_defaults,
-            engine=Engine(source.runner, costs), stage_seconds=seconds, import_seconds=import_timer.sorted_seconds(),
-            cache_dir=staging.target, weights_read=source.weights_read, loaded_tokenizer=source.tokenizer, swaps=swaps,
-            **results,
+            planned=planned, engine=Engine(source.runner, costs), stage_seconds=seconds, swaps=swaps,
+            import_seconds=import_timer.sorted_seconds(), cache_dir=staging.target, weights_read=source.weights_read,
+            loaded_tokenizer=source.tokenizer, **results,
         )  # fmt: skip

@@ -34,7 +34,7 @@ def engine(tiny_deployment: Any) -> Any:
 
 @pytest.fixture
 def prompts(tiny_deployment: Any) -> Prompts:
-    return Prompts(tiny_deployment.architecture.vocab_size, seed=1)
+    return Prompts(tiny_deployment.planned.architecture.vocab_size, seed=1)
 
 
 def test_prompts_are_drawn_from_the_seed(prompts: Prompts) -> None:
@@ -128,7 +128,7 @@ def test_a_run_whose_first_request_ends_early_is_repeated_with_shorter_prompts(
     monkeypatch.setattr(decode, "steady_shape", estimate)
     monkeypatch.setattr(decode, "run_steady", record)
     deployment = SimpleNamespace(plan=plan, engine=tiny_deployment.engine)
-    prompts = Prompts(tiny_deployment.architecture.vocab_size, 0)
+    prompts = Prompts(tiny_deployment.planned.architecture.vocab_size, 0)
     run = decode._run_steady(deployment, prompts, 4, 256, 12)  # type: ignore[arg-type]
     assert run is runs[1] and run.tokens == 12 * 4
     assert runs[0].tokens < 12 * 4 and not tiny_deployment.engine.has_work

@@ -94,7 +94,7 @@ def test_the_blocks_of_a_bucket_are_those_of_its_largest_batch(cache_dir: str) -
     deployment: Any = prepare_tiny(cache_dir, kv_blocks=KV_BLOCKS)
     plan = deployment.plan
     config: Any = type("Config", (), {"to_dict": lambda self: {}})()
-    prompts = CheckPrompts(plan, deployment.architecture, config, seed=0)
+    prompts = CheckPrompts(plan, deployment.planned.architecture, config, seed=0)
     for bucket in plan.buckets:
         lengths = [prefix.length for prefix in prompts.batch(bucket)]
         assert prompts.blocks_needed(bucket) >= sum(-(-length // plan.block_size) for length in lengths)

@@ -64,7 +64,8 @@ def family(request: pytest.FixtureRequest, cache_dir: str, tmp_path_factory: pyt
 def test_each_bucket_has_one_program_per_kind_of_layer(family: Any) -> None:
     name, deployment = family
     kinds = LAYER_KINDS.get(name, 1)
-    assert len(deployment.architecture.attention_layers) > kinds, "fewer kinds than layers, or the count proves nothing"
+    num_layers = len(deployment.planned.architecture.attention_layers)
+    assert num_layers > kinds, "fewer kinds than layers, or the count proves nothing"
     assert [record.programs for record in deployment.records] == [kinds, kinds]
     assert [record.graph_breaks for record in deployment.records] == [0, 0]
 
@@ -193,8 +194,8 @@ def test_the_mlp_of_every_family_is_found(family: Any) -> None:
     from tcdeploy.programs.regions import find_layers
 
     name, deployment = family
-    layers = find_layers(deployment.engine.runner.model, deployment.architecture)
-    assert len({id(layer.module) for layer in layers}) == len(deployment.architecture.attention_layers), name
+    layers = find_layers(deployment.engine.runner.model, deployment.planned.architecture)
+    assert len({id(layer.module) for layer in layers}) == len(deployment.planned.architecture.attention_layers), name
     for layer in layers:
         inside = {id(parameter) for module in (layer.attention, *layer.mlp) for parameter in module.parameters()}
         left = [

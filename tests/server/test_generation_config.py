@@ -169,7 +169,9 @@ def test_generate_stops_at_the_end_of_sequence_token_of_the_tokenizer(
 
 def test_generate_cuts_the_models_minimum_length_to_the_maximum() -> None:
     defaults = GenerationDefaults(min_new_tokens=6)
-    deployment: Any = SimpleNamespace(generation_defaults=defaults, plan=SimpleNamespace(context=64))
+    deployment: Any = SimpleNamespace(
+        planned=SimpleNamespace(generation_defaults=defaults), plan=SimpleNamespace(context=64)
+    )
     assert _sampling_params(deployment, {}, 3).min_new_tokens == 6
     assert _sampling_params(deployment, {"max_new_tokens": 4}, 3).min_new_tokens == 4
 
