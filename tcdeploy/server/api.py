@@ -119,7 +119,7 @@ def _operations_routes(state: ServerState) -> list[Route]:
         if level not in (None, "warm"):
             return PlainTextResponse("level must be warm, or left out", 400)
         reason = state.unwarm_reason if level else state.unready_reason
-        if state.worker.failure:
+        if state.engine_thread.failure:
             reason = "the engine died"
         return PlainTextResponse(reason or "ready", 503 if reason else 200)
 

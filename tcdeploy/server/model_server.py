@@ -26,14 +26,14 @@ from starlette.types import ASGIApp, Message
 
 from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.server.api import make_app
+from tcdeploy.server.engine_thread.canary import CanarySchedule
+from tcdeploy.server.engine_thread.thread import EngineDeadError, EngineThread
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.status import INTERVAL_S
 from tcdeploy.server.observe.telemetry import Telemetry
 from tcdeploy.server.service import ServerState, Service, build_service
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.server.worker.canary import CanarySchedule
-from tcdeploy.server.worker.worker import EngineDeadError, Worker
 
 if TYPE_CHECKING:  # importing torch takes seconds; the app answers before
     from tcdeploy.start.deployment import Deployment
@@ -69,10 +69,10 @@ class ModelServer:
         on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.settings, self._deploy, self._on_ready, self._on_failure = settings, deploy, on_ready, on_failure
-        self.worker = Worker(self._load, self._on_loaded, self._on_engine_death)
+        self.engine_thread = EngineThread(self._load, self._on_loaded, self._on_engine_death)
         self.admission = Admission(settings.max_queued, settings.max_waiting_bytes)
         self.metrics = Metrics(settings.model, settings.metrics_prefix)
-        self.state = ServerState(settings, self.worker, self.admission, self.metrics)
+        self.state = ServerState(settings, self.engine_thread, self.admission, self.metrics)
         if settings.otlp_endpoint:
             self.state.telemetry = Telemetry(settings.otlp_endpoint, settings.model)
         self.app = make_app(self.state)
@@ -82,7 +82,7 @@ class ModelServer:
         """Start to load the model."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._history_task = asyncio.create_task(self._sample_history())
-        self.worker.start()
+        self.engine_thread.start()
 
     async def drain(self) -> None:
         """Reject new requests, and wait until the running ones have ended, at most `drain_timeout`; the rest fail."""
@@ -90,7 +90,7 @@ class ModelServer:
         deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout
         while self.admission.num_admitted and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
-        self.worker.fail_all(EngineDeadError("the server is shutting down", "shutting_down"))
+        self.engine_thread.fail_all(EngineDeadError("the server is shutting down", "shutting_down"))
         while self.admission.num_admitted and asyncio.get_running_loop().time() < deadline + 2 * ERROR_DELIVERY_S:
             await asyncio.sleep(DRAIN_POLL_S)
 
@@ -99,9 +99,9 @@ class ModelServer:
         self.app.close()
         if self._history_task is not None:
             self._history_task.cancel()
-        self.worker.stop()
-        if self.worker.swaps is not None:
-            self.worker.swaps.stop()
+        self.engine_thread.stop()
+        if self.engine_thread.swaps is not None:
+            self.engine_thread.swaps.stop()
         if self.state.telemetry is not None:
             self.state.telemetry.close()
 
@@ -113,10 +113,10 @@ class ModelServer:
     def _load(self) -> Service:
         deployment = self._deploy()
         if deployment.swaps is not None:
-            self.worker.start_swaps(deployment.swaps, partial(self._on_warm, deployment))
+            self.engine_thread.start_swaps(deployment.swaps, partial(self._on_warm, deployment))
         else:
             self._record_canary(deployment)
-        return build_service(deployment, self.settings, self.worker, self.admission, self.metrics)
+        return build_service(deployment, self.settings, self.engine_thread, self.admission, self.metrics)
 
     def _on_warm(self, deployment: Deployment) -> None:
         """In the engine thread, once all eager steps are replaced: the canary compares results of programs."""
@@ -132,9 +132,9 @@ class ModelServer:
         start = time.perf_counter()
         canary = Canary(deployment.engine)
         deployment.stage_seconds["canary"] = time.perf_counter() - start
-        self.worker.canary = CanarySchedule(canary, self.settings.canary_interval)
+        self.engine_thread.canary = CanarySchedule(canary, self.settings.canary_interval)
         if self.settings.canary_strict:
-            self.worker.canary.require_cases()
+            self.engine_thread.canary.require_cases()
 
     def _on_loaded(self, service: Service) -> None:
         self.state.service = service
@@ -188,7 +188,7 @@ def _separate_state(service: Service) -> ServerState:
     settings = dataclasses.replace(service.settings, api_keys=(), root_path="", log_requests="off")
     admission = Admission(0)
     admission.open(max_running=1)
-    state = ServerState(settings, service.worker, admission)
+    state = ServerState(settings, service.engine_thread, admission)
     state.service = dataclasses.replace(service, settings=settings, admission=admission, metrics=state.metrics)
     return state
 

@@ -20,6 +20,8 @@ from tcdeploy.models.location import local_folder
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.apis.openai.validation import ModelLimits
 from tcdeploy.server.apis.responses.store import ResponseStore
+from tcdeploy.server.engine_thread.canary import CanaryStats
+from tcdeploy.server.engine_thread.thread import EngineThread
 from tcdeploy.server.generate.admission import RETRY_AFTER_S, Admission
 from tcdeploy.server.generate.choice import Vocabulary
 from tcdeploy.server.generate.text_encoder import TextEncoder
@@ -41,8 +43,6 @@ from tcdeploy.server.output.structured.structured_output import (
 )
 from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.server.worker.canary import CanaryStats
-from tcdeploy.server.worker.worker import Worker
 from tcdeploy.start.record.factors import sampled_digest, weight_files
 from tcdeploy.text.conversation import replace_chat_template
 from tcdeploy.text.template_probe import template_form
@@ -64,7 +64,7 @@ class Service:
 
     settings: ServerSettings
     deployment: Deployment
-    worker: Worker
+    engine_thread: EngineThread
     admission: Admission
     metrics: Metrics
     prompt_tokenizer: PromptTokenizer
@@ -164,7 +164,7 @@ class ServerState:
     """`service` is None while the model is loading, and is assigned once."""
 
     settings: ServerSettings
-    worker: Worker
+    engine_thread: EngineThread
     admission: Admission
     metrics: Metrics = field(default_factory=Metrics)
     start_time: float = field(default_factory=time.time)
@@ -180,7 +180,7 @@ class ServerState:
     @property
     def unready_reason(self) -> str:
         """Why /ready answers 503: "loading", "draining", "dead", "canary failed", or "" if the server is ready."""
-        return "dead" if self.worker.failure else self.admission.closed_reason or self._canary_reason
+        return "dead" if self.engine_thread.failure else self.admission.closed_reason or self._canary_reason
 
     @property
     def unwarm_reason(self) -> str:
@@ -191,20 +191,20 @@ class ServerState:
     @property
     def is_healthy(self) -> bool:
         """Whether the engine is alive and, with --canary-strict, no canary has ever differed."""
-        return not self.worker.failure and not self._canary_reason
+        return not self.engine_thread.failure and not self._canary_reason
 
     @property
     def _canary_reason(self) -> str:
         """Permanent: a device that gave a wrong result once may pass the next round."""
-        canary = self.worker.canary
+        canary = self.engine_thread.canary
         return "canary failed" if self.settings.canary_strict and canary and canary.stats.failures else ""
 
     def figures(self) -> ServerFigures:
         return ServerFigures(
             model_name=self.settings.model, state=self.unready_reason or "ready",
-            uptime_seconds=time.time() - self.start_time, scheduler=self.worker.stats,
+            uptime_seconds=time.time() - self.start_time, scheduler=self.engine_thread.stats,
             rejections=dict(self.admission.rejections),
-            canary=self.worker.canary.stats if self.worker.canary else CanaryStats(),
+            canary=self.engine_thread.canary.stats if self.engine_thread.canary else CanaryStats(),
             model=None if self.service is None else _model_figures(self.service),
         )  # fmt: skip
 
@@ -223,7 +223,7 @@ def _model_figures(service: Service) -> ModelFigures:
         return {bucket.name: count for bucket, count in list(counts.items())}  # the engine thread may add a bucket
 
     return ModelFigures(
-        kv_cache_usage=service.worker.stats.used_blocks / deployment.engine.allocator.capacity,
+        kv_cache_usage=service.engine_thread.stats.used_blocks / deployment.engine.allocator.capacity,
         step_counts=by_name(runner.step_counts), computed_tokens=by_name(runner.computed_tokens),
         padding_tokens=by_name(runner.padding_tokens), step_totals=dict(clock.totals) if clock else {},
         step_corrections=dict(clock.predictor.corrections) if clock else {},
@@ -241,7 +241,11 @@ def _model_figures(service: Service) -> ModelFigures:
 
 
 def build_service(
-    deployment: Deployment, settings: ServerSettings, worker: Worker, admission: Admission, metrics: Metrics
+    deployment: Deployment,
+    settings: ServerSettings,
+    engine_thread: EngineThread,
+    admission: Admission,
+    metrics: Metrics,
 ) -> Service:
     """Build the service of a loaded deployment, in the engine thread: the event loop would not answer for the 0.1 s
     that reading a large vocabulary takes. Raises ModelError if the chat template of the settings cannot be used.
@@ -257,7 +261,7 @@ def build_service(
     if unrendered := sorted(template_form(tokenizer).unrendered):  # also probes the template before the first request
         log.info("the chat template renders no messages of these kinds, which are refused: %s", ", ".join(unrendered))
     return Service(
-        settings=settings, deployment=deployment, worker=worker, admission=admission, metrics=metrics,
+        settings=settings, deployment=deployment, engine_thread=engine_thread, admission=admission, metrics=metrics,
         prompt_tokenizer=PromptTokenizer(tokenizer, TextEncoder(tokenizer), limits, settings.model, tools),
         vocabulary=Vocabulary(tokenizer), limits=limits,
         structured_output=StructuredOutputBackend(tokenizer, defaults.stop_token_ids), tools=tools,

@@ -52,7 +52,7 @@ def send_request(
     return asyncio.run(send())
 
 
-def fake_worker(**attributes: Any) -> Any:
+def fake_engine_thread(**attributes: Any) -> Any:
     return SimpleNamespace(
         failure=None,
         canary=None,
@@ -66,18 +66,18 @@ def fake_worker(**attributes: Any) -> Any:
 def state() -> ServerState:
     """A ready server whose tokenizer and model card raise RuntimeError."""
     settings = ServerSettings(model="tiny", api_keys=("other", "secret"))
-    admission, metrics, worker = Admission(1), Metrics(), fake_worker()
+    admission, metrics, engine_thread = Admission(1), Metrics(), fake_engine_thread()
     admission.open(1)
     service = FailingService(
-        settings=settings, deployment=None, worker=worker, admission=admission, metrics=metrics,
+        settings=settings, deployment=None, engine_thread=engine_thread, admission=admission, metrics=metrics,
         prompt_tokenizer=SimpleNamespace(prompts=fail, tokenizer=None), vocabulary=None, limits=ModelLimits(64, 100),
         structured_output=None, tools=None, missed_shapes=None, compiles_at_load=0, system_fingerprint="fp_0",
     )  # type: ignore[arg-type]  # fmt: skip
-    return ServerState(settings, worker, admission, metrics, service=service)
+    return ServerState(settings, engine_thread, admission, metrics, service=service)
 
 
 def loading_state(**settings: Any) -> ServerState:
-    return ServerState(ServerSettings(model="tiny", **settings), fake_worker(), Admission(1))
+    return ServerState(ServerSettings(model="tiny", **settings), fake_engine_thread(), Admission(1))
 
 
 @pytest.mark.parametrize("request_line", [COMPLETION, CHAT, MODELS])
@@ -138,9 +138,9 @@ def test_a_failure_after_submission_cancels_the_request_and_releases_the_admissi
         raise error
 
     assert state.service is not None
-    worker = fake_worker(submit=submitted.append, cancel=cancelled.append)
+    engine_thread = fake_engine_thread(submit=submitted.append, cancel=cancelled.append)
     tokenizer: Any = SimpleNamespace(prompts=prompts, tokenizer=None)
-    state.service = dataclasses.replace(state.service, worker=worker, prompt_tokenizer=tokenizer)
+    state.service = dataclasses.replace(state.service, engine_thread=engine_thread, prompt_tokenizer=tokenizer)
     monkeypatch.setattr("tcdeploy.server.generate.active_request.ActiveRequest._new_choice", fail_in_choice)
     body = {"prompt": [1], "stream": stream}
     if isinstance(error, asyncio.CancelledError):

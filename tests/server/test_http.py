@@ -27,7 +27,7 @@ BODY = b'{"prompt": "a"}'
 MAX_SECONDS = 3.0
 
 
-class FakeWorker:
+class FakeEngineThread:
     failure, canary, stats = None, None, SchedulerStats(0, 0, 0, 0, 0)
 
 
@@ -48,8 +48,8 @@ class RunningServer:
         self, app: Any = None, loop_factory: Any = None, tls: tuple[str, str] = ("", ""), stall_timeout_s: float = 30.0
     ) -> None:
         """`loop_factory`: None for asyncio's event loop. `tls`: certificate and key."""
-        worker: Any = FakeWorker()
-        app = app or make_app(ServerState(ServerSettings(model="tiny"), worker, Admission(1)))
+        engine_thread: Any = FakeEngineThread()
+        app = app or make_app(ServerState(ServerSettings(model="tiny"), engine_thread, Admission(1)))
         self.headers: list[tuple[bytes, bytes]] = []
 
         async def recorded(scope: Any, receive: Any, send: Any) -> None:

@@ -27,6 +27,7 @@ from tcdeploy.server.apis.openai.validation import (
     context_length_error,
     to_sampling_params,
 )
+from tcdeploy.server.engine_thread.thread import EngineDeadError
 from tcdeploy.server.generate import generation
 from tcdeploy.server.generate.choice import Choice, Delta, Vocabulary, total_usage
 from tcdeploy.server.generate.generation import sse_events
@@ -34,7 +35,6 @@ from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import LargeBodyParser, parse
 from tcdeploy.server.output.tools import ToolSupport
-from tcdeploy.server.worker.worker import EngineDeadError
 from tcdeploy.text.template_form import TemplateForm
 from tests.conftest import TINY
 from tests.server.conftest import ServerProcess

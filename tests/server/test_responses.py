@@ -23,6 +23,7 @@ from tcdeploy.server.apis.responses.answer import ResponsesAnswer
 from tcdeploy.server.apis.responses.protocol import RESPONSES_INERT_VALUES, ResponsesRequest
 from tcdeploy.server.apis.responses.routes import RESPONSES, answer_messages, new_messages, to_chat_request
 from tcdeploy.server.apis.responses.store import ResponseStore, StoredResponse, memory_of
+from tcdeploy.server.engine_thread.thread import EngineDeadError
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.generate.choice import Delta
 from tcdeploy.server.generate.generation import sse_events
@@ -30,11 +31,10 @@ from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import LargeBodyParser, parse
 from tcdeploy.server.service import ServerState
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.server.worker.worker import EngineDeadError
 from tcdeploy.text.template_form import RefusedMessageError, TemplateForm
 from tests.conftest import TINY
 from tests.server.conftest import ServerProcess
-from tests.server.test_api import fake_worker, loading_state, send_request
+from tests.server.test_api import fake_engine_thread, loading_state, send_request
 from tests.server.test_messages import OUTPUTS, events_of, fake_active
 from tests.server.test_tools import CLOCK, WEATHER, load, make_model
 
@@ -53,7 +53,7 @@ def ready_state(*keys: str) -> ServerState:
     """A state that the translation can use. It has no model."""
     admission = Admission(1)
     admission.open(1)
-    return ServerState(ServerSettings(model="tiny", api_keys=keys), fake_worker(), admission)
+    return ServerState(ServerSettings(model="tiny", api_keys=keys), fake_engine_thread(), admission)
 
 
 def chat_request(state: ServerState | None = None, **fields: Any) -> ChatRequest:
@@ -215,7 +215,7 @@ def fake_answer(
     tokenizer: Any, text: str, reason: str, batch_size: int, stored: list[Any] | None = None
 ) -> ResponsesAnswer:
     active = fake_active(tokenizer, text, reason, batch_size, ("HALT",))
-    active.group = SimpleNamespace(pending_requests=[SimpleNamespace(params=SamplingParams())])
+    active.group = SimpleNamespace(engine_requests=[SimpleNamespace(params=SamplingParams())])
     stored = [] if stored is None else stored
     return ResponsesAnswer(active, responses_request(), "resp_1", lambda *parts: stored.append(parts))
 
@@ -389,7 +389,7 @@ def test_a_continued_response_does_not_count_the_json_of_earlier_ones(tokenizer:
         body = responses_request(previous_response_id="resp_1")
         exchange = await RESPONSES.translate(state, request, body)  # type: ignore[arg-type]
         active = fake_active(tokenizer, "It is.<|end|>", "stop", 1)
-        active.group = SimpleNamespace(pending_requests=[SimpleNamespace(params=SamplingParams())])
+        active.group = SimpleNamespace(engine_requests=[SimpleNamespace(params=SamplingParams())])
         await exchange.new_answer(active).body()
 
     asyncio.run(answer())

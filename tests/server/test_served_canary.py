@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.server.engine_thread import canary as canary_module
+from tcdeploy.server.engine_thread.canary import CanarySchedule
+from tcdeploy.server.engine_thread.thread import EngineThread
 from tcdeploy.server.generate.active_request import RequestGroup
-from tcdeploy.server.worker import canary as canary_module
-from tcdeploy.server.worker.canary import CanarySchedule
-from tcdeploy.server.worker.worker import Worker
 from tests.conftest import TINY, RunCLI
 from tests.server.conftest import FLAGS, ServerProcess, start_cli, without_model
-from tests.server.test_worker import FakeEngine, collect_tokens
+from tests.server.test_engine_thread import FakeEngine, collect_tokens
 
 # Flips the highest exponent bit of one weight of a layer, once the file exists.
 FLIP_A_BIT = """
@@ -197,21 +197,23 @@ def test_the_thread_runs_no_canary_while_a_request_is_open(monkeypatch: pytest.M
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def load() -> Any:
-            worker.canary = CanarySchedule(canary, 1e-9)
+            engine_thread.canary = CanarySchedule(canary, 1e-9)
             return SimpleNamespace(engine=engine)
 
-        worker = Worker(load, lambda _: ready.set_result(None), ready.set_exception)
-        worker.start()
+        engine_thread = EngineThread(load, lambda _: ready.set_result(None), ready.set_exception)
+        engine_thread.start()
         await ready
         outputs = []
         for _ in range(20):
             await asyncio.sleep(0.01)
-            group = RequestGroup(worker, [([7], SamplingParams(max_new_tokens=3))])
+            group = RequestGroup(engine_thread, [([7], SamplingParams(max_new_tokens=3))])
             await group.start()
             outputs.append(await collect_tokens(group))
-        worker.stop()
-        worker._thread.join(10)
-        assert worker.failure is None and not worker._thread.is_alive(), "a running canary does not delay `stop`"
+        engine_thread.stop()
+        engine_thread._thread.join(10)
+        assert engine_thread.failure is None and not engine_thread._thread.is_alive(), (
+            "a running canary does not delay `stop`"
+        )
         return outputs
 
     assert asyncio.run(run()) == [[1, 2, 3]] * 20

@@ -137,7 +137,7 @@ def test_failures_are_logged_and_do_not_stop_the_start(
 
 def service_with(template: str | None, needs_tables: bool = False) -> Service:
     return Service(
-        settings=ServerSettings(model="model"), deployment=None, worker=SimpleNamespace(failure=None),
+        settings=ServerSettings(model="model"), deployment=None, engine_thread=SimpleNamespace(failure=None),
         admission=Admission(1), metrics=Metrics(),
         prompt_tokenizer=SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template)), vocabulary=None,
         limits=None, structured_output=SimpleNamespace(needs_tables=needs_tables), tools=None, missed_shapes=None,

@@ -17,6 +17,7 @@ from tcdeploy.engine.schedule.constraint import Constraint
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.server.apis.openai.protocol import ChatRequest, CompletionRequest, bad_request
 from tcdeploy.server.apis.openai.validation import check_prompt_logprobs, params_of_choices, to_sampling_params
+from tcdeploy.server.engine_thread.thread import EngineRequest, EngineThread
 from tcdeploy.server.generate.choice import Choice, Delta, Usage, total_usage
 from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.generate.tokenization import Prompt
@@ -24,7 +25,6 @@ from tcdeploy.server.observe.metrics import Stopwatch
 from tcdeploy.server.observe.request_log import LoggedGeneration
 from tcdeploy.server.output.tools import SelectedParser
 from tcdeploy.server.service import Service
-from tcdeploy.server.worker.worker import PendingRequest, Worker
 
 # Prompts or choices that are set up between two yields to the event loop. All ready requests run in one turn of the
 # loop, so slices are short: a prompt with 512 logit biases takes 0.8 ms, and a choice with tools parses their template.
@@ -42,23 +42,23 @@ class RequestGroup:
     of streams within milliseconds, so the cost per token matters: a list and a future, instead of a queue and a task.
     """
 
-    def __init__(self, worker: Worker, prompts_and_params: list[tuple[list[int], SamplingParams]]) -> None:
-        self._worker = worker
-        self._new_tokens: list[tuple[PendingRequest, NewToken]] = []
+    def __init__(self, engine_thread: EngineThread, prompts_and_params: list[tuple[list[int], SamplingParams]]) -> None:
+        self._engine_thread = engine_thread
+        self._new_tokens: list[tuple[EngineRequest, NewToken]] = []
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_starting = False
         group_id = next(_group_ids)
-        self.pending_requests = [
-            PendingRequest(index, prompt, params, self._receive, group_id)
+        self.engine_requests = [
+            EngineRequest(index, prompt, params, self._receive, group_id)
             for index, (prompt, params) in enumerate(prompts_and_params)
         ]
 
     async def start(self) -> None:
         """Submit all requests, and wait for their launch. `close` must follow."""
-        self._worker.launch_lock.wait(MAX_YIELD_S)
-        for pending in self.pending_requests:
-            self._worker.submit(pending)
+        self._engine_thread.launch_lock.wait(MAX_YIELD_S)
+        for request in self.engine_requests:
+            self._engine_thread.submit(request)
         if self._failure is None:
             self._is_starting = True
             await self._wait(MAX_LAUNCH_WAIT_S)
@@ -66,36 +66,36 @@ class RequestGroup:
 
     async def tokens(
         self, timeout_s: float | None = None
-    ) -> AsyncGenerator[list[tuple[PendingRequest, NewToken]], None]:
+    ) -> AsyncGenerator[list[tuple[EngineRequest, NewToken]], None]:
         """Yield the tokens that have arrived since the last batch, until every request is complete or cancelled; an
         empty list after `timeout_s` without any. Raises TcdeployError if the engine rejected a request or has died.
         """
-        while any(pending.is_open for pending in self.pending_requests):
+        while any(request.is_open for request in self.engine_requests):
             if not self._new_tokens and self._failure is None:
                 await self._wait(timeout_s)
-            self._worker.launch_lock.wait(MAX_YIELD_S)
+            self._engine_thread.launch_lock.wait(MAX_YIELD_S)
             arrived, self._new_tokens = self._new_tokens, []
             if arrived or self._failure is None:
                 yield arrived
             else:
                 raise self._failure
 
-    def cancel(self, pending: PendingRequest) -> None:
+    def cancel(self, request: EngineRequest) -> None:
         """Abort one request if it is open."""
-        if pending.is_open:
-            self._worker.cancel(pending)
+        if request.is_open:
+            self._engine_thread.cancel(request)
 
     def close(self) -> None:
         """Abort all open requests. No more tokens are received."""
-        for pending in self.pending_requests:
-            self.cancel(pending)
-            pending.close()
+        for request in self.engine_requests:
+            self.cancel(request)
+            request.close()
 
-    def _receive(self, pending: PendingRequest, item: NewToken | Exception | None) -> None:
+    def _receive(self, request: EngineRequest, item: NewToken | Exception | None) -> None:
         if isinstance(item, Exception):
             self._failure = item
-        elif item is not None and pending.is_open:
-            self._new_tokens.append((pending, item))
+        elif item is not None and request.is_open:
+            self._new_tokens.append((request, item))
         if item is not None or self._is_starting:  # a late launch report must not wake a reader of tokens
             self._wake()
 
@@ -132,7 +132,7 @@ class ActiveRequest:
         self._has_failed = False
         self.stopwatches = [Stopwatch(service.metrics, not request.only_scores_prompt) for _ in params]
         ids_of_choices = [prompt.token_ids for prompt in prompts for _ in range(request.num_choices)]
-        self.group = RequestGroup(service.worker, list(zip(ids_of_choices, params, strict=True)))
+        self.group = RequestGroup(service.engine_thread, list(zip(ids_of_choices, params, strict=True)))
 
     @classmethod
     async def create(
@@ -163,7 +163,7 @@ class ActiveRequest:
         for length in prompt_lengths:
             service.missed_shapes.observe_shape("prefill", length)
         service.missed_shapes.observe_shape("decode", service.admission.num_admitted)
-        max_tokens = (pending.params.max_new_tokens for pending in self.group.pending_requests)
+        max_tokens = (engine_request.params.max_new_tokens for engine_request in self.group.engine_requests)
         service.metrics.observe_request(prompt_lengths, max_tokens, request.num_choices)
 
     def _new_choice(self, index: int, prompt: Prompt) -> Choice:
@@ -199,26 +199,26 @@ class ActiveRequest:
             async with contextlib.aclosing(self.group.tokens(timeout_s)) as batches:
                 async for tokens in batches:
                     deltas: dict[int, Delta] = {}
-                    received: list[tuple[PendingRequest, NewToken, bool]] = []
+                    received: list[tuple[EngineRequest, NewToken, bool]] = []
                     now = time.perf_counter()
                     try:
-                        for pending, token in tokens:
-                            if pending.is_open:
-                                self._add_token(pending, token, deltas.setdefault(pending.index, Delta()))
-                                received.append((pending, token, not pending.is_open))
+                        for engine_request, token in tokens:
+                            if engine_request.is_open:
+                                self._add_token(engine_request, token, deltas.setdefault(engine_request.index, Delta()))
+                                received.append((engine_request, token, not engine_request.is_open))
                         yield deltas
                         if any(token.queue_seconds is not None for _, token, _ in received):
                             await asyncio.sleep(0)  # the loop flushes the socket before it resumes this task
                     finally:
-                        for pending, token, is_last in received:
-                            self._count_token(pending, token, is_last, now)
+                        for engine_request, token, is_last in received:
+                            self._count_token(engine_request, token, is_last, now)
         except Exception:
             self._has_failed = True
             raise
 
-    def _add_token(self, pending: PendingRequest, token: NewToken, delta: Delta) -> None:
-        """Add the output of a token to `delta`. Closes `pending` at the end of the choice."""
-        choice, metrics = self.choices[pending.index], self.service.metrics
+    def _add_token(self, engine_request: EngineRequest, token: NewToken, delta: Delta) -> None:
+        """Add the output of a token to `delta`. Closes `engine_request` at the end of the choice."""
+        choice, metrics = self.choices[engine_request.index], self.service.metrics
         if token.finish_reason == "error":
             raise bad_request(GRAMMAR_ERROR_MESSAGE, self.request.constraint_field)
         choice.receive(token, self.service.vocabulary, delta)
@@ -226,28 +226,30 @@ class ActiveRequest:
             metrics.observe_end(choice.finish_reason, choice.num_tokens)
             metrics.broken_tool_calls.inc(choice.output_parser is not None and choice.output_parser.num_malformed > 0)
             if not token.finish_reason:  # a stop string ended the choice; the engine would generate on
-                self.group.cancel(pending)
-            pending.is_open = False
+                self.group.cancel(engine_request)
+            engine_request.is_open = False
 
-    def _count_token(self, pending: PendingRequest, token: NewToken, is_last: bool, now: float) -> None:
+    def _count_token(self, engine_request: EngineRequest, token: NewToken, is_last: bool, now: float) -> None:
         """Count a token in the metrics. `now`: when it arrived, in seconds of time.perf_counter."""
         is_first = token.queue_seconds is not None
-        if is_first and pending.params.prompt_logprobs is None:  # else the cache was not looked up
-            self.service.metrics.observe_prefix_cache(len(pending.prompt), token.cached_tokens)
-        self.stopwatches[pending.index].observe_token(now, is_last, token.queue_seconds)
+        if is_first and engine_request.params.prompt_logprobs is None:  # else the cache was not looked up
+            self.service.metrics.observe_prefix_cache(len(engine_request.prompt), token.cached_tokens)
+        self.stopwatches[engine_request.index].observe_token(now, is_last, token.queue_seconds)
 
     def close(self) -> None:
         """Cancel what is still open, and release the admitted choices."""
-        for pending in self.group.pending_requests:
-            if pending.is_open:
-                num_tokens = self.choices[pending.index].num_tokens if pending.index < len(self.choices) else 0
+        for engine_request in self.group.engine_requests:
+            if engine_request.is_open:
+                num_tokens = (
+                    self.choices[engine_request.index].num_tokens if engine_request.index < len(self.choices) else 0
+                )
                 self.service.metrics.observe_end("error" if self._has_failed else "abort", num_tokens)
         self.group.close()
         self.service.admission.release(len(self.stopwatches))
 
     def logged_generation(self) -> LoggedGeneration:
         """For the access log and for traces."""
-        num_logged, params = self.service.settings.log_prompts, self.group.pending_requests[0].params
+        num_logged, params = self.service.settings.log_prompts, self.group.engine_requests[0].params
         first_times = [watch.first_token_seconds for watch in self.stopwatches if watch.first_token_seconds is not None]
         token_times = [watch.seconds_per_token for watch in self.stopwatches if watch.seconds_per_token is not None]
         return LoggedGeneration(

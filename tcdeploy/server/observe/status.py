@@ -23,8 +23,8 @@ from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.step_costs import StepTotals
 from tcdeploy.host.percentile import percentile
 from tcdeploy.planning.bucket_record import BucketRecord
+from tcdeploy.server.engine_thread.canary import CanaryStats
 from tcdeploy.server.settings import StartTier
-from tcdeploy.server.worker.canary import CanaryStats
 
 WINDOW_SIZE = 2000  # samples per percentile
 RATE_WINDOW_S = 5.0

@@ -184,7 +184,7 @@ def _is_json(text: str) -> bool:
 
 def _fixed_fields(active: ActiveRequest, body: ResponsesRequest, response_id: str) -> dict[str, Any]:
     """The fields that do not change during generation. Omitted parameters have the values that are used."""
-    params = active.group.pending_requests[0].params
+    params = active.group.engine_requests[0].params
     text_format = body.text.format if body.text else None
     tool_choice = body.tool_choice or "auto"
     return {

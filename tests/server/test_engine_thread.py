@@ -17,10 +17,10 @@ import pytest
 
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.engine.step.launch_timer import LaunchLock
+from tcdeploy.server.engine_thread import thread as thread_module
+from tcdeploy.server.engine_thread.thread import EngineRequest, EngineThread
 from tcdeploy.server.generate import active_request
 from tcdeploy.server.generate.active_request import RequestGroup
-from tcdeploy.server.worker import worker as worker_module
-from tcdeploy.server.worker.worker import PendingRequest, Worker
 
 
 class FakeEngine:
@@ -79,19 +79,19 @@ class FakeEngine:
 
 @contextlib.asynccontextmanager
 async def request_group(engine: FakeEngine) -> AsyncIterator[RequestGroup]:
-    """A request to a running worker, not yet submitted. The worker must stop without an error."""
+    """A request to a running engine thread, not yet submitted. The thread must stop without an error."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     deployment: Any = SimpleNamespace(engine=engine)
-    worker = Worker(lambda: deployment, lambda _: ready.set_result(None), ready.set_exception)
-    worker.start()
+    engine_thread = EngineThread(lambda: deployment, lambda _: ready.set_result(None), ready.set_exception)
+    engine_thread.start()
     await ready
     try:
-        yield RequestGroup(worker, [([7], SamplingParams(max_new_tokens=3))])
+        yield RequestGroup(engine_thread, [([7], SamplingParams(max_new_tokens=3))])
     finally:
         engine.steps.release(100)
-        worker.stop()
-        worker._thread.join(10)
-    assert worker.failure is None and not worker._thread.is_alive()
+        engine_thread.stop()
+        engine_thread._thread.join(10)
+    assert engine_thread.failure is None and not engine_thread._thread.is_alive()
 
 
 async def wait_until(condition: Callable[[], Any]) -> None:
@@ -104,16 +104,16 @@ async def collect_tokens(group: RequestGroup) -> list[int]:
     token_ids = []
     async for arrived in group.tokens():
         assert arrived, "an empty batch would send a keep-alive"
-        for pending, token in arrived:
+        for engine_request, token in arrived:
             token_ids.append(token.token_id)
-            pending.is_open = not token.finish_reason
+            engine_request.is_open = not token.finish_reason
     return token_ids
 
 
 def test_the_thread_sleeps_after_first_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeps: list[float] = []
     clock = SimpleNamespace(sleep=sleeps.append, perf_counter=time.perf_counter, monotonic=time.monotonic)
-    monkeypatch.setattr(worker_module, "time", clock)
+    monkeypatch.setattr(thread_module, "time", clock)
 
     async def run() -> list[int]:
         async with request_group(FakeEngine()) as group:
@@ -121,7 +121,7 @@ def test_the_thread_sleeps_after_first_tokens_only(monkeypatch: pytest.MonkeyPat
             return await collect_tokens(group)
 
     assert asyncio.run(run()) == [1, 2, 3]
-    assert sleeps == [worker_module.FIRST_TOKEN_SLEEP_S]
+    assert sleeps == [thread_module.FIRST_TOKEN_SLEEP_S]
 
 
 def test_a_request_that_arrives_before_the_next_launch_is_due_takes_part_in_that_step() -> None:
@@ -130,10 +130,10 @@ def test_a_request_that_arrives_before_the_next_launch_is_due_takes_part_in_that
     async def run() -> None:
         async with request_group(engine) as first:
             due = engine.launch_due = time.perf_counter() + 2.0
-            worker = first._worker
-            worker.submit(PendingRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
+            engine_thread = first._engine_thread
+            engine_thread.submit(EngineRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
             await asyncio.sleep(0.3)
-            worker.submit(PendingRequest(1, [8], SamplingParams(max_new_tokens=3), lambda *_: None))
+            engine_thread.submit(EngineRequest(1, [8], SamplingParams(max_new_tokens=3), lambda *_: None))
             await wait_until(lambda: engine.started_at)
             begun, num_open = engine.started_at[0]
             assert begun >= due and num_open == 2
@@ -147,7 +147,7 @@ def test_a_stop_does_not_wait_for_the_next_launch() -> None:
     async def run() -> None:
         async with request_group(engine) as group:
             engine.launch_due = time.perf_counter() + 30
-            group._worker.submit(PendingRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
+            group._engine_thread.submit(EngineRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
 
     start = time.perf_counter()
     asyncio.run(run())
@@ -159,7 +159,7 @@ def test_a_closed_group_is_freed_without_a_garbage_collection() -> None:
 
     async def run() -> None:
         async with request_group(FakeEngine()) as group:
-            other = RequestGroup(group._worker, [([7], SamplingParams(max_new_tokens=3))])
+            other = RequestGroup(group._engine_thread, [([7], SamplingParams(max_new_tokens=3))])
             await other.start()
             assert await collect_tokens(other)
             other.close()
@@ -209,13 +209,13 @@ def test_start_gives_up_after_the_longest_wait_and_a_late_launch_wakes_no_reader
 
 def test_graphs_are_captured_while_no_request_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the request is submitted, no idle time has to pass before a capture: only an open request prevents it."""
-    monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 60.0)
+    monkeypatch.setattr(thread_module, "CAPTURE_AFTER_IDLE_S", 60.0)
 
     while_open: list[int] = []  # graphs left at each step
 
     class EngineWithGraphs(FakeEngine):
         def submit(self, prompt: list[int], params: SamplingParams, group: int | None) -> int:
-            monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 0.0)
+            monkeypatch.setattr(thread_module, "CAPTURE_AFTER_IDLE_S", 0.0)
             return super().submit(prompt, params, group)
 
         def step(self) -> list[NewToken]:
@@ -249,7 +249,9 @@ def run_requests(engine: FakeEngine, gaps: tuple[float, ...], until: Callable[[]
         async with request_group(engine) as first:
             for number, gap in enumerate(gaps):
                 await asyncio.sleep(gap)
-                group = RequestGroup(first._worker, [([7], SamplingParams(max_new_tokens=3))]) if number else first
+                group = (
+                    RequestGroup(first._engine_thread, [([7], SamplingParams(max_new_tokens=3))]) if number else first
+                )
                 sent_at.append(time.monotonic())
                 async with asyncio.timeout(30):
                     await group.start()
@@ -262,8 +264,8 @@ def run_requests(engine: FakeEngine, gaps: tuple[float, ...], until: Callable[[]
 
 
 def test_under_load_a_wanted_graph_is_captured_once_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "CAPTURE_INTERVAL_S", 0.2)
-    monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 60.0)  # the gaps below are load
+    monkeypatch.setattr(thread_module, "CAPTURE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(thread_module, "CAPTURE_AFTER_IDLE_S", 60.0)  # the gaps below are load
     engine = FakeEngine()
     engine.wants_graph = True
     sent_at = run_requests(engine, (0.01,) * 60)
@@ -273,15 +275,15 @@ def test_under_load_a_wanted_graph_is_captured_once_per_interval(monkeypatch: py
 
 
 def test_a_graph_that_is_not_wanted_is_not_captured_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "CAPTURE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(thread_module, "CAPTURE_INTERVAL_S", 0.0)
     engine = FakeEngine()
     run_requests(engine, (0.01,) * 5)
     assert not engine.captured_at
 
 
 def test_after_an_idle_time_the_interval_begins_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "CAPTURE_INTERVAL_S", 1.0)
-    monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 0.4)
+    monkeypatch.setattr(thread_module, "CAPTURE_INTERVAL_S", 1.0)
+    monkeypatch.setattr(thread_module, "CAPTURE_AFTER_IDLE_S", 0.4)
     engine = FakeEngine()
     engine.wants_graph = True
     run_requests(engine, (0.5, 0.5, 0.5))
@@ -369,16 +371,16 @@ class BusyEngine(FakeEngine):
 
 
 async def run_swaps(engine: FakeEngine, swaps: Any, finish: Callable[[], None] = lambda: None) -> list[float]:
-    """Replace all buckets, call `finish`, and return the times at which the worker reported a warm server."""
+    """Replace all buckets, call `finish`, and return the times at which the thread reported a warm server."""
     reports: list[float] = []
 
     def report() -> None:
         reports.append(time.monotonic())
-        engine.graphs_left = 3  # before each capture, the worker could report again
+        engine.graphs_left = 3  # before each capture, the thread could report again
 
     async with request_group(engine) as group:
-        worker = group._worker
-        worker._inbox.put(lambda _: worker.start_swaps(swaps, report))
+        engine_thread = group._engine_thread
+        engine_thread._inbox.put(lambda _: engine_thread.start_swaps(swaps, report))
         await wait_until(lambda: not swaps.left)
         await asyncio.sleep(0.1)
         finish()

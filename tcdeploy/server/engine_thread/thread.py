@@ -23,7 +23,7 @@ from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.engine.step.launch_timer import LaunchLock
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server.apis.openai.protocol import ApiError
-from tcdeploy.server.worker.canary import CanarySchedule
+from tcdeploy.server.engine_thread.canary import CanarySchedule
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
@@ -36,7 +36,7 @@ CAPTURE_INTERVAL_S = 5.0  # under load; such rare pauses do not affect the 99th 
 SWAP_POLL_S = 0.25  # between two looks at the process that compiles programs
 FIRST_TOKEN_SLEEP_S = 0.0002  # releases the GIL: the event loop sends first tokens at once, not up to 5 ms later
 MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
-ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
+ReceiveCallback: TypeAlias = "Callable[[EngineRequest, NewToken | Exception | None], None]"
 
 
 class EngineDeadError(ApiError):
@@ -46,7 +46,7 @@ class EngineDeadError(ApiError):
         super().__init__(503, message, code=code)
 
 
-class PendingRequest:
+class EngineRequest:
     """The event loop's handle for one engine request: choice `index` of an API request. `receive` is called with each
     new token, with an exception, and with None when the engine has made its first step after accepting the request.
     """
@@ -69,10 +69,10 @@ class PendingRequest:
 
     def close(self) -> None:
         """Ignore all further items. Also breaks the reference cycle with the owner of `receive`."""
-        self._receive = lambda pending, item: None
+        self._receive = lambda request, item: None
 
 
-class Worker:
+class EngineThread:
     """The engine thread. All public methods are called from the event loop. `load` runs in the thread; its result goes
     to `on_loaded`, and its attribute `engine` runs until `stop`. `on_loaded` and `on_death` are called on the event
     loop; `on_death` also if `load` raises.
@@ -88,9 +88,9 @@ class Worker:
         self.launch_lock = LaunchLock()  # the engine's, once it is loaded
         self._load, self._on_loaded, self._on_death = load, on_loaded, on_death
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
-        self._open_requests: set[PendingRequest] = set()  # event loop: requests that may still receive tokens
-        self._by_request_id: dict[int, PendingRequest] = {}  # thread: requests in the engine
-        self._new_requests: list[PendingRequest] = []  # thread: submitted since the last step
+        self._open_requests: set[EngineRequest] = set()  # event loop: requests that may still receive tokens
+        self._by_request_id: dict[int, EngineRequest] = {}  # thread: requests in the engine
+        self._new_requests: list[EngineRequest] = []  # thread: submitted since the last step
         self._captures_when_idle = True  # thread: whether graphs are left
         self._busy_at = time.monotonic()  # thread: when the engine last had work
         self._capture_due_at = self._busy_at + CAPTURE_INTERVAL_S  # thread: when a graph may be captured under load
@@ -106,27 +106,27 @@ class Worker:
         """Called by `load`. `when_warm` is called in the thread, once all buckets run programs and it is idle."""
         self.swaps, self._when_warm = swaps, when_warm
 
-    def submit(self, pending: PendingRequest) -> None:
-        """Queue a request. Its tokens, or an error, arrive at `pending`."""
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request. Its tokens, or an error, arrive at `request`."""
         if self.failure is not None:
-            pending.deliver(EngineDeadError("the engine is not running"))
+            request.deliver(EngineDeadError("the engine is not running"))
             return
-        self._open_requests.add(pending)
-        self._inbox.put(lambda engine: self._submit(engine, pending))
+        self._open_requests.add(request)
+        self._inbox.put(lambda engine: self._submit(engine, request))
 
-    def cancel(self, pending: PendingRequest) -> None:
+    def cancel(self, request: EngineRequest) -> None:
         """Abort a request. Its KV blocks are free after the current step."""
-        pending.is_open = False
-        self._open_requests.discard(pending)
-        self._inbox.put(lambda engine: self._abort(engine, pending))
+        request.is_open = False
+        self._open_requests.discard(request)
+        self._inbox.put(lambda engine: self._abort(engine, request))
 
     def stop(self) -> None:
         self._inbox.put(STOP)
 
     def fail_all(self, error: EngineDeadError) -> None:
         """Deliver `error` to every open request. Their owners cancel them."""
-        for pending in list(self._open_requests):
-            pending.deliver(error)
+        for request in list(self._open_requests):
+            request.deliver(error)
 
     # Engine thread
 
@@ -229,33 +229,33 @@ class Worker:
             timeouts.append(max(0.0, self._busy_at + CAPTURE_AFTER_IDLE_S - time.monotonic()))
         return min(timeouts, default=None)
 
-    def _submit(self, engine: Engine, pending: PendingRequest) -> None:
-        if not pending.is_open:  # cancelled meanwhile
+    def _submit(self, engine: Engine, request: EngineRequest) -> None:
+        if not request.is_open:  # cancelled meanwhile
             return
         try:
-            pending.request_id = engine.submit(pending.prompt, pending.params, pending.group_id)
+            request.request_id = engine.submit(request.prompt, request.params, request.group_id)
         except TcdeployError as error:
-            self._loop.call_soon_threadsafe(pending.deliver, error)
+            self._loop.call_soon_threadsafe(request.deliver, error)
             return
-        self._by_request_id[pending.request_id] = pending
-        self._new_requests.append(pending)
+        self._by_request_id[request.request_id] = request
+        self._new_requests.append(request)
 
-    def _abort(self, engine: Engine, pending: PendingRequest) -> None:
-        if pending.request_id in self._by_request_id:  # else it has finished
-            del self._by_request_id[pending.request_id]
-            self._new_requests = [other for other in self._new_requests if other is not pending]
-            engine.abort(pending.request_id)
+    def _abort(self, engine: Engine, request: EngineRequest) -> None:
+        if request.request_id in self._by_request_id:  # else it has finished
+            del self._by_request_id[request.request_id]
+            self._new_requests = [other for other in self._new_requests if other is not request]
+            engine.abort(request.request_id)
             self.stats = engine.scheduler.stats
 
     # Event loop
 
-    def _deliver(self, new_requests: list[PendingRequest], outputs: list[tuple[PendingRequest, NewToken]]) -> None:
-        for pending in new_requests:
-            pending.deliver(None)
-        for pending, token in outputs:
+    def _deliver(self, new_requests: list[EngineRequest], outputs: list[tuple[EngineRequest, NewToken]]) -> None:
+        for request in new_requests:
+            request.deliver(None)
+        for request, token in outputs:
             if token.finish_reason:
-                self._open_requests.discard(pending)
-            pending.deliver(token)
+                self._open_requests.discard(request)
+            request.deliver(token)
 
     def _on_engine_failure(self, error: BaseException) -> None:
         self.fail_all(EngineDeadError(str(error) or type(error).__name__))
