@@ -110,6 +110,7 @@ def test_another_context_and_another_batch_size_keep_the_hits(
     assert outcomes(result) == ["hit", "hit", "hit", "miss"], result.stderr
 
 
+@pytest.mark.long  # two cold starts
 def test_two_processes_may_warm_one_folder_at_once(
     run_cli: Any, run_cli_in: RunCLI, model: str, tmp_path: Path
 ) -> None:

@@ -212,6 +212,7 @@ def test_rebuild_discards_damaged_files_and_compiles_again(run_cli: Any, model: 
     assert outcomes(run_cli(*warm(model, cache, "--require-hit"))) == ["hit", "hit"]
 
 
+@pytest.mark.long  # three cold starts
 def test_another_plan_in_the_folder_stays_warm_when_one_is_discarded(
     run_cli: Any, model: str, cache: Path, tmp_path: Path
 ) -> None:

@@ -46,8 +46,12 @@ def test_a_command_that_starts_nothing_takes_no_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("warm", "--json"), ("compile", "--json"), ("serve", "--port", "0"), ("generate",)]
-)
+    "command",
+    [
+        ("warm", "--json"), ("serve", "--port", "0"),
+        *(pytest.param(command, marks=pytest.mark.long) for command in (("compile", "--json"), ("generate",))),
+    ],
+)  # fmt: skip
 def test_a_start_over_its_budget_ends_the_command(
     command: tuple[str, ...], filled_cache: Path, cache_dir: str, run_cli: RunCLI
 ) -> None:

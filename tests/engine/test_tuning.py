@@ -179,6 +179,7 @@ def test_without_tuning_time_no_variant_is_tried_after_the_default_one(
     assert compiled_variants == [("prefill:32", "default")]
 
 
+@pytest.mark.long  # as one that fails its parity check
 def test_a_model_that_cannot_select_rows_early_serves_with_the_next_variant(
     tmp_path: Path, compiled_variants: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +292,7 @@ def test_a_variant_that_slows_every_start_must_bring_its_required_speedup() -> N
         assert fastest(trials, variants).variant == selected
 
 
+@pytest.mark.long  # three tuned starts
 def test_variants_an_earlier_run_had_no_time_for_are_tried_when_the_time_grows(prepare_auto: Any) -> None:
     assert [len(record.trials) for record in prepare_auto(tune_seconds=0.0).records] == [0, 0]
     reset_programs()
@@ -354,6 +356,7 @@ def test_if_no_variant_compiles_the_last_error_is_raised(prepare_auto: Any, monk
         prepare_auto()
 
 
+@pytest.mark.long  # two tuned starts
 def test_timing_does_not_disturb_the_parity_check(tmp_path: Path) -> None:
     """With so few KV blocks that the timing batch shares blocks with the check batch."""
     reset_programs()

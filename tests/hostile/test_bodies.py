@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.hostile.bodies import MAX_LOOP_CPU_MS, attack_server, instrument
 from tests.server.conftest import prepared_fork_server, serve, warm_cache  # noqa: F401 - fixtures
 
 
+@pytest.mark.long  # a campaign
 def test_hostile_bodies_and_heads_neither_block_the_event_loop_nor_leak_memory(
     serve: Callable[..., Any],  # noqa: F811
     tmp_path: Path,

@@ -12,6 +12,7 @@ from tests.hostile.traffic import SCARCE_BLOCKS, Choice, attack_servers, greedy_
 from tests.server.conftest import ServerProcess, prepared_fork_server, server, serving, warm_cache  # noqa: F401
 
 
+@pytest.mark.long  # random traffic without a server is in engine/test_continuous_batching.py
 def test_each_request_gets_the_tokens_under_load_that_it_gets_alone(
     server: ServerProcess,  # noqa: F811
     warm_cache: Path,  # noqa: F811

@@ -56,7 +56,7 @@ def test_a_type_that_cannot_be_probed_is_refused_with_the_cause(model_type: str,
     assert reason in error.value.message
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", ["gemma3", pytest.param("qwen2_5_vl", marks=pytest.mark.long)])
 def test_unused_tensors_are_refused_unless_they_generate_speech(model_type: str, tmp_path: Path) -> None:
     """Their checkpoints have other names than the loaded model: language_model.model.layers, and model.layers."""
     save_model(small_config(model_type), tmp_path)

@@ -245,9 +245,13 @@ def test_weights_are_loaded_from_a_local_folder(run_cli: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "rope",
     [
-        {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.7},
-        {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 2.0,
-         "short_factor": [1.0 + 0.1 * i for i in range(16)], "long_factor": [3.0] * 16},
+        {"rope_type": "dynamic", "factor": 2.7},
+        pytest.param({"rope_type": "dynamic", "factor": 2.0}, marks=pytest.mark.long),
+        pytest.param(
+            {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 2.0,
+             "short_factor": [1.0 + 0.1 * i for i in range(16)], "long_factor": [3.0] * 16},
+            marks=pytest.mark.long,
+        ),
     ],
 )  # fmt: skip
 def test_rope_that_changes_with_the_length_is_served_up_to_its_original_length(

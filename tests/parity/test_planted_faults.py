@@ -17,7 +17,7 @@ from tests.parity.planted_faults import FAULTS
 # Faults that each family cannot have are left out by `planted_faults.NotApplicable`. Gemma 2 can have the most.
 FAMILIES = [
     ("llama", "bfloat16", 21),
-    ("gemma2", "bfloat16", 25),
+    pytest.param("gemma2", "bfloat16", 25, marks=pytest.mark.long),
     pytest.param("qwen2", "float32", 22, marks=pytest.mark.long),
     pytest.param("gpt_oss", "bfloat16", 23, marks=pytest.mark.long),
     pytest.param("gpt2", "bfloat16", 18, marks=pytest.mark.long),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tcdeploy.cache.trust.signing import generate_key, trust
+from tcdeploy.scale.ray_config import PREFIX_ROUTER
 from tests.conftest import TINY, RunCLI
 from tests.deploy.refused_bundles import move_to_another_environment
 from tests.hostile.ray_users import attack, find_target, make_folders
@@ -34,6 +36,7 @@ AUTOSCALING = {
     "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 1, "downscale_delay_s": 4,
     "look_back_period_s": 2, "metrics_interval_s": 0.5,
 }  # fmt: skip
+NUM_CLIENTS = 8
 REPORTED = {
     "generation_tokens_total", "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc",
     "time_to_first_token_seconds_sum", "time_to_first_token_seconds_bucket",
@@ -42,11 +45,14 @@ REPORTED = {
 
 @pytest.fixture(scope="module")
 def deployment(packages: Path) -> Iterator[RayDeployment]:
-    """The model `tiny`, which has one or two replicas."""
-    model = model_entry(packages, "tiny", autoscaling_config=AUTOSCALING, health_check_period_s=1)
-    # Other users can enter the folder, unlike those of pytest.
-    with tempfile.TemporaryDirectory() as folder, ray_deployment(make_folders(Path(folder)), model) as deployed:
-        yield deployed
+    """The model `tiny`, which has one or two replicas, behind an ingress with the prefix-aware router."""
+    router = {"request_router_class": PREFIX_ROUTER}
+    model = model_entry(
+        packages, "tiny", autoscaling_config=AUTOSCALING, health_check_period_s=1, request_router_config=router
+    )
+    with contextlib.ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))  # of pytest, other users could not enter
+        yield cleanup.enter_context(ray_deployment(make_folders(folder), model, route_prefix="/tiny"))
 
 
 def test_the_openai_client_reaches_the_model(deployment: RayDeployment) -> None:
@@ -111,10 +117,10 @@ def test_no_request_is_lost_while_replicas_are_added_and_removed_except_those_of
     load = Load(deployment)
     assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 60), "one replica"
     before = deployment.replica_pids("tiny")
-    with load.running(clients=16):
+    with load.running(clients=NUM_CLIENTS):
         assert wait_for(lambda: len(deployment.serving_replicas()) == 2, 90), "a second replica of tiny"
         [added] = set(deployment.replica_pids("tiny")) - set(before)
-        time.sleep(5)
+        time.sleep(2)
 
         def running() -> list[float]:
             return list(deployment.reported("ray_tcdeploy_num_requests_running", application="tiny").values())
@@ -128,7 +134,7 @@ def test_no_request_is_lost_while_replicas_are_added_and_removed_except_those_of
                 "it was not replaced"
             )
             time.sleep(6)
-    assert 1 <= len(load.errors) < 16 if kills else not load.errors, load.errors
+    assert 1 <= len(load.errors) < NUM_CLIENTS if kills else not load.errors, load.errors
     late = [start + seconds for start, seconds, error in load.outcomes if error and start + seconds > killed_at + 3]
     assert not late, (killed_at, load.outcomes)
     last = Load(deployment)
@@ -146,7 +152,9 @@ def test_no_request_is_lost_while_replicas_are_added_and_removed_except_those_of
             "/nowhere/x.tcb holds no bundle",
             marks=pytest.mark.long,
         ),
-        ("serve: /nowhere/model --device cpu", 1, "folder /nowhere/model does not exist"),
+        pytest.param(
+            "serve: /nowhere/model --device cpu", 1, "folder /nowhere/model does not exist", marks=pytest.mark.long
+        ),
         (f"{{serve: {TINY} --device cpu, ray_actor_options: {{num_cpus: 999}}}}", 2, "need 999 of the resource CPU"),
     ],
 )

@@ -14,6 +14,8 @@ import pytest
 from tcdeploy.scale.ray_config import PREFIX_ROUTER
 from tests.scale.ray_deployment import MESSAGES, Load, RayDeployment, model_entry, ray_deployment, wait_for
 
+pytestmark = pytest.mark.long  # one replica with this router, behind an ingress, is deployed in test_ray.py
+
 
 @pytest.fixture(scope="module")
 def deployment(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayDeployment]:

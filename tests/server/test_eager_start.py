@@ -189,6 +189,7 @@ def test_a_compile_worker_that_fails_leaves_the_server_serving_eagerly(
         assert server.metric("start_tier", tier="eager") == 1 and server.metric("recompiles_total") == 0
 
 
+@pytest.mark.long  # compiles the model twice
 def test_a_program_that_the_worker_lacks_is_compiled_between_steps_with_a_warning(
     tmp_path: Path, fork_server: ForkServer, answers: list[str]
 ) -> None:

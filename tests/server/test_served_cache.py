@@ -48,6 +48,7 @@ def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path]
     assert "ready: " not in completed.stdout and "Traceback" not in completed.stderr
 
 
+@pytest.mark.long  # `warm` rebuilds in cache/test_integrity.py
 def test_on_bad_cache_rebuild_compiles_and_serves(
     damaged: tuple[Path, Path], tmp_path: Path, fork_server: ForkServer
 ) -> None:

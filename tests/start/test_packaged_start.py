@@ -511,6 +511,7 @@ def test_steps_are_not_timed_again(own_cache: str, monkeypatch: pytest.MonkeyPat
             start(own_cache)
 
 
+@pytest.mark.long  # five starts
 def test_a_start_writes_the_manifest_only_if_more_than_its_measurements_would_change(own_cache: str) -> None:
     run_script(own_cache)  # before, the manifest may be that of the start that compiled
     key = start(own_cache).plan.key

@@ -118,6 +118,7 @@ def test_workers_compile_all_but_the_largest_bucket_and_the_start_records_misses
         assert (bucket["outcome"], bucket["cold_seconds"]) == ("hit", buckets[bucket["bucket"]]["cold_seconds"])
 
 
+@pytest.mark.long  # each program is compiled in two processes
 def test_the_packages_of_the_short_copy_are_those_of_the_model(warm: Any, run_cli: RunCLI, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     stderr, buckets = warm(TWO_WORKERS, *AOT_FLAGS)
@@ -140,7 +141,9 @@ def test_the_packages_of_the_short_copy_are_those_of_the_model(warm: Any, run_cl
     ("script", "reason", "compiled"),
     [
         (FAILING_WORKERS, "a planted fault", ["decode:4", "decode:1"]),
-        (WORKERS_WITHOUT_A_BUCKET, "its plan does not contain these buckets", ["decode:4"]),
+        pytest.param(
+            WORKERS_WITHOUT_A_BUCKET, "its plan does not contain these buckets", ["decode:4"], marks=pytest.mark.long
+        ),
     ],
 )
 def test_buckets_of_a_worker_that_fails_are_compiled_in_the_first_process_with_a_warning(

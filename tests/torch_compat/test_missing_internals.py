@@ -125,6 +125,8 @@ GROUPS = (
     ("compiled call", "kernel sources"),
     ("graph passes",),
 )
+# First names of the groups that are tested without `--long`.
+ALWAYS = ("precompiled headers", "fake tensors", "graph passes")
 
 
 class Starter:
@@ -166,13 +168,17 @@ def all_groups() -> list[tuple[str, ...]]:
     return [*GROUPS, tuple(name for name in REMOVALS if name not in grouped)]
 
 
+def with_marks(group: tuple[str, ...]) -> Any:
+    return pytest.param(group, marks=() if group[0] in ALWAYS else pytest.mark.long, id=group[0].replace(" ", "-"))
+
+
 def test_every_internal_has_a_removal_and_is_in_one_group() -> None:
     names = sorted(internal.name for internal in INTERNALS)
     assert sorted(REMOVALS) == names
     assert sorted(name for group in all_groups() for name in group) == names
 
 
-@pytest.mark.parametrize("group", all_groups(), ids=lambda group: group[0].replace(" ", "-"))
+@pytest.mark.parametrize("group", map(with_marks, all_groups()))
 def test_a_start_without_them_gives_the_same_tokens_and_the_plan_says_what_is_lost(
     group: tuple[str, ...], starter: Starter, complete: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -180,7 +180,7 @@ def test_a_tensor_with_another_reader_is_computed_in_full() -> None:
     assert rows_of_products(read_twice) == [64]
 
 
-@pytest.fixture(params=["bucket", "dynamic"])
+@pytest.fixture(params=["bucket", pytest.param("dynamic", marks=pytest.mark.long)])
 def deployment(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deployment]:
     """With an empty cache, because the pass runs only when a program is compiled. Other tests compile its kernels."""
     reset_programs()
