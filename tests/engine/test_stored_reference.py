@@ -298,6 +298,7 @@ def test_another_plan_does_not_copy_the_reference(starts: Starts) -> None:
     assert in_staging == [Path(second[0]).name]
 
 
+@pytest.mark.long  # compiles the model twice; others check it uncompiled
 def test_a_compiled_model_is_checked_again_with_its_programs(starts: Starts) -> None:
     starts.start(compiles=True)
     with shift_stored_logits():

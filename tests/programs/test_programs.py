@@ -27,7 +27,7 @@ from tcdeploy.programs.stances import fail_on_recompile
 from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.prepare import prepare
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
-from tests.conftest import TINY, reset_programs
+from tests.conftest import TINY, prepare_tiny, reset_programs
 from tests.coverage.campaign import traced_only
 from tests.model_families import LAYER_KINDS, SUPPORTED, WINDOW, save_config
 
@@ -208,10 +208,12 @@ def test_the_mlp_of_every_family_is_found(family: Any) -> None:
         assert len(layer.mlp) == 1 and not left, f"{name}: {left} belong to no block"
 
 
-def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(tiny_deployment: Any) -> None:
+def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(cache_dir: str) -> None:
     """`fail_on_recompile` refuses a call of the model with a shape that no bucket has."""
-    runner = tiny_deployment.engine.runner
-    [bucket, *_] = tiny_deployment.plan.prefill_buckets
+    reset_programs()  # a program that another test compiled for a dynamic range would serve the shape
+    deployment = prepare_tiny(cache_dir)
+    runner = deployment.engine.runner
+    [bucket, *_] = deployment.plan.prefill_buckets
     runner.step_holder.step = runner._make_step(runner._buffers_of(GraphKey(bucket, bucket.size, 0)), None)
     with pytest.raises(RecompileError, match="after warm-up"), fail_on_recompile(), torch.no_grad():
         runner.model(input_ids=torch.zeros(1, 7, dtype=torch.long), position_ids=torch.arange(7)[None], use_cache=False)

@@ -59,6 +59,7 @@ def edited_request(source: random.Random) -> tuple[str, bytes]:
     return path, bytes(body)
 
 
+@pytest.mark.long  # a campaign
 def test_mutated_requests_cause_no_server_error(serve: Callable[..., Any]) -> None:
     """Needs a server of its own: one that has served large requests has free memory that hides a leak."""
     with serve() as server:

@@ -169,6 +169,7 @@ def test_a_server_whose_canary_has_no_case_starts(serve: Callable[..., Any]) -> 
         assert server.metric("canary_cases", state="not_repeatable") == 5
 
 
+@pytest.mark.long  # compiles a plan of its own
 def test_a_strict_server_whose_canary_has_no_case_does_not_start(tmp_path: Path, warm_cache: Path) -> None:
     flags = (*FLAGS, "--cache-dir", str(warm_cache), "--canary-strict")
     process: Any = start_cli(tmp_path, "serve", TINY, *flags, script=noise_in(*ALL_BUCKETS))

@@ -57,6 +57,7 @@ def test_a_start_without_torchs_caches_is_refused(
     assert content(folder) == before
 
 
+@pytest.mark.long  # two cold starts
 def test_programs_that_torch_does_not_store_leave_the_plan_unchanged(
     fork_server: ForkServer, folder: Path, run_cli: RunCLI
 ) -> None:
