@@ -206,7 +206,6 @@ def test_a_rolling_update_loses_no_request(serve: Callable[..., Any]) -> None:
     assert min(outcomes[old, "200"], outcomes[new, "200"]) >= 10, "both replicas had requests"
 
 
-@pytest.mark.long  # shows that the test above can fail
 def test_without_pre_stop_requests_are_lost_while_the_pod_still_has_routes(serve: Callable[..., Any]) -> None:
     """What the preStop of the manifests is for. If this passes without it, the test above proves nothing."""
     old, _, outcomes = replace_replica(serve, pre_stop_s=0)

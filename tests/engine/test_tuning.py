@@ -179,7 +179,7 @@ def test_without_tuning_time_no_variant_is_tried_after_the_default_one(
     assert compiled_variants == [("prefill:32", "default")]
 
 
-@pytest.mark.long  # as one that fails its parity check
+@pytest.mark.long  # a first variant that fails its parity check is replaced too, see above
 def test_a_model_that_cannot_select_rows_early_serves_with_the_next_variant(
     tmp_path: Path, compiled_variants: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

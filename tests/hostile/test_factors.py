@@ -11,7 +11,7 @@ from tests.conftest import TINY_FLAGS
 from tests.hostile.factors import DEFAULT, FACTORS, Campaign, of
 
 
-@pytest.mark.long  # four cold starts; the keys are compared in planning/test_environment.py
+@pytest.mark.long  # four cold starts; planning/test_environment.py compares the keys
 def test_two_instruction_sets_share_a_folder(tmp_path: Path, filled_cache: Path) -> None:
     """The first start finds the programs of the filled folder, whose plan has more buckets."""
     folder = shutil.copytree(filled_cache, tmp_path / "cache")

@@ -64,7 +64,7 @@ def test_a_program_that_uses_the_library_is_not_affected(environment: dict[str, 
     assert imported_packages(environment, "tcdeploy.start.model_code", skips=False)[-1] is True
 
 
-@pytest.mark.long  # the condition of the test above
+@pytest.mark.long  # a process of its own
 def test_a_package_that_is_in_use_stays_imported(environment: dict[str, str]) -> None:
     assert imported_packages(environment, "scipy", "tcdeploy.start.model_code") == ["scipy", True]
 

@@ -61,7 +61,7 @@ def test_a_later_start_loads_packages_and_neither_traces_nor_compiles(
     assert not list(temporary.glob("aotinductor*"))
 
 
-@pytest.mark.long  # also in a start from packages, start/test_packaged_start.py
+@pytest.mark.long  # start/test_packaged_start.py does the same after a start from packages
 def test_random_requests_get_the_tokens_of_jit_programs(deployment: Any, cache_dir: str) -> None:
     """With prompts longer than the bucket, and with mixed steps. Nothing compiles."""
     source = random.Random(22)

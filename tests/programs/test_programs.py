@@ -114,7 +114,7 @@ def test_attention_and_mlp_can_be_programs_of_their_own(cache_dir: str, tmp_path
     assert all(record.parity.relative_difference < 1e-5 for record in deployment.records)
 
 
-@pytest.mark.long  # the same layers are exported in test_export.py
+@pytest.mark.long  # a number that depends on the layer is exported in test_export.py
 def test_a_number_that_differs_between_layers_costs_a_program_per_layer(
     cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,7 @@ def run(folder: Path, program: str, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.long  # explains the test of a hit in this file
+@pytest.mark.long  # what the keys are for, a hit, is tested below
 def test_torch_s_key_depends_on_the_importer_of_torch_and_the_patched_key_does_not(tmp_path: Path) -> None:
     """If the first assertion fails, torch no longer needs tcdeploy/torch_compat/inductor/graph_cache_keys.py."""
     (tmp_path / "other_server.py").write_text(OTHER_MODULE)

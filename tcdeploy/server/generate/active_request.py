@@ -240,9 +240,8 @@ class ActiveRequest:
         """Cancel what is still open, and release the admitted choices."""
         for engine_request in self.group.engine_requests:
             if engine_request.is_open:
-                num_tokens = (
-                    self.choices[engine_request.index].num_tokens if engine_request.index < len(self.choices) else 0
-                )
+                index = engine_request.index
+                num_tokens = self.choices[index].num_tokens if index < len(self.choices) else 0
                 self.service.metrics.observe_end("error" if self._has_failed else "abort", num_tokens)
         self.group.close()
         self.service.admission.release(len(self.stopwatches))
