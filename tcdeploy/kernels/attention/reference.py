@@ -1,8 +1,8 @@
 """Attention over a paged KV cache in plain PyTorch: the definition of the `tcdeploy::` ops, and their CPU backend.
 
 Computes one sequence at a time, in float32, with the textbook formula. Every other backend is tested against these
-functions. Their `.tolist()` synchronises a GPU, where the Plan reports them as a fallback. Rejected: one padded batch
-for all sequences, which is no faster on two CPU cores, and reads `batch * longest` keys.
+functions. Their `.tolist()` and `int()` synchronise a GPU, where the Plan reports them as a fallback. Rejected: one
+padded batch for all sequences, which is no faster on two CPU cores, and reads `batch * longest` keys.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: 
     its own included (0: all). `softcap` bounds scores to `softcap * tanh(score / softcap)` (0: no bound). An attention
     sink is a score without a value: it only adds to the softmax's denominator (gpt-oss).
     """
-    queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
-    k = k.float().repeat_interleave(group, dim=1)
-    v = v.float().repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale  # [heads, queries, keys]
+    queries, (keys, kv_heads, _) = len(q), k.shape
+    group = q.shape[1] // kv_heads
+    grouped = q.float().unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, head_dim]
+    scores = grouped.flatten(1, 2) @ k.float().permute(1, 2, 0) * scale
+    scores = scores.unflatten(1, (group, queries))  # [kv_heads, group, queries, keys]
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
-    masked = (distance < 0) | (distance >= window) if window else distance < 0
-    scores = scores.masked_fill(masked, float("-inf"))
+    if queries > 1 or window:  # else the query sees all keys
+        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
+        masked = (distance < 0) | (distance >= window) if window else distance < 0
+        scores = scores.masked_fill(masked, float("-inf"))
     if sinks is None:
         weights = scores.softmax(dim=-1)
     else:
-        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, queries, 1)], dim=-1)
-        weights = scores.softmax(dim=-1)[..., :keys]
-    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        column = sinks.float().view(kv_heads, group, 1, 1).expand(-1, -1, queries, 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :keys]
+    out = (weights.flatten(1, 2) @ v.float().transpose(0, 1)).unflatten(1, (group, queries))
+    return out.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
 
 def gather_sequence(cache: Tensor, block_table_row: Tensor, length: int) -> Tensor:
     """The first `length` slots of one sequence: cache [blocks, block_size, heads, dim] -> [length, heads, dim]."""
     block_size = cache.shape[1]
-    blocks = block_table_row[: -(-length // block_size)].long()
+    blocks = block_table_row[: -(-length // block_size)]
     return cache.index_select(0, blocks).flatten(0, 1)[:length]
 
 
@@ -78,8 +81,9 @@ def paged_decode(
     block_size = k_cache.shape[1]
     for row, length in enumerate(seq_lens.tolist()):
         if length:
-            newest_slot = (block_table[row, (length - 1) // block_size].long(), (length - 1) % block_size)
-            k_cache[newest_slot], v_cache[newest_slot] = k[row], v[row]
+            block, slot = divmod(length - 1, block_size)
+            newest = int(block_table[row, block]), slot
+            k_cache[newest], v_cache[newest] = k[row], v[row]
             keys, values = (gather_sequence(cache, block_table[row], length) for cache in (k_cache, v_cache))
             out[row] = attend(q[row, None], keys, values, scale, window, softcap, sinks)[0]
     return out
