@@ -337,9 +337,9 @@ def test_a_missing_bucket_is_not_an_empty_folder(s3: Proxy, make_bundle: Make) -
 def test_a_slow_s3_times_out(
     s3: Proxy, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
+    url = push(make_bundle(5000), "s3://bucket/deep", PLAN).url
     monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 0.8)
-    url = push(make_bundle(5000), "s3://bucket/deep", PLAN).url
     s3.fail(fault, method="GET")
     start = time.monotonic()
     with pytest.raises(NetworkError, match="failed after [1-4] attempt"):
@@ -352,10 +352,10 @@ def test_a_slow_s3_times_out(
 def test_a_stalled_response_is_retried_after_the_read_timeout(
     store: str, request: pytest.FixtureRequest, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.3)
     file = make_bundle()
     proxy = request.getfixturevalue(store) if store == "s3" else request.getfixturevalue(store)[0]
     url = push(file, "s3://bucket/deep", PLAN).url if store == "s3" else put_on(request.getfixturevalue(store), file)
+    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.3)
     proxy.fail(Stall(), times=1, method="GET")
     start = time.monotonic()
     assert pull(url, inbox / "got.tcb").read_bytes() == file.read_bytes()
