@@ -40,7 +40,7 @@ hypothesis.settings.register_profile("without deadlines", deadline=None)  # test
 hypothesis.settings.load_profile("without deadlines")
 
 RunCLI = Callable[..., subprocess.CompletedProcess[str]]
-_active_speedups = list(SPEEDUP_VARIABLES)  # passed to CLI runs, except in modules that use one of two fixtures below
+_active_speedups = list(SPEEDUP_VARIABLES)  # passed to CLI runs; `with_instruction_probes` removes one of them
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = os.pathsep.join(
@@ -261,14 +261,6 @@ def reference_tiny() -> Any:
 
 
 @pytest.fixture(scope="module")
-def without_speedups() -> Iterator[None]:
-    """CLI runs of this module probe vector instructions and compile every kernel, as on a user's machine."""
-    _active_speedups.clear()
-    yield
-    _active_speedups.extend(SPEEDUP_VARIABLES)
-
-
-@pytest.fixture(scope="module")
 def with_instruction_probes() -> Iterator[None]:
     """CLI runs of this module probe vector instructions, as on a user's machine. Kernels still come from the cache."""
     _active_speedups.remove(VEC_ISA_VARIABLE)
@@ -285,16 +277,7 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
 
 
 @pytest.fixture(scope="session")
-def plain_fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """A fork server for modules that use `without_speedups` or `with_instruction_probes`."""
-    environ = cli_environment(tmp_path_factory.mktemp("forks"))
-    server = ForkServer({name: value for name, value in environ.items() if name not in SPEEDUP_VARIABLES})
-    yield server
-    server.shutdown()
-
-
-@pytest.fixture(scope="session")
-def run_cli_in(fork_server: ForkServer, plain_fork_server: ForkServer) -> RunCLI:
+def run_cli_in(fork_server: ForkServer) -> RunCLI:
     """Run the CLI in a separate process, in a clean environment with the given folder as HOME.
 
     The process is a fork of one that has imported everything, unless the environment rules that out or `new` is set.
@@ -304,10 +287,8 @@ def run_cli_in(fork_server: ForkServer, plain_fork_server: ForkServer) -> RunCLI
         home: Path, *arguments: str, timeout: float = 600, cwd: str | None = None, new: bool = False, **environ: str
     ) -> subprocess.CompletedProcess[str]:
         environment = cli_environment(home, **environ)
-        if not new:
-            for server in (fork_server, plain_fork_server):
-                if server.supports(environment):
-                    return server.run(*arguments, environ=environment, timeout=timeout, cwd=cwd)
+        if not new and fork_server.supports(environment):
+            return fork_server.run(*arguments, environ=environment, timeout=timeout, cwd=cwd)
         return subprocess.run(
             cli_command(*arguments), capture_output=True, text=True, timeout=timeout, env=environment, cwd=cwd
         )

@@ -31,7 +31,10 @@ HAS_PIDFD = hasattr(os, "pidfd_open")  # Linux
 MAX_REQUEST_BYTES = 128 << 10  # arguments, environment and script
 # Variables that may differ between the server's environment and a fork's, because no result of the tests depends on
 # their value during import. (Some libraries read HOME then, and torch looks for nvcc on PATH.)
-READ_AFTER_IMPORT = frozenset({"HOME", "PATH", "TMPDIR", "TEST_COMPILER_CACHE"})
+# `run_command` reads TORCHINDUCTOR_VEC_ISA_OK again.
+READ_AFTER_IMPORT = frozenset(
+    {"HOME", "PATH", "TMPDIR", "TEST_COMPILER_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_VEC_ISA_OK"}
+)
 # Modules that a start imports when it compiles or reads the cache, at 0.4 s of CPU time.
 IMPORTED_BY_A_COMPILATION = (
     "pydantic.type_adapter", "sympy.combinatorics", "sympy.physics.units", "torch._dynamo.backends.inductor",
@@ -252,9 +255,13 @@ def _set_up_child(
 
 def run_command(request: dict[str, Any]) -> int:
     """Run the CLI as if this process had been started with it; returns the exit code."""
+    import torch._inductor.config
+
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
+    # Of this thread only: torch keeps settings per thread, and the others have the server's value.
+    torch._inductor.config.cpp.vec_isa_ok = {"1": True, "0": False}.get(os.environ.get("TORCHINDUCTOR_VEC_ISA_OK", ""))
     tempfile.tempdir = None
     random.seed()
     sys.argv = ["tcdeploy", *request["arguments"]]

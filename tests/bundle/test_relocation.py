@@ -48,7 +48,7 @@ def relocated(tmp_path_factory: pytest.TempPathFactory, keys: Keys, run_cli_in: 
     bundle = folder / "tiny.tcb"
     packed = run_cli_in(
         home, "cache", "pack", TINY, *SMALL, "--cache-dir", str(folder / "deep" / "cache"), "-o", str(bundle),
-        "--sign", str(keys.secret), "--json", new=True,
+        "--sign", str(keys.secret), "--json",
     )  # fmt: skip
     assert packed.returncode == 0, packed.stderr
     generated = run_cli_in(home, "generate", TINY, PROMPT, *SMALL, "--cache-dir", str(folder / "deep" / "cache"))
@@ -71,7 +71,7 @@ def unpacked(
 
 @pytest.fixture
 def run_on_other_machine(
-    tmp_path: Path, unpacked: Path, plain_fork_server: ForkServer
+    tmp_path: Path, unpacked: Path, fork_server: ForkServer
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a command with a read-only root and one writable folder for temporary files.
 
@@ -88,9 +88,9 @@ def run_on_other_machine(
             if os.path.ismount(point):
                 mounts += f" && mount -o remount,ro,bind {point}"
         environ = {**cli_environment(tmp_path / "nobody"), "TMPDIR": str(writable)}
-        if not new and plain_fork_server.supports(environ):
+        if not new and fork_server.supports(environ):
             script = ENTER_NAMESPACE.format(f"mount --make-rprivate / && {mounts}", {"PATH": os.environ["PATH"]})
-            return plain_fork_server.run(*arguments, environ=environ, script=script, cwd="/")
+            return fork_server.run(*arguments, environ=environ, script=script, cwd="/")
         return subprocess.run(
             ["unshare", "-m", "sh", "-c", f'{mounts} && cd / && exec env -i "$@"', "sh",
              *(f"{name}={value}" for name, value in environ.items()), sys.executable, "-m", "tcdeploy", *arguments],

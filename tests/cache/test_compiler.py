@@ -14,7 +14,7 @@ import pytest
 from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tests.conftest import TINY, RunCLI, remove_headers
 
-pytestmark = pytest.mark.usefixtures("without_speedups")
+pytestmark = pytest.mark.usefixtures("with_instruction_probes")
 QUERIES = {"--version", "-v", "-dumpfullversion -dumpversion"}
 
 

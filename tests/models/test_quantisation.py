@@ -21,6 +21,7 @@ from tcdeploy.models.load import load_config, load_model
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
 from tcdeploy.start.prepare import prepare
+from tests.exported_programs import exported_programs
 from tests.machines import decision_named
 from tests.model_families import SUPPORTED
 
@@ -159,12 +160,14 @@ def test_the_plan_shows_it_and_has_the_memory_of_dequantised_weights(
 
 @pytest.mark.compiles
 def test_tokens_equal_those_of_transformers_with_dequantised_weights(folders: Folders, tmp_path: Path) -> None:
+    """Without Inductor, which would compile the same programs for plain weights."""
     recipe = Recipe(
-        model=str(folders.quantised), buckets=(16,), batch_sizes=(1,), mode="default", dtype="float32",
+        model=str(folders.quantised), buckets=(16,), batch_sizes=(1,), programs="aot", dtype="float32",
         cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     prompt = [5, 9, 77, 130, 200, 3, 4]
-    [tokens] = prepare(recipe).engine.generate([prompt], SamplingParams(max_new_tokens=24))
+    with exported_programs():
+        [tokens] = prepare(recipe).engine.generate([prompt], SamplingParams(max_new_tokens=24))
     reference = AutoModelForCausalLM.from_pretrained(folders.plain, dtype=torch.float32, attn_implementation="eager")
     expected = reference.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
     assert list(tokens) == expected.tolist()

@@ -2,23 +2,23 @@
 
 What depends on the family is the export, the step program, the record and the order of the weights. Families are
 therefore tested without Inductor: a package is the exported program itself, whose graph runs operation by operation.
-llama, whose blocks most families have, is compiled, and starts in a new process, as does the embedded model, a Qwen3,
-in test_packaged_start.py. scripts/test --long compiles gpt_oss too, whose programs call our grouped GEMM (110 s).
+The embedded model, a Qwen3, is compiled once (`filled_packages`), and starts in a new process in
+test_packaged_start.py. With scripts/test --long, llama (50 s of CPU time) and gpt_oss (110 s), whose programs call our
+grouped GEMM, are compiled and started here.
 
-One family also starts on a machine that is read-only: a mount namespace in which every disk is mounted read-only, with
-an empty environment.
+The embedded model also starts on a machine that is read-only: a mount namespace in which every disk is mounted
+read-only, with an empty environment.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,9 +29,10 @@ import torch
 from tcdeploy.cache.folder.layout import AOT_DIR
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import CompileError
+from tcdeploy.models.load import resolve_model_path
 from tcdeploy.programs.packages import PackagedForward
 from tcdeploy.start.prepare import prepare
-from tests.conftest import PACKAGES, mounted_tmpfs
+from tests.conftest import PACKAGES, TINY, mounted_tmpfs
 from tests.exported_programs import exported_programs
 from tests.model_families import SUPPORTED
 from tests.start.test_packaged_start import (
@@ -60,15 +61,16 @@ FEWER: dict[str, dict[str, Any]] = {
 class Packaged(NamedTuple):
     """A model with its packages and their record."""
 
-    folder: str
+    model: str
     cache_dir: str
     tokens: list[int]  # of transformers
 
 
 @pytest.fixture(scope="module")
-def packaged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Packaged]:
-    """A function of a family. It compiles the packages at the first call."""
-    return functools.cache(lambda family: make_packages(family, tmp_path_factory.mktemp(family)))
+def embedded(filled_packages: Path, reference_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Packaged:
+    cache = str(shutil.copytree(filled_packages, tmp_path_factory.mktemp("embedded") / "cache"))
+    prepare(aot_recipe(cache))  # writes the record of a start with these options
+    return Packaged(TINY, cache, transformers_tokens(reference_tiny))
 
 
 def make_packages(family: str, folder: Path) -> Packaged:
@@ -98,23 +100,22 @@ def save_model(family: str, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.long)])
-def test_a_compiled_family_starts_with_the_tokens_of_transformers(
-    family: str, packaged: Callable[[str], Packaged]
-) -> None:
+@pytest.mark.long  # a cold start of each; see the top of this file
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_compiled_family_starts_with_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     """The new process imports neither transformers nor a compiler. The prompt is longer than the windows."""
-    model = packaged(family)
-    tokens, outcomes, imported = run_script(model.cache_dir, model.folder)
+    model = make_packages(family, tmp_path)
+    tokens, outcomes, imported = run_script(model.cache_dir, model.model)
     assert (outcomes, imported) == ([["hit", 0]] * 2, [])
     check_tokens(tokens, model)
 
 
-@pytest.mark.parametrize("family", [family for family in SUPPORTED if family not in (EMBEDDED, "llama")])
+@pytest.mark.parametrize("family", [family for family in SUPPORTED if family != EMBEDDED])
 def test_the_exported_programs_of_a_family_give_the_tokens_of_transformers(
     family: str, without_inductor: None, tmp_path: Path
 ) -> None:
     model = make_packages(family, tmp_path)
-    deployment = start(model.cache_dir, model.folder)
+    deployment = start(model.cache_dir, model.model)
     assert deployment is not None and not deployment.engine.runner.has_model
     assert [(record.outcome, record.compiles) for record in deployment.records] == [("hit", 0)] * 2
     check_tokens(deployment.engine.generate([PROMPT], SamplingParams(max_new_tokens=NEW_TOKENS))[0], model)
@@ -154,42 +155,47 @@ print(json.dumps(sorted({*os.environ} - {"LC_CTYPE"})))  # set by Python itself
 
 
 def test_a_start_on_a_read_only_machine_needs_one_folder_for_temporary_files(
-    packaged: Callable[[str], Packaged], tmp_path: Path
+    embedded: Packaged, tmp_path: Path
 ) -> None:
     """It has no HOME, and no compiler on PATH."""
     variables = {"OMP_NUM_THREADS": "1", "PATH": "/no-programs", "TMPDIR": str(tmp_path)}
-    model = packaged("llama")
-    folders = [model.cache_dir, model.folder, "/", "/tmp", "/var/tmp", "/dev/shm", os.getcwd(), str(tmp_path)]
+    folders = [
+        embedded.cache_dir,
+        str(resolve_model_path(TINY)),
+        "/",
+        "/tmp",
+        "/var/tmp",
+        "/dev/shm",
+        os.getcwd(),
+        str(tmp_path),
+    ]
     machine = run_read_only([sys.executable, "-c", LIST_WRITABLE, *folders], tmp_path, **variables)
     assert machine.returncode == 0, machine.stderr
     assert [json.loads(line) for line in machine.stdout.splitlines()] == [[str(tmp_path)], sorted(variables)]
-    command = [sys.executable, "-c", SCRIPT, model.folder, model.cache_dir]
+    command = [sys.executable, "-c", SCRIPT, embedded.model, embedded.cache_dir]
     started = run_read_only(command, tmp_path, **variables)
     assert started.returncode == 0, started.stderr
-    assert json.loads(started.stdout) == [model.tokens, [["hit", 0]] * 2, []]
+    assert json.loads(started.stdout) == [embedded.tokens, [["hit", 0]] * 2, []]
     assert list(tmp_path.iterdir()) == [], "the private copy of the cache folder is removed"
 
 
-def test_without_a_folder_for_temporary_files_the_error_names_the_variable(
-    packaged: Callable[[str], Packaged],
-) -> None:
-    model = packaged("llama")
-    command = [sys.executable, "-m", "tcdeploy", "warm", model.folder, *FLAGS, "--cache-dir", model.cache_dir]
+def test_without_a_folder_for_temporary_files_the_error_names_the_variable(embedded: Packaged) -> None:
+    command = [sys.executable, "-m", "tcdeploy", "warm", TINY, *FLAGS, "--cache-dir", embedded.cache_dir]
     failed = run_read_only(command, OMP_NUM_THREADS="1", PYTHONPATH=PACKAGES)
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
-    assert f"the cache folder {model.cache_dir} cannot be written, and no private copy can be made" in failed.stderr
+    assert f"the cache folder {embedded.cache_dir} cannot be written, and no private copy can be made" in failed.stderr
     assert "set TMPDIR to a writable folder" in failed.stderr
 
 
 def test_a_package_on_a_disk_without_execution_is_an_error_that_names_the_mount(
-    packaged: Callable[[str], Packaged], tmp_path: Path
+    embedded: Packaged, tmp_path: Path
 ) -> None:
-    package = next(Path(packaged("llama").cache_dir, AOT_DIR).glob("*/*.pt2"))
+    package = next(Path(embedded.cache_dir, AOT_DIR).glob("*/*.pt2"))
     with mounted_tmpfs(tmp_path / "disk", "-o", "noexec") as disk:
         folder = disk / AOT_DIR / "KEY"
         folder.mkdir(parents=True)
         shutil.copy(package, folder)
-        plan: Any = SimpleNamespace(device="cpu", model="llama")
+        plan: Any = SimpleNamespace(device="cpu", model=TINY)
         with pytest.raises(CompileError, match="cannot load the package .* is mounted with noexec") as error:
             PackagedForward({}, True, plan, folder)._load_package(package.stem)
     assert "TMPDIR if the cache folder is read-only" in error.value.hint

@@ -28,7 +28,7 @@ from tcdeploy.start.workers.parallel import (
     start_workers,
 )
 from tests.compile_workers import compile_workers, wait_until_ended
-from tests.conftest import TINY, TINY_FLAGS, RunCLI, cli_environment, remove_headers
+from tests.conftest import PACKAGE_FLAGS, TINY, TINY_FLAGS, RunCLI, cli_environment, remove_headers
 from tests.fork_server import ForkServer
 from tests.machines import GIB, H100, LLAMA_8B, make_recipe
 
@@ -57,7 +57,6 @@ worker_recipe = parallel_compile.worker_recipe
 parallel_compile.worker_recipe = lambda *arguments: dataclasses.replace(worker_recipe(*arguments), batch_sizes=(1,))
 """
 THREE_BUCKETS = ("--buckets", "32", "--batch-sizes", "1,4")
-AOT_FLAGS = ("--buckets", "32", "--batch-sizes", "2", "--programs", "aot")  # those of programs/test_aot.py
 
 
 @pytest.fixture
@@ -121,8 +120,8 @@ def test_workers_compile_all_but_the_largest_bucket_and_the_start_records_misses
 @pytest.mark.long  # each program is compiled in two processes
 def test_the_packages_of_the_short_copy_are_those_of_the_model(warm: Any, run_cli: RunCLI, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    stderr, buckets = warm(TWO_WORKERS, *AOT_FLAGS)
-    assert lines_with(stderr, "waited: ") == ["waited: prefill:32 None", "waited: decode:2 miss"]
+    stderr, buckets = warm(TWO_WORKERS, *PACKAGE_FLAGS)
+    assert lines_with(stderr, "waited: ") == ["waited: prefill:32 None", "waited: decode:4 miss"]
     assert lines_with(stderr, "warning") == []
     prefill, decode = buckets.values()
     assert (prefill["outcome"], prefill["cache_hits"] + prefill["cache_misses"]) == ("miss", 3), (
@@ -132,7 +131,7 @@ def test_the_packages_of_the_short_copy_are_those_of_the_model(warm: Any, run_cl
     packages = [file["path"] for file in manifest_of(cache)["files"] if file["path"].endswith(".pt2")]
     assert len(packages) == 6
     remove_headers(cache)
-    again = run_cli("warm", TINY, *AOT_FLAGS, "--cache-dir", str(cache), "--require-hit", "--json", new=True)
+    again = run_cli("warm", TINY, *PACKAGE_FLAGS, "--cache-dir", str(cache), "--require-hit", "--json", new=True)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["weights_read"] is not None, "a start from packages"
 
