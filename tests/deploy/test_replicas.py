@@ -152,12 +152,12 @@ def is_ready(address: str) -> bool:
 
 @contextlib.contextmanager
 def sending_requests(service: Service) -> Iterator[Counter[tuple[str, str]]]:
-    """Three clients that send requests one after another, each on a new connection. Counts (address, outcome)."""
+    """Three clients that pause for 0.1 s before each request, on a new connection. Counts (address, outcome)."""
     outcomes: Counter[tuple[str, str]] = Counter()
     stopped = threading.Event()
 
     def send() -> None:
-        while not stopped.is_set():
+        while not stopped.wait(0.1):
             with service.request() as address:
                 try:
                     body = {"prompt": [3, 4, 5], "max_tokens": 4}

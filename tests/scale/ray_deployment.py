@@ -130,11 +130,12 @@ def ray_deployment(folder: Path, model: dict[str, Any], **other: Any) -> Iterato
 
 
 def wait_for(condition: Any, seconds: float) -> bool:
+    """Whether the condition becomes true in time. Called twice a second: most conditions list all processes."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.1)
+        time.sleep(0.5)
     return True
 
 
@@ -144,6 +145,7 @@ class Load:
 
     deployment: RayDeployment
     max_tokens: int = 40
+    pause_s: float = 0.0  # between two requests of a client
     model: str = "tiny"
     outcomes: list[tuple[float, float, str]] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -171,6 +173,7 @@ class Load:
                 start = time.monotonic()
                 error = self._send(client)
                 self.outcomes.append((start, time.monotonic() - start, error))
+                self._stop.wait(self.pause_s)
 
     def _send(self, client: openai.OpenAI) -> str:
         """Returns "", or what the client saw. A stream must have all its tokens."""

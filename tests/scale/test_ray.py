@@ -114,12 +114,14 @@ def test_no_request_is_lost_while_replicas_are_added_and_removed_except_those_of
     kills: bool, deployment: RayDeployment
 ) -> None:
     """A replica runs at most four requests, the rows of its decode bucket."""
-    load = Load(deployment)
+    load = Load(deployment, pause_s=0.2)  # leaves CPU time to the start of the second replica
     assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 60), "one replica"
     before = deployment.replica_pids("tiny")
     with load.running(clients=NUM_CLIENTS):
-        assert wait_for(lambda: len(deployment.serving_replicas()) == 2, 90), "a second replica of tiny"
+        assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 2, 90), "a second replica of tiny"
+        assert wait_for(lambda: len(deployment.serving_replicas()) == 2, 90), "it serves"
         [added] = set(deployment.replica_pids("tiny")) - set(before)
+        load.pause_s = 0
         time.sleep(2)
 
         def running() -> list[float]:
@@ -137,7 +139,7 @@ def test_no_request_is_lost_while_replicas_are_added_and_removed_except_those_of
     assert 1 <= len(load.errors) < NUM_CLIENTS if kills else not load.errors, load.errors
     late = [start + seconds for start, seconds, error in load.outcomes if error and start + seconds > killed_at + 3]
     assert not late, (killed_at, load.outcomes)
-    last = Load(deployment)
+    last = Load(deployment, pause_s=0.5)
     with last.running(clients=1):
         assert wait_for(lambda: len(deployment.replica_pids("tiny")) == 1, 120), "the second replica was not removed"
     assert not last.errors and len(load.outcomes + last.outcomes) > 20
@@ -170,6 +172,7 @@ def test_the_error_of_a_model_that_cannot_start_is_shown(
     assert wait_for(lambda: not processes_of_home(tmp_path), 30), processes_of_home(tmp_path)
 
 
+@pytest.mark.long  # a cluster of its own
 def test_a_bundle_of_another_machine_is_refused_by_the_replica(
     packages: Path, run_cli_in: RunCLI, tmp_path: Path
 ) -> None:

@@ -84,7 +84,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory, server: ServerProcess) -> 
 
 @contextlib.contextmanager
 def continuous_requests(server: ServerProcess, expected: list[str]) -> Iterator[list[str]]:
-    """Send requests until the end of the block; each has to get the expected text. Yields the texts so far."""
+    """Send requests until the end of the block; each has to get the expected text. Yields the texts so far.
+
+    A pause after each request leaves CPU time to the compile worker.
+    """
     texts: list[str] = []
     is_over = threading.Event()
 
@@ -93,6 +96,7 @@ def continuous_requests(server: ServerProcess, expected: list[str]) -> Iterator[
             text = answer(server, REQUESTS[number])
             assert text == expected[number]
             texts.append(text)
+            is_over.wait(0.5)
 
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         futures = [pool.submit(send, number) for number in range(len(REQUESTS))]

@@ -262,7 +262,7 @@ def test_canaries_change_neither_tokens_nor_the_metrics_of_requests(serve: Calla
 
 def test_no_canary_runs_while_a_request_runs(serve: Callable[..., Any]) -> None:
     with serve("--canary-interval", "0.001") as server, ThreadPoolExecutor(1) as pool:
-        body = {"prompt": [5, 6], "n": 6, "max_tokens": 300, "ignore_eos": True}
+        body = {"prompt": [5, 6], "n": 6, "max_tokens": 120, "ignore_eos": True}
         request = pool.submit(httpx.post, f"{server.address}/v1/completions", json=body, timeout=120)
         steps: list[float] = []  # canary steps, at each scrape while the request runs
         while not request.done():
