@@ -114,10 +114,11 @@ def test_requests_that_arrive_at_any_time_get_the_tokens_they_would_get_alone(
     assert_idle(engine)
 
 
-def test_random_traffic_with_mixed_steps_changes_no_token(cache_dir: str) -> None:
+@pytest.mark.parametrize("num_requests", [50, pytest.param(80, marks=pytest.mark.long)])
+def test_random_traffic_with_mixed_steps_changes_no_token(cache_dir: str, num_requests: int) -> None:
     engine = prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     preemptions = engine.scheduler.preemptions
-    check_random_traffic(engine, num_requests=50)
+    check_random_traffic(engine, num_requests)
     assert engine.scheduler.preemptions > preemptions
 
 

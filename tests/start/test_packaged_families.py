@@ -104,21 +104,21 @@ def save_model(family: str, folder: Path) -> Any:
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_a_compiled_family_starts_with_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     """The new process imports neither transformers nor a compiler. The prompt is longer than the windows."""
-    model = make_packages(family, tmp_path)
-    tokens, outcomes, imported = run_script(model.cache_dir, model.model)
+    packaged = make_packages(family, tmp_path)
+    tokens, outcomes, imported = run_script(packaged.cache_dir, packaged.model)
     assert (outcomes, imported) == ([["hit", 0]] * 2, [])
-    check_tokens(tokens, model)
+    check_tokens(tokens, packaged)
 
 
 @pytest.mark.parametrize("family", [family for family in SUPPORTED if family != EMBEDDED])
 def test_the_exported_programs_of_a_family_give_the_tokens_of_transformers(
     family: str, without_inductor: None, tmp_path: Path
 ) -> None:
-    model = make_packages(family, tmp_path)
-    deployment = start(model.cache_dir, model.model)
+    packaged = make_packages(family, tmp_path)
+    deployment = start(packaged.cache_dir, packaged.model)
     assert deployment is not None and not deployment.engine.runner.has_model
     assert [(record.outcome, record.compiles) for record in deployment.records] == [("hit", 0)] * 2
-    check_tokens(deployment.engine.generate([PROMPT], SamplingParams(max_new_tokens=NEW_TOKENS))[0], model)
+    check_tokens(deployment.engine.generate([PROMPT], SamplingParams(max_new_tokens=NEW_TOKENS))[0], packaged)
 
 
 def check_tokens(tokens: list[int], model: Packaged) -> None:
@@ -159,16 +159,8 @@ def test_a_start_on_a_read_only_machine_needs_one_folder_for_temporary_files(
 ) -> None:
     """It has no HOME, and no compiler on PATH."""
     variables = {"OMP_NUM_THREADS": "1", "PATH": "/no-programs", "TMPDIR": str(tmp_path)}
-    folders = [
-        embedded.cache_dir,
-        str(resolve_model_path(TINY)),
-        "/",
-        "/tmp",
-        "/var/tmp",
-        "/dev/shm",
-        os.getcwd(),
-        str(tmp_path),
-    ]
+    model = str(resolve_model_path(TINY))
+    folders = [embedded.cache_dir, model, "/", "/tmp", "/var/tmp", "/dev/shm", os.getcwd(), str(tmp_path)]
     machine = run_read_only([sys.executable, "-c", LIST_WRITABLE, *folders], tmp_path, **variables)
     assert machine.returncode == 0, machine.stderr
     assert [json.loads(line) for line in machine.stdout.splitlines()] == [[str(tmp_path)], sorted(variables)]

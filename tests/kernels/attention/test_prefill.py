@@ -256,7 +256,7 @@ def launch(case: Case, batch: int, splits_keys: bool = False) -> None:
     )  # fmt: skip
 
 
-# The kernel without splits has no code that the kernel with splits lacks.
+# Each run compiles the kernel with splits, which contains the code of the kernel without them.
 @pytest.mark.parametrize("splits_keys", [pytest.param(False, marks=pytest.mark.long), True])
 @some_models
 def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits_keys, monkeypatch, tmp_path):
