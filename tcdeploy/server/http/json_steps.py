@@ -27,9 +27,10 @@ Steps: TypeAlias = Generator[None, None, ResultT]
 _SPACE = re.compile(rb"[ \t\n\r]{1,65536}+")
 _SCALAR = re.compile(rb"-?[A-Za-z]{1,10}+|-?[0-9][0-9.eE+-]{0,%d}+" % MAX_NUMBER_CHARS)
 _SHORT_STRING = re.compile(rb'"([^"\\\x00-\x1f\x80-\xff]{0,1024}+)"')
-_INTEGERS = re.compile(rb"(?:[ \t\n\r]{0,8}+-?[0-9]{1,18}+[ \t\n\r]{0,8}+,){1,4096}+")
+# The repeated groups are not possessive: Python 3.11.2 consumes the beginning of a repetition that does not match.
+_INTEGERS = re.compile(rb"(?:[ \t\n\r]{0,8}+-?[0-9]{1,18}+[ \t\n\r]{0,8}+,){1,4096}")
 _STRING_PIECE = re.compile(  # ends neither inside an escape nor between the two escapes of a surrogate pair
-    rb'(?:[^"\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u]){1,2048}+',
+    rb'(?:[^"\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u]){1,2048}',
     re.DOTALL,
 )
 
