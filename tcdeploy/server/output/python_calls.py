@@ -24,7 +24,7 @@ _MARK = re.compile(r"""["'()\[\]{},]""")
 _STRING_STOPS = {quote: re.compile(rf"(?s:\\.)|\\\Z|{quote}") for quote in ('"', "'", '"""', "'''")}
 _HEAD = re.compile(r"\s*+(,?)\s*+([^\W\d][\w.-]*+)\s*+\(")
 _TOKEN = re.compile(
-    r"""(?P<space>\s+)|(?P<prefix>[a-zA-Z]{0,2})(?P<quote>\"{3}|'{3}|["'])(?P<body>(?s:[^\\"']++|\\.|(?!(?P=quote)).)*+)"""
+    r"""(?P<space>\s+)|(?P<prefix>[a-zA-Z]{0,2})(?P<quote>\"{3}|'{3}|["'])(?P<body>(?s:[^\\"']++|\\.|(?!(?P=quote))["'])*)"""
     r"""(?P=quote)|(?P<key>[^\W\d][\w.-]*+)\s*+=(?!=)|(?P<word>[\w.+-]+)|(?P<mark>(?s:.))"""
 )
 _LAST_WORD = re.compile(r"(?<![\w.+-])[\w.+-]++\s*+\Z")  # that may be incomplete
