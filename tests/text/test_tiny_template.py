@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tcdeploy.errors import ModelError
 from tcdeploy.models.load import resolve_model_path
 from tcdeploy.server.output.parser import split_by_kind
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.text.conversation import render_conversation
-from tcdeploy.text.template_form import RefusedMessageError
 from tcdeploy.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
 from tests.conftest import TINY
 
@@ -42,7 +42,7 @@ def test_without_tools_the_prompt_is_the_one_of_the_training(tokenizer: Any) -> 
     conversation = [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "A"}, USER]
     expected = "<|begin|><|system|>Be brief.<|end|><|user|>What is a list?<|end|><|assistant|>A<|end|>"
     assert prompt(tokenizer, *conversation) == expected + "<|user|>What is a list?<|end|><|assistant|>"
-    with pytest.raises(RefusedMessageError, match="does not render the role 'critic'"):
+    with pytest.raises(ModelError, match="the roles system, user, assistant and tool"):
         prompt(tokenizer, USER, {"role": "critic", "content": "no"})
 
 
