@@ -6,6 +6,7 @@ import contextlib
 import doctest
 import io
 import re
+import shutil
 import subprocess
 from typing import NamedTuple
 
@@ -60,6 +61,8 @@ def run(example: Example, address: str) -> str:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"{example.section}-{example.language}")
 def test_an_example_prints_what_the_page_states(server: ServerProcess, example: Example) -> None:
+    if example.language == "sh" and shutil.which("curl") is None:
+        pytest.skip("needs curl")
     server.wait_until_idle(5)  # the metrics of the page are those of an idle server
     printed = run(example, server.address)
     lines = "\n".join(line.rstrip() for line in printed.splitlines()) + "\n"
