@@ -25,7 +25,10 @@ operating system are translated at the call that raises them. The CLI catches th
 
 from __future__ import annotations
 
-ARCHITECTURE_HINT = "docs/models.md describes the models that can be served; TCDEPLOY_DEBUG=1 shows the traceback"
+ARCHITECTURE_HINT = (
+    "causal LMs whose layers all attend through transformers' AttentionInterface can be served; "
+    "TCDEPLOY_DEBUG=1 shows the traceback"
+)
 
 
 class TcdeployError(Exception):
