@@ -218,7 +218,7 @@ def test_a_file_that_is_not_a_bundle_is_not_signed_or_changed(keys: Keys, tmp_pa
     with pytest.raises(IntegrityError):
         add_signature(tmp_path / "x.tcb", keys.secret)
     assert (tmp_path / "x.tcb").read_bytes() == b"something else"
-    with pytest.raises(TcdeployError, match="No such file"):
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
         add_signature(tmp_path / "nowhere.tcb", keys.secret)
 
 
