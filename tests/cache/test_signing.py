@@ -275,7 +275,7 @@ def test_the_commands_report_errors_without_a_traceback(
 ) -> None:
     nowhere, key = str(tmp_path / "nowhere" / "x"), str(keys.secret)
     for code, arguments in (
-        (1, ("sign", nowhere, "--key", key)),
+        (2, ("sign", nowhere, "--key", key)),
         (1, ("keygen", nowhere)),
         (2, ("trust", "../x", str(keys.public))),
         (2, ("trust", "x", nowhere)),
