@@ -154,8 +154,8 @@ def show_plans(folder: Path, plans: Sequence[CachedPlan], unfinished: Sequence[U
         show_sentence(f"no start has completed a plan in {folder}")
     for left in unfinished:
         show_sentence(
-            f"plan {left.plan_key} is not complete: starts that did not finish left {left.finished} buckets or "
-            f"packages ({left.files} files, {_mb(left.bytes)} MB), which the next start of the plan reuses"
+            f"plan {left.plan_key} is not complete; finished buckets or packages: {left.finished} ({left.files} files, "
+            f"{_mb(left.bytes)} MB), which the next start of the plan reuses"
         )
 
 

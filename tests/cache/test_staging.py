@@ -115,7 +115,7 @@ def test_ls_names_the_finished_buckets_of_starts_that_failed(root: Path, run_cli
     (root / "manifests/complete.json").unlink()
     listed = run_cli("cache", "ls", str(root))
     assert f"no start has completed a plan in {root}" in listed.stdout
-    assert "plan interrupted is not complete: starts that did not finish left 2 buckets" in listed.stdout
+    assert "plan interrupted is not complete; finished buckets or packages: 2 (2 files, " in listed.stdout
     document = json.loads(run_cli("cache", "ls", str(root), "--json").stdout)
     assert document["plans"] == [] and [plan["finished"] for plan in document["unfinished"]] == [1, 2]
 
