@@ -160,7 +160,13 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     if skipped := sum(record.cudagraph_skips for record in deployment.records):
         show_sentence(f"Inductor skipped CUDA graphs for {skipped} regions that mutate the KV cache or use CPU tensors")
     _print_totals(deployment)
-    print(f"next: tcdeploy warm {_carried_arguments()}")
+    print(next_after_compile(deployment.records))
+
+
+def next_after_compile(records: Sequence[BucketRecord]) -> str:
+    """A start from the cache, unless this was one."""
+    command = "serve" if all(record.outcome == "hit" for record in records) else "warm"
+    return f"next: tcdeploy {command} {_carried_arguments()}"
 
 
 def show_warm_report(deployment: Deployment, as_json: bool) -> None:

@@ -188,7 +188,7 @@ def publish_manifest(start: LoadedStart, warmed: Warmed, to_list: FilesToList) -
             require_bundled(plan.key, files, staging.bundle)
         publish(staging, _make_manifest(start, warmed, files, workspace_bytes))
         remove_published_folders(staging)  # those of compile workers
-    if is_first_start() and (warning := describe_missing_bytecode(import_timer.without_bytecode)):
+    if is_first_start() and (warning := describe_missing_bytecode(import_timer.not_kept)):
         log.warning("%s", warning)
     return workspace_bytes
 

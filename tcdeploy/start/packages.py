@@ -54,6 +54,7 @@ from tcdeploy.kernels.linear import ops as linear_ops  # noqa: F401 - registers 
 from tcdeploy.models.weights.reader import ReadTotal, stored_tensors
 from tcdeploy.models.weights.sources import DescribedWeights, WeightSource, copy_stored, loading_weights
 from tcdeploy.planning.extras import is_installed, require_extra
+from tcdeploy.planning.installation import install_command
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.packages import MissingPackageError, PackagedForward
 from tcdeploy.start.deployment import Deployment
@@ -82,10 +83,7 @@ class _StoredConfig(NamedTuple):
         return self.values
 
 
-RECORD_HINT = (
-    "use the cache folder, the versions, the model files and the flags that the packages were made with, or "
-    "pip install 'tcdeploy[compile]'"
-)
+RECORD_HINT = "use the cache folder, the versions, the model files and the flags that the packages were made with, or "
 MAX_KERNELS_BYTES = 1 << 30  # some hundred kernels in base64
 # After these, the model is loaded with transformers.
 _FALL_BACK = (DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers, DriverError)
@@ -98,7 +96,7 @@ def start_from_packages(request: StartRequest) -> Deployment | None:
     MismatchError instead of returning None.
     """
     kind: type[TcdeployError] = UsageError
-    hint = RECORD_HINT
+    hint = RECORD_HINT + install_command("compile")
     try:
         with contextlib.ExitStack() as cleanup:
             return run_start(Packages(request, cleanup), request)

@@ -57,7 +57,7 @@ class ServerProcess:
     @property
     def steps(self) -> float:
         """Engine steps since the start."""
-        lines = [line for line in self._metric_lines() if line.startswith("tcdeploy:bucket_hits_total")]
+        lines = [line for line in self._metric_lines() if line.startswith("tcdeploy:bucket_steps_total")]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def _metric_lines(self) -> list[str]:

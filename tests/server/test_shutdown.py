@@ -114,7 +114,7 @@ def test_sigterm_while_loading_exits_with_0(tmp_path: Path, warm_cache: Path, fo
 
 def test_a_failing_start_reports_its_reason(run_cli: RunCLI, tmp_path: Path, warm_cache: Path) -> None:
     missing = run_cli("serve", str(tmp_path / "nothing"), "--port", "0", timeout=60)
-    assert missing.returncode == 1 and "nothing does not exist" in missing.stderr and "Traceback" not in missing.stderr
+    assert missing.returncode == 2 and "nothing does not exist" in missing.stderr and "Traceback" not in missing.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         busy = run_cli("serve", TINY, *TINY_FLAGS, "--port", port, "--cache-dir", str(warm_cache), timeout=60)

@@ -313,14 +313,14 @@ def test_a_model_without_tool_support_reports_the_reason(tmp_path: Path) -> None
         assert (rejection.value.status, rejection.value.param) == (400, "tools")
 
 
-def test_a_server_without_transformers_rejects_tools_with_the_command_that_installs_it(
+def test_a_server_without_transformers_rejects_tools_with_the_extra_that_installs_it(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tools_module, "is_installed", lambda name: name != "transformers")
     tools = ToolSupport(tokenizer, LLAMA)
     tools.check([])
     with pytest.raises(
-        ApiError, match=r"transformers, which parses tool calls, is not installed \(pip install 'tcdeploy\[compile\]'\)"
+        ApiError, match=r"transformers, which parses tool calls, is not installed \(install the extra `compile`\)"
     ) as error:
         tools.check([CLOCK])
     assert (error.value.status, error.value.param) == (400, "tools")

@@ -132,6 +132,7 @@ def warm_buckets(
         finally:
             progress.bucket_finished(record)
     if measure:  # at the end, when no other process compiles on this machine
+        progress.stage("time steps")
         with translate_compile_errors(plan, cache_dir):
             records = {bucket: _with_step_times(runner, bucket, record) for bucket, record in records.items()}
     runner.row_assignment.clear()
