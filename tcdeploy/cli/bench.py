@@ -99,7 +99,8 @@ def startup(
     warn_if_busy()
     with _unpacked(settings.bundle, allow_unsigned) as folder:
         measured = recipe if folder is None else dataclasses.replace(recipe, cache_dir=folder)
-        report = startup.run(measured, settings, display.PlainProgress())
+        with display.PlainProgress("") as progress:
+            report = startup.run(measured, settings, progress)
     publish(report, settings.plot, settings.output, json)
     for row in report.rows:
         if isinstance(row, startup.StartupRow) and row.start == "warm":
@@ -132,9 +133,9 @@ def serve(settings: ServeSettings, json: Json = False) -> None:
     from tcdeploy.bench import serving
     from tcdeploy.cli import display
 
-    progress = display.PlainProgress()
     compared = {path: serving.read_rows(path) for path in settings.compare}  # finds an error in them before the run
-    report = serving.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
+    with display.PlainProgress("") as progress:
+        report = serving.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
     publish_document(report, settings.output, json)
     if settings.plot is not None:
         from tcdeploy.bench.plot import draw_rates

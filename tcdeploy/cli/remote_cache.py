@@ -12,6 +12,7 @@ from tcdeploy.cli.cache_target import BundleFile, read_single_manifest
 from tcdeploy.cli.help_panels import ADVANCED
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import UsageError
+from tcdeploy.host.progress import Progress
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import CacheSource
 
@@ -45,7 +46,7 @@ def cache_source(cache_from: str | None, allow_unsigned: bool, allow_rollback: b
     return None
 
 
-def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None) -> float:
+def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None, progress: Progress) -> float:
     """Fetch the plan's bundle into the cache folder, and return the seconds it took.
 
     A bundle from another environment is refused; the differences are printed to stderr as a table.
@@ -53,8 +54,9 @@ def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None) -
     from tcdeploy.bundle.fetch import EnvironmentMismatchError, fetch
     from tcdeploy.cli import cache_display
 
+    progress.stage("fetch")
     try:
-        fetched = fetch(recipe, cache, trusted_keys)
+        fetched = fetch(recipe, cache, trusted_keys, progress)
     except EnvironmentMismatchError as error:
         cache_display.show_differences(error.differences, sys.stderr)
         raise
