@@ -25,6 +25,7 @@ from tcdeploy.cli.commands import LazyGroup
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import AllowUnsigned
 from tcdeploy.cli.report_options import Json, enforce_budget, parse_budget, warn_if_busy
+from tcdeploy.host.plain_progress import PlainProgress
 from tcdeploy.planning.extras import require_compile_extra, require_extra
 from tcdeploy.planning.recipe import Recipe
 
@@ -99,7 +100,7 @@ def startup(
     warn_if_busy()
     with _unpacked(settings.bundle, allow_unsigned) as folder:
         measured = recipe if folder is None else dataclasses.replace(recipe, cache_dir=folder)
-        with display.PlainProgress("") as progress:
+        with PlainProgress("") as progress:
             report = startup.run(measured, settings, progress)
     publish(report, settings.plot, settings.output, json)
     for row in report.rows:
@@ -131,10 +132,9 @@ def serve(settings: ServeSettings, json: Json = False) -> None:
     check_api_keys(() if settings.api_key is None else (settings.api_key,))
     warn_if_busy()
     from tcdeploy.bench import serving
-    from tcdeploy.cli import display
 
     compared = {path: serving.read_rows(path) for path in settings.compare}  # finds an error in them before the run
-    with display.PlainProgress("") as progress:
+    with PlainProgress("") as progress:
         report = serving.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
     publish_document(report, settings.output, json)
     if settings.plot is not None:

@@ -103,8 +103,10 @@ class MovingProgress(PlainProgress):
             return
         position = self.position
         total, completed = (position.total, position.number - 1) if position.total else (None, 0)
-        fields = {"description": position.stage, "position": describe_position(position)}
-        self._bar.update(self._task, total=total, completed=completed, **fields)
+        self._bar.update(
+            self._task, description=position.stage, total=total, completed=completed,
+            position=describe_position(position),
+        )  # fmt: skip
 
     def _print(self, line: str) -> None:
         if self._bar is None:

@@ -103,9 +103,8 @@ def _run(
             return deployment
 
         def on_ready(deployment: Deployment, address: str) -> None:
-            seconds = progress.seconds
-            progress.finish()
-            display.show_server_is_ready(deployment, address, example_request(settings, address), seconds, json)
+            example = example_request(settings, address)
+            display.show_server_is_ready(deployment, address, example, progress.seconds, json)
 
         start_renderer()
         drop_unread_messages()

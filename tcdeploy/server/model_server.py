@@ -89,7 +89,7 @@ class ModelServer:
 
     async def drain(self) -> None:
         """Reject new requests, and wait until the running ones have ended, at most `drain_timeout`; the rest fail."""
-        if self.admission.closed_reason == "loading":
+        if self._progress.position.stage:
             self._progress.finish(is_complete=False)
         self.admission.close("draining")
         loop = asyncio.get_running_loop()
@@ -163,6 +163,7 @@ class ModelServer:
         await send_warmup_requests(service, self._progress)
         deployment.stage_seconds["warmup_requests"] = time.perf_counter() - start
         freeze_gc_after_startup()
+        self._progress.finish()
         self.admission.open(deployment.plan.decode_buckets[-1].size)
         self._on_ready(deployment)
         await build_grammar_tables_when_idle(service)

@@ -29,8 +29,8 @@ FLIP_A_BIT = """
 import pathlib, threading, time, torch
 from tcdeploy.engine.check import canary
 init = canary.Canary.__init__
-def init_and_watch(self, engine):
-    init(self, engine)
+def init_and_watch(self, engine, progress):
+    init(self, engine, progress)
     def flip():
         while not pathlib.Path({path!r}).exists():
             time.sleep(0.01)
