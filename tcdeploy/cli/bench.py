@@ -25,7 +25,6 @@ from tcdeploy.cli.commands import LazyGroup
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import AllowUnsigned
 from tcdeploy.cli.report_options import Json, enforce_budget, parse_budget, warn_if_busy
-from tcdeploy.host.plain_progress import PlainProgress
 from tcdeploy.planning.extras import require_compile_extra, require_extra
 from tcdeploy.planning.recipe import Recipe
 
@@ -91,6 +90,7 @@ def startup(
     budget_seconds = parse_budget(budget)
     from tcdeploy.bench import startup
     from tcdeploy.cli import display
+    from tcdeploy.host.plain_progress import PlainProgress
 
     if child:
         with display.show_progress() as progress:
@@ -132,6 +132,7 @@ def serve(settings: ServeSettings, json: Json = False) -> None:
     check_api_keys(() if settings.api_key is None else (settings.api_key,))
     warn_if_busy()
     from tcdeploy.bench import serving
+    from tcdeploy.host.plain_progress import PlainProgress
 
     compared = {path: serving.read_rows(path) for path in settings.compare}  # finds an error in them before the run
     with PlainProgress("") as progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +12,11 @@ from tcdeploy.cli.cache_target import BundleFile, read_single_manifest
 from tcdeploy.cli.help_panels import ADVANCED
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import UsageError
-from tcdeploy.host.progress import Progress
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import CacheSource
+
+if TYPE_CHECKING:
+    from tcdeploy.host.progress import Progress
 
 CacheFrom = Annotated[
     str | None, typer.Option(help="Fetch the cache from this bundle, or from a remote folder of bundles", metavar="URL")
