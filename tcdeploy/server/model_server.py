@@ -100,7 +100,7 @@ class ModelServer:
                 report_at = loop.time() + DRAIN_REPORT_S
             await asyncio.sleep(DRAIN_POLL_S)
         if left := self.admission.num_admitted:
-            self._progress.message(f"{_requests(left)} did not finish within --drain-timeout, and get an error")
+            self._progress.message(f"stopped waiting for {_requests(left)} after --drain-timeout")
         self.engine_thread.fail_all(EngineDeadError("the server is shutting down", "shutting_down"))
         while self.admission.num_admitted and loop.time() < deadline + 2 * ERROR_DELIVERY_S:
             await asyncio.sleep(DRAIN_POLL_S)
