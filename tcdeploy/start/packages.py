@@ -190,10 +190,12 @@ class Packages:
         if _prepares_early(plan):
             with stages.stage("programs"), tracker.track():
                 # No thread may synchronise the GPU during a capture.
-                self._prepared = prepare_buckets(self.runner, plan.cache_dir, before_captures=self._gpu_setup.close)
+                self._prepared = prepare_buckets(
+                    self.runner, plan.cache_dir, self._request.progress, before_captures=self._gpu_setup.close
+                )
                 for cache in itertools.chain(*self._kv_cache):
                     cache.zero_()  # steps with half the weights may have written infinities
-        with stages.stage("load"), _checkpoint_errors(plan):
+        with stages.stage("weights"), _checkpoint_errors(plan):
             self._weight_reading.close()
 
     def make_checker(self, tracker: FileAccessTracker) -> None:

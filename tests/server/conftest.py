@@ -38,6 +38,7 @@ def without_model(text: str) -> str:
 class ServerProcess:
     process: subprocess.Popen[str] | ForkedProcess
     address: str
+    ready_line: str
     stderr: list[str]  # lines so far
     listener: threading.Thread  # adds them
 
@@ -94,6 +95,12 @@ class ServerProcess:
         return time.monotonic() - start
 
 
+def stages_of(stderr: list[str]) -> list[str]:
+    """The lines of stages that have ended, without their seconds."""
+    ended = (re.fullmatch(r"(\w[\w -]*?) +\d+\.\d s(, \d+ of \d+)?\n", line) for line in stderr)
+    return [match[1] + (match[2] or "") for match in ended if match is not None]
+
+
 def raw_post(path: str, body: bytes) -> bytes:
     """The bytes of an HTTP request."""
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
@@ -143,7 +150,7 @@ def serving(
     try:
         ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
         assert ready is not None, "".join(stderr)
-        yield ServerProcess(process, ready.split()[1], stderr, listener)
+        yield ServerProcess(process, ready.split()[1], ready, stderr, listener)
     finally:
         with contextlib.suppress(ProcessLookupError):
             if process.poll() is None:

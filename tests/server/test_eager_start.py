@@ -66,7 +66,7 @@ def answer(server: ServerProcess, request: dict[str, Any]) -> str:
 
 def readiness(server: ServerProcess, query: str = "") -> tuple[int, str]:
     response = httpx.get(f"{server.address}/ready{query}", timeout=60)
-    return response.status_code, response.text
+    return response.status_code, response.json().get("status", "")
 
 
 def wait_until_warm(server: ServerProcess) -> None:
