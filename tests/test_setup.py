@@ -125,7 +125,7 @@ INSTALL_COMMAND = r"\b(?:pip3?|pipx|uv|uv tool) (?:install|add) (?:-\S+ )*"
 FROM_PYPI = re.compile(
     rf"""(?<![\w./-])tcdeploy\[[^\]\n]+\](?! @)|{INSTALL_COMMAND}['"]?tcdeploy['"]?(?![\w./\[-]| @)"""
 )
-EXCEPT = {"CHANGELOG.md", "tests/test_setup.py"}
+EXCEPT = {"tests/test_setup.py"}
 
 
 def test_no_file_installs_tcdeploy_from_pypi() -> None:

@@ -33,8 +33,8 @@ class FakeServer:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 lines = head.lower().split(b"\r\n")
-                length = next(int(line.split()[1]) for line in lines if line.startswith(b"content-length"))
-                body = await reader.readexactly(length)
+                lengths = [int(line.split()[1]) for line in lines if line.startswith(b"content-length")]
+                body = await reader.readexactly(sum(lengths))
                 if head.startswith(b"GET"):
                     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(MODELS) + MODELS)
                 else:
