@@ -5,7 +5,7 @@ As a library:
     from tcdeploy import Recipe, SamplingParams, prepare
 
     engine = prepare(Recipe(model="builtin:tiny")).engine
-    request_id = engine.submit([40, 41, 42], SamplingParams(max_new_tokens=16))
+    request_id = engine.submit([40, 41, 42], SamplingParams(max_tokens=16))
     while engine.has_work:
         for token in engine.step():
             print(token.request_id, token.token_id)

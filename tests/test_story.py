@@ -36,7 +36,7 @@ def plain_greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
 
 def params_with_eos(model: Any, new_tokens: int) -> SamplingParams:
     eos = model.generation_config.eos_token_id
-    return SamplingParams(max_new_tokens=new_tokens, stop_token_ids=tuple(eos if isinstance(eos, list) else [eos]))
+    return SamplingParams(max_tokens=new_tokens, stop_token_ids=tuple(eos if isinstance(eos, list) else [eos]))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_batch_of_unequal_lengths_equals_each_prompt_alone(tiny_deployment: An
 def test_nothing_compiles_after_warm_up(tiny_deployment: Any) -> None:
     prompts = [prompt_of(tiny_deployment.tokenizer, length) for length in (1, 2, 31, 33, 64, 127, 128, 129, 700)]
     with measure_compiles() as while_serving, fail_on_recompile():
-        tiny_deployment.engine.generate(prompts, SamplingParams(max_new_tokens=9, temperature=0.7, seed=3))
+        tiny_deployment.engine.generate(prompts, SamplingParams(max_tokens=9, temperature=0.7, seed=3))
     assert while_serving.counts.compiles == 0
     assert while_serving.counts.programs == 0
 
@@ -94,9 +94,9 @@ def test_all_blocks_are_free_when_all_sequences_have_finished(tiny_deployment: A
 def test_greedy_text_is_english(tiny_deployment: Any) -> None:
     """The embedded model is trained: most of its words are words of the Python library documentation."""
     tokenizer = tiny_deployment.tokenizer
-    ids = tiny_deployment.engine.generate(
-        [tokenizer("The function returns").input_ids], SamplingParams(max_new_tokens=60)
-    )[0]
+    ids = tiny_deployment.engine.generate([tokenizer("The function returns").input_ids], SamplingParams(max_tokens=60))[
+        0
+    ]
     words = [word.strip(".,;:()`'\"").lower() for word in tokenizer.decode(ids).split()]
     assert len(words) >= 20
     assert len(set(words)) >= 12, f"a loop of few words: {words}"

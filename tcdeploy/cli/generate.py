@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from tcdeploy.start.deployment import Deployment
 
 
-def _text_option(help: str, param: str) -> Any:
+def _text_option(help: str, param: str, **attributes: Any) -> Any:
     default = f"[default: the model's (see --generation-config), else {DEFAULTS[param]}]"
-    return option(None, f"{help} {default}", "Text")
+    return option(None, f"{help} {default}", "Text", **attributes)
 
 
 @dataclass(frozen=True)
 class SamplingFlags:
     """None: not given."""
 
-    max_new_tokens: int | None = _text_option("Maximum number of tokens to generate", "max_new_tokens")
+    max_tokens: int | None = _text_option("Maximum number of tokens to generate", "max_tokens", name="max_new_tokens")
     temperature: float | None = _text_option("Sampling temperature; 0 is greedy", "temperature")
     top_k: int | None = _text_option("Sample from the k most likely tokens; 0: from all", "top_k")
     top_p: float | None = _text_option("Sample from the most likely tokens whose probabilities add up to this", "top_p")
@@ -84,7 +84,8 @@ def _stream(deployment: Deployment, model: str, text: str, flags: dict[str, Any]
     if chat and not tokenizer.chat_template:
         raise UsageError(f"{model} has no chat template", "remove --chat")
     token_ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
-    params = _sampling_params(deployment, flags, len(token_ids))
+    defaults = deployment.planned.generation_defaults
+    params = defaults.with_stop_tokens(defaults.params_of_request(flags, deployment.plan.context - len(token_ids)))
     detokenizer = IncrementalDetokenizer(tokenizer)
     pieces, tokens = [], []
     for token in deployment.engine.stream([token_ids], params):
@@ -100,19 +101,3 @@ def _stream(deployment: Deployment, model: str, text: str, flags: dict[str, Any]
         )  # fmt: skip
     else:
         print(pieces[-1])
-
-
-def _sampling_params(deployment: Deployment, flags: dict[str, Any], prompt_length: int) -> SamplingParams:
-    """Flags override the model's defaults.
-
-    A default length is cut to the context, and a default minimum to the length; a requested length is not cut.
-    """
-    defaults = deployment.planned.generation_defaults
-    params: dict[str, Any] = defaults.sampling_params()
-    if "max_new_tokens" in params:
-        params["max_new_tokens"] = max(1, min(params["max_new_tokens"], deployment.plan.context - prompt_length))
-    params = {**params, **flags}
-    if "min_new_tokens" in params:
-        max_new_tokens = params.get("max_new_tokens", DEFAULTS["max_new_tokens"])
-        params["min_new_tokens"] = min(params["min_new_tokens"], max_new_tokens)
-    return SamplingParams(**params, stop_token_ids=defaults.stop_token_ids)

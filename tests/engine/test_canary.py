@@ -102,7 +102,7 @@ def test_rounds_pass_on_other_blocks_and_leak_nothing(canary: Canary, engine: En
 
 
 def test_an_interrupted_case_frees_blocks_and_rows_after_every_step(canary: Canary, engine: Engine) -> None:
-    params = SamplingParams(max_new_tokens=4)
+    params = SamplingParams(max_tokens=4)
     expected = engine.generate([[5, 6, 7]], params)
     for number in range(len(canary.cases)):
         for steps in range(1, 6):
@@ -119,7 +119,7 @@ def test_an_interrupted_case_frees_blocks_and_rows_after_every_step(canary: Cana
 
 def test_the_prefix_cache_is_neither_read_nor_extended(canary: Canary, engine: Engine) -> None:
     prompt = list(canary.cases[1].prompts[0])
-    engine.generate([prompt], SamplingParams(max_new_tokens=2))
+    engine.generate([prompt], SamplingParams(max_tokens=2))
     registered = dict(engine.allocator._registry)
     assert registered
     assert run_round(canary) == []
@@ -129,7 +129,7 @@ def test_the_prefix_cache_is_neither_read_nor_extended(canary: Canary, engine: E
 def test_prefixes_are_evicted_only_if_no_block_is_free(engine: Engine) -> None:
     canary, block = Canary(engine), engine.plan.block_size
     prompt = [3 + position % 900 for position in range(20 * block)]
-    engine.generate([prompt], SamplingParams(max_new_tokens=2))
+    engine.generate([prompt], SamplingParams(max_tokens=2))
     before = len(engine.allocator._registry)
     assert run_round(canary) == [] and len(engine.allocator._registry) == before
     held = engine.allocator.allocate(len(engine.allocator._free))
@@ -139,7 +139,7 @@ def test_prefixes_are_evicted_only_if_no_block_is_free(engine: Engine) -> None:
 
 
 def test_sampled_requests_before_and_after_give_the_same_tokens(canary: Canary, engine: Engine) -> None:
-    params = SamplingParams(max_new_tokens=12, temperature=0.9, repetition_penalty=1.3, seed=3)
+    params = SamplingParams(max_tokens=12, temperature=0.9, repetition_penalty=1.3, seed=3)
     before = engine.generate([[40, 41], [9] * 50], params)
     assert run_round(canary) == []
     assert engine.generate([[40, 41], [9] * 50], params) == before

@@ -15,8 +15,8 @@ from tcdeploy.engine.schedule.sequence import SamplingParams
 from tests.block_checks import assert_idle
 from tests.conftest import prepare_tiny
 
-SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.9, seed=3, frequency_penalty=0.5, logit_bias=((5, 2.0),))
-GREEDY = SamplingParams(max_new_tokens=20)
+SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, seed=3, frequency_penalty=0.5, logit_bias=((5, 2.0),))
+GREEDY = SamplingParams(max_tokens=20)
 KV_BLOCKS = 40
 
 

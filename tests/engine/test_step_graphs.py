@@ -30,7 +30,7 @@ from tcdeploy.start.prepare import prepare
 from tests.conftest import TINY, TINY_BATCH_SIZES, prepare_tiny
 from tests.machines import H100, LLAMA_8B, make_recipe
 
-PARAMS = SamplingParams(max_new_tokens=6)
+PARAMS = SamplingParams(max_tokens=6)
 SHORT = 20  # tokens of a prompt; padded to 32, a size that is not captured during start-up
 EARLY = (64, 128, 256, 320)  # early sizes of the engine below
 
@@ -115,7 +115,7 @@ def make_prompts(count: int, longest: int = 300) -> list[list[int]]:
     return [[source.randrange(3, 900) for _ in range(source.randint(1, longest))] for _ in range(count)]
 
 
-def generate_short(engine: Engine, params: SamplingParams = SamplingParams(max_new_tokens=1)) -> list[list[int]]:  # noqa: B008
+def generate_short(engine: Engine, params: SamplingParams = SamplingParams(max_tokens=1)) -> list[list[int]]:  # noqa: B008
     """Generate from a prompt whose step fits the size 32."""
     engine.allocator.reset_prefix_cache()
     return engine.generate([list(range(3, 3 + SHORT))], params)
@@ -316,7 +316,7 @@ def test_a_graph_is_captured_while_requests_run(engine: Engine, captured: list[F
 
 def test_prompt_logprobs_run_at_a_captured_size_and_are_counted(engine: Engine) -> None:
     before = engine.runner.graphs.uncaptured_runs
-    generate_short(engine, SamplingParams(max_new_tokens=1, prompt_logprobs=0))
+    generate_short(engine, SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert engine.runner.graphs.uncaptured_runs == before + 1
     assert engine.runner.graphs.wanted == {key_of(engine, 32): 1}
     assert {tokens for _, tokens in engine.runner._prefill_buffers} <= set(EARLY)
@@ -389,7 +389,7 @@ def test_steps_are_not_padded_to_a_size_that_takes_longer_than_a_larger_one(
     generate_short(engine)
     graphs.wanted.clear()
     engine.allocator.reset_prefix_cache()
-    engine.generate([list(range(3, 83))], SamplingParams(max_new_tokens=1))
+    engine.generate([list(range(3, 83))], SamplingParams(max_tokens=1))
     assert list(graphs.wanted) == [key_of(engine, 160)], "96 tokens are not wanted"
     while engine.capture_next_graph():
         pass
@@ -398,7 +398,7 @@ def test_steps_are_not_padded_to_a_size_that_takes_longer_than_a_larger_one(
     assert engine.runner.step_sizes(0) == engine.runner.step_sizes(4) == sizes
     before = engine.runner.computed_tokens[bucket]
     engine.allocator.reset_prefix_cache()
-    engine.generate([list(range(3, 83))], SamplingParams(max_new_tokens=1))
+    engine.generate([list(range(3, 83))], SamplingParams(max_tokens=1))
     assert engine.runner.computed_tokens[bucket] - before == 160 and not graphs.wanted
     graphs.wanted[key_of(engine, 96, 4)] += 1
     graphs.skip_sizes(frozenset({96}))

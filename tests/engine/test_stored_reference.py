@@ -305,7 +305,7 @@ def test_a_compiled_model_is_checked_again_with_its_programs(starts: Starts) -> 
         deployment = starts.start(compiles=True)
     assert starts.computed == 1 and all(record.parity.passed for record in deployment.records)
     assert all(record.cache_misses == 0 for record in deployment.records)
-    tokens = deployment.engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
+    tokens = deployment.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))
     starts.start(compiles=True)
     assert starts.computed == 0
     assert len(tokens[0]) == 4

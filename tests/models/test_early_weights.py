@@ -389,7 +389,7 @@ def test_a_start_uses_early_weights_and_reports_the_bytes_read(
     deployment = start.prepare(build_recipe({**flags, "cache_dir": cache_dir}, environ={}))
     assert len(read_on_cpu) == 1 and deployment.weights_read is not None
     assert deployment.weights_read.num_bytes == sum(item.nbytes for item in load_file(float32_tiny / WEIGHTS).values())
-    params = SamplingParams(max_new_tokens=6)
+    params = SamplingParams(max_tokens=6)
     expected = tiny_deployment.engine.generate([[5, 6, 7]], params)
     assert deployment.engine.generate([[5, 6, 7]], params) == expected
 

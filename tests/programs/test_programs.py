@@ -87,7 +87,7 @@ def test_generating_past_the_window_equals_transformers_generate(family: Any) ->
     ]
     assert max(map(len, prompts)) > WINDOW + BUCKET
     with measure_compiles() as serving, fail_on_recompile():
-        ours = deployment.engine.generate(prompts, SamplingParams(max_new_tokens=40))
+        ours = deployment.engine.generate(prompts, SamplingParams(max_tokens=40))
     assert serving.counts.compiles == 0
     model = deployment.engine.runner.model
     model.set_attn_implementation("eager")
@@ -134,7 +134,7 @@ PROMPTS_OF_THE_RANGE = [[3 + position % 200 for position in range(length)] for l
 @pytest.fixture(scope="module")
 def answers_of_a_static_bucket(cache_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     deployment = deploy(save_config("llama", tmp_path_factory.mktemp("static"), num_hidden_layers=2), cache_dir)
-    return deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
+    return deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_tokens=4))
 
 
 @pytest.mark.parametrize(("region", "programs"), [("layer", 1), ("blocks", 2)])
@@ -147,7 +147,7 @@ def test_a_dynamic_range_is_one_program(
     record = deployment.records[0]
     assert (record.bucket, record.programs, record.graph_breaks) == (f"prefill:2-{BUCKET}", programs, 0)
     with measure_compiles() as serving, fail_on_recompile():
-        ours = deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
+        ours = deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_tokens=4))
     assert serving.counts.compiles == 0
     assert ours == answers_of_a_static_bucket
 

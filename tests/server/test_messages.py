@@ -131,8 +131,8 @@ def test_a_final_assistant_message_is_continued() -> None:
 
 def test_a_limit_beyond_the_context_is_lowered_as_in_anthropics_api() -> None:
     limits = ModelLimits(64, 100)
-    assert to_sampling_params(chat_request(max_tokens=4096), 60, limits).max_new_tokens == 4
-    assert to_sampling_params(chat_request(max_tokens=3), 60, limits).max_new_tokens == 3
+    assert to_sampling_params(chat_request(max_tokens=4096), 60, limits).max_tokens == 4
+    assert to_sampling_params(chat_request(max_tokens=3), 60, limits).max_tokens == 3
     with pytest.raises(ApiError) as rejection:
         to_sampling_params(chat_request(max_tokens=4096), 64, limits)
     message = messages_error_body(rejection.value)["error"]["message"]

@@ -207,7 +207,7 @@ def test_the_thread_runs_no_canary_while_a_request_is_open(monkeypatch: pytest.M
         outputs = []
         for _ in range(20):
             await asyncio.sleep(0.01)
-            group = RequestGroup(engine_thread, [([7], SamplingParams(max_new_tokens=3))])
+            group = RequestGroup(engine_thread, [([7], SamplingParams(max_tokens=3))])
             await group.start()
             outputs.append(await collect_tokens(group))
         engine_thread.stop()

@@ -118,7 +118,7 @@ def test_the_exported_programs_of_a_family_give_the_tokens_of_transformers(
     deployment = start(packaged.cache_dir, packaged.model)
     assert deployment is not None and not deployment.engine.runner.has_model
     assert [(record.outcome, record.compiles) for record in deployment.records] == [("hit", 0)] * 2
-    check_tokens(deployment.engine.generate([PROMPT], SamplingParams(max_new_tokens=NEW_TOKENS))[0], packaged)
+    check_tokens(deployment.engine.generate([PROMPT], SamplingParams(max_tokens=NEW_TOKENS))[0], packaged)
 
 
 def check_tokens(tokens: list[int], model: Packaged) -> None:

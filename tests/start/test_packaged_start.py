@@ -73,7 +73,7 @@ from tcdeploy import Recipe, SamplingParams, prepare
 
 model, cache = sys.argv[1:]
 deployment = prepare(Recipe(model=model, programs="aot", buckets=(32,), batch_sizes=(4,), cache_dir=cache))
-tokens = deployment.engine.generate([{PROMPT}], SamplingParams(max_new_tokens=12))
+tokens = deployment.engine.generate([{PROMPT}], SamplingParams(max_tokens=12))
 outcomes = [(record.outcome, record.compiles) for record in deployment.records]
 print(json.dumps([tokens[0], outcomes, sorted(set(sys.modules) & set({ABSENT!r}))]))
 """
@@ -159,8 +159,8 @@ def test_random_requests_get_the_tokens_of_jit_programs(cache: str) -> None:
     prompts = [[source.randrange(3, 900) for _ in range(source.randrange(1, 90))] for _ in range(20)]
     engine = start(cache).engine
     assert not engine.runner.has_model
-    expected = prepare_tiny(cache, **BUCKETS).engine.generate(prompts, SamplingParams(max_new_tokens=12))
-    assert engine.generate(prompts, SamplingParams(max_new_tokens=12)) == expected
+    expected = prepare_tiny(cache, **BUCKETS).engine.generate(prompts, SamplingParams(max_tokens=12))
+    assert engine.generate(prompts, SamplingParams(max_tokens=12)) == expected
 
 
 def imported(log: str) -> set[str]:
@@ -297,14 +297,14 @@ def test_steps_may_run_while_the_weights_are_read(cache: str, monkeypatch: pytes
         events.append("prepare")
         return warmup.prepare_buckets(*arguments, **options)
 
-    expected = start(cache).engine.generate([PROMPT], SamplingParams(max_new_tokens=12))
+    expected = start(cache).engine.generate([PROMPT], SamplingParams(max_tokens=12))
     monkeypatch.setattr(packaged_start, "loading_weights", read_late)
     monkeypatch.setattr(packaged_start, "prepare_buckets", prepare_buckets)
     monkeypatch.setattr(packaged_start, "_prepares_early", lambda plan: True)
     deployment = start(cache)
     assert events == ["prepare", "read"]
     assert [(record.outcome, record.compiles) for record in deployment.records] == [("hit", 0)] * 2
-    assert deployment.engine.generate([PROMPT], SamplingParams(max_new_tokens=12)) == expected
+    assert deployment.engine.generate([PROMPT], SamplingParams(max_tokens=12)) == expected
 
 
 def test_without_transformers_an_error_says_why_the_packages_are_not_used(
@@ -531,7 +531,7 @@ def test_a_start_writes_the_manifest_only_if_more_than_its_measurements_would_ch
 
 
 def test_log_probabilities_of_a_prompt_need_no_model(cache: str) -> None:
-    params = SamplingParams(max_new_tokens=1, prompt_logprobs=1)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
 
     def logprobs(engine: Any) -> list[float]:
         engine.submit(PROMPT, params)

@@ -163,7 +163,7 @@ class ActiveRequest:
         for length in prompt_lengths:
             service.missed_shapes.observe_shape("prefill", length)
         service.missed_shapes.observe_shape("decode", service.admission.num_admitted)
-        max_tokens = (engine_request.params.max_new_tokens for engine_request in self.group.engine_requests)
+        max_tokens = (engine_request.params.max_tokens for engine_request in self.group.engine_requests)
         service.metrics.observe_request(prompt_lengths, max_tokens, request.num_choices)
 
     def _new_choice(self, index: int, prompt: Prompt) -> Choice:

@@ -205,7 +205,7 @@ def test_the_last_layer_of_a_real_model_selects_rows_early(
     monkeypatch.setattr(last_token_rows, "_hoist", recording_hoist)
     runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
     batch = make_timing_batch(runner, bucket)
-    params, prompts = SamplingParams(max_new_tokens=6), [[5, 6, 7], list(range(100, 200)), [9] * 30]
+    params, prompts = SamplingParams(max_tokens=6), [[5, 6, 7], list(range(100, 200)), [9] * 30]
     answers = []
     for variant, programs in ((DEFAULT, 0), (LAST_TOKEN_ROWS, 1), (LAST_TOKEN_ROWS_INPLACE, 2)):
         runner.set_variant(bucket, variant)
