@@ -41,7 +41,7 @@ class Engine:
 
     `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured. If steps are CUDA
     graphs, `launch_lock` is held while one is launched. Other threads may wait for it, so that they do not compete for
-    the GIL (server/generate/active_request.py).
+    the GIL (thread/request_group.py).
     """
 
     def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:

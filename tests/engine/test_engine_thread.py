@@ -17,10 +17,10 @@ import pytest
 
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.engine.step.launch_timer import LaunchLock
-from tcdeploy.server.engine_thread import thread as thread_module
-from tcdeploy.server.engine_thread.thread import EngineRequest, EngineThread
-from tcdeploy.server.generate import active_request
-from tcdeploy.server.generate.active_request import RequestGroup
+from tcdeploy.engine.thread import engine_thread as thread_module
+from tcdeploy.engine.thread import request_group as group_module
+from tcdeploy.engine.thread.engine_thread import EngineRequest, EngineThread
+from tcdeploy.engine.thread.request_group import RequestGroup
 
 
 class FakeEngine:
@@ -175,7 +175,7 @@ def test_a_closed_group_is_freed_without_a_garbage_collection() -> None:
 
 
 def test_start_waits_until_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active_request, "MAX_LAUNCH_WAIT_S", 60.0)
+    monkeypatch.setattr(group_module, "MAX_LAUNCH_WAIT_S", 60.0)
 
     async def run() -> list[int]:
         engine = FakeEngine()
@@ -293,7 +293,7 @@ def test_after_an_idle_time_the_interval_begins_with_the_load(monkeypatch: pytes
 
 def test_the_event_loop_waits_while_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread launches a step when a request is submitted, and when its tokens have arrived."""
-    monkeypatch.setattr(active_request, "MAX_YIELD_S", 60.0)
+    monkeypatch.setattr(group_module, "MAX_YIELD_S", 60.0)
 
     async def run() -> list[bool]:
         engine, waited = FakeEngine(), []
