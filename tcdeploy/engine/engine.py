@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
@@ -34,6 +35,8 @@ from tcdeploy.engine.step.sampling import Logprobs, logprobs
 from tcdeploy.engine.warm.timing import time_next_size
 from tcdeploy.errors import UsageError
 from tcdeploy.programs.stances import fail_on_recompile
+
+live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
@@ -73,6 +76,7 @@ class Engine:
         self._buffered_tokens: list[NewToken] = []  # tokens not yet returned, of submitted requests
         self._next_id = 0
         self._in_flight: InFlightStep | None = None
+        live_engines.add(self)
 
     def use_costs(self, costs: StepCosts | None) -> None:
         """Predict and measure steps with these costs from now on. No step may be in flight."""
