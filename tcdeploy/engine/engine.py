@@ -127,6 +127,11 @@ class Engine:
         self._buffered_tokens = [token for token in self._buffered_tokens if token.request_id != request_id]
 
     @property
+    def num_open_requests(self) -> int:
+        """Requests that are neither complete nor aborted."""
+        return len(self._requests)
+
+    @property
     def has_work(self) -> bool:
         return self._in_flight is not None or self.scheduler.has_work or bool(self._buffered_tokens)
 
