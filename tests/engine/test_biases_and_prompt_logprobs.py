@@ -14,6 +14,7 @@ from tcdeploy.engine.step import runner
 from tcdeploy.errors import UsageError
 from tcdeploy.programs.compile_stats import measure_compiles
 from tests.conftest import prepare_tiny
+from tests.engine_loop import generate_tokens
 
 PROMPT = [40, 41, 42, 7, 300]
 
@@ -28,7 +29,7 @@ def run(engine: Any, prompts: list[list[int]], params: SamplingParams) -> dict[i
 
 
 def tokens_of(engine: Any, params: SamplingParams) -> list[int]:
-    return engine.generate([PROMPT], params)[0]
+    return generate_tokens(engine, [PROMPT], params)[0]
 
 
 def test_a_bias_of_minus_100_excludes_a_token_and_one_of_100_forces_it(tiny_deployment: Any) -> None:
@@ -70,7 +71,7 @@ def test_logprobs_of_the_prompt_are_those_of_transformers(tiny_deployment: Any, 
     """Prompts of one token, one chunk and several chunks; the last one again, from the prefix cache."""
     engine, source = tiny_deployment.engine, random.Random(8)
     prompts = [[source.randrange(3, 900) for _ in range(length)] for length in (1, 5, 128, 129, 300)]
-    engine.generate(prompts, SamplingParams(max_tokens=1))
+    generate_tokens(engine, prompts, SamplingParams(max_tokens=1))
     with measure_compiles() as serving:
         tokens_by_id = run(engine, [*prompts, prompts[-1]], SamplingParams(max_tokens=2, prompt_logprobs=k))
     assert serving.counts.compiles == 0

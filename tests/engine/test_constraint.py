@@ -16,6 +16,7 @@ from tcdeploy.programs.compile_stats import measure_compiles
 from tests.block_checks import assert_consistent
 from tests.conftest import prepare_tiny
 from tests.engine.constraints import MASKER, SumConstraint
+from tests.engine_loop import generate_tokens
 
 LENGTH = 12
 VOCAB = 2000  # fewer than the model's 2048, as a tokenizer may have
@@ -210,7 +211,7 @@ class FailingConstraint:
 
 def test_a_failing_constraint_ends_only_its_own_request(tiny_deployment: Any) -> None:
     engine, tokens_by_id = tiny_deployment.engine, {}
-    plain = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=9))[0]
+    plain = generate_tokens(engine, [PROMPTS[0]], SamplingParams(max_tokens=9))[0]
     submit(engine, PROMPTS[1], tokens_by_id, constraint=FailingConstraint(), temperature=1.0)
     submit(engine, PROMPTS[0], tokens_by_id, max_tokens=9)
     drain(engine, tokens_by_id)
