@@ -6,7 +6,8 @@ operating system are translated at the call that raises them. The CLI catches th
     TcdeployError                 1   failure
     |- UsageError                 2   the request is invalid
     |   `- RecipeError                an unreadable recipe, or an unknown key
-    |- ModelError                 1   the model cannot be found or loaded
+    |- ModelError                 1   the model cannot be loaded
+    |   |- UnknownModelError      2   there is no model of this name
     |   `- UnsupportedModelError      a kind of model or checkpoint that is not supported
     |       `- UnsupportedArchitectureError   no checkpoint of the model can be served
     |- CompileError               1   a region has a graph break, or its output fails the parity check
@@ -26,7 +27,10 @@ operating system are translated at the call that raises them. The CLI catches th
 
 from __future__ import annotations
 
-ARCHITECTURE_HINT = "docs/models.md describes the models that can be served; TCDEPLOY_DEBUG=1 shows the traceback"
+ARCHITECTURE_HINT = (
+    "causal LMs whose layers all attend through transformers' AttentionInterface can be served; "
+    "TCDEPLOY_DEBUG=1 shows the traceback"
+)
 
 
 class TcdeployError(Exception):
@@ -50,6 +54,10 @@ class RecipeError(UsageError):
 
 class ModelError(TcdeployError):
     pass
+
+
+class UnknownModelError(ModelError):
+    exit_code = 2  # as for an unknown recipe
 
 
 class UnsupportedModelError(ModelError):

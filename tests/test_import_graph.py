@@ -45,7 +45,8 @@ TORCH_FREE = (
     "host.cuda_context", "errors", "host.regular_file", "host.typed_json",
     "host.gc_policy", "planning.recipe", "planning.environment", "planning.architecture",
     "planning.variants", "planning.memory", "planning.keys", "planning.plan", "planning.tested_versions",
-    "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "host.progress", "host.stages",
+    "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "host.plain_progress",
+    "host.progress", "host.stages",
     "start.planned", "start.prepare", "start.record.factors", "start.record.record",
     "torch_compat.internal", "torch_compat.inductor.compiler_queries", "torch_compat.transformers.fast_import",
     "start.record.lookup", "cache.files.records", "cache.record.manifest",
@@ -64,7 +65,8 @@ TORCH_FREE = (
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"
-PRINTERS = {"llm.progress_bar"}  # besides cli/
+# Of `prepare()` in a terminal, which commands use too, and of a long batch.
+PRINTERS = {"host.plain_progress", "llm.progress_bar"}
 HELP_SECONDS = 0.4
 PRIVATE_PACKAGE = "torch_compat"
 PRIVATE_OWNERS = ("torch", "triton", "transformers", "uvicorn", "starlette")
@@ -328,7 +330,7 @@ def test_only_the_display_imports_rich() -> None:
     assert importers_of(ROOT, "rich") == {RICH_IMPORTER}
 
 
-def test_only_the_cli_and_the_progress_bar_print() -> None:
+def test_only_the_cli_and_the_plain_displays_print() -> None:
     assert modules_that_print(ROOT) == []
 
 
@@ -429,7 +431,7 @@ def test_cache_maintenance_imports_neither_torch_nor_transformers(
     command: str, imported_by: dict[str, set[str]]
 ) -> None:
     imported = imported_by[f"cache {command}"]
-    assert PACKAGE in imported and ("rich" in imported) == (command != "gc"), "without plans, gc draws no table"
+    assert PACKAGE in imported and ("rich" in imported) == (command == "du"), "without plans, ls and gc draw no table"
     assert not imported & {"torch", "transformers", "numpy", "cryptography", "zstandard"}
 
 

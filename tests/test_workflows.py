@@ -15,6 +15,8 @@ from tests.conftest import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 ACTIONS = sorted((ROOT / ".github/actions").glob("*/action.yml"))
+FORMS = [ROOT / ".github/ISSUE_TEMPLATE" / name for name in ("bug.yml", "feature.yml")]
+FORM_SETTINGS = ROOT / ".github/ISSUE_TEMPLATE/config.yml"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINT = "{extends: default, rules: {line-length: {max: 120}, truthy: {check-keys: false}, document-start: disable,"
 LINT += " comments: {min-spaces-from-content: 1}}}"
@@ -40,9 +42,11 @@ def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("yamllint", "--strict", "-d", LINT, str(ROOT / ".github")),
         ("check-jsonschema", "--builtin-schema", "vendor.github-actions", *map(str, ACTIONS)),
         ("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, WORKFLOWS)),
+        ("check-jsonschema", "--builtin-schema", "vendor.github-issue-forms", *map(str, FORMS)),
+        ("check-jsonschema", "--builtin-schema", "vendor.github-issue-config", str(FORM_SETTINGS)),
         ("zizmor", "--offline", "--quiet", "--no-progress", "--strict-collection", str(ROOT / ".github")),
     ],
-    ids=["yamllint", "action schema", "workflow schema", "zizmor"],
+    ids=["yamllint", "action schema", "workflow schema", "form schema", "form settings", "zizmor"],
 )
 def test_the_linters_find_nothing(check: tuple[str, ...]) -> None:
     done = run_tool(*check)
@@ -75,6 +79,12 @@ def test_secrets_and_write_permissions_are_only_in_jobs_with_an_environment(job:
     assert not re.search(r"\$\{\{", " ".join(step.get("run", "") for step in job["steps"]))
     checkouts = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")]
     assert all(step["with"]["persist-credentials"] is False for step in checkouts)
+
+
+def test_a_report_of_a_bug_requires_the_findings_of_doctor_and_the_plan() -> None:
+    parts = {part["id"]: part for part in yaml.safe_load(FORMS[0].read_text())["body"] if "id" in part}
+    assert parts["doctor"]["validations"]["required"] and "tcdeploy doctor --json" in str(parts["doctor"])
+    assert parts["plan"]["validations"]["required"] and "--dry-run" in str(parts["plan"])
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)

@@ -31,6 +31,12 @@ LOAD_FIELDS = (  # of loads that are not a trace
     "shared_prefix", "sweep",
 )  # fmt: skip
 SWEEP_FIELDS = ("sweep", "plot", "compare", "ttft_limit", "tpot_limit")
+SAMPLING = {  # sampling parameters of the requests, by the name that --sampling accepts
+    # The penalty is sent because a model's generation_config.json may have one.
+    "random": {"temperature": 1, "top_p": 1, "repetition_penalty": 1},
+    "greedy": {"temperature": 0, "repetition_penalty": 1},
+    "model": {},
+}
 SLO_OPTION = Option(
     f"Report the requests that meet these limits in ms, of {', '.join(SLO_METRICS)}: ttft=200,itl=50",
     "Measurement", metavar="LIST", parse=parse_slo,
@@ -59,6 +65,10 @@ class ServeSettings(LoadSettings):
         None, "Seconds during which requests arrive at the request rate, instead of --requests"
     )
     length_spread: float = measurement_option(0.0, "Lengths are uniform within this share of both lengths; 0.5: +-50%")
+    sampling: str = measurement_option(
+        "random", "random: temperature 1; greedy: temperature 0; model: the server's defaults for the model",
+        metavar="|".join(SAMPLING),
+    )  # fmt: skip
     shared_prefix: int = measurement_option(0, "Tokens that all prompts share, before those of --input-length")
     trace: str | None = measurement_option(
         None,
@@ -86,6 +96,8 @@ class ServeSettings(LoadSettings):
         check_fields(self, requests=100, duration=30, ttft_limit=500, tpot_limit=20)
         if self.shared_prefix < 0:
             raise UsageError(f"shared prefix is {self.shared_prefix}, and must not be negative", "--shared-prefix 0")
+        if self.sampling not in SAMPLING:
+            raise UsageError(f"unknown --sampling {self.sampling!r}", f"use {', '.join(SAMPLING)}")
         if not 0 <= self.length_spread < 1:
             raise UsageError(
                 f"length spread is {self.length_spread}, and must be at least 0 and below 1", "--length-spread 0.5"

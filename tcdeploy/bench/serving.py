@@ -30,7 +30,7 @@ except ImportError:  # not available on every platform
 from tcdeploy.bench.client import Client
 from tcdeploy.bench.loads import LoadRequest, make_load
 from tcdeploy.bench.report import Report, Row
-from tcdeploy.bench.serve_settings import ServeSettings
+from tcdeploy.bench.serve_settings import SAMPLING, ServeSettings
 from tcdeploy.bench.stats import Goodput, Latencies, RequestTiming, latencies, measure_goodput
 from tcdeploy.errors import NetworkError, UsageError
 
@@ -73,7 +73,10 @@ async def run_load(settings: ServeSettings) -> list[ServeRow]:
     sessions = make_load(settings)
     client = Client(settings.url, {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {})
     model = settings.served_model or await _first_model(client, settings.url)
-    encoded = [[(_encode_request(client, model, request), request) for request in session] for session in sessions]
+    encoded = [
+        [(_encode_request(client, model, request, settings.sampling), request) for request in session]
+        for session in sessions
+    ]
     load = _Load(client)
     await (load.run_closed(encoded, settings.concurrency) if settings.concurrency else load.run_open(encoded))
     seconds = load.now()
@@ -109,10 +112,10 @@ def _make_row(settings: ServeSettings, model: str, kind: str, results: list[Requ
 EncodedSession: TypeAlias = list[tuple[bytes, LoadRequest]]
 
 
-def _encode_request(client: Client, model: str, request: LoadRequest) -> bytes:
-    body = {  # without the penalty, the server would use the default of the model
-        "model": model, "prompt": request.prompt, "max_tokens": request.output_length, "temperature": 0,
-        "repetition_penalty": 1, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+def _encode_request(client: Client, model: str, request: LoadRequest, sampling: str) -> bytes:
+    body = {
+        "model": model, "prompt": request.prompt, "max_tokens": request.output_length, **SAMPLING[sampling],
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     return client.encode_request("POST", "/v1/completions", json.dumps(body).encode())
 

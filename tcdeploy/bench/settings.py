@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tcdeploy.errors import UsageError
+from tcdeploy.planning.installation import install_command
 from tcdeploy.planning.option import flag_name, option
 from tcdeploy.planning.plan import Plan
 
@@ -224,7 +225,7 @@ def check_files(output: str | None, plot: str | None) -> None:
         raise UsageError(f"{plot} is not a supported plot format", f"use one of {', '.join(PLOT_SUFFIXES)}")
     _check_writable(plot, "--plot")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'tcdeploy[plot]'")
+        raise UsageError("--plot needs matplotlib, which is not installed", install_command("plot"))
 
 
 def _check_writable(path: str, flag: str) -> None:

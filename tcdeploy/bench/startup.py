@@ -47,8 +47,8 @@ def run(recipe: Recipe, settings: StartupSettings, progress: Progress) -> Report
         is_cold = settings.source == "cold"
         command = child_command(dataclasses.replace(recipe, cache_dir=folder) if is_cold else recipe, settings)
         rows = []
-        for kind in (*["cold"] * is_cold, *["warm"] * settings.warm_runs):
-            progress.stage(f"{kind} start")
+        for number, kind in enumerate((*["cold"] * is_cold, *["warm"] * settings.warm_runs), 1):
+            progress.stage(f"start {number}, {kind}")
             started = time.time()  # on the wall clock, as the times of the child
             child_report = json.loads(run_process(command))
             rows.append(_row(kind, child_report, started, time.time()))

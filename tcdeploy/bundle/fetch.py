@@ -24,6 +24,7 @@ from tcdeploy.cache.record.provenance import SigningPolicy, check_manifests
 from tcdeploy.cache.record.unlisted import discard_if_damaged
 from tcdeploy.cache.trust.signing import TrustedKey, default_trusted_keys_folder
 from tcdeploy.errors import MismatchError, TcdeployError, TrustError
+from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.environment import Difference
 from tcdeploy.planning.plan import Plan
@@ -53,12 +54,16 @@ class EnvironmentMismatchError(MismatchError):
         self.differences = differences
 
 
-def fetch(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None = None) -> FetchResult:
+def fetch(
+    recipe: Recipe, cache: CacheSource, trusted_keys: Path | None = None, progress: Progress | None = None
+) -> FetchResult:
     """Fetch the recipe's plan into its cache folder. `trusted_keys`: the folder of public keys; None: the default.
+
+    `progress`: gets the MiB of the download as the detail of the present stage.
 
     Raises MismatchError (no bundle of this plan), TrustError, IntegrityError, NetworkError, SpaceError and UsageError.
     """
-    start = time.perf_counter()
+    start, progress = time.perf_counter(), progress or NullProgress()
     trusted_keys = trusted_keys or default_trusted_keys_folder()
     planned = decide(recipe)
     plan = planned.plan
@@ -71,7 +76,8 @@ def fetch(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None = None) 
     with temporary_folder("fetch") as work_dir:
         path = Path(address.host_and_path)
         if address.scheme not in LOCAL_SCHEMES or parse_bundle_name(path.name):
-            path = pull(address.url, Path(work_dir, "bundle.tcb"))
+            path = pull(address.url, Path(work_dir, "bundle.tcb"), report=progress.detail)
+        progress.detail("check and unpack the bundle")
         with _named(path, address.redacted):
             header = open_bundle(path, trusted_keys, cache.allow_unsigned).header
             _check_compatible(planned, header.manifest, address.redacted)

@@ -38,6 +38,7 @@ from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, Threshold
 from tcdeploy.host.regular_file import open_regular
 from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.option import ENVIRONMENT_PREFIX
+from tcdeploy.remote.address import unreadable_bundle_error
 
 
 class WarmStartRequiredError(TcdeployError):
@@ -146,9 +147,12 @@ def single_plan_key(folder: Path) -> str:
 
 def add_signature(path: Path, secret_key: Path) -> None:
     """Add a signature to a bundle. An earlier signature of the same key is replaced; those of other keys stay."""
-    with _translate_os_errors(path):
+    try:
         with open_regular(path, follows_links=True) as file:
             signed_header = read_signed_header(file, str(path))
+    except OSError as error:
+        raise unreadable_bundle_error(path, error) from error
+    with _translate_os_errors(path):
         added = sign(signed_header.header, secret_key)
         others = tuple(signature for signature in signed_header.signatures if signature.key != added.key)
         replace_signatures(path, signed_header, (*others, added))

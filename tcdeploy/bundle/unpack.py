@@ -45,6 +45,7 @@ from tcdeploy.cache.trust.signing import (
 from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, TrustError
 from tcdeploy.host.durable import sync_files, sync_folders
 from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular
+from tcdeploy.remote.address import unreadable_bundle_error
 
 SPARE_BYTES = 16 << 20
 FILE_MODE = 0o600
@@ -63,8 +64,8 @@ class UnpackResult:
 def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> CheckedHeader:
     """Verify a bundle's signature, header and payload digest, without decompressing.
 
-    Raises TrustError, IntegrityError, MismatchError for a bundle of another version of tcdeploy, and TcdeployError for
-    a file that cannot be read.
+    Raises TrustError, IntegrityError, MismatchError for a bundle of another version of tcdeploy, and UsageError for a
+    file that cannot be read.
     """
     try:
         signed_header = _read_signed_header(path)
@@ -72,9 +73,7 @@ def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) ->
         header = parse_header(signed_header, str(path))
         check_payload(path, signed_header, header.payload)
     except OSError as error:
-        raise TcdeployError(
-            f"the bundle {path} cannot be read: {error.strerror}", "create one: tcdeploy cache pack MODEL -o FILE.tcb"
-        ) from error
+        raise unreadable_bundle_error(path, error) from error
     return CheckedHeader(header, signed_header, signer)
 
 

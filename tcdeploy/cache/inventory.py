@@ -30,12 +30,19 @@ from tcdeploy.cache.folder.layout import (
     TEST_FILE_PREFIX,
     UNPACKING_PREFIX,
     manifest_path,
+    plan_keys,
     stored_header_path,
 )
 from tcdeploy.cache.folder.leases import folder_lock, is_leased
 from tcdeploy.cache.record.manifest import Manifest, read_manifests, read_other_versions
 from tcdeploy.cache.record.unlisted import remove_manifest
-from tcdeploy.cache.staging.journal import abandoned_folders, remove_abandoned_folders
+from tcdeploy.cache.staging.journal import (
+    FinishedBucket,
+    abandoned_folders,
+    read_journal,
+    remove_abandoned_folders,
+    unlocked_folders,
+)
 from tcdeploy.planning.environment import STAGING_PREFIX
 
 LEFTOVER_AGE_SECONDS = 24 * 3600.0
@@ -71,6 +78,16 @@ class CachedPlan:
 
 
 @dataclass(frozen=True)
+class UnfinishedPlan:
+    """What starts of a plan finished before they failed or were killed. Its next start reuses it."""
+
+    plan_key: str
+    finished: int  # buckets, or ahead-of-time packages
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class GcResult:
     """What `collect_garbage` removed, or would remove in a dry run."""
 
@@ -86,6 +103,20 @@ def list_plans(folder: Path) -> list[CachedPlan]:
     plans_per_file = Counter(file for manifest in manifests.values() for file in manifest.files)
     entries = [_cached_plan(folder, manifest, plans_per_file) for manifest in manifests.values()]
     return sorted(entries, key=lambda entry: entry.age_seconds)
+
+
+def list_unfinished(folder: Path) -> list[UnfinishedPlan]:
+    """The plans without a manifest of which an ended start has finished buckets, by plan key."""
+    complete, finished = plan_keys(folder), dict[str, list[FinishedBucket]]()
+    for staging_folder in unlocked_folders(folder):
+        for bucket in read_journal(staging_folder):
+            if bucket.plan not in complete:
+                finished.setdefault(bucket.plan, []).append(bucket)
+    files = {key: {file for bucket in buckets for file in bucket.files} for key, buckets in finished.items()}
+    return [
+        UnfinishedPlan(key, len(finished[key]), len(files[key]), sum(file.bytes for file in files[key]))
+        for key in sorted(finished)
+    ]
 
 
 def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[FileRecord]) -> CachedPlan:

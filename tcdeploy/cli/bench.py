@@ -90,6 +90,7 @@ def startup(
     budget_seconds = parse_budget(budget)
     from tcdeploy.bench import startup
     from tcdeploy.cli import display
+    from tcdeploy.host.plain_progress import PlainProgress
 
     if child:
         with display.show_progress() as progress:
@@ -99,7 +100,8 @@ def startup(
     warn_if_busy()
     with _unpacked(settings.bundle, allow_unsigned) as folder:
         measured = recipe if folder is None else dataclasses.replace(recipe, cache_dir=folder)
-        report = startup.run(measured, settings, display.PlainProgress())
+        with PlainProgress("") as progress:
+            report = startup.run(measured, settings, progress)
     publish(report, settings.plot, settings.output, json)
     for row in report.rows:
         if isinstance(row, startup.StartupRow) and row.start == "warm":
@@ -130,11 +132,11 @@ def serve(settings: ServeSettings, json: Json = False) -> None:
     check_api_keys(() if settings.api_key is None else (settings.api_key,))
     warn_if_busy()
     from tcdeploy.bench import serving
-    from tcdeploy.cli import display
+    from tcdeploy.host.plain_progress import PlainProgress
 
-    progress = display.PlainProgress()
     compared = {path: serving.read_rows(path) for path in settings.compare}  # finds an error in them before the run
-    report = serving.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
+    with PlainProgress("") as progress:
+        report = serving.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
     publish_document(report, settings.output, json)
     if settings.plot is not None:
         from tcdeploy.bench.plot import draw_rates

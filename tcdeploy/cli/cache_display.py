@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tcdeploy.bundle.unpack import UnpackResult
     from tcdeploy.bundle.verify import BucketReplay, VerifiedPlan
     from tcdeploy.bundle.why import Comparison, Forecast
-    from tcdeploy.cache.inventory import CachedPlan, GcResult
+    from tcdeploy.cache.inventory import CachedPlan, GcResult, UnfinishedPlan
     from tcdeploy.cache.record.manifest import Manifest
     from tcdeploy.cache.trust.signing import TrustedKey
     from tcdeploy.planning.environment import Difference
@@ -142,6 +142,21 @@ def show_differences(differences: Sequence[Difference], out: TextIO) -> None:
 def difference_table(differences: Sequence[Difference], first: str, second: str) -> Table:
     columns = (Column("difference", "name"), Column(first, "text"), Column(second, "text"))
     return Table(columns, [(difference.name, difference.here, difference.there) for difference in differences])
+
+
+def show_plans(folder: Path, plans: Sequence[CachedPlan], unfinished: Sequence[UnfinishedPlan], json: bool) -> None:
+    if json:
+        print(json_document("cache ls", plans=plans, unfinished=unfinished))
+        return
+    if plans:
+        show_table(tabulate(plans, PLAN_CELLS))
+    else:
+        show_sentence(f"no start has completed a plan in {folder}")
+    for left in unfinished:
+        show_sentence(
+            f"plan {left.plan_key} is not complete; finished buckets or packages: {left.finished} ({left.files} files, "
+            f"{_mb(left.bytes)} MB), which the next start of the plan reuses"
+        )
 
 
 def show_other_versions(folder: Path, verb: str) -> None:

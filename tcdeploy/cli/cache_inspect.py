@@ -50,15 +50,12 @@ def why(target: Target, options: RecipeOptions, json: Json = False) -> None:
 
 
 def list_cache(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: Json = False) -> None:
-    """List the plans in a cache folder."""
-    from tcdeploy.cache.inventory import list_plans
+    """List the plans in a cache folder, and what starts that did not finish have left for the next start."""
+    from tcdeploy.cache.inventory import list_plans, list_unfinished
     from tcdeploy.cli import cache_display
-    from tcdeploy.cli.display import report
-    from tcdeploy.cli.tables import tabulate
 
     found = find_cache_folder(folder, cache_dir)
-    plans = list_plans(found)
-    report("cache ls", json, tabulate(plans, cache_display.PLAN_CELLS), plans=plans)
+    cache_display.show_plans(found, list_plans(found), list_unfinished(found), json)
     cache_display.show_other_versions(found, "listed")
 
 

@@ -1,12 +1,14 @@
-"""Terminal output: the plan, progress per bucket, and reports. The only module that imports rich.
+"""Terminal output: the plan, a moving line of progress, and reports. The only module that imports rich.
 
-Progress goes to stderr, and reports to stdout, where --json prints a single JSON document and nothing else. rich is
-imported when bars or a table are drawn: that takes 0.1 s, and a server without a terminal draws neither.
+Progress goes to stderr (host/plain_progress.py), and reports to stdout, where --json prints a single JSON document and
+nothing else. rich is imported when a moving line or a table is drawn: that takes 0.1 s, and a server without a terminal
+draws neither.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -14,22 +16,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from tcdeploy.cli.start_tables import COMPILE_CELLS, WARM_CELLS, plan_table
 from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, tabulate, wrap
 from tcdeploy.errors import OutputError, SpaceError
+from tcdeploy.host.plain_progress import PlainProgress, describe_position, fallback_warnings
 from tcdeploy.host.stages import describe_imports
 from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
     from tcdeploy.planning.bucket_record import BucketRecord
     from tcdeploy.planning.dry_run import PlanFinding
     from tcdeploy.planning.plan import Plan
     from tcdeploy.start.deployment import Deployment
 
+BAR_WIDTH = 16
 JSON_SCHEMA = 3  # raise when a key of any report is renamed or removed
 MAX_LAYER_KINDS = 4  # a model has at most this many kinds of layers; the layers of a kind share a program
 COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json")  # of warm and compile
@@ -38,96 +42,77 @@ COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--truste
 
 @contextmanager
 def show_progress() -> Iterator[PlainProgress]:
-    """Progress display for stderr: bars on a terminal, lines otherwise. The first stage is `import`, of torch."""
-    progress = PlainProgress()
-    if not sys.stderr.isatty():
-        progress.stage("import")
-        yield progress
+    """Progress on stderr: lines, and on a terminal a moving line below them. The first stage is `import`, of torch."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        with PlainProgress() as progress:
+            yield progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(BAR_WIDTH),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[outcome]}"),
+        TextColumn("{task.fields[position]}", markup=False),
         console=Console(stderr=True),
+        transient=True,
     )
-    with bars:
-        progress = BarProgress(bars)
-        progress.stage("import")
+    with bar, MovingProgress(bar) as progress:
         yield progress
 
 
-def _warn_about_fallbacks(plan: Plan) -> None:
-    for decision in plan.decisions:
-        if decision.is_fallback:
-            print(f"warning: {decision.name} is {decision.value}: {decision.reason}", file=sys.stderr)
+class MovingProgress(PlainProgress):
+    """Prints the lines of PlainProgress above one line that moves. After `finish`, only lines.
 
+    While the line moves, rich redirects stdout and stderr, so what others print appears above it too.
+    """
 
-def _outcome(record: BucketRecord) -> str:
-    captured = ", captured" if record.captured else ""
-    programs = "1 program" if record.programs == 1 else f"{record.programs} programs"
-    kernels = f", {record.kernels_compiled} kernels compiled" if record.kernels_compiled and record.cache_hits else ""
-    return f"{record.outcome}, {programs}{kernels}{captured}, KL {record.parity.kl:.1e}"
+    def __init__(self, bar: Progress) -> None:
+        self._bar: Progress | None = bar
+        self._task = bar.add_task("", total=None, position="")
+        super().__init__()
 
+    def __enter__(self) -> Self:
+        return self  # without the thread of PlainProgress
 
-class PlainProgress:
-    """Prints one line to stderr per stage and per finished bucket."""
-
-    def finish(self) -> None:
-        """Nothing to stop."""
-
-    def stage(self, name: str) -> None:
-        print(f"{name} ...", file=sys.stderr, flush=True)
-
-    def planned(self, plan: Plan) -> None:
-        _warn_about_fallbacks(plan)
-
-    def bucket_started(self, bucket: str, number: int, total: int) -> None:
-        self._label = f"[{number}/{total}] {bucket}"
-
-    def bucket_finished(self, record: BucketRecord) -> None:
-        print(f"{self._label}: {record.seconds:.1f} s, {_outcome(record)}", file=sys.stderr, flush=True)
-
-
-class BarProgress(PlainProgress):
-    """One bar per bucket: pulsing during warm-up, then full, with the outcome. After `finish`, one line per event."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars: Progress | None = bars
-        self._tasks: dict[str, TaskID] = {}  # the bars of the current stage and of the current bucket
-
-    def finish(self) -> None:
-        """Stop redrawing the bars, which would overwrite what a server prints while it runs."""
-        if self._bars is not None:
-            self._complete("stage")
-            self._bars.stop()
-            self._bars = None
+    def finish(self, is_complete: bool = True) -> None:
+        """Also stop redrawing, which would overwrite what a server prints while it runs."""
+        super().finish(is_complete)
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def stage(self, name: str) -> None:
-        if self._bars is None:
-            super().stage(name)
+        is_new = name != self.position.stage
+        super().stage(name)
+        if is_new and self._bar is not None:
+            self._bar.reset(self._task)  # the elapsed time
+        self._move()
+
+    def step(self, number: int, total: int, name: str) -> None:
+        super().step(number, total, name)
+        self._move()
+
+    def detail(self, text: str) -> None:
+        super().detail(text)
+        self._move()
+
+    def _move(self) -> None:
+        if self._bar is None:
             return
-        self._complete("stage")
-        self._complete("bucket", outcome="is checked again")
-        if name != "compile":  # shown as one bar per bucket
-            self._tasks["stage"] = self._bars.add_task(f"{name:<14}", total=None, outcome="")
+        position = self.position
+        total, completed = (position.total, position.number - 1) if position.total else (None, 0)
+        self._bar.update(
+            self._task, description=position.stage, total=total, completed=completed,
+            position=describe_position(position),
+        )  # fmt: skip
 
-    def bucket_started(self, bucket: str, number: int, total: int) -> None:
-        super().bucket_started(bucket, number, total)
-        if self._bars is not None:
-            self._tasks["bucket"] = self._bars.add_task(f"{bucket:<14}", total=None, outcome=f"{number} of {total}")
-
-    def bucket_finished(self, record: BucketRecord) -> None:
-        if self._bars is None:
-            super().bucket_finished(record)
-        self._complete("bucket", outcome=_outcome(record))
-
-    def _complete(self, task: str, outcome: str = "") -> None:
-        if self._bars is not None and task in self._tasks:
-            self._bars.update(self._tasks.pop(task), total=1, completed=1, outcome=outcome)
+    def _print(self, line: str) -> None:
+        if self._bar is None:
+            super()._print(line)
+        else:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_plan(plan: Plan, findings: Sequence[PlanFinding], as_json: bool) -> None:
@@ -139,7 +124,8 @@ def show_plan(plan: Plan, findings: Sequence[PlanFinding], as_json: bool) -> Non
     for finding in findings:
         show_sentence(f"finding: {finding.message}")
         show_sentence(f"hint: {finding.hint}")
-    _warn_about_fallbacks(plan)
+    for warning in fallback_warnings(plan):
+        print(warning, file=sys.stderr)
 
 
 def show_compile_report(deployment: Deployment, as_json: bool) -> None:
@@ -160,7 +146,13 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     if skipped := sum(record.cudagraph_skips for record in deployment.records):
         show_sentence(f"Inductor skipped CUDA graphs for {skipped} regions that mutate the KV cache or use CPU tensors")
     _print_totals(deployment)
-    print(f"next: tcdeploy warm {_carried_arguments()}")
+    print(next_after_compile(deployment.records))
+
+
+def next_after_compile(records: Sequence[BucketRecord]) -> str:
+    """A start from the cache, unless this was one."""
+    command = "serve" if all(record.outcome == "hit" for record in records) else "warm"
+    return f"next: tcdeploy {command} {_carried_arguments()}"
 
 
 def show_warm_report(deployment: Deployment, as_json: bool) -> None:
@@ -173,26 +165,28 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
     print(f'next: tcdeploy generate {_carried_arguments()} "This module provides"')
 
 
-def show_server_is_ready(deployment: Deployment, address: str, example: str, as_json: bool) -> None:
-    """Print the warm-up table, the address and an example request. After an eager start there is no table yet.
+def show_server_is_ready(deployment: Deployment, address: str, example: str, seconds: float, as_json: bool) -> None:
+    """Print what the server found, an example request, and last a line with the address and the seconds of the start.
 
-    A server that cannot write to stdout prints a warning to stderr and keeps serving.
+    The seconds of stages and buckets are in the lines of the progress. A server that cannot write to stdout prints a
+    warning to stderr and keeps serving.
     """
+    ready = f"ready: {address} after {seconds:.1f} s"
     try:
         if as_json:
             print_report("serve", deployment, address=address)
             sys.stdout.flush()
+            print(ready, file=sys.stderr)
             return
         if deployment.swaps is None:
-            show_table(tabulate(deployment.records, WARM_CELLS))
             _print_totals(deployment)
         else:
-            _print_stages(deployment)
+            _print_folder(deployment)
             show_sentence("answers with uncompiled steps; /ready?level=warm returns 200 once all buckets run programs")
         show_sentence(f"sampling defaults of the model: {deployment.planned.generation_defaults.describe()}")
-        print(f"ready: {address}\n  {example}", flush=True)
+        print(f"example request:\n  {example}\n{ready}", flush=True)
     except (OutputError, SpaceError) as error:
-        print(f"warning: {error.message}; ready: {address}", file=sys.stderr)
+        print(f"warning: {error.message}; {ready}", file=sys.stderr)
 
 
 def show_bench(tables: list[Table], remarks: list[str], document: str, as_json: bool) -> bool:
@@ -240,17 +234,17 @@ def _print_totals(deployment: Deployment) -> None:
             f"device memory: weights {gib(plan.weight_bytes)}, KV cache {gib(plan.kv_bytes)}, everything else "
             f"{gib(deployment.workspace_bytes)} ({gib(plan.workspace_bytes)} predicted)"
         )
-    _print_stages(deployment)
+    _print_folder(deployment)
 
 
-def _print_stages(deployment: Deployment) -> None:
-    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
+def _print_folder(deployment: Deployment) -> None:
+    """The cache folder, and what was read and imported in all stages."""
     copied = " (read-only: used a private copy)" if deployment.cache_dir != deployment.plan.cache_dir else ""
-    show_sentence(f"stages: {stages}; cache folder {deployment.plan.cache_dir}{copied}")
+    show_sentence(f"cache folder {deployment.plan.cache_dir}{copied}")
     if (total := deployment.weights_read) is not None:
         show_sentence(
             f"weights: {total.num_bytes / 1e9:.2f} GB read in {total.seconds:.2f} s ({total.gb_per_second:.1f} GB/s), "
-            "in parallel with these stages"
+            "in parallel with the stages of the start"
         )
     show_sentence(f"imports, in all stages: {describe_imports(deployment.import_seconds)}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import CacheSource
+
+if TYPE_CHECKING:
+    from tcdeploy.host.progress import Progress
 
 CacheFrom = Annotated[
     str | None, typer.Option(help="Fetch the cache from this bundle, or from a remote folder of bundles", metavar="URL")
@@ -45,7 +48,7 @@ def cache_source(cache_from: str | None, allow_unsigned: bool, allow_rollback: b
     return None
 
 
-def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None) -> float:
+def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None, progress: Progress) -> float:
     """Fetch the plan's bundle into the cache folder, and return the seconds it took.
 
     A bundle from another environment is refused; the differences are printed to stderr as a table.
@@ -53,8 +56,9 @@ def fetch_cache(recipe: Recipe, cache: CacheSource, trusted_keys: Path | None) -
     from tcdeploy.bundle.fetch import EnvironmentMismatchError, fetch
     from tcdeploy.cli import cache_display
 
+    progress.stage("fetch")
     try:
-        fetched = fetch(recipe, cache, trusted_keys)
+        fetched = fetch(recipe, cache, trusted_keys, progress)
     except EnvironmentMismatchError as error:
         cache_display.show_differences(error.differences, sys.stderr)
         raise

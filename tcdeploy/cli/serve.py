@@ -11,6 +11,7 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tcdeploy import __version__
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.process import LOGGER_NAME, enable_access_log
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, CacheFrom, TrustedKeys, cache_source, fetch_cache
@@ -88,10 +89,11 @@ def _run(
     if settings.log_requests != "off":
         enable_access_log()
     with display.show_progress() as progress:
+        progress.message(f"tcdeploy {__version__} loads {recipe.model}")
         from tcdeploy.server.run import run_server
 
         def deploy() -> Deployment:
-            fetch_seconds = 0.0 if cache is None else fetch_cache(recipe, cache, trusted_keys)
+            fetch_seconds = 0.0 if cache is None else fetch_cache(recipe, cache, trusted_keys, progress)
             from tcdeploy.start.prepare import prepare
 
             deployment = prepare(
@@ -101,12 +103,12 @@ def _run(
             return deployment
 
         def on_ready(deployment: Deployment, address: str) -> None:
-            progress.finish()
-            display.show_server_is_ready(deployment, address, example_request(settings, address), json)
+            example = example_request(settings, address)
+            display.show_server_is_ready(deployment, address, example, progress.seconds, json)
 
         start_renderer()
         drop_unread_messages()
-        code = run_server(settings, deploy, on_ready)
+        code = run_server(settings, deploy, on_ready, progress)
     sys.stdout.flush()
     from tcdeploy.cache.staging.folder import remove_own_staging_folders
 

@@ -64,7 +64,7 @@ def warm(
         if missed_shapes is not None:
             recipe = _with_missed_shapes(recipe, missed_shapes, dry_run)
         if cache is not None:
-            fetch_seconds = fetch_cache(recipe, cache, trusted_keys)
+            fetch_seconds = fetch_cache(recipe, cache, trusted_keys, progress)
         if dry_run:
             from tcdeploy.start.decide import decide
 

@@ -18,7 +18,8 @@ from tcdeploy.errors import UsageError
 from tcdeploy.host.stages import MANY_WITHOUT_BYTECODE
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import installed_flash_packages, installed_version
-from tcdeploy.planning.extras import COMPILE_HINT, EXTRA_MODULES, check_interpreter, is_installed
+from tcdeploy.planning.extras import EXTRA_MODULES, check_interpreter, compile_hint, is_installed
+from tcdeploy.planning.installation import install_command
 from tcdeploy.planning.tested_versions import is_older_than_tested, tested_range, untested_packages
 
 MAX_MISSING_NAMES = 5  # private names that are reported with their consequences
@@ -63,18 +64,20 @@ def check_triton(request: Request) -> Result:
 def check_transformers(request: Request) -> Result:
     version = installed_version("transformers")
     if not version:
-        return note("not installed: models start only from ahead-of-time packages", COMPILE_HINT)
+        return note("not installed: models start only from ahead-of-time packages", compile_hint())
     if old := _too_old("transformers", version):
         return old
     if "transformers" in request.probe.sections:
         return _with_tested_range("transformers", version)
     summary = f"transformers {version} cannot be imported"
-    return missing(request, "transformers", summary, "pip install 'tcdeploy[compile]'")
+    return missing(request, "transformers", summary, install_command("compile"))
 
 
 def check_server_packages(request: Request) -> Result:
     if lacking := [name for name in EXTRA_MODULES["serve"] if not is_installed(name)]:
-        return note(f"not installed: {', '.join(lacking)}; `serve` needs them", "pip install 'tcdeploy[serve]'")
+        return note(f"not installed: {', '.join(lacking)}; `serve` needs them", install_command("serve"))
+    if not is_installed("llguidance"):
+        return note("llguidance is not installed; JSON schemas and grammars need it", install_command("structured"))
     return _with_tested_range("uvicorn", f"uvicorn {installed_version('uvicorn')}")
 
 

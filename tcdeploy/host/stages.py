@@ -31,6 +31,7 @@ class ImportTimer:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)  # without those of modules that a module imports
         self.without_bytecode: Counter[str] = Counter()  # modules that Python had to compile, by package
+        self.not_kept: Counter[str] = Counter()  # those of them whose bytecode Python has not written
         self._nested = [0.0]  # seconds of the modules that each module being imported has imported so far
         self._thread = 0
         self._originals: list[tuple[type, str, Any]] = []
@@ -78,14 +79,17 @@ class ImportTimer:
             if spec is None or threading.get_ident() != self._thread:
                 return load(loader, target)
             package = spec.name.partition(".")[0]
-            if isinstance(target, ModuleType) and spec.cached and not os.path.exists(spec.cached):
-                self.without_bytecode[package] += 1
+            bytecode = spec.cached if isinstance(target, ModuleType) else None
+            is_compiled = bytecode is not None and not os.path.exists(bytecode)
             start = time.perf_counter()
             self._nested.append(0.0)
             try:
                 return load(loader, target)
             finally:
                 seconds = time.perf_counter() - start
+                if bytecode is not None and is_compiled:
+                    self.without_bytecode[package] += 1
+                    self.not_kept[package] += not os.path.exists(bytecode)
                 self.seconds[package] += seconds - self._nested.pop()
                 self._nested[-1] += seconds
 
@@ -99,15 +103,15 @@ def describe_imports(seconds: Mapping[str, float]) -> str:
     return ", ".join([*(f"{name} {value:.1f} s" for name, value in shown), f"others {others:.1f} s"])
 
 
-def describe_missing_bytecode(without_bytecode: Counter[str]) -> str:
-    """A warning if many modules had no bytecode; empty otherwise."""
-    if without_bytecode.total() < MANY_WITHOUT_BYTECODE:
+def describe_missing_bytecode(not_kept: Counter[str]) -> str:
+    """A warning if the next start will compile many modules again; empty otherwise."""
+    if not_kept.total() < MANY_WITHOUT_BYTECODE:
         return ""
-    packages = ", ".join(f"{name} {count}" for name, count in without_bytecode.most_common(3))
+    packages = ", ".join(f"{name} {count}" for name, count in not_kept.most_common(3))
     return (
-        f"Python compiled {without_bytecode.total()} modules from source ({packages}), which delays the start by "
-        "seconds; keep their bytecode: unset PYTHONDONTWRITEBYTECODE, or run `python -m compileall` on the installed "
-        "packages"
+        f"Python compiled {not_kept.total()} modules from source ({packages}), which delays each start "
+        "by seconds; keep their bytecode: unset PYTHONDONTWRITEBYTECODE, or run `python -m compileall` on the "
+        "installed packages"
     )
 
 

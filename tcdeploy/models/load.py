@@ -20,10 +20,11 @@ from transformers import AutoConfig, GenerationConfig, Mxfp4Config, PreTrainedCo
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
-from tcdeploy.errors import ModelError, SpaceError, TcdeployError, UnsupportedModelError
+from tcdeploy.errors import ModelError, SpaceError, TcdeployError, UnknownModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, model_class, remote_class
 from tcdeploy.models.convert.quantisation import cast_experts, is_dequantised
 from tcdeploy.models.convert.static_rope import freeze_rope
+from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load_errors import first_line, translate_error
 from tcdeploy.models.location import BUILTIN_MODELS, local_folder, read_config_file
 from tcdeploy.models.refusals import Refusals
@@ -47,7 +48,7 @@ def resolve_model_path(model: str) -> str:
     """What to pass to transformers: the folder of a builtin or local model, else the Hub id. Raises ModelError."""
     if model.startswith("builtin:"):
         if model not in BUILTIN_MODELS:
-            raise ModelError(f"unknown builtin model {model}", f"builtin models: {', '.join(BUILTIN_MODELS)}")
+            raise UnknownModelError(f"unknown builtin model {model}", f"builtin models: {', '.join(BUILTIN_MODELS)}")
         return str(BUILTIN_MODELS[model])
     checkpoint.check_path(model)
     path = Path(model)
@@ -59,9 +60,10 @@ def resolve_model_path(model: str) -> str:
         raise ModelError(f"folder {model} is not a model: it has no config.json", hint)
     if model.startswith(HUB_URLS):
         hub_id = "/".join(model.split("/")[3:5])
-        raise ModelError(f"{model} is a URL, not a hub id", f"pass the hub id: {hub_id}")
+        raise UnknownModelError(f"{model} is a URL, not a hub id", f"pass the hub id: {hub_id}")
     if not path.is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
-        raise ModelError(f"folder {model} does not exist", "check the path, or pass a hub id such as Qwen/Qwen2.5-7B")
+        hint = "check the path, or pass a hub id such as Qwen/Qwen2.5-7B"
+        raise UnknownModelError(f"folder {model} does not exist", hint)
     return model
 
 
@@ -80,7 +82,8 @@ def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedC
         config = _read_config(path, recipe)
         auto_class(config, recipe.trust_remote_code, recipe.model)  # raises for other kinds of models
         if recipe.trust_remote_code and (reference := remote_class(config)):  # code that cannot be imported fails here
-            get_class_from_dynamic_module(reference, path, revision=recipe.revision)
+            is_local = uses_local_files_only(path, recipe.revision)
+            get_class_from_dynamic_module(reference, path, revision=recipe.revision, local_files_only=is_local)
         if recipe.model not in BUILTIN_MODELS:
             checkpoint.check_files(recipe.model, recipe.revision, config, collected, recipe.load_format != "dummy")
     try:
@@ -95,7 +98,10 @@ def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedC
 
 def _read_config(path: str, recipe: Recipe) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code,
+            local_files_only=uses_local_files_only(path, recipe.revision),
+        )  # fmt: skip
     except (OSError, ValueError):
         if not Path(path).is_dir():
             checkpoint.check_repository(recipe.model, recipe.revision)
@@ -207,9 +213,10 @@ def _pretrained_model(
 
     Files are read directly to the device if accelerate is installed; otherwise through host memory.
     """
-    loader_class, path, placement = auto_class(config, plan.trust_remote_code), None, {}
+    loader_class, path, is_local, placement = auto_class(config, plan.trust_remote_code), None, False, {}
     if tensors is None:
         path = resolve_model_path(plan.model)
+        is_local = uses_local_files_only(path, plan.revision)
         placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
     else:  # an auto class needs a path, which a state dict does not have
         loader_class = model_class(config, trust_remote_code=False)
@@ -221,6 +228,7 @@ def _pretrained_model(
         state_dict=tensors,
         config=config,
         revision=plan.revision,
+        local_files_only=is_local,
         dtype=dtype,
         attn_implementation=attn_implementation,
         trust_remote_code=plan.trust_remote_code,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import transformers
 
-from tcdeploy.errors import ModelError, NetworkError, TcdeployError
+from tcdeploy.errors import ModelError, NetworkError, TcdeployError, UnknownModelError
 
 # Names on PyPI of modules that are imported under another name. "_" and "-" are the same to pip.
 PIP_NAMES = {
@@ -29,14 +29,16 @@ OFFLINE = (
     r"\b(?:Connect(?:ion)?Error|ConnectTimeout|LocalEntryNotFoundError|OfflineModeIsEnabled): |couldn't connect"
     "|(?i:offline mode)"
 )
+NO_REPOSITORY, NO_REVISION = r"\bRepositoryNotFoundError: ", r"\bRevisionNotFoundError: "
+NO_HUB_ID = r"Repo id must|\bHFValidationError: "
 CONVERSION = "issues during automatic conversion"  # it could not stack or split tensors, and names them only in a log
 # A pattern of the exceptions' types and texts, the message with the pattern's groups, and the hint.
 Causes = tuple[tuple[str, str, str], ...]
 HUB_CAUSES: Causes = (
     (r"\bGatedRepoError: ", "{model} is gated", "accept the licence of {model} on the hub, then: hf auth login"),
-    (r"\bRepositoryNotFoundError: ", "the hub has no model {model}, or it is private",
+    (NO_REPOSITORY, "the hub has no model {model}, or it is private",
         "check the id; for a private model: hf auth login"),
-    (r"\bRevisionNotFoundError: ", "{model} has no such revision", "leave --revision out for the default branch"),
+    (NO_REVISION, "{model} has no such revision", "leave --revision out for the default branch"),
     (OFFLINE, "{model} is not a local folder, and the hub cannot be reached",
         "check the network, or pass a local folder or builtin:tiny as MODEL"),
 )  # fmt: skip
@@ -52,7 +54,7 @@ MODEL_CAUSES: Causes = (
         "use the config.json that belongs to these weights, or download the model again"),
 )  # fmt: skip
 OTHER_CAUSES: Causes = (
-    (r"Repo id must|\bHFValidationError: ", "{model} is neither a local folder nor a hub id",
+    (NO_HUB_ID, "{model} is neither a local folder nor a hub id",
         "check the path, or pass an id such as Qwen/Qwen2.5-7B"),
     ("trust_remote_code", "{model} requires modelling code from its repository",
         "review that code, then: --trust-remote-code"),
@@ -62,6 +64,11 @@ OTHER_CAUSES: Causes = (
     (r"\A(?=[\s\S]*safetensors)[\s\S]*(?:no file named|not appear to have a file named)",
         "{model} has a config but no weights", "--load-format dummy runs it with random weights"),
 )  # fmt: skip
+
+ERROR_KINDS: dict[str, type[TcdeployError]] = {
+    OFFLINE: NetworkError, NO_REPOSITORY: UnknownModelError, NO_REVISION: UnknownModelError,
+    NO_HUB_ID: UnknownModelError,
+}  # fmt: skip
 
 
 def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -101,7 +108,7 @@ def _find_cause(causes: Causes, model: str, error: BaseException) -> TcdeployErr
     for pattern, message, hint in causes:
         if match := re.search(pattern, text):
             message = message.format(*match.groups(), model=model, version=transformers.__version__)
-            return (NetworkError if pattern == OFFLINE else ModelError)(message, hint.format(model=model))
+            return ERROR_KINDS.get(pattern, ModelError)(message, hint.format(model=model))
     return None
 
 

@@ -59,7 +59,7 @@ class BucketRecord:
     check_seconds: float
     compiles: int
     programs: int
-    cache_hits: int
+    cache_hits: int  # programs that were found in the cache
     cache_misses: int  # bypasses of the cache included
     graph_breaks: int
     cudagraph_skips: int

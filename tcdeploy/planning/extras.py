@@ -1,7 +1,8 @@
 """Checks the interpreter, and that the packages of an optional extra are installed. Imports neither them nor torch.
 
-`pip install tcdeploy` is enough to unpack, verify and push bundles. Serving and compiling need more packages, and an
-image that only serves bundles should not contain transformers.
+An installation without extras is enough to unpack, verify and push bundles. Serving and compiling need more packages,
+and an image that only serves bundles should not contain transformers. The command that installs an extra depends on
+how tcdeploy was installed (installation.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import sys
 
 from tcdeploy.errors import UsageError
+from tcdeploy.planning.installation import install_command
 
 # The required modules of each extra (uvloop is optional). A test compares them with pyproject.toml.
 EXTRA_MODULES = {
@@ -17,11 +19,8 @@ EXTRA_MODULES = {
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "ray": ("ray",),
     "serve": ("pydantic", "starlette", "uvicorn", "httptools", "prometheus_client", "typing_extensions"),
+    "structured": ("llguidance",),
 }
-COMPILE_HINT = (
-    "pip install 'tcdeploy[compile]'; without it, a model starts only from ahead-of-time packages in the cache folder "
-    "(--programs aot)"
-)
 WITHOUT_DOCSTRINGS = 2  # sys.flags.optimize of `python -OO`
 
 
@@ -44,12 +43,19 @@ def require_extra(extra: str, purpose: str, hint: str = "") -> None:
     for name in EXTRA_MODULES[extra]:
         if not is_installed(name):
             message = f"{name} is not installed, and it is needed to {purpose}"
-            raise UsageError(message, hint or f"pip install 'tcdeploy[{extra}]'")
+            raise UsageError(message, hint or install_command(extra))
 
 
 def require_compile_extra() -> None:
     """Raise UsageError unless models can be loaded and compiled."""
-    require_extra("compile", "load and compile a model", COMPILE_HINT)
+    require_extra("compile", "load and compile a model", compile_hint())
+
+
+def compile_hint() -> str:
+    return (
+        f"{install_command('compile')}; without it, a model starts only from ahead-of-time packages in the cache "
+        "folder (--programs aot)"
+    )
 
 
 def is_installed(name: str) -> bool:

@@ -48,10 +48,11 @@ HASHED_FILES = (
 
 
 class PackageExchange(NamedTuple):
-    """Callbacks through which processes that compile the same step share packages."""
+    """Callbacks through which processes that compile the same step share packages, and report them."""
 
     fetch: Callable[[], None] = lambda: None  # before a compilation: copies packages of other processes to this folder
     offer: Callable[[Path], None] = lambda path: None  # with the path of each package that this process has compiled
+    report: Callable[[str], None] = lambda text: None  # with each package of a step, before it is compiled
 
 
 class AotForward(PackagedForward):
@@ -90,8 +91,10 @@ class AotForward(PackagedForward):
                 programs = list({**exported_step.exported, **step_with_rows_at_head.exported}.items())
             programs.reverse()
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, exported in programs:
+        for number, (name, exported) in enumerate(programs, 1):
+            self._exchange.report(f"package {number} of {len(programs)}")
             self._provide_package(name, exported, key.variant)
+        self._exchange.report("")
         if not self._is_copy:
             (self.folder / key.file_name).write_text(exported_step.step_program.to_json())
         return exported_step.step_program

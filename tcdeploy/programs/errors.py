@@ -87,7 +87,7 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
 def _translate_compiler_failure(failure: CompilerFailure) -> Exception:
     message = f"the C++ compiler failed on {failure.source}: {_first_compiler_error(failure)}"
     if any(words in failure.output for words in OUT_OF_MEMORY):
-        return SpaceError(message, "free some host memory, and run again: finished programs are in the cache")
+        return SpaceError(message, "free some host memory, and run again: the next start reuses the finished buckets")
     return CompileError(message, "run again; if it fails again, TCDEPLOY_DEBUG=1 shows the command and all its output")
 
 

@@ -52,9 +52,13 @@ def bundle_name_of(file: Path, plan_key: str) -> BundleName:
         with open_regular(file, follows_links=True) as content:
             return BundleName(plan_key, hashlib.file_digest(content, "sha256").hexdigest())  # type: ignore[arg-type]  # IO lacks readinto
     except OSError as error:
-        raise UsageError(
-            f"the bundle {file} cannot be read: {error.strerror}", "create one: tcdeploy cache pack MODEL -o FILE.tcb"
-        ) from error
+        raise unreadable_bundle_error(file, error) from error
+
+
+def unreadable_bundle_error(file: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"the bundle {file} cannot be read: {error.strerror}", "create one: tcdeploy cache pack MODEL -o FILE.tcb"
+    )
 
 
 def check_plan_key(plan_key: str) -> None:

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.errors import UsageError
+from tcdeploy.planning.installation import install_command
 from tcdeploy.remote import retry
 from tcdeploy.remote.address import CHUNK_BYTES, LOCAL_SCHEMES, Address, BundleName, parse_bundle_name
 from tcdeploy.remote.retry import Deadline
 from tcdeploy.remote.store import Body, LocalFolder, ObjectInfo, RemoteBundle
 
-PIP_EXTRAS = (
-    dict.fromkeys(("s3", "s3a"), "tcdeploy[s3]") | dict.fromkeys(("gs", "gcs"), "tcdeploy[gs]") | {"hf": "tcdeploy"}
-)
+# The extra with the library of a scheme. compile installs transformers, which requires huggingface_hub.
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "compile"}
 READ_ONLY_SCHEMES = ("http", "https")
 PART_BYTES = 16 << 20  # of a multipart upload
 MAX_CONCURRENT_PARTS = 4  # bounds the memory of an upload to 64 MiB
@@ -190,14 +190,14 @@ def open_folder(address: Address, deadline: Deadline) -> LocalFolder | FsspecFol
             f"did you mean {similar[0]}://?" if similar else supported,
         ) from error
     except ImportError as error:
-        raise missing_library_error(address, PIP_EXTRAS.get(address.scheme, ""), str(error)) from error
+        raise missing_library_error(address, EXTRAS.get(address.scheme, ""), str(error)) from error
     return FsspecFolder(address, deadline)
 
 
 def missing_library_error(address: Address, extra: str, reason: str) -> UsageError:
     return UsageError(
         f"{address.scheme}:// needs a package that is not installed ({address.redacted})",
-        f"pip install '{extra}'" if extra else reason,
+        install_command(extra) if extra else reason,
     )
 
 

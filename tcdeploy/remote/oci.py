@@ -62,7 +62,7 @@ def open_repository(address: Address, deadline: Deadline) -> OciRepository:
     try:
         import requests
     except ImportError as error:
-        raise missing_library_error(address, "tcdeploy[oci]", str(error)) from error
+        raise missing_library_error(address, "oci", str(error)) from error
     scheme = "http" if address.query == "insecure" or LOOPBACK.fullmatch(host) else "https"
     return OciRepository(address, f"{scheme}://{host}", repository, requests.Session(), deadline)
 

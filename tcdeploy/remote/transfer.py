@@ -59,10 +59,14 @@ def push(file: Path, destination: str, plan_key: str) -> PushResult:
     return PushResult(address.redacted, size, already_present)
 
 
-def pull(source: str, to: Path, check: Callable[[Path], None] | None = None) -> Path:
+def pull(
+    source: str, to: Path, check: Callable[[Path], None] | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> Path:  # fmt: skip
     """Download one bundle by its full URL; `to` is replaced atomically once all bytes are verified.
 
     `check` is called with the path of the verified download before it replaces `to`. If `check` raises, `to` is kept.
+    `report` is called with the MiB so far after each chunk.
 
     Raises IntegrityError for wrong or too many bytes; SpaceError, before the download if the store reports a size;
     NetworkError if the bundle does not exist, access is denied or the store fails; UsageError for an invalid URL or
@@ -78,7 +82,7 @@ def pull(source: str, to: Path, check: Callable[[Path], None] | None = None) -> 
     deadline = Deadline()
     store = open_store(folder, deadline)
     with _atomic_replace(to) as staging:
-        with_retries(lambda: _pull_once(store, name, address, staging, deadline), address, deadline)
+        with_retries(lambda: _pull_once(store, name, address, staging, deadline, report), address, deadline)
         if check is not None:
             check(staging)
     return to
@@ -137,13 +141,20 @@ def _stored_sha256(store: Store, name: BundleName, size: int, deadline: Deadline
         return _receive(body, size, deadline, lambda chunk: None)
 
 
-def _pull_once(store: Store, name: BundleName, address: Address, staging: Path, deadline: Deadline) -> None:
+def _pull_once(
+    store: Store, name: BundleName, address: Address, staging: Path, deadline: Deadline, report: Callable[[str], None]
+) -> None:
     """One attempt: download, verify and fsync."""
     with _translate_local_errors(staging.parent):
         file = FileIO(staging, "w")  # unbuffered: flushing in `close` could raise outside the error translation
+    received = 0
     with file, store.read(name) as body:
+        total = "" if body.size is None else f" of {body.size / MEBIBYTE:.1f}"
 
         def write(chunk: bytes) -> None:
+            nonlocal received
+            received += len(chunk)
+            report(f"{received / MEBIBYTE:.1f}{total} MiB")
             remaining = memoryview(chunk)
             with _translate_local_errors(staging.parent):
                 while remaining:  # an unbuffered write may be partial, as on a nearly full disk

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tcdeploy import errors
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.gc_policy import relax_gc_for_startup
+from tcdeploy.host.progress import Progress, StageProgress
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import CacheSource
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
@@ -74,7 +75,9 @@ async def start_server(settings: ReplicaSettings) -> ModelServer:
             log.error("the engine has stopped: %s", error)
             loop.call_later(ERROR_DELIVERY_S, os._exit, 1)
 
-    server = ModelServer(settings.server, partial(_deploy, settings), started.set_result, fail)
+    progress = StageProgress()
+    deploy = partial(_deploy, settings, progress)
+    server = ModelServer(settings.server, deploy, started.set_result, fail, progress)
     server.start()
     try:
         await started
@@ -86,17 +89,18 @@ async def start_server(settings: ReplicaSettings) -> ModelServer:
     return server
 
 
-def _deploy(settings: ReplicaSettings) -> Deployment:
+def _deploy(settings: ReplicaSettings, progress: Progress) -> Deployment:
     """Runs in the engine thread."""
     trusted_keys = Path(settings.trusted_keys) if settings.trusted_keys else None
     if settings.cache is not None:
         from tcdeploy.bundle.fetch import fetch
 
-        fetch(settings.recipe, settings.cache, trusted_keys)
+        progress.stage("fetch")
+        fetch(settings.recipe, settings.cache, trusted_keys, progress)
     from tcdeploy.start.prepare import prepare
 
     eager = settings.server.start == "eager"
-    return prepare(settings.recipe, trusted_keys=trusted_keys, needs_tokenizer=True, eager=eager)
+    return prepare(settings.recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True, eager=eager)
 
 
 def close_server(server: ModelServer) -> None:

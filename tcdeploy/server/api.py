@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -114,14 +114,16 @@ def _operations_routes(state: ServerState) -> list[Route]:
         """200 if requests are answered: buckets are checked, and the warm-up requests have completed. Otherwise 503.
 
         With `?level=warm`, 503 until every bucket runs its programs; they may be compiled later with --start eager.
+        While the server loads, the body says where the start is: the stage, its steps (numbered from 1), the seconds
+        since the start, and an estimate of the seconds left from an earlier warm start of the plan, or null.
         """
         level = request.query_params.get("level")
         if level not in (None, "warm"):
-            return PlainTextResponse("level must be warm, or left out", 400)
+            raise bad_request("level must be warm, or left out", "level")
         reason = state.unwarm_reason if level else state.unready_reason
         if state.engine_thread.failure:
             reason = "the engine died"
-        return PlainTextResponse(reason or "ready", 503 if reason else 200)
+        return JSONResponse(state.readiness(reason), 503 if reason else 200)
 
     async def version(_: Request) -> Response:
         """The version of tcdeploy."""

@@ -4,7 +4,7 @@ run.py adds the socket, uvicorn and the signals of `tcdeploy serve`; scale/repli
 
 Before /ready, warm-up requests pass through the routes and the engine, so that no client waits for first-time work: one
 of each kind. Without them, the slowest of the first ten requests had its first token after 28 ms instead of 17 (H100,
-docs/performance-log.md). They have separate metrics, but the counters of engine steps (`bucket_hits`) include theirs.
+docs/performance-log.md). They have separate metrics, but the counters of engine steps (`bucket_steps`) include theirs.
 Their seed is fixed, so the number of steps is the same in every start. None uses a grammar, because the grammar tables
 take 0.9 s for a large vocabulary, in which llguidance holds the GIL. They are built once no request has been open for
 GRAMMAR_IDLE_S, or by the first request that needs them.
@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message
 from tcdeploy.engine.thread.canary_schedule import CanarySchedule
 from tcdeploy.engine.thread.engine_thread import EngineThread
 from tcdeploy.host.gc_policy import freeze_gc_after_startup
+from tcdeploy.host.progress import Progress, StageProgress
 from tcdeploy.server.api import make_app
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.admission import Admission
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the app answers before
 
 # Each time the engine thread releases the GIL, it may wait this long to reacquire it; Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.0005
-DRAIN_POLL_S = 0.05
+DRAIN_POLL_S, DRAIN_REPORT_S = 0.05, 5.0
 ERROR_DELIVERY_S = 1.0  # time for the last error events to reach the clients
 GRAMMAR_IDLE_S = 1.0
 IDLE_POLL_S = 0.1
@@ -67,13 +68,15 @@ class ModelServer:
 
     def __init__(
         self, settings: ServerSettings, deploy: Callable[[], Deployment], on_ready: Callable[[Deployment], None],
-        on_failure: Callable[[BaseException], None],
+        on_failure: Callable[[BaseException], None], progress: StageProgress,
     ) -> None:  # fmt: skip
+        """`progress`: to which `deploy` reports too."""
+        self._progress = progress
         self.settings, self._deploy, self._on_ready, self._on_failure = settings, deploy, on_ready, on_failure
         self.engine_thread = EngineThread(self._load, self._on_loaded, self._on_engine_death)
         self.admission = Admission(settings.max_queued, settings.max_waiting_bytes)
         self.metrics = Metrics(settings.model, settings.metrics_prefix)
-        self.state = ServerState(settings, self.engine_thread, self.admission, self.metrics)
+        self.state = ServerState(settings, self.engine_thread, self.admission, self.metrics, progress=progress)
         if settings.otlp_endpoint:
             self.state.telemetry = Telemetry(settings.otlp_endpoint, settings.model)
         self.app = make_app(self.state)
@@ -87,13 +90,24 @@ class ModelServer:
 
     async def drain(self) -> None:
         """Reject new requests, and wait until the running ones have ended, at most `drain_timeout`; the rest fail."""
+        if self._progress.position.stage:
+            self._progress.finish(is_complete=False)
         self.admission.close("draining")
-        deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout
-        while self.admission.num_admitted and asyncio.get_running_loop().time() < deadline:
+        loop = asyncio.get_running_loop()
+        deadline, report_at = loop.time() + self.settings.drain_timeout, 0.0
+        while self.admission.num_admitted and loop.time() < deadline:
+            if loop.time() >= report_at:
+                self._report_drain(deadline - loop.time())
+                report_at = loop.time() + DRAIN_REPORT_S
             await asyncio.sleep(DRAIN_POLL_S)
+        if left := self.admission.num_admitted:
+            self._progress.message(f"stopped waiting for {_requests(left)} after --drain-timeout")
         self.engine_thread.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
-        while self.admission.num_admitted and asyncio.get_running_loop().time() < deadline + 2 * ERROR_DELIVERY_S:
+        while self.admission.num_admitted and loop.time() < deadline + 2 * ERROR_DELIVERY_S:
             await asyncio.sleep(DRAIN_POLL_S)
+
+    def _report_drain(self, seconds_left: float) -> None:
+        self._progress.message(f"draining {_requests(self.admission.num_admitted)}, {seconds_left:.0f} s left")
 
     def close(self) -> None:
         """Stop the engine thread after its present step, and write what logs and traces have buffered."""
@@ -122,6 +136,8 @@ class ModelServer:
     def _on_warm(self, deployment: Deployment) -> None:
         """In the engine thread, once all eager steps are replaced: the canary compares results of programs."""
         self._record_canary(deployment)
+        self._progress.finish()
+        self._progress.message("all buckets run their programs")
         freeze_gc_after_startup()
 
     def _record_canary(self, deployment: Deployment) -> None:
@@ -130,8 +146,9 @@ class ModelServer:
             return
         from tcdeploy.engine.check.canary import Canary  # imports torch, which is loaded by now
 
+        self._progress.stage("canary")
         start = time.perf_counter()
-        canary = Canary(deployment.engine)
+        canary = Canary(deployment.engine, self._progress)
         deployment.stage_seconds["canary"] = time.perf_counter() - start
         self.engine_thread.canary = CanarySchedule(canary, self.settings.canary_interval)
         if self.settings.canary_strict:
@@ -143,9 +160,11 @@ class ModelServer:
 
     async def _warm_up_and_open(self, service: Service) -> None:
         start, deployment = time.perf_counter(), service.deployment
-        await send_warmup_requests(service)
+        self._progress.stage("warm-up requests")
+        await send_warmup_requests(service, self._progress)
         deployment.stage_seconds["warmup_requests"] = time.perf_counter() - start
         freeze_gc_after_startup()
+        self._progress.finish()
         self.admission.open(deployment.plan.decode_buckets[-1].size)
         self._on_ready(deployment)
         await build_grammar_tables_when_idle(service)
@@ -155,14 +174,15 @@ class ModelServer:
         self._on_failure(error)
 
 
-async def send_warmup_requests(service: Service) -> None:
+async def send_warmup_requests(service: Service, progress: Progress) -> None:
     """Failures are logged and ignored: a chat template may reject the message, for example."""
     app = make_app(_separate_state(service))
     requests = [("/v1/completions", COMPLETION, stream) for stream in (True, False)]
     if service.prompt_tokenizer.tokenizer.chat_template:
         requests += [("/v1/chat/completions", CHAT, stream) for stream in (True, False)]
     requests.append(("/v1/completions", SAMPLED, False))
-    for path, body, stream in requests:
+    for number, (path, body, stream) in enumerate(requests, 1):
+        progress.step(number, len(requests), path)
         try:
             status = await _post(app, path, {**body, "stream": stream})
         except Exception as error:  # Starlette responds with 500 and raises the exception again
@@ -182,6 +202,11 @@ async def build_grammar_tables_when_idle(service: Service) -> None:
             return
         await asyncio.sleep(IDLE_POLL_S)
         idle_s = 0.0 if admission.num_admitted else idle_s + IDLE_POLL_S
+
+
+def _requests(count: int) -> str:
+    """`count`: of choices, as Admission counts; most requests have one."""
+    return "1 request" if count == 1 else f"{count} requests"
 
 
 def _separate_state(service: Service) -> ServerState:

@@ -25,6 +25,7 @@ except ImportError:  # not available on every platform
     uvloop = None  # type: ignore[assignment]
 
 from tcdeploy.errors import UsageError
+from tcdeploy.host.progress import StageProgress
 from tcdeploy.server.http.listener import Listener, connection_limit, http_protocol
 from tcdeploy.server.model_server import ERROR_DELIVERY_S, ModelServer
 from tcdeploy.server.settings import ServerSettings
@@ -37,15 +38,18 @@ CANCEL_S = 0.05  # time for cancelled requests to end, for which uvicorn does no
 OnReady: TypeAlias = "Callable[[Deployment, str], None]"  # (deployment, address)
 
 
-def run_server(settings: ServerSettings, deploy: Callable[[], Deployment], on_ready: OnReady) -> int:
+def run_server(
+    settings: ServerSettings, deploy: Callable[[], Deployment], on_ready: OnReady, progress: StageProgress | None = None
+) -> int:
     """Serve until a signal or the death of the engine. Returns the exit code. Raises UsageError if the address cannot
-    be bound, and the exception of `deploy` if the model cannot be loaded.
+    be bound, and the exception of `deploy` if the model cannot be loaded. `progress`: that of `deploy`; gets what
+    follows `deploy`, and the shutdown.
     """
     _check_certificate(settings)
     listener = Listener(_listen(settings.host, settings.port), connection_limit())
 
     async def run() -> int:
-        return await _Process(settings, listener, deploy, on_ready).run()
+        return await _Process(settings, listener, deploy, on_ready, progress or StageProgress()).run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
         return runner.run(run())
@@ -88,10 +92,13 @@ class _Process:
     """The process of `tcdeploy serve`: the socket, uvicorn, signals and the exit code of one ModelServer."""
 
     def __init__(
-        self, settings: ServerSettings, listener: Listener, deploy: Callable[[], Deployment], on_ready: OnReady
-    ) -> None:
-        self.settings, self._listener = settings, listener
-        self._server = ModelServer(settings, deploy, lambda deployment: on_ready(deployment, self.address), self._fail)
+        self, settings: ServerSettings, listener: Listener, deploy: Callable[[], Deployment], on_ready: OnReady,
+        progress: StageProgress,
+    ) -> None:  # fmt: skip
+        self.settings, self._listener, self._progress = settings, listener, progress
+        self._server = ModelServer(
+            settings, deploy, lambda deployment: on_ready(deployment, self.address), self._fail, progress
+        )
         self._exit_event = asyncio.Event()
         self._is_draining = False
         self._error: BaseException | None = None
@@ -126,6 +133,7 @@ class _Process:
         self._server.close()
         if self._error is not None and self._server.state.service is None:
             raise self._error
+        self._progress.message("stopped" if self._error is None else f"stopped: the engine died: {self._error}")
         return 1 if self._error is not None else 0
 
     @property
@@ -142,6 +150,7 @@ class _Process:
 
     def _on_signal(self) -> None:
         if self._is_draining:
+            self._progress.message("stopped at once, by a second signal")
             os._exit(1)
         self._is_draining = True
         self._server.admission.close("draining")

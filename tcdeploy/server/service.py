@@ -18,6 +18,7 @@ from tcdeploy import __version__
 from tcdeploy.engine.schedule.constraint import Constraint
 from tcdeploy.engine.thread.canary_schedule import CanaryStats
 from tcdeploy.engine.thread.engine_thread import EngineThread
+from tcdeploy.host.progress import StageProgress
 from tcdeploy.models.location import local_folder
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.apis.openai.validation import ModelLimits
@@ -173,6 +174,7 @@ class ServerState:
     history: StatusHistory = field(default_factory=StatusHistory)
     telemetry: Telemetry | None = None
     stored_responses: ResponseStore = field(default_factory=ResponseStore)
+    progress: StageProgress = field(default_factory=StageProgress)
 
     def __post_init__(self) -> None:
         self.metrics.register_figures(self.figures)
@@ -187,6 +189,18 @@ class ServerState:
         """Why /ready?level=warm answers 503: as `unready_reason`, or which buckets still run eagerly."""
         swaps = self.service.deployment.swaps if self.service else None
         return self.unready_reason or (swaps.describe() if swaps else "")
+
+    def readiness(self, reason: str) -> dict[str, Any]:
+        """The body of /ready. `reason`: why it answers 503; "" if the server is ready."""
+        if reason != "loading":
+            return {"status": reason or "ready"}
+        progress, position, left = self.progress, self.progress.position, self.progress.seconds_left
+        return {
+            "status": reason, "stage": position.stage or None, "step": position.step or None,
+            "step_number": position.number or None, "num_steps": position.total or None,
+            "detail": position.detail or None, "seconds": round(progress.seconds, 3),
+            "seconds_left": None if left is None else round(left, 3),
+        }  # fmt: skip
 
     @property
     def is_healthy(self) -> bool:

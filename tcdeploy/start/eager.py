@@ -161,7 +161,7 @@ class ProgramSwaps:
         self._left.remove(bucket)
         compiled = dict(self._worker.finished) if self._worker else {}
         previous = self._start.previous.with_programs(compiled)
-        stages.progress.bucket_started(bucket.name, len(plan.buckets) - len(self._left), len(plan.buckets))
+        stages.progress.step(len(plan.buckets) - len(self._left), len(plan.buckets), bucket.name)
         num_blocks = max(self._prompts.blocks_needed(bucket), SMALL_BATCH_BLOCKS)
         with engine.paused(min(num_blocks, engine.allocator.capacity)):
             engine.runner.eager_buckets.discard(bucket)

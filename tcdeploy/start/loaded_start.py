@@ -128,6 +128,7 @@ def warm(
             wait_for_worker,
         )  # fmt: skip
     runner.graphs.end_warmup()
+    request.progress.detail("times of steps")
     return Warmed(records, find_step_costs(start, runner, records), tracker.paths())
 
 
@@ -183,12 +184,15 @@ def publish_manifest(start: LoadedStart, warmed: Warmed, to_list: FilesToList) -
     elif to_list.keeps_manifest and earlier is not None and not _would_change(start, warmed, used_paths, earlier):
         mark_started(staging, plan.key)
     else:
+        progress = start.request.progress
+        progress.detail(f"hash {len(used_paths)} files")
         files = hash_used_files(staging, used_paths, earlier, is_first_start())
         if start.planned.recipe.require_signed and staging.bundle is not None:
             require_bundled(plan.key, files, staging.bundle)
+        progress.detail(f"write {len(files)} files to the cache folder")
         publish(staging, _make_manifest(start, warmed, files, workspace_bytes))
         remove_published_folders(staging)  # those of compile workers
-    if is_first_start() and (warning := describe_missing_bytecode(import_timer.without_bytecode)):
+    if is_first_start() and (warning := describe_missing_bytecode(import_timer.not_kept)):
         log.warning("%s", warning)
     return workspace_bytes
 

@@ -148,7 +148,9 @@ class ModelCode:
             if self._reference_path and not self._request.eager:
                 stored = read_reference(Path(self._staging.path, self._reference_path), plan.device)
             with self._recorder.recording_sources():
-                self.checker = ParityChecker(self.runner, planned.architecture, planned.config, stored)
+                self.checker = ParityChecker(
+                    self.runner, planned.architecture, planned.config, stored, self._request.progress
+                )
         self._uses_stored_reference = stored is not None
 
     @cached_property
@@ -173,8 +175,9 @@ class ModelCode:
             try:
                 with start.stages.stage("compile"):
                     exchange = _package_exchange(staging, start.plan.key) if workers else PackageExchange()
-                    self._install_programs(exchange)
-                    warmed = warm(start, self.runner, self.checker, wait_for_worker=workers.wait_for)
+                    self._install_programs(exchange._replace(report=self._request.progress.detail))
+                    wait_for_worker = partial(workers.wait_for, progress=self._request.progress)
+                    warmed = warm(start, self.runner, self.checker, wait_for_worker=wait_for_worker)
                 break
             except StoredReferenceDiffers as difference:
                 # As text: a handler may keep the record, and the exception refers to the model.
@@ -245,7 +248,8 @@ class ModelCode:
         with stages.stage("load"):
             self.runner = load_runner(self.planned)
         with stages.stage("reference"):
-            self.checker = ParityChecker(self.runner, self.planned.architecture, self.planned.config)
+            architecture, config = self.planned.architecture, self.planned.config
+            self.checker = ParityChecker(self.runner, architecture, config, progress=self._request.progress)
         self._uses_stored_reference = False
 
 

@@ -54,6 +54,7 @@ from tcdeploy.kernels.linear import ops as linear_ops  # noqa: F401 - registers 
 from tcdeploy.models.weights.reader import ReadTotal, stored_tensors
 from tcdeploy.models.weights.sources import DescribedWeights, WeightSource, copy_stored, loading_weights
 from tcdeploy.planning.extras import is_installed, require_extra
+from tcdeploy.planning.installation import install_command
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.packages import MissingPackageError, PackagedForward
 from tcdeploy.start.deployment import Deployment
@@ -82,10 +83,7 @@ class _StoredConfig(NamedTuple):
         return self.values
 
 
-RECORD_HINT = (
-    "use the cache folder, the versions, the model files and the flags that the packages were made with, or "
-    "pip install 'tcdeploy[compile]'"
-)
+RECORD_HINT = "use the cache folder, the versions, the model files and the flags that the packages were made with, or "
 MAX_KERNELS_BYTES = 1 << 30  # some hundred kernels in base64
 # After these, the model is loaded with transformers.
 _FALL_BACK = (DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers, DriverError)
@@ -98,7 +96,7 @@ def start_from_packages(request: StartRequest) -> Deployment | None:
     MismatchError instead of returning None.
     """
     kind: type[TcdeployError] = UsageError
-    hint = RECORD_HINT
+    hint = RECORD_HINT + install_command("compile")
     try:
         with contextlib.ExitStack() as cleanup:
             return run_start(Packages(request, cleanup), request)
@@ -192,10 +190,12 @@ class Packages:
         if _prepares_early(plan):
             with stages.stage("programs"), tracker.track():
                 # No thread may synchronise the GPU during a capture.
-                self._prepared = prepare_buckets(self.runner, plan.cache_dir, before_captures=self._gpu_setup.close)
+                self._prepared = prepare_buckets(
+                    self.runner, plan.cache_dir, self._request.progress, before_captures=self._gpu_setup.close
+                )
                 for cache in itertools.chain(*self._kv_cache):
                     cache.zero_()  # steps with half the weights may have written infinities
-        with stages.stage("load"), _checkpoint_errors(plan):
+        with stages.stage("weights"), _checkpoint_errors(plan):
             self._weight_reading.close()
 
     def make_checker(self, tracker: FileAccessTracker) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from tcdeploy.errors import UsageError
 from tcdeploy.host.cuda_context import start_context
-from tcdeploy.host.progress import NullProgress, Progress
+from tcdeploy.host.plain_progress import default_progress
+from tcdeploy.host.progress import Progress
 from tcdeploy.host.stages import ImportStage
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.weights.read_ahead import start_read_ahead
@@ -39,6 +40,8 @@ def prepare(
 ) -> Deployment:
     """Turn a recipe into a warmed deployment. Raises TcdeployError.
 
+    progress: where the start reports its stages; None: lines on stderr if it is a terminal, otherwise nothing.
+        `NullProgress()` is silent.
     measure: also time each bucket, uncompiled and compiled. Uncompiled steps need the model's code.
     trusted_keys: folder of the public keys whose signatures on bundles are trusted; None: the default folder.
     needs_tokenizer: load the tokenizer before the weights, so that a model without one fails before it is compiled.
@@ -53,20 +56,26 @@ def prepare(
     garbage collector is changed only if the program has called `relax_gc_for_startup`: imported objects are then
     frozen. Signals and logging are not touched.
     """
-    request = StartRequest(recipe, progress or NullProgress(), measure, trusted_keys, needs_tokenizer, eager)
     if eager:
         check_eager_start(recipe)
+    with default_progress() if progress is None else nullcontext(progress) as shown:
+        return _prepare(StartRequest(recipe, shown, measure, trusted_keys, needs_tokenizer, eager), needs_model)
+
+
+def _prepare(request: StartRequest, needs_model: bool) -> Deployment:
+    recipe = request.recipe
     if recipe.device != "cpu":
         start_context()
     folder = local_folder(recipe.model, recipe.revision) if recipe.load_format == "auto" else None
     if folder is not None:
         start_read_ahead(weight_files(folder))
-    if recipe.programs == "aot" and not (measure or needs_model):
+    if recipe.programs == "aot" and not (request.measure or needs_model):
         from tcdeploy.start.packages import start_from_packages
 
         deployment = start_from_packages(request)
         if deployment is not None:
             return deployment
+    request.progress.detail("import transformers")
     with _early_weights(recipe, folder) as early_weights:
         from tcdeploy.start import model_code
 

@@ -96,7 +96,11 @@ def run_start(source: Source, request: StartRequest) -> Deployment:
         with stages.stage("load"):
             staging = source.open_cache()
             rebuild = recipe.on_bad_cache == "rebuild"
+            request.progress.detail("files of the plan")
             earlier = restore_plan(staging, plan.key, rebuild, request.signing_policy, source.is_deferred)
+            if earlier is not None and earlier.was_warm and not request.eager:
+                request.progress.expect(earlier.stage_seconds)
+            request.progress.detail("weights")
             source.load(earlier)
         tracker = FileAccessTracker(staging.path)
         source.finish_loading(stages, tracker)

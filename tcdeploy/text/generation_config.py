@@ -17,6 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
+from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load import resolve_model_path
 
 
@@ -39,7 +40,8 @@ def read_generation_config(model: str, revision: str | None) -> GenerationConfig
             return None
     else:
         try:
-            path = cached_file(source, GENERATION_CONFIG_NAME, revision=revision)
+            is_local = uses_local_files_only(source, revision)
+            path = cached_file(source, GENERATION_CONFIG_NAME, revision=revision, local_files_only=is_local)
         except OSError:  # the file is missing, or its download failed; transformers' error does not distinguish the two
             path = None
         if path is None:

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models import load_errors
+from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load import quiet_transformers, resolve_model_path
 from tcdeploy.models.location import LFS_HINT, LFS_PROBLEM, json_problem, local_folder
 from tcdeploy.planning.plan import Plan
@@ -44,9 +45,11 @@ def load_tokenizer(source: Plan | Recipe) -> Any:
     """The model's tokenizer. Raises ModelError if it has none, or a slow one, which cannot stream text."""
     try:
         with quiet_transformers():
+            path = resolve_model_path(source.model)
             tokenizer = AutoTokenizer.from_pretrained(
-                resolve_model_path(source.model), revision=source.revision, trust_remote_code=source.trust_remote_code
-            )
+                path, revision=source.revision, trust_remote_code=source.trust_remote_code,
+                local_files_only=uses_local_files_only(path, source.revision),
+            )  # fmt: skip
     except Exception as error:
         raise _translate(source.model, source.revision, error) from error
     if not getattr(tokenizer, "is_fast", False):

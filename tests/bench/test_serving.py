@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tcdeploy.bench.serve_settings import ServeSettings
 from tcdeploy.bench.stats import arrival_times
+from tcdeploy.errors import UsageError
 from tests.bench.fake_server import FakeServer, run_load
 
 SMALL = {"input_length": 6, "output_length": 4}
@@ -22,6 +25,30 @@ def test_every_request_has_its_lengths_and_the_row_its_token_counts() -> None:
     assert row.output_tokens == sum(tokens for _, tokens in sent)
     assert row.prompt_tokens == sum(length for length, _ in sent)
     assert row.cached_prompt_tokens == sum(length // 2 for length, _ in sent)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, {"temperature": 1, "top_p": 1, "repetition_penalty": 1}),
+        ({"sampling": "greedy"}, {"temperature": 0, "repetition_penalty": 1}),
+        ({"sampling": "model"}, {}),
+    ],
+)
+def test_requests_sample_at_temperature_1_unless_another_sampling_is_given(
+    flags: dict[str, Any], expected: dict[str, float]
+) -> None:
+    fake = FakeServer()
+    run_load(fake, requests=1, **flags, **SMALL)
+    [body] = fake.bodies
+    assert {name: body[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty") if name in body} == (
+        expected
+    )
+
+
+def test_an_unknown_sampling_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown --sampling 'beam'"):
+        ServeSettings(sampling="beam")
 
 
 def test_no_request_reaches_the_server_before_its_arrival_time() -> None:

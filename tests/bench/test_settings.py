@@ -20,6 +20,7 @@ from tcdeploy.bench.settings import (
     ThroughputSettings,
 )
 from tcdeploy.errors import UsageError
+from tcdeploy.planning.installation import install_command
 from tcdeploy.planning.plan import Plan, make_plan
 from tests.machines import LAPTOP, LLAMA_8B, make_recipe
 
@@ -89,7 +90,7 @@ def test_a_plot_without_matplotlib_hints_at_the_extra(tmp_path: Path, monkeypatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="needs matplotlib") as raised:
         DecodeSettings(plot=str(tmp_path / "bench.png"))
-    assert raised.value.hint == "pip install 'tcdeploy[plot]'"
+    assert raised.value.hint == install_command("plot")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from tcdeploy.cache.staging.folder import create_staging_folder
 from tcdeploy.cache.staging.restore import restore_plan
 from tcdeploy.cache.trust import signing
 from tcdeploy.cache.trust.signing import Signature, generate_key, read_signed_header, signed_header_bytes
-from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, TrustError
+from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, TrustError, UsageError
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.remote.transfer import push
 from tests.bundle.conftest import Keys, Packed
@@ -1158,7 +1158,7 @@ def test_eight_concurrent_processes_succeed_and_one_unpacks(packed: Packed, keys
 
 def test_a_bundle_that_cannot_be_read_is_a_clear_error(keys: Keys, tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "nowhere.tcb", "No such file"), (tmp_path, "it is not a regular file")):
-        with pytest.raises(TcdeployError, match=f"the bundle {path} cannot be read: {reason}"):
+        with pytest.raises(UsageError, match=f"the bundle {path} cannot be read: {reason}"):
             open_bundle(path, keys.trusted)
 
 

@@ -390,7 +390,7 @@ def test_a_rebuild_deletes_the_stored_header(unpacked: Path, small: Packed, keys
 def test_a_folder_without_a_plan_is_a_usage_error(keys: Keys, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no plan that finished warming"):
         verify_folder(tmp_path, keys.trusted)
-    with pytest.raises(TcdeployError, match="cannot be read: No such file"):
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
         verify_bundle(tmp_path / "x.tcb", keys.trusted)
 
 

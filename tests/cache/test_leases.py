@@ -123,8 +123,11 @@ def test_killing_a_process_inside_the_lock_releases_it(tmp_path: Path, monkeypat
 
 
 @pytest.mark.timeout(60)
-def test_waiting_too_long_for_the_lock_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_lock_is_logged_and_waiting_too_long_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(leases, "LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(leases, "WARN_AFTER_S", 0.05)
     with another_process(STAY_INSIDE, tmp_path):
         start = time.monotonic()
         with pytest.raises(TcdeployError, match="another process has held the cache folder") as caught, (
@@ -132,6 +135,8 @@ def test_waiting_too_long_for_the_lock_is_an_error(tmp_path: Path, monkeypatch: 
         ):  # fmt: skip
             pytest.fail("two processes are inside")
         assert str(tmp_path) in caught.value.message and time.monotonic() - start >= 0.2
+    [warning] = caplog.messages
+    assert warning.startswith("waiting for another process") and warning.endswith(f"the cache folder {tmp_path}")
 
 
 def test_an_exception_inside_the_lock_releases_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

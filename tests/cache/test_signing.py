@@ -218,7 +218,7 @@ def test_a_file_that_is_not_a_bundle_is_not_signed_or_changed(keys: Keys, tmp_pa
     with pytest.raises(IntegrityError):
         add_signature(tmp_path / "x.tcb", keys.secret)
     assert (tmp_path / "x.tcb").read_bytes() == b"something else"
-    with pytest.raises(TcdeployError, match="No such file"):
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
         add_signature(tmp_path / "nowhere.tcb", keys.secret)
 
 
@@ -275,7 +275,7 @@ def test_the_commands_report_errors_without_a_traceback(
 ) -> None:
     nowhere, key = str(tmp_path / "nowhere" / "x"), str(keys.secret)
     for code, arguments in (
-        (1, ("sign", nowhere, "--key", key)),
+        (2, ("sign", nowhere, "--key", key)),
         (1, ("keygen", nowhere)),
         (2, ("trust", "../x", str(keys.public))),
         (2, ("trust", "x", nowhere)),

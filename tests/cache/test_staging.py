@@ -22,7 +22,7 @@ from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.cache.folder.access import make_private_folder
 from tcdeploy.cache.folder.layout import HEADERS_DIR
 from tcdeploy.cache.folder.leases import acquire_lease, is_leased
-from tcdeploy.cache.inventory import collect_garbage
+from tcdeploy.cache.inventory import UnfinishedPlan, collect_garbage, list_unfinished
 from tcdeploy.cache.staging import folder as staging_module
 from tcdeploy.cache.staging import journal, restore
 from tcdeploy.cache.staging.folder import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
@@ -98,6 +98,26 @@ def test_files_are_kept_after_a_bucket_that_may_have_new_ones(
     following = start(root)
     take_over_finished_buckets(following, "plan")
     assert paths_in(following.path) == ({FIRST} if is_kept else set())
+
+
+def test_ls_names_the_finished_buckets_of_starts_that_failed(root: Path, run_cli: Any) -> None:
+    """Those of a running start, and of a plan that has been completed since, are left out."""
+    failed, running = start(root), start(root)
+    failed.add_to_journal("interrupted", [write(failed.path, FIRST)])
+    failed.add_to_journal("interrupted", [write(failed.path, SECOND, b"two")])
+    failed.add_to_journal("complete", [write(failed.path, "ab/third.so")])
+    running.add_to_journal("running", [write(running.path, FIRST)])
+    end(failed)
+    (root / "manifests").mkdir()
+    assert [plan.plan_key for plan in list_unfinished(root)] == ["complete", "interrupted"]
+    (root / "manifests/complete.json").touch()
+    assert list_unfinished(root) == [UnfinishedPlan("interrupted", finished=2, files=2, bytes=10)]
+    (root / "manifests/complete.json").unlink()
+    listed = run_cli("cache", "ls", str(root))
+    assert f"no start has completed a plan in {root}" in listed.stdout
+    assert "plan interrupted is not complete; finished buckets or packages: 2 (2 files, " in listed.stdout
+    document = json.loads(run_cli("cache", "ls", str(root), "--json").stdout)
+    assert document["plans"] == [] and [plan["finished"] for plan in document["unfinished"]] == [1, 2]
 
 
 def test_a_running_start_gets_the_finished_buckets_of_another(root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_a_sweep_prints_a_row_per_rate_and_where_the_limits_are_exceeded(run_cli
     assert document["rows"][0]["goodput"]["share"] == 1.0
     assert document["rows"][0]["latencies"]["request_gap_ms"]["mean"] > 0
     lines = lines_without_warnings(completed)
-    assert lines[:2] == ["8 requests/s ...", "20 requests/s ..."]
+    assert [re.sub(r" +\d+\.\d s$", "", line) for line in lines[:2]] == ["8 requests/s", "20 requests/s"]
     assert [line.split()[:2] for line in lines[3:5]] == [["fake", "8"], ["fake", "20"]]
     assert lines[-1] == "time per token, mean, above 0.001 ms: first at 8 requests/s"
 
@@ -89,7 +90,7 @@ def test_lengths_beyond_the_context_are_refused_before_weights_are_loaded(run_cl
     completed = run_cli("bench", "throughput", "builtin:tiny", *SMALL, "--input-length", "100", "--output-length", "29")
     assert (completed.returncode, completed.stdout) == (2, "")
     assert "error: a request (100 in, 29 out) is 129 tokens, and the context is 128" in completed.stderr
-    assert "load ..." not in completed.stderr
+    assert not re.search(r"^load\b", completed.stderr, re.MULTILINE)
 
 
 def test_help_of_each_benchmark_shows_the_defaults_of_its_settings(run_cli: RunCLI) -> None:

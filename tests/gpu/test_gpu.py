@@ -279,6 +279,23 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(
     assert answers == expected
 
 
+FAILED_CAPTURE = """
+import torch
+from tcdeploy.engine.step.batch import StepOutput
+from tcdeploy.engine.step.step_graphs import capture_graph
+
+x = torch.ones(10, device="cuda")
+try:
+    capture_graph(lambda: StepOutput(x, x, x) if x[0].item() else None, torch.cuda.MemPool())
+except RuntimeError:
+    print("failed")
+pool = torch.cuda.MemPool()
+graph = capture_graph(lambda: StepOutput(x * 2, x, x), pool)
+del graph, pool
+print("freed")
+"""
+
+
 def test_after_a_failed_capture_another_one_succeeds_in_a_new_pool() -> None:
     """A step that reads a tensor on the host cannot be captured. A capture executes nothing, and needs no first run."""
     x = torch.ones(1000, device="cuda")
@@ -293,6 +310,12 @@ def test_after_a_failed_capture_another_one_succeeds_in_a_new_pool() -> None:
     assert x[0] == 1, "nothing ran"
     for value in (0.5, 0.25):
         torch.testing.assert_close(graph.replay().logits, torch.full_like(x, value).erfinv())
+
+
+def test_after_a_failed_capture_pools_can_be_freed() -> None:
+    """Without `end_allocation`, torch 2.11 ends the process when the next pool is freed."""
+    done = subprocess.run([sys.executable, "-c", FAILED_CAPTURE], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "failed\nfreed\n"), done.stderr
 
 
 @pytest.mark.parametrize("shapes", ["bucket", "dynamic"])

@@ -60,6 +60,22 @@ def test_a_module_without_bytecode_is_counted_once_it_is_compiled(packages: Path
     assert counts == [{"outer": 1, "inner": 3}, {}]
 
 
+def test_bytecode_that_python_writes_is_no_reason_for_a_warning(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each start would compile the modules again."""
+    not_kept = []
+    for is_kept in (False, True):
+        monkeypatch.setattr(sys, "dont_write_bytecode", not is_kept)
+        timer = ImportTimer()
+        with timer.measure():
+            importlib.import_module("outer")
+        assert timer.without_bytecode.total() == 4
+        not_kept.append(timer.not_kept.total())
+        forget()
+    assert not_kept == [4, 0]
+
+
 def test_an_import_that_fails_is_measured_too(packages: Path) -> None:
     timer = ImportTimer()
     with timer.measure():

@@ -6,22 +6,29 @@ import http.server
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoConfig
 
-from tcdeploy.errors import UnsupportedModelError
+from tcdeploy.errors import ARCHITECTURE_HINT, UnsupportedModelError
+from tcdeploy.models.hub import RETRY_WAITS_S
 from tcdeploy.models.load import MAX_LAYERS, load_config
+from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.text.generation_config import read_generation_config
+from tcdeploy.text.tokenizer import load_tokenizer
 from tests.conftest import cli_environment
 from tests.fork_server import ForkServer
 from tests.model_families import save_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+UNREACHABLE = "http://127.0.0.1:9"  # the discard port: connections are refused
 WARM = ("--buckets", "16", "--batch-sizes", "1")
 
 
@@ -116,7 +123,7 @@ def test_a_gated_model_is_an_error_with_the_login_command(run_cli: Any, hub: str
 
 def test_a_missing_model_is_an_error(run_online: Any, hub: str) -> None:
     result = run_online("warm", "someone/missing-8b", endpoint=hub)
-    assert_fails(result, 1, "the hub has no model someone/missing-8b, or it is private")
+    assert_fails(result, 2, "the hub has no model someone/missing-8b, or it is private")
 
 
 @pytest.mark.parametrize(
@@ -138,19 +145,57 @@ def test_a_repository_without_a_config_is_named_by_what_it_contains(
         assert_fails(run_cli("warm", model), 1, f"error: {model} {fact}", hint)
 
 
-def test_no_network_is_exit_code_8(run_cli: Any, run_online: Any) -> None:
-    unreachable = "http://127.0.0.1:9"  # the discard port: connections are refused
-    result = run_online("warm", "someone/model", endpoint=unreachable)
+def test_no_network_is_exit_code_8_and_one_error(run_cli: Any, run_online: Any) -> None:
+    """huggingface_hub would write two lines for each of six attempts, for each file."""
+    result = run_online("warm", "someone/model", endpoint=UNREACHABLE)
     assert_fails(result, 8, "the hub cannot be reached", "builtin:tiny")
-    assert "Retrying" in result.stderr or "refused" in result.stderr, "no connection was attempted"
+    others = [line for line in result.stderr.splitlines() if not line.startswith(("error:", "hint:"))]
+    assert others == ["import ...", "decide ..."], "the stages"
     assert_fails(run_cli("warm", "someone/model"), 8, "the hub cannot be reached")
+
+
+def test_without_a_network_a_downloaded_model_is_read_after_one_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """huggingface_hub would wait for 23 s for each file that a model need not have, and that is not in its cache."""
+    repository, waits = tmp_path / "models--someone--offline", list[float]()
+    shutil.copytree(BUILTIN_MODELS["builtin:tiny"], repository / "snapshots" / COMMIT)
+    (repository / "snapshots" / COMMIT / "generation_config.json").unlink()
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(COMMIT)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", UNREACHABLE + "/{repo_id}/{revision}/{filename}")
+    monkeypatch.setattr(constants, "ENDPOINT", UNREACHABLE)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    recipe = Recipe(model="someone/offline")
+    assert load_config(recipe).model_type == "llama"
+    assert load_tokenizer(recipe).is_fast
+    file = read_generation_config(recipe.model, None)
+    assert file is not None and not file.is_downloaded
+    assert waits == list(RETRY_WAITS_S)
+    [warning] = [record.getMessage() for record in caplog.records if record.name.startswith("tcdeploy")]
+    assert warning.startswith("the hub cannot be reached (") and "HF_HUB_OFFLINE=1 skips" in warning
 
 
 def test_a_folder_without_a_config_is_not_a_model(run_cli: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert_fails(run_cli("warm", str(tmp_path / "empty")), 1, "is not a model: it has no config.json")
-    assert_fails(run_cli("warm", str(tmp_path / "absent")), 1, "does not exist")
-    assert_fails(run_cli("warm", "builtin:huge"), 1, "unknown builtin model builtin:huge", "builtin:tiny")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        (("builtin:huge",), "unknown builtin model builtin:huge"),
+        (("./absent",), "folder ./absent does not exist"),
+        (("https://huggingface.co/someone/model",), "is a URL, not a hub id"),
+        (("some one",), "some one is neither a local folder nor a hub id"),
+        (("--recipe", "huge"), "no recipe is called 'huge'"),
+        (("--recipe", "absent.yaml"), "recipe file absent.yaml does not exist"),
+    ],
+)
+def test_a_name_that_names_nothing_is_exit_code_2(run_cli: Any, arguments: tuple[str, ...], fact: str) -> None:
+    assert_fails(run_cli("warm", *arguments), 2, fact)
 
 
 def test_a_broken_config_is_an_error_without_traceback(run_cli: Any, tmp_path: Path) -> None:
@@ -179,7 +224,7 @@ def test_another_kind_of_model_is_named(model_type: str, reason: str, tmp_path: 
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError) as error:
         load_config(Recipe(model=str(tmp_path), load_format="dummy"))
-    assert reason in error.value.message and "docs/models.md" in error.value.hint
+    assert reason in error.value.message and error.value.hint == ARCHITECTURE_HINT
 
 
 def test_an_unsupported_model_is_an_error_on_the_command_line(run_cli: Any, tmp_path: Path) -> None:

@@ -131,7 +131,8 @@ def test_packages_of_other_processes_are_fetched_and_own_ones_are_offered(
         shutil.copy(packaged.package_path(ordered[-1]), folder)
 
     monkeypatch.setattr(aot, "compile_package", compile_package)
-    exchange = aot.PackageExchange(fetch, lambda path: offered.append(path.stem))
+    reports = list[str]()
+    exchange = aot.PackageExchange(fetch, lambda path: offered.append(path.stem), reports.append)
     forward = aot.AotForward(runner.transformers_forward, packaged._layers, deployment.plan, folder, is_copy, exchange)
     monkeypatch.setattr(runner, "forward", forward)
     before = read_counts()
@@ -140,6 +141,8 @@ def test_packages_of_other_processes_are_fetched_and_own_ones_are_offered(
         make_timing_batch(runner, bucket).run()
     counts = read_counts() - before
     assert compiled == offered
+    total = len(compiled) + 1  # with the package of the other process
+    assert reports == [*(f"package {number} of {total}" for number in range(1, total + 1)), ""]
     decode = [name for name in compiled if name in ordered]
     assert decode == ordered[:-1]
     assert (folder / "decode-4_default.json").is_file() is not is_copy, "the step of a copy has fewer layers"

@@ -155,7 +155,7 @@ def test_no_request_is_lost_while_replicas_are_added_and_removed_except_those_of
             marks=pytest.mark.long,
         ),
         pytest.param(
-            "serve: /nowhere/model --device cpu", 1, "folder /nowhere/model does not exist", marks=pytest.mark.long
+            "serve: /nowhere/model --device cpu", 2, "folder /nowhere/model does not exist", marks=pytest.mark.long
         ),
         (f"{{serve: {TINY} --device cpu, ray_actor_options: {{num_cpus: 999}}}}", 2, "need 999 of the resource CPU"),
     ],

@@ -38,6 +38,7 @@ def without_model(text: str) -> str:
 class ServerProcess:
     process: subprocess.Popen[str] | ForkedProcess
     address: str
+    ready_line: str
     stderr: list[str]  # lines so far
     listener: threading.Thread  # adds them
 
@@ -57,7 +58,7 @@ class ServerProcess:
     @property
     def steps(self) -> float:
         """Engine steps since the start."""
-        lines = [line for line in self._metric_lines() if line.startswith("tcdeploy:bucket_hits_total")]
+        lines = [line for line in self._metric_lines() if line.startswith("tcdeploy:bucket_steps_total")]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def _metric_lines(self) -> list[str]:
@@ -92,6 +93,12 @@ class ServerProcess:
                 break
             time.sleep(0.02)
         return time.monotonic() - start
+
+
+def stages_of(stderr: list[str]) -> list[str]:
+    """The lines of stages that have ended, without their seconds."""
+    ended = (re.fullmatch(r"(\w[\w -]*?) +\d+\.\d s(, \d+ of \d+)?\n", line) for line in stderr)
+    return [match[1] + (match[2] or "") for match in ended if match is not None]
 
 
 def raw_post(path: str, body: bytes) -> bytes:
@@ -143,7 +150,7 @@ def serving(
     try:
         ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
         assert ready is not None, "".join(stderr)
-        yield ServerProcess(process, ready.split()[1], stderr, listener)
+        yield ServerProcess(process, ready.split()[1], ready, stderr, listener)
     finally:
         with contextlib.suppress(ProcessLookupError):
             if process.poll() is None:

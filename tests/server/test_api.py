@@ -220,13 +220,35 @@ def test_a_loading_server_answers_operations_and_rejects_the_rest() -> None:
     for path in ("/health", "/metrics", "/status", "/", "/docs", "/version", "/openapi.json"):
         assert send_request(state, "GET", path, None).status_code == 200, path
     ready = send_request(state, "GET", "/ready", None)
-    assert (ready.status_code, ready.text) == (503, "loading")
+    assert (ready.status_code, ready.json()["status"]) == (503, "loading")
     tokenize = ("POST", "/tokenize", {"prompt": "a"})
     for request_line in (COMPLETION, CHAT, MODELS, tokenize, ("GET", "/tokenizer_info", None)):
         response = send_request(state, *request_line)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "loading"), request_line
         assert response.headers["retry-after"] == "1"
     assert state.admission.rejections["loading"] == 2, "completions are counted"
+
+
+def test_ready_says_where_the_start_is_while_the_server_loads() -> None:
+    state = loading_state()
+    before = send_request(state, "GET", "/ready", None).json()
+    assert before.pop("seconds") >= 0 and before.pop("status") == "loading"
+    assert list(before) == ["stage", "step", "step_number", "num_steps", "detail", "seconds_left"]
+    assert not any(before.values()), "nothing is known yet"
+    state.progress.stage("load")
+    state.progress.expect({"load": 1e6, "compile": 500.0})
+    state.progress.stage("compile")
+    state.progress.step(2, 4, "prefill:32")
+    state.progress.detail("package 3 of 5")
+    document = send_request(state, "GET", "/ready", None).json()
+    assert 400 < document.pop("seconds_left") < 500, "the rest of `compile`"
+    assert document.pop("seconds") < 60
+    assert document == {
+        "status": "loading", "stage": "compile", "step": "prefill:32", "step_number": 2, "num_steps": 4,
+        "detail": "package 3 of 5",
+    }  # fmt: skip
+    state.admission.close("draining")
+    assert send_request(state, "GET", "/ready", None).json() == {"status": "draining"}
 
 
 def test_a_body_over_the_limit_is_413() -> None:

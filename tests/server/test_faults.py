@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import statistics
@@ -86,7 +87,11 @@ def test_sigterm_lets_running_requests_finish_and_rejects_new_ones(serve: Callab
         assert (rejected.status_code, rejected.json()["error"]["code"]) == (503, "draining")
         *_, last, done = events(running)
         assert done == "[DONE]" and last["choices"][0]["finish_reason"] == "length"
-        assert server.process.wait(timeout=10) == 0
+        assert server.wait(timeout=10) == 0
+        lines = server.stderr[server.stderr.index("draining 1 request, 60 s left\n") :]
+        assert lines[-1] == "stopped\n" and lines.count("stopped\n") == 1
+        assert re.fullmatch(r"ready: http://127.0.0.1:\d+ after \d+\.\d s\n", server.ready_line)
+        assert server.process.stdout.read() == "", "the line with the address is the last one"
 
 
 def test_sigterm_closes_idle_connections_and_others_after_their_response(serve: Callable[..., Any]) -> None:

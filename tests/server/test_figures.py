@@ -50,7 +50,7 @@ def test_metrics_and_status_show_the_same_figures() -> None:
     assert values["num_requests_running",] == status["running"] == 3
     assert values["num_requests_waiting",] == status["waiting"] == 5
     assert values["kv_cache_usage_perc",] == status["kv_cache_usage"] == 0.5
-    assert values["bucket_hits_total", "decode:4"] == bucket["steps"] == 11
+    assert values["bucket_steps_total", "decode:4"] == bucket["steps"] == 11
     assert values["bucket_padding_tokens_total", "decode:4"] == bucket["padding_tokens"] == 13
     assert values["bucket_tokens_total", "decode:4"] == 44
     assert (values["graph_captures_total",], values["longest_graph_capture_seconds",]) == (3, 0.25)

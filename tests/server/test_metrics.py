@@ -158,6 +158,6 @@ def test_every_series_with_a_known_label_starts_at_zero(serve: Callable[..., Any
     for reason, count in {"stop": 0, "length": 1}.items():
         assert before["tcdeploy:request_success_total", reason] == 0
         assert after["tcdeploy:request_success_total", reason] == count
-    assert {key[1] for key in before if key[0] == "tcdeploy:bucket_hits_total"} == {
+    assert {key[1] for key in before if key[0] == "tcdeploy:bucket_steps_total"} == {
         "prefill:32", "prefill:128", "decode:1", "decode:4",
     }  # fmt: skip

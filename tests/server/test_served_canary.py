@@ -29,8 +29,8 @@ FLIP_A_BIT = """
 import pathlib, threading, time, torch
 from tcdeploy.engine.check import canary
 init = canary.Canary.__init__
-def init_and_watch(self, engine):
-    init(self, engine)
+def init_and_watch(self, engine, progress):
+    init(self, engine, progress)
     def flip():
         while not pathlib.Path({path!r}).exists():
             time.sleep(0.01)
@@ -290,7 +290,7 @@ def test_a_flipped_bit_is_counted_logged_and_with_strict_unhealthy(
         status = 503 if strict else 200
         assert httpx.get(f"{server.address}/health").status_code == status
         ready = httpx.get(f"{server.address}/ready")
-        assert (ready.status_code, ready.text) == (status, "canary failed" if strict else "ready")
+        assert (ready.status_code, ready.json()) == (status, {"status": "canary failed" if strict else "ready"})
         lines = [line for line in server.stderr if "canary failed: prompt" in line]
         assert lines and "bucket" in lines[0] and "expected token" in lines[0]
         server.process.send_signal(signal.SIGTERM)

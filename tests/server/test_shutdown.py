@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import threading
@@ -103,18 +104,23 @@ def test_sigterm_while_loading_exits_with_0(tmp_path: Path, warm_cache: Path, fo
             break
         except httpx.TransportError:
             time.sleep(0.05)
-    assert (response.status_code, response.text) == (503, "loading")
+    readiness = response.json()
+    assert (response.status_code, readiness["status"], readiness["stage"]) == (503, "loading", "import")
+    assert 0 < readiness["seconds"] < 60 and readiness["seconds_left"] is readiness["step_number"] is None
     for path in ("/metrics", "/status", "/"):
         assert httpx.get(address + path).status_code == 200
     assert httpx.post(address + CHAT, json={"messages": QUESTION}).json()["error"]["code"] == "loading"
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
-    assert "ready: " not in (process.stdout.read() if process.stdout else "")
+    assert process.stdout is not None and process.stderr is not None
+    assert "ready: " not in process.stdout.read()
+    *_, interrupted, last = process.stderr.read().splitlines()
+    assert re.fullmatch(r"import \.\.\. +\d+\.\d s, import transformers", interrupted) and last == "stopped"
 
 
 def test_a_failing_start_reports_its_reason(run_cli: RunCLI, tmp_path: Path, warm_cache: Path) -> None:
     missing = run_cli("serve", str(tmp_path / "nothing"), "--port", "0", timeout=60)
-    assert missing.returncode == 1 and "nothing does not exist" in missing.stderr and "Traceback" not in missing.stderr
+    assert missing.returncode == 2 and "nothing does not exist" in missing.stderr and "Traceback" not in missing.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         busy = run_cli("serve", TINY, *TINY_FLAGS, "--port", port, "--cache-dir", str(warm_cache), timeout=60)

@@ -42,6 +42,7 @@ CHAT_TEMPLATE = """{{- bos_token }}
 {%- endfor %}
 {{- (' to ' + message.tool_call_id if message.tool_call_id else '') + eos_token }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|assistant|>",
@@ -294,8 +295,10 @@ def test_long_white_space_does_not_reach_transformers_parser(tools: ToolSupport)
 
 
 def test_a_model_without_tool_support_reports_the_reason(tmp_path: Path) -> None:
+    without_tools = load(Path(resolve_model_path(TINY)))
+    without_tools.chat_template = PLAIN_TEMPLATE
     for tokenizer, reason in (
-        (load(Path(resolve_model_path(TINY))), "chat template does not render tools"),
+        (without_tools, "chat template does not render tools"),
         (load(make_model(tmp_path / "none", None)), "no response template"),
         (
             load(make_model(tmp_path / "empty", {**RESPONSE_TEMPLATE, "fields": {"content": {}}})),
@@ -310,14 +313,14 @@ def test_a_model_without_tool_support_reports_the_reason(tmp_path: Path) -> None
         assert (rejection.value.status, rejection.value.param) == (400, "tools")
 
 
-def test_a_server_without_transformers_rejects_tools_with_the_command_that_installs_it(
+def test_a_server_without_transformers_rejects_tools_with_the_extra_that_installs_it(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tools_module, "is_installed", lambda name: name != "transformers")
     tools = ToolSupport(tokenizer, LLAMA)
     tools.check([])
     with pytest.raises(
-        ApiError, match=r"transformers, which parses tool calls, is not installed \(pip install 'tcdeploy\[compile\]'\)"
+        ApiError, match=r"transformers, which parses tool calls, is not installed \(install the extra `compile`\)"
     ) as error:
         tools.check([CLOCK])
     assert (error.value.status, error.value.param) == (400, "tools")
@@ -546,11 +549,13 @@ def test_openapi_json_describes_tools_and_formats(tool_api_server: ServerProcess
     assert "schema" in schemas["JsonSchema"]["properties"] and "tool_calls" in schemas["Message"]["properties"]
 
 
-def test_a_model_without_tool_support_rejects_tools_and_keeps_serving(server: ServerProcess) -> None:
-    with pytest.raises(openai.BadRequestError, match="chat template does not render tools") as rejection:
-        chat(server)
-    assert rejection.value.param == "tools"
-    assert chat(server, tool_choice="none", max_tokens=2).choices[0].message.content
+def test_a_model_without_tool_support_rejects_tools_and_keeps_serving(tmp_path: Path, serve: Any) -> None:
+    (tmp_path / "plain.jinja").write_text(PLAIN_TEMPLATE)
+    with serve("--chat-template", str(tmp_path / "plain.jinja")) as server:
+        with pytest.raises(openai.BadRequestError, match="chat template does not render tools") as rejection:
+            chat(server)
+        assert rejection.value.param == "tools"
+        assert chat(server, tool_choice="none", max_tokens=2).choices[0].message.content
 
 
 def test_without_llguidance_calls_are_parsed_but_not_forced(

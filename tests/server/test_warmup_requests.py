@@ -12,11 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+from tcdeploy.host.progress import NullProgress
 from tcdeploy.server import model_server
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import ServerSettings
+from tests.server.conftest import stages_of
 
 REPORT_IMPORT = """
 import sys
@@ -35,7 +37,8 @@ sys.meta_path.insert(0, Finder())
 def test_a_ready_server_has_sent_them_and_its_counters_are_zero(serve: Callable[..., Any]) -> None:
     with serve() as fresh:
         assert fresh.metric("startup_seconds", stage="warmup_requests") > 0
-        assert not [line for line in fresh.stderr if "warm-up request" in line.lower() and "stages" not in line]
+        assert not [line for line in fresh.stderr if "warm-up request " in line.lower()], "no warnings"
+        assert stages_of(fresh.stderr)[-1] == "warm-up requests, 5 of 5"
         for name in ("generation_tokens_total", "prompt_tokens_total", "time_to_first_token_seconds_count"):
             assert fresh.metric(name) == 0
         assert fresh.metric("request_success_total", finished_reason="length") == 0
@@ -54,7 +57,7 @@ def test_one_request_of_each_kind_is_sent(template: str | None, monkeypatch: pyt
         return 200
 
     monkeypatch.setattr(model_server, "_post", post)
-    asyncio.run(model_server.send_warmup_requests(service_with(template, needs_tables=True)))
+    asyncio.run(model_server.send_warmup_requests(service_with(template, needs_tables=True), NullProgress()))
     paths = ["/v1/completions", *(["/v1/chat/completions"] if template else [])]
     assert sent == [
         *[(path, stream, False, False) for path in paths for stream in (True, False)],
@@ -127,7 +130,7 @@ def test_failures_are_logged_and_do_not_stop_the_start(
 
     monkeypatch.setattr(model_server, "_post", post)
     with caplog.at_level(logging.WARNING, "tcdeploy.server"):
-        asyncio.run(model_server.send_warmup_requests(service_with("a template")))
+        asyncio.run(model_server.send_warmup_requests(service_with("a template"), NullProgress()))
     assert [record.getMessage() for record in caplog.records] == [
         *["the warm-up request to /v1/completions failed: RuntimeError: out of order"] * 2,
         "warm-up request to /v1/chat/completions: 400",

@@ -41,8 +41,8 @@ parallel_compile.MIN_WEIGHT_BYTES = 0
 parallel_compile.HOST_BYTES_PER_PROCESS = 1
 parallel_compile.count_cores = lambda: 3 * parallel_compile.CORES_PER_PROCESS
 wait_for = parallel_compile.CompileWorkers.wait_for
-def print_outcome(workers, bucket):
-    compilation = wait_for(workers, bucket)
+def print_outcome(workers, bucket, progress):
+    compilation = wait_for(workers, bucket, progress)
     print("waited:", bucket.name, compilation and compilation.outcome, file=sys.stderr)
     return compilation
 parallel_compile.CompileWorkers.wait_for = print_outcome

@@ -247,6 +247,7 @@ def test_a_missing_chat_template_is_an_error_as_in_transformers(template: Any) -
 
 def test_a_response_template_of_a_family_is_stored() -> None:
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODELS[TINY])
+    tokenizer.chat_template = "{{ tools | tojson }}{{ messages }}"
     record = describe_tokenizer(tokenizer, "qwen3", BUILTIN_MODELS[TINY]).record
     assert record is not None and record.response_template is not None
     assert "tool_calls" in record.response_template["fields"]
@@ -255,7 +256,6 @@ def test_a_response_template_of_a_family_is_stored() -> None:
 def test_a_format_detected_from_the_chat_template_needs_no_response_template() -> None:
     """So the server parses its calls without transformers."""
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODELS[TINY])
-    tokenizer.chat_template = '{{ tools | tojson }}<tool_call>{"name": ..., "arguments": ...}</tool_call>'
     record = describe_tokenizer(tokenizer, "qwen3", BUILTIN_MODELS[TINY]).record
     assert record is not None and record.response_template is None
     for item in (store_and_load(tokenizer, BUILTIN_MODELS[TINY]), tokenizer):

@@ -78,6 +78,7 @@ MOVED = {
     "C++ compiler queries": ("inductor.compiler_queries", "BUILDER", "torch._inductor.moved"),
     "rotary fusion": ("dynamo.eager_input_vals", "KEY", "moved_input_vals"),
     "operation dispatch": ("dynamo.dispatch_mode", "DISPATCH_MODE", "torch.utils.moved:TorchDispatchMode"),
+    "failed captures": ("failed_capture", "END_ALLOCATION", "torch:_C.moved"),
     "fake tensors": ("dynamo.fake_tensors", "FAKE_TENSOR_MODE", "torch._subclasses.moved:FakeTensorMode"),
     "float32 weights": ("transformers.float32_tensors", "DTYPE_PLAN", "transformers:PreTrainedModel.moved"),
     "graph cache keys": ("inductor.graph_cache_keys", "PICKLER", "torch._inductor.moved:FxGraphCachePickler"),

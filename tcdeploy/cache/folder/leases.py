@@ -12,6 +12,7 @@ Does not import torch.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from tcdeploy.errors import TcdeployError
 from tcdeploy.host.regular_file import open_regular
 
 LOCK_TIMEOUT_S = 600.0  # how long to wait for another process that unpacks or removes
+WARN_AFTER_S = 3.0
+log = logging.getLogger("tcdeploy.cache")
 _leases: dict[Path, IO[bytes]] = {}
 
 
@@ -99,6 +102,7 @@ def _open_lock_file(folder: str | Path) -> IO[bytes] | None:
 
 def _lock(file: IO[bytes], operation: int, folder: str | Path) -> None:
     deadline = time.monotonic() + LOCK_TIMEOUT_S
+    warn_at = time.monotonic() + WARN_AFTER_S
     while True:
         try:
             return fcntl.flock(file, operation | fcntl.LOCK_NB)
@@ -108,4 +112,7 @@ def _lock(file: IO[bytes], operation: int, folder: str | Path) -> None:
                     f"another process has held the cache folder {folder} for {LOCK_TIMEOUT_S:.0f} s",
                     f"run again once it has finished; to find it: fuser {Path(folder) / LOCK_FILE}",
                 ) from None
+            if time.monotonic() > warn_at:
+                warn_at = deadline + 1.0  # once
+                log.warning("waiting for another process, which adds or removes files in the cache folder %s", folder)
             time.sleep(0.05)

@@ -25,6 +25,7 @@ import torch
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.step.batch import StepOutput
+from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.stances import fail_on_recompile
 
@@ -99,7 +100,7 @@ class CanaryDifference(NamedTuple):
 class Canary:
     """The cases of an engine and their recorded results. The engine must be idle while a case is recorded or runs."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, progress: Progress | None = None) -> None:
         """Record all cases, each twice. A case whose two results differ is in `unrepeatable`, and is not used."""
         self._engine, self._runner = engine, engine.runner
         self._tolerance = LOGPROB_TOLERANCE[engine.plan.compute_dtype]
@@ -107,7 +108,10 @@ class Canary:
         self.unrepeatable: list[CanaryDifference] = []
         self.num_steps = 0  # since the start, recording included
         self._recorded: list[list[StepResult]] = []
-        for case in make_cases(engine.plan, engine.vocab_size, engine.allocator.capacity):
+        progress = progress or NullProgress()
+        cases = make_cases(engine.plan, engine.vocab_size, engine.allocator.capacity)
+        for number, case in enumerate(cases, 1):
+            progress.step(number, len(cases), case.name)
             self._record(case)
 
     def check(self, number: int) -> Generator[None, None, CanaryDifference | None]:

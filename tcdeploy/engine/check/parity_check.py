@@ -25,6 +25,7 @@ from tcdeploy.engine.check.reference import (
 )
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import CompileError
+from tcdeploy.host.progress import Progress
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.bucket_record import GreedyTokens, Parity
 from tcdeploy.planning.plan import Bucket
@@ -64,15 +65,16 @@ class ParityChecker:
     """
 
     def __init__(
-        self, runner: ModelRunner, architecture: Architecture, config: Any, stored: ReferenceLogits | None = None
-    ) -> None:
-        """Compute the reference of the first check, unless it is `stored`."""
+        self, runner: ModelRunner, architecture: Architecture, config: Any, stored: ReferenceLogits | None = None,
+        progress: Progress | None = None,
+    ) -> None:  # fmt: skip
+        """Compute the reference of the first check, unless it is `stored`. `progress`: of this computation."""
         self._runner, self._architecture, self._config = runner, architecture, config
         self._attempts: list[tuple[CheckPrompts, ReferenceLogits]] = []
         self._is_stored = stored is not None
         if stored is not None:
             self._attempts.append((CheckPrompts(runner.plan, architecture, config, seed=FIRST_SEED), stored))
-        self._prompts_and_reference(0)
+        self._prompts_and_reference(0, progress)
 
     @property
     def reference(self) -> ReferenceLogits:
@@ -117,11 +119,13 @@ class ParityChecker:
         implementation = reference_attn_implementation(self._architecture)
         return reference_changed(self._runner, *self._prompts_and_reference(0), implementation)
 
-    def _prompts_and_reference(self, number: int) -> tuple[CheckPrompts, ReferenceLogits]:
+    def _prompts_and_reference(
+        self, number: int, progress: Progress | None = None
+    ) -> tuple[CheckPrompts, ReferenceLogits]:
         if number == len(self._attempts):
             prompts = CheckPrompts(self._runner.plan, self._architecture, self._config, seed=FIRST_SEED + number)
             implementation = reference_attn_implementation(self._architecture)
-            self._attempts.append((prompts, compute_references(self._runner, prompts, implementation)))
+            self._attempts.append((prompts, compute_references(self._runner, prompts, implementation, progress)))
         return self._attempts[number]
 
 

@@ -21,6 +21,7 @@ from tcdeploy.engine.check.parity import ROUNDING, row_distances
 from tcdeploy.engine.check.precise_math import precise_math
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import SpaceError
+from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.memory import MAX_PROMPT_TOKENS
 from tcdeploy.torch_compat.dynamo import dispatch_mode
@@ -52,15 +53,20 @@ def reference_attn_implementation(architecture: Architecture) -> str:
     return "sdpa" if plain else "eager"
 
 
-def compute_references(runner: ModelRunner, prompts: CheckPrompts, attn_implementation: str) -> ReferenceLogits:
-    """The logits after all prefixes that any bucket is checked on."""
+def compute_references(
+    runner: ModelRunner, prompts: CheckPrompts, attn_implementation: str, progress: Progress | None = None
+) -> ReferenceLogits:
+    """The logits after all prefixes that any bucket is checked on. `progress`: its steps are the batches of prompts."""
+    progress = progress or NullProgress()
     rows: dict[PromptPrefix, PrefixLogits] = {}
     sampled_distances: list[Tensor] = [torch.empty(0, 2, dtype=torch.float64)]
     compute_dtype = runner.plan.compute_dtype
     dtype = HIGHER_PRECISION[compute_dtype] if dispatch_mode.supported() else compute_dtype
     has_experts = any("expert" in name for name, _ in runner.model.named_parameters())
-    for batch in _batches(runner, prompts):
+    batches = _batches(runner, prompts)
+    for number, batch in enumerate(batches, 1):
         token_ids, positions = batch.token_ids, batch.positions
+        progress.step(number, len(batches), f"{sum(map(len, token_ids))} tokens")
         if len(token_ids) == 1:
             sampled = evenly_spaced(len(token_ids[0]), SAMPLED_ROWS_WITH_EXPERTS if has_experts else SAMPLED_ROWS)
             positions = positions + sampled

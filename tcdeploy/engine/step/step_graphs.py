@@ -22,7 +22,6 @@ step has a new size for a while, and the 99th percentile of the gaps between tok
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
@@ -35,6 +34,7 @@ import torch
 from tcdeploy.engine.step.batch import GraphKey, StepBuffers, StepOutput
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.sizes import DYNAMIC_STEP_TOKENS
+from tcdeploy.torch_compat.failed_capture import end_allocation
 
 # In tokens. These sizes and the largest are captured before the first request, with all numbers of row slots.
 EARLY_SIZES = (64, 128, 256, 512, 1024)
@@ -67,8 +67,10 @@ def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
         try:
             output = step()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is invalid; the step's own error is raised below
+            try:
                 graph.capture_end()
+            except RuntimeError:  # the capture is invalid; the step's own error is raised below
+                end_allocation(pool, stream.device_index)
             raise
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)

@@ -61,7 +61,7 @@ class PreviousRun:
 
 
 def prepare_buckets(
-    runner: ModelRunner, cache_dir: str, before_captures: Callable[[], object] = lambda: None
+    runner: ModelRunner, cache_dir: str, progress: Progress, before_captures: Callable[[], object] = lambda: None
 ) -> dict[Bucket, CompiledVariant]:
     """Load and run the step of each bucket, call `before_captures`, and then capture all.
 
@@ -71,12 +71,15 @@ def prepare_buckets(
     prepared: dict[Bucket, CompiledVariant] = {}
     with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():
         runs: list[tuple[WarmupBatch, CompileStats]] = []
-        for bucket in warmup_order(runner.plan):
+        order = warmup_order(runner.plan)
+        for number, bucket in enumerate(order, 1):
+            progress.step(number, len(order), f"load {bucket.name}")
             # One short run is enough to load the programs, and captures load the kernels of other sizes.
             batch = make_timing_batch(runner, bucket, min(SHORT_RUN_TOKENS, bucket.size) if bucket.min_size else None)
             runs.append((batch, run_variant(batch, runner.variants[bucket], runs=1)))
         before_captures()
-        for batch, compilation in runs:
+        for number, (batch, compilation) in enumerate(runs, 1):
+            progress.step(number, len(order), f"capture {batch.bucket.name}")
             prepared[batch.bucket] = capture_variant(batch, runner.variants[batch.bucket], compilation)
     runner.row_assignment.clear()
     return prepared
@@ -115,7 +118,7 @@ def warm_buckets(
     order = [bucket for bucket in warmup_order(plan) if names is None or bucket.name in names]
     tuning_left = plan.tune_seconds
     for number, bucket in enumerate(order, 1):
-        progress.bucket_started(bucket.name, number, len(order))
+        progress.step(number, len(order), bucket.name)
         worker_record = wait_for_worker(bucket)
         known = previous if worker_record is None else previous.with_programs({bucket.name: worker_record})
         tune_seconds = tuning_left / (len(order) - number + 1)  # an equal share for each bucket left
@@ -132,8 +135,11 @@ def warm_buckets(
         finally:
             progress.bucket_finished(record)
     if measure:  # at the end, when no other process compiles on this machine
+        progress.stage("time steps")
         with translate_compile_errors(plan, cache_dir):
-            records = {bucket: _with_step_times(runner, bucket, record) for bucket, record in records.items()}
+            for number, (bucket, record) in enumerate(list(records.items()), 1):
+                progress.step(number, len(records), f"time {bucket.name}")
+                records[bucket] = _with_step_times(runner, bucket, record)
     runner.row_assignment.clear()
     raise_if_entries_are_missing(cache_dir)
     return [records[bucket] for bucket in plan.buckets if bucket in records]

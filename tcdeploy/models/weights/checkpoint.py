@@ -23,6 +23,7 @@ from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import check_task, model_class
 from tcdeploy.models.convert import quantisation
 from tcdeploy.models.convert.quantisation import TensorHeader
+from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load_errors import CONVERSION
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.refusals import Refusals
@@ -219,7 +220,9 @@ def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, 
 def _file_names(model: str, revision: str | None, folder: Path | None) -> set[str]:
     """Names of the model's files. The Hub is asked once, as long as no weights have been downloaded."""
     names = {item.name for item in folder.iterdir()} if folder else set()
-    if not Path(model).is_dir() and not any(name.endswith((".safetensors", ".bin")) for name in names):
+    if Path(model).is_dir() or uses_local_files_only(model, revision):
+        return names
+    if not any(name.endswith((".safetensors", ".bin")) for name in names):
         with contextlib.suppress(Exception):  # huggingface_hub raises many types without a network
             info = huggingface_hub.HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
             names |= {item.rfilename for item in info.siblings or ()}
@@ -231,7 +234,8 @@ def _path_of(name: str, model: str, revision: str | None, folder: Path | None) -
     if folder and (folder / name).is_file():
         return folder / name
     with contextlib.suppress(Exception):  # huggingface_hub raises many types, also if there is no such file
-        return Path(huggingface_hub.hf_hub_download(model, name, revision=revision))
+        is_local = uses_local_files_only(model, revision)
+        return Path(huggingface_hub.hf_hub_download(model, name, revision=revision, local_files_only=is_local))
     return None
 
 

@@ -41,7 +41,7 @@ class Content(NamedTuple):
 
 
 CONTENTS = {  # by path, or by method and path
-    "/ready": Content(text_type="text/plain"),
+    "/ready": Content("Readiness"),
     "/metrics": Content(text_type="text/plain"),
     "/": Content(text_type="text/html"),
     "/docs": Content(text_type="text/html"),
@@ -138,7 +138,7 @@ def _responses(path: str, content: Content, has_body: bool, needs_key: bool) -> 
         success["links"] = {name: {"operationId": name, "parameters": {parameter: location}} for name in operations}
     errors: dict[int, dict[str, Any]] = {}
     if path == "/ready":
-        errors[400] = {"description": "The level is not known", "content": success["content"]}
+        errors[400] = error("The level is not known")
         errors[503] = {"description": "Why the server is not ready", "content": success["content"]}
     elif path == "/health":
         errors[503] = {"description": "The engine is dead, or a canary has failed"}

@@ -156,8 +156,13 @@ STATUS = record(
     stage_seconds={"type": "object", "additionalProperties": NUMBER},
     history=record(interval_seconds=NUMBER, capacity=COUNT, end=COUNT, samples=array({})),
 )  # fmt: skip
+READINESS = record(
+    ("stage", "step", "step_number", "num_steps", "detail", "seconds", "seconds_left"),
+    status=STRING, stage=TEXT_OR_NULL, step=TEXT_OR_NULL, step_number=nullable(COUNT), num_steps=nullable(COUNT),
+    detail=TEXT_OR_NULL, seconds=NUMBER, seconds_left=nullable(NUMBER),
+)  # fmt: skip
 COMPONENTS: dict[str, Schema] = {
-    "Error": ERROR, "Model": MODEL, "Status": STATUS, "TokenizerInfo": TOKENIZER_INFO,
+    "Error": ERROR, "Model": MODEL, "Readiness": READINESS, "Status": STATUS, "TokenizerInfo": TOKENIZER_INFO,
     "ModelList": record(object=enum("list"), data=array({"$ref": "#/components/schemas/Model"})),
     "Version": record(version=STRING), "Text": record(prompt=STRING),
     "Tokens": record(tokens=TOKEN_IDS, count=COUNT, max_model_len=COUNT),

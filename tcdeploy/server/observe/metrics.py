@@ -215,7 +215,7 @@ def _server_metrics(figures: ServerFigures) -> Iterator[Metric]:
 
 def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
     yield _gauge("kv_cache_usage_perc", "Share of the KV blocks in use", model.kv_cache_usage)
-    yield _counter("bucket_hits", "Steps by bucket", model.step_counts, "bucket")
+    yield _counter("bucket_steps", "Engine steps by the bucket that ran them", model.step_counts, "bucket")
     yield _counter(
         "bucket_tokens", "Tokens or rows computed by bucket, padding included", model.computed_tokens, "bucket"
     )
@@ -243,7 +243,7 @@ def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
     num_compiled, num_failed = len(model.records), model.failed_buckets
     buckets = {"compiled": num_compiled, "eager": model.num_buckets - num_compiled - num_failed, "failed": num_failed}
     yield _gauge("buckets", "Buckets that run programs, eager steps for now, or eager steps for good", buckets, "state")
-    info = InfoMetricFamily("cache", "Cache outcome of each bucket")
+    info = InfoMetricFamily("cache", "Whether the compile cache had the programs of each bucket (hit or miss)")
     info.add_metric([], {record.bucket.replace(":", "_"): record.outcome for record in model.records})
     yield info
 

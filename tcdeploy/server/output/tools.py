@@ -88,7 +88,7 @@ class ToolSupport:
         if self._template is None:
             return ""
         if not is_installed("transformers"):
-            return "transformers, which parses tool calls, is not installed (pip install 'tcdeploy[compile]')"
+            return "transformers, which parses tool calls, is not installed (install the extra `compile`)"
         try:
             TemplateParser(self._template, "", [])
         except (ImportError, ValueError) as error:

@@ -31,6 +31,7 @@ from tcdeploy.cache.staging.restore import copy_finished_buckets
 from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.warm.warmup import warmup_order
 from tcdeploy.errors import TcdeployError
+from tcdeploy.host.progress import Progress
 from tcdeploy.host.resources import count_cores
 from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.short_config import layers_to_keep, shorten_config
@@ -88,14 +89,16 @@ class CompileWorkers:
         """Whether workers were started."""
         return bool(self._workers)
 
-    def wait_for(self, bucket: Bucket) -> BucketRecord | None:
+    def wait_for(self, bucket: Bucket, progress: Progress) -> BucketRecord | None:
         """Wait until a worker has finished the bucket, and copy its files. None if none compiles it, or if it fails."""
         worker = next((worker for worker in self._workers if bucket.name in worker.buckets), None)
         if worker is None:
             return None
         if self._package_worker is not None:
             self._package_worker.stop()  # the first process has finished the largest bucket
+        progress.detail(f"wait for {worker.description}")
         record = worker.wait_for(bucket.name)
+        progress.detail("")
         if record is None:
             if worker not in self._failed:
                 self._failed.append(worker)

@@ -84,7 +84,11 @@ class CompileProcess:
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # `poll` reports that it has ended
             request = {"recipe": fields, "plan": plan_key, "buckets": self.buckets, "staging": _private_parent(recipe)}
             stdin.write(json.dumps({"parent": os.getpid(), "reports": reports_end, **request}))
-        log.info("process %d compiles %s", self._process.pid, ", ".join(self.buckets))
+        log.info("%s compiles %s", self.description, ", ".join(self.buckets))
+
+    @property
+    def description(self) -> str:
+        return f"compile worker {self._process.pid}"
 
     @property
     def seconds(self) -> float:

@@ -56,7 +56,7 @@ GRAMMAR_LIMITS = {
 }  # fmt: skip
 CHOICE_LIMITS = {**GRAMMAR_LIMITS, "initial_lexer_fuel": 200_000}  # literal texts are cheap, but need more fuel
 LARK_LINE = re.compile(r"%llguidance\b|start(\.\d+)?\s*:(?!:=)")
-NOT_INSTALLED = "requires llguidance, which is not installed: pip install 'tcdeploy[structured]'"
+NOT_INSTALLED = "requires llguidance, which is not installed (install the extra `structured`)"
 log = logging.getLogger("tcdeploy.server")
 
 

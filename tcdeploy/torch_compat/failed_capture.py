@@ -1,0 +1,29 @@
+"""Ends the redirection of a failed capture's allocations, which torch's `CUDAGraph.capture_end` leaves in place.
+
+`capture_end` of an invalid capture raises before it tells the caching allocator. With torch 2.11, the next
+`torch.cuda.MemPool` that is freed then ends the process: `captures_underway.empty() INTERNAL ASSERT FAILED`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from tcdeploy.torch_compat.internal import find, internal
+
+END_ALLOCATION = "torch:_C._cuda_endAllocateToPool"
+
+
+@internal(
+    "failed captures", "torch._C._cuda_endAllocateToPool",
+    "after a CUDA graph that could not be captured, the process may end when the model is closed",
+)  # fmt: skip
+def supported() -> bool:
+    return find(END_ALLOCATION) is not None
+
+
+def end_allocation(pool: Any, device_index: int) -> None:
+    """Allocate no longer from `pool`, a torch.cuda.MemPool, after a capture with it that failed."""
+    if supported():
+        with contextlib.suppress(RuntimeError):  # the capture was ended in spite of its failure
+            find(END_ALLOCATION)(device_index, pool.id)
