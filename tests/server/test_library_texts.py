@@ -13,9 +13,9 @@ from tests.server.conftest import ServerProcess
 
 PROMPTS: list[Any] = ["This module provides", [40, 41, 42, 43], "Naïve 日本語 🙂 text"]
 QUESTION = [{"role": "user", "content": "What is a list?"}]
-SAMPLED: dict[str, Any] = {"max_tokens": 48, "temperature": 1.5, "seed": 5}
+SAMPLED: dict[str, Any] = {"max_tokens": 20, "temperature": 1.5, "seed": 5}
 REQUESTS: list[dict[str, Any]] = [
-    {"max_tokens": 24, "temperature": 0},
+    {"max_tokens": 20, "temperature": 0},
     {**SAMPLED, "top_p": 0.95, "top_k": 200, "min_p": 0.001},
     {**SAMPLED, "frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.1},
     {**SAMPLED, "stop": ["e", " the", "\n"]},
