@@ -12,6 +12,7 @@ operating system are translated at the call that raises them. The CLI catches th
     |       `- UnsupportedArchitectureError   no checkpoint of the model can be served
     |- CompileError               1   a region has a graph break, or its output fails the parity check
     |- RecompileError             1   a program would have been compiled after warm-up
+    |- EngineDeadError            1   the engine has failed or was stopped, and gives no more tokens
     |- MismatchError              3   a cache or bundle was made for another environment
     |- TrustError                 4   a signature is missing or not trusted
     |- IntegrityError             5   content does not match its recorded digest
@@ -73,6 +74,10 @@ class CompileError(TcdeployError):
 
 
 class RecompileError(TcdeployError):
+    pass
+
+
+class EngineDeadError(TcdeployError):
     pass
 
 

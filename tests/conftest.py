@@ -249,6 +249,15 @@ def prepare_tiny(cache_dir: str, **flags: Any) -> Any:
     return _deployments[key]
 
 
+@pytest.fixture
+def llm(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An `LLM` with that deployment. It must not be closed."""
+    from tcdeploy.llm import llm as llm_module
+
+    monkeypatch.setattr(llm_module, "prepare", lambda *_, **__: tiny_deployment)
+    return llm_module.LLM(TINY)
+
+
 @pytest.fixture(scope="session")
 def reference_tiny() -> Any:
     """The same weights, loaded by plain transformers."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
+import tcdeploy
 from tcdeploy.torch_compat.registry import MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +35,7 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
     {"programs"},
     {"engine"},
     {"start"},
-    {"server", "bundle", "bench", "doctor"},
+    {"llm", "server", "bundle", "bench", "doctor"},
     {"scale", "explain"},
     {"cli"},
     {"__main__"},
@@ -59,12 +60,13 @@ TORCH_FREE = (
     "bench.serve_settings", "bench.serving", "bench.settings", "bench.stats",
     "cli.bench", "bundle.verify", "bundle.why", "cache.inventory", "cli.app",
     "cli.options", "doctor.examination", "doctor.report", "host.resources",
-    "cli.doctor", "explain.findings", "explain.source_line",
+    "llm.llm", "llm.async_llm", "cli.doctor", "explain.findings", "explain.source_line",
     "explain.break_even", "cli.explain", "cli.explain_display",
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"
-PLAIN_DISPLAY = "host.plain_progress"  # of `prepare()` in a terminal; commands use it too
+# Of `prepare()` in a terminal, which commands use too, and of a long batch.
+PRINTERS = {"host.plain_progress", "llm.progress_bar"}
 HELP_SECONDS = 0.4
 PRIVATE_PACKAGE = "torch_compat"
 PRIVATE_OWNERS = ("torch", "triton", "transformers", "uvicorn", "starlette")
@@ -186,13 +188,13 @@ def importers_of(root: Path, distribution: str) -> set[str]:
 
 
 def modules_that_print(root: Path) -> list[str]:
-    """Places that print, or write to stdout or stderr, outside of cli/ and PLAIN_DISPLAY."""
+    """Places that print, or write to stdout or stderr, outside of cli/ and PRINTERS."""
     places = []
     for name, tree in modules_of(root).items():
         for node in ast.walk(tree):
             is_print = isinstance(node, ast.Name) and node.id == "print"
             is_stream = isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr")
-            if top_level_name(name) != "cli" and name != PLAIN_DISPLAY and (is_print or is_stream):
+            if top_level_name(name) != "cli" and name not in PRINTERS and (is_print or is_stream):
                 places.append(f"{name}:{node.lineno}")
     return places
 
@@ -311,12 +313,15 @@ def test_the_init_file_of_a_package_imports_nothing() -> None:
 
 
 def test_the_package_imports_its_public_names_lazily() -> None:
-    done = run("-c", f"import sys, {PACKAGE}; print(*[name for name in {SLOW_IMPORTS} if name in sys.modules])")
-    assert (done.returncode, done.stdout.split()) == (0, [])
-    from tcdeploy import Engine, Recipe, SamplingParams, prepare
-
-    modules = [item.__module__.removeprefix(f"{PACKAGE}.") for item in (Engine, Recipe, SamplingParams, prepare)]
-    assert modules == ["engine.engine", "planning.recipe", "engine.schedule.sequence", "start.prepare"]
+    slow = (*SLOW_IMPORTS, "pydantic", "starlette")
+    library = "from tcdeploy import LLM, AsyncLLM, SamplingParams"
+    done = run(
+        "-c", f"import sys, {PACKAGE}; dir({PACKAGE}); {library}; print(*[n for n in {slow} if n in sys.modules])"
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
+    assert set(tcdeploy.__all__) == tcdeploy.LAZY_EXPORTS.keys() <= set(dir(tcdeploy))
+    modules = {name: getattr(tcdeploy, name).__module__ for name in tcdeploy.__all__}
+    assert modules == tcdeploy.LAZY_EXPORTS
     with pytest.raises(ImportError):
         from tcdeploy import Motor  # noqa: F401
 
@@ -325,7 +330,7 @@ def test_only_the_display_imports_rich() -> None:
     assert importers_of(ROOT, "rich") == {RICH_IMPORTER}
 
 
-def test_only_the_cli_and_the_plain_display_print() -> None:
+def test_only_the_cli_and_the_plain_displays_print() -> None:
     assert modules_that_print(ROOT) == []
 
 

@@ -11,6 +11,7 @@ from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.programs.compile_stats import measure_compiles, read_counts
 from tcdeploy.programs.stances import fail_on_recompile
 from tests.conftest import TINY_BATCH_SIZES, TINY_BUCKETS
+from tests.engine_loop import generate_tokens
 
 TEXT = "The function returns a new list of the objects that were given to it, in the order of the arguments. "
 
@@ -36,7 +37,7 @@ def plain_greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
 
 def params_with_eos(model: Any, new_tokens: int) -> SamplingParams:
     eos = model.generation_config.eos_token_id
-    return SamplingParams(max_new_tokens=new_tokens, stop_token_ids=tuple(eos if isinstance(eos, list) else [eos]))
+    return SamplingParams(max_tokens=new_tokens, stop_token_ids=tuple(eos if isinstance(eos, list) else [eos]))
 
 
 @pytest.mark.parametrize(
@@ -47,21 +48,21 @@ def test_greedy_tokens_equal_transformers_generate(tiny_deployment: Any, referen
     """Prompts shorter than a bucket, equal to one, and several times the largest (prefilled in chunks)."""
     prompt = prompt_of(tiny_deployment.tokenizer, length)
     assert len(prompt) == length
-    tokens = tiny_deployment.engine.generate([prompt], params_with_eos(reference_tiny, 24))[0]
+    tokens = generate_tokens(tiny_deployment.engine, [prompt], params_with_eos(reference_tiny, 24))[0]
     assert tokens == plain_greedy(reference_tiny, prompt, 24)
 
 
 def test_a_batch_of_unequal_lengths_equals_each_prompt_alone(tiny_deployment: Any, reference_tiny: Any) -> None:
     """More prompts than the largest decode bucket, so sequences start as others finish."""
     prompts = [prompt_of(tiny_deployment.tokenizer, length) for length in (3, 200, 32, 129, 1, 77, 640)]
-    answers = tiny_deployment.engine.generate(prompts, params_with_eos(reference_tiny, 20))
+    answers = generate_tokens(tiny_deployment.engine, prompts, params_with_eos(reference_tiny, 20))
     assert answers == [plain_greedy(reference_tiny, prompt, 20) for prompt in prompts]
 
 
 def test_nothing_compiles_after_warm_up(tiny_deployment: Any) -> None:
     prompts = [prompt_of(tiny_deployment.tokenizer, length) for length in (1, 2, 31, 33, 64, 127, 128, 129, 700)]
     with measure_compiles() as while_serving, fail_on_recompile():
-        tiny_deployment.engine.generate(prompts, SamplingParams(max_new_tokens=9, temperature=0.7, seed=3))
+        generate_tokens(tiny_deployment.engine, prompts, SamplingParams(max_tokens=9, temperature=0.7, seed=3))
     assert while_serving.counts.compiles == 0
     assert while_serving.counts.programs == 0
 
@@ -94,8 +95,8 @@ def test_all_blocks_are_free_when_all_sequences_have_finished(tiny_deployment: A
 def test_greedy_text_is_english(tiny_deployment: Any) -> None:
     """The embedded model is trained: most of its words are words of the Python library documentation."""
     tokenizer = tiny_deployment.tokenizer
-    ids = tiny_deployment.engine.generate(
-        [tokenizer("The function returns").input_ids], SamplingParams(max_new_tokens=60)
+    ids = generate_tokens(
+        tiny_deployment.engine, [tokenizer("The function returns").input_ids], SamplingParams(max_tokens=60)
     )[0]
     words = [word.strip(".,;:()`'\"").lower() for word in tokenizer.decode(ids).split()]
     assert len(words) >= 20

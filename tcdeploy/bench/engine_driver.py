@@ -98,7 +98,7 @@ def prefill_step(engine: Engine, sequence: Sequence) -> Callable[[], None]:
 
 def submit(engine: Engine, prompt: list[int], new_tokens: int) -> Sequence:
     """Submit a greedy request that stops only at its length. Returns the engine's own sequence; do not modify it."""
-    engine.submit(prompt, SamplingParams(max_new_tokens=new_tokens))
+    engine.submit(prompt, SamplingParams(max_tokens=new_tokens))
     return engine.scheduler.waiting[-1]
 
 

@@ -18,19 +18,20 @@ from tcdeploy.planning.option import option
 from tcdeploy.text.chat_template import start_renderer
 
 if TYPE_CHECKING:
+    from tcdeploy.llm.outputs import AnswerPiece
     from tcdeploy.start.deployment import Deployment
 
 
-def _text_option(help: str, param: str) -> Any:
+def _text_option(help: str, param: str, **attributes: Any) -> Any:
     default = f"[default: the model's (see --generation-config), else {DEFAULTS[param]}]"
-    return option(None, f"{help} {default}", "Text")
+    return option(None, f"{help} {default}", "Text", **attributes)
 
 
 @dataclass(frozen=True)
 class SamplingFlags:
     """None: not given."""
 
-    max_new_tokens: int | None = _text_option("Maximum number of tokens to generate", "max_new_tokens")
+    max_tokens: int | None = _text_option("Maximum number of tokens to generate", "max_tokens", name="max_new_tokens")
     temperature: float | None = _text_option("Sampling temperature; 0 is greedy", "temperature")
     top_k: int | None = _text_option("Sample from the k most likely tokens; 0: from all", "top_k")
     top_p: float | None = _text_option("Sample from the most likely tokens whose probabilities add up to this", "top_p")
@@ -72,47 +73,30 @@ def generate(
         deployment = prepare(recipe, progress, needs_tokenizer=True)
     enforce_budget(deployment.stage_seconds, budget_seconds)
     freeze_gc_after_startup()
-    _stream(deployment, recipe.model, text, flags, chat, json)
+    _stream(deployment, text, flags, chat, json)
 
 
-def _stream(deployment: Deployment, model: str, text: str, flags: dict[str, Any], chat: bool, json: bool) -> None:
+def _stream(deployment: Deployment, text: str, flags: dict[str, Any], chat: bool, json: bool) -> None:
     """Print the completion while it is generated, or all of it as JSON."""
     from tcdeploy.cli import display
-    from tcdeploy.text.detokenizer import IncrementalDetokenizer, chat_prompt
+    from tcdeploy.llm.batch import run_batch
+    from tcdeploy.llm.loaded_model import LoadedModel
+    from tcdeploy.llm.outputs import TextOutput
 
-    tokenizer = deployment.tokenizer
-    if chat and not tokenizer.chat_template:
-        raise UsageError(f"{model} has no chat template", "remove --chat")
-    token_ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
-    params = _sampling_params(deployment, flags, len(token_ids))
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    pieces, tokens = [], []
-    for token in deployment.engine.stream([token_ids], params):
-        pieces.append(detokenizer.push(token.token_id))
-        tokens.append(token)
+    model = LoadedModel(deployment)
+    prompt = model.encode_chat([{"role": "user", "content": text}], {}) if chat else model.encode(text)
+    output = TextOutput(model.tokenizer, model.request(prompt, None, flags))
+
+    def show(_: int, piece: AnswerPiece) -> None:
         if not json:
-            print(pieces[-1], end="", flush=True)
-    pieces.append(detokenizer.finish())
+            print(piece.text, end="", flush=True)
+
+    run_batch(deployment.engine, [output], show)
+    answer = output.answer()
     if json:
         display.print_report(
-            "generate", deployment, text="".join(pieces), finish_reason=tokens[-1].finish_reason,
-            prompt_tokens=len(token_ids), output_tokens=len(tokens), token_ids=[token.token_id for token in tokens],
+            "generate", deployment, text=answer.text, finish_reason=answer.finish_reason,
+            prompt_tokens=len(answer.prompt_token_ids), output_tokens=len(answer.token_ids), token_ids=answer.token_ids,
         )  # fmt: skip
     else:
-        print(pieces[-1])
-
-
-def _sampling_params(deployment: Deployment, flags: dict[str, Any], prompt_length: int) -> SamplingParams:
-    """Flags override the model's defaults.
-
-    A default length is cut to the context, and a default minimum to the length; a requested length is not cut.
-    """
-    defaults = deployment.planned.generation_defaults
-    params: dict[str, Any] = defaults.sampling_params()
-    if "max_new_tokens" in params:
-        params["max_new_tokens"] = max(1, min(params["max_new_tokens"], deployment.plan.context - prompt_length))
-    params = {**params, **flags}
-    if "min_new_tokens" in params:
-        max_new_tokens = params.get("max_new_tokens", DEFAULTS["max_new_tokens"])
-        params["min_new_tokens"] = min(params["min_new_tokens"], max_new_tokens)
-    return SamplingParams(**params, stop_token_ids=defaults.stop_token_ids)
+        print()

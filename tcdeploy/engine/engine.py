@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
@@ -35,13 +36,15 @@ from tcdeploy.engine.warm.timing import time_next_size
 from tcdeploy.errors import UsageError
 from tcdeploy.programs.stances import fail_on_recompile
 
+live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
 
 class Engine:
     """Owns the open requests and the KV blocks. Not thread-safe.
 
     `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured. If steps are CUDA
     graphs, `launch_lock` is held while one is launched. Other threads may wait for it, so that they do not compete for
-    the GIL (server/generate/active_request.py).
+    the GIL (thread/request_group.py).
     """
 
     def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:
@@ -69,10 +72,10 @@ class Engine:
         self.use_costs(costs)
         self.device_wait_seconds = 0.0  # total time that the host waited for the device
         self._requests: dict[int, Sequence] = {}
-        self._stream_tokens: dict[int, list[NewToken]] = {}  # tokens not yet returned, of requests of a `stream`
-        self._buffered_tokens: list[NewToken] = []  # tokens not yet returned, of submitted requests
+        self._buffered_tokens: list[NewToken] = []  # not yet returned
         self._next_id = 0
         self._in_flight: InFlightStep | None = None
+        live_engines.add(self)
 
     def use_costs(self, costs: StepCosts | None) -> None:
         """Predict and measure steps with these costs from now on. No step may be in flight."""
@@ -119,8 +122,12 @@ class Engine:
         if request_id not in self._requests:
             raise UsageError(f"no open request {request_id}", "it may have finished already")
         self.scheduler.abort(self._requests.pop(request_id))
-        self._stream_tokens.pop(request_id, None)
         self._buffered_tokens = [token for token in self._buffered_tokens if token.request_id != request_id]
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests that are neither complete nor aborted."""
+        return len(self._requests)
 
     @property
     def has_work(self) -> bool:
@@ -132,7 +139,7 @@ class Engine:
         return self.launch_timer.due(self.scheduler.has_prompts)
 
     def step(self) -> list[NewToken]:
-        """Launch one step; returns the new tokens of submitted requests. Tokens of a `stream` go to that stream.
+        """Launch one step; returns the new tokens of all requests.
 
         Raises RecompileError if a step would compile. If the launch raises, all requests return to the queue. If
         reading the previous step's tokens raises (a CUDA error), the engine must not be used any more.
@@ -174,38 +181,6 @@ class Engine:
         with fail_on_recompile():
             self.runner.graphs.capture_wanted()
         self.launch_timer.step_started(None, None)  # the capture took longer than the step in flight
-
-    def stream(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> Iterator[NewToken]:
-        """Yield the tokens of all prompts as they arrive. `request_id` is the index of the prompt.
-
-        Raises UsageError for a prompt that cannot be served, and RecompileError if a step would compile. Other requests
-        of this engine continue meanwhile. Closing the iterator aborts its open requests.
-        """
-        ids: list[int] = []
-        try:
-            for prompt in prompts:
-                ids.append(self.submit(prompt, params))
-            self._stream_tokens.update((request_id, []) for request_id in ids)
-            while any(request_id in self._requests or self._stream_tokens.get(request_id) for request_id in ids):
-                for number, request_id in enumerate(ids):
-                    if tokens := self._stream_tokens.get(request_id):  # None: another caller has aborted the request
-                        self._stream_tokens[request_id] = []
-                        yield from (token._replace(request_id=number) for token in tokens)
-                if any(request_id in self._requests for request_id in ids):
-                    self._launch_and_collect()
-        finally:
-            for request_id in ids:
-                self._stream_tokens.pop(request_id, None)
-                if request_id in self._requests:
-                    self.abort(request_id)
-
-    def generate(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> list[list[int]]:
-        """The new token ids of each prompt, including the stop token."""
-        prompts = list(prompts)
-        results: list[list[int]] = [[] for _ in prompts]
-        for token in self.stream(prompts, params):
-            results[token.request_id].append(token.token_id)
-        return results
 
     def _launch_and_collect(self) -> None:
         """Launch the next step, then read the previous step's tokens; read them before sampling if masks need them."""
@@ -339,8 +314,7 @@ class Engine:
         return self.runner.vocab_size
 
     def _deliver(self, launched: InFlightStep | None) -> None:
-        for token in self._collect(launched) if launched else ():
-            self._stream_tokens.get(token.request_id, self._buffered_tokens).append(token)
+        self._buffered_tokens += self._collect(launched) if launched else ()
 
 
 def _with_prompt_info(token: NewToken, sequence: Sequence) -> NewToken:

@@ -18,10 +18,11 @@ No program depends on these values, so they are not in the plan's key. Does not 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tcdeploy.engine.schedule.sequence import PARAM_CHECKS
+from tcdeploy.engine.schedule.sequence import DEFAULTS, PARAM_CHECKS, SamplingParams
 from tcdeploy.errors import ModelError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision
@@ -51,12 +52,17 @@ UNSUPPORTED_KEYS: dict[str, tuple[Any, ...]] = {
 UNSUPPORTED_SAMPLING_KEYS: dict[str, tuple[Any, ...]] = {  # unused by greedy generation
     "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (),
 }  # fmt: skip
+# Keys of the file whose parameter has another name.
+RENAMED_KEYS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 NOT_DOWNLOADED = f"{FILE} was not downloaded"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """Defaults for sampling parameters that a request omits. None: the file does not set the parameter."""
+    """Defaults for sampling parameters that a request omits. None: the file does not set the parameter.
+
+    The fields have the names of the file's keys.
+    """
 
     temperature: float | None = None
     top_k: int | None = None
@@ -68,16 +74,37 @@ class GenerationDefaults:
     stop_token_ids: tuple[int, ...] = ()  # they end every request that does not ignore them
 
     def sampling_params(self) -> dict[str, float | int]:
-        """The parameters that the file sets, by name."""
-        values = {name: getattr(self, name) for name in _PARAM_NAMES}
-        return {name: value for name, value in values.items() if value is not None}
+        """The parameters that the file sets, by its keys."""
+        values = {key: getattr(self, key) for key in _PARAM_KEYS}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def params_of_request(self, given: Mapping[str, Any], max_tokens_limit: int) -> SamplingParams:
+        """The parameters of a request of `generate` or of the library that sets those in `given`.
+
+        A default length is cut to `max_tokens_limit`, and a default minimum to the length; a given length is not cut.
+        """
+        defaults = {RENAMED_KEYS.get(key, key): value for key, value in self.sampling_params().items()}
+        params: dict[str, Any] = {**DEFAULTS, **defaults}
+        params["max_tokens"] = given.get("max_tokens", max(1, min(params["max_tokens"], max_tokens_limit)))
+        params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
+        return SamplingParams(**{**params, **given})
+
+    def with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the model's end-of-sequence ids as stop tokens, unless they ignore these."""
+        if params.ignore_eos or not self.stop_token_ids:
+            return params
+        return dataclasses.replace(params, stop_token_ids=(*self.stop_token_ids, *params.stop_token_ids))
 
     def describe(self) -> str:
         """`temperature 0.6, top_k 20`, or "none"."""
         return ", ".join(f"{name} {value}" for name, value in self.sampling_params().items()) or "none"
 
 
-_PARAM_NAMES = [item.name for item in dataclasses.fields(GenerationDefaults) if item.name in PARAM_CHECKS]
+_PARAM_KEYS = [
+    item.name
+    for item in dataclasses.fields(GenerationDefaults)
+    if RENAMED_KEYS.get(item.name, item.name) in PARAM_CHECKS
+]
 
 
 def read_model_defaults(
@@ -149,8 +176,8 @@ def _read_sampling(file: GenerationConfigFile) -> dict[str, Any]:
     if do_sample is not None and not isinstance(do_sample, bool):
         raise _invalid(path, "do_sample", do_sample, "true or false", HINT)
     params: dict[str, Any] = {}
-    for name in _PARAM_NAMES:
-        value, check = values.get(name), PARAM_CHECKS[name]
+    for name in _PARAM_KEYS:
+        value, check = values.get(name), PARAM_CHECKS[RENAMED_KEYS.get(name, name)]
         number = _integral(value) if check.type_ is int else value
         if name == "top_k" and number == -1:
             number = 0  # vLLM's value for all tokens

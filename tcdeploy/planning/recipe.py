@@ -158,6 +158,14 @@ def build_recipe(
     return Recipe(**merged)
 
 
+def recipe_of_fields(values: Mapping[str, Any], source: str) -> Recipe:
+    """A recipe of these fields alone. `source` begins the messages of errors.
+
+    Raises RecipeError, which suggests the nearest name, for an unknown field or a value of the wrong type.
+    """
+    return Recipe(**_validate(values, source))
+
+
 def recipe_folders() -> list[Path]:
     """Folders that hold named recipes: inside the package when installed, else in the checkout."""
     package = Path(__file__).resolve().parents[1]

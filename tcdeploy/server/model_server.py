@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message
 
+from tcdeploy.engine.thread.canary_schedule import CanarySchedule
+from tcdeploy.engine.thread.engine_thread import EngineThread
 from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.host.progress import Progress, StageProgress
 from tcdeploy.server.api import make_app
-from tcdeploy.server.engine_thread.canary import CanarySchedule
-from tcdeploy.server.engine_thread.thread import EngineDeadError, EngineThread
+from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.status import INTERVAL_S
@@ -101,7 +102,7 @@ class ModelServer:
             await asyncio.sleep(DRAIN_POLL_S)
         if left := self.admission.num_admitted:
             self._progress.message(f"stopped waiting for {_requests(left)} after --drain-timeout")
-        self.engine_thread.fail_all(EngineDeadError("the server is shutting down", "shutting_down"))
+        self.engine_thread.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
         while self.admission.num_admitted and loop.time() < deadline + 2 * ERROR_DELIVERY_S:
             await asyncio.sleep(DRAIN_POLL_S)
 

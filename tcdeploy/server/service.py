@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from tcdeploy import __version__
 from tcdeploy.engine.schedule.constraint import Constraint
+from tcdeploy.engine.thread.canary_schedule import CanaryStats
+from tcdeploy.engine.thread.engine_thread import EngineThread
 from tcdeploy.host.progress import StageProgress
 from tcdeploy.models.location import local_folder
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.apis.openai.validation import ModelLimits
 from tcdeploy.server.apis.responses.store import ResponseStore
-from tcdeploy.server.engine_thread.canary import CanaryStats
-from tcdeploy.server.engine_thread.thread import EngineThread
 from tcdeploy.server.generate.admission import RETRY_AFTER_S, Admission
 from tcdeploy.server.generate.choice import Vocabulary
 from tcdeploy.server.generate.text_encoder import TextEncoder

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.engine import Engine, live_engines
 from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.extras import require_extra
@@ -58,9 +58,14 @@ class Deployment:
 
 
 def release_memory() -> None:
-    """Free the memory of deployments that are no longer referenced: device memory, programs and frozen objects."""
-    torch.compiler.reset()
+    """Free the memory of deployments that are no longer referenced: device memory, programs and frozen objects.
+
+    Torch can only drop the programs of all models at once, so they stay in host memory while an engine is in use.
+    """
     gc.unfreeze()
     gc.collect()
+    if not live_engines:
+        torch.compiler.reset()
+        gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

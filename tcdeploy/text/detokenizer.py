@@ -11,8 +11,6 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from tcdeploy.text.conversation import render_conversation
-
 MAX_WITHHELD = 16  # tokens; a character has at most four bytes
 MAX_CUT_BYTES = 3  # of a character that is not complete
 
@@ -69,9 +67,3 @@ class IncrementalDetokenizer:
     def _skipped_ids(self) -> frozenset[int]:
         added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder().items() if self._skip else ()
         return frozenset(token_id for token_id, token in added if token.special)
-
-
-def chat_prompt(tokenizer: Any, message: str) -> list[int]:
-    """Token ids of one user message with a generation prompt. Raises ModelError if the template fails."""
-    text = render_conversation(tokenizer, [{"role": "user", "content": message}], {"add_generation_prompt": True})
-    return list(tokenizer(text, add_special_tokens=False).input_ids)

@@ -33,6 +33,7 @@ from tcdeploy.start.deployment import release_memory
 from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.prepare import prepare
 from tests.coverage.small_configs import small_config
+from tests.engine_loop import generate_tokens
 from tests.exported_programs import exported_programs
 
 NEW_TOKENS = 24
@@ -87,7 +88,7 @@ def _check_type(model_type: str, cache_dir: str, compiles: bool, dtype: str, wit
             save_model(config, Path(folder))
             recipe = {"model": folder, "dtype": dtype, "cache_dir": cache_dir, **BUCKETS}
             deployment = prepare(build_recipe(recipe, environ={}))
-            ours = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
+            ours = generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
             theirs = generate(config, folder) if dtype == "float32" else ours
         except ModelError as error:
             return Result(model_type, "refused", error.message.replace(folder, model_type))
@@ -116,7 +117,7 @@ def start_from_packages(recipe: dict[str, Any], expected: list[list[int]]) -> st
             deployment = packages.start_from_packages(request)
             if deployment is None or deployment.engine.runner.has_model:
                 return "the model's code was needed"
-            tokens = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
+            tokens = generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
         except Exception as error:
             return _last_line(error)
     return "started" if tokens == expected else f"{tokens} instead of {expected}"

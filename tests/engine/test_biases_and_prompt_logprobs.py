@@ -14,6 +14,7 @@ from tcdeploy.engine.step import runner
 from tcdeploy.errors import UsageError
 from tcdeploy.programs.compile_stats import measure_compiles
 from tests.conftest import prepare_tiny
+from tests.engine_loop import generate_tokens
 
 PROMPT = [40, 41, 42, 7, 300]
 
@@ -28,25 +29,25 @@ def run(engine: Any, prompts: list[list[int]], params: SamplingParams) -> dict[i
 
 
 def tokens_of(engine: Any, params: SamplingParams) -> list[int]:
-    return engine.generate([PROMPT], params)[0]
+    return generate_tokens(engine, [PROMPT], params)[0]
 
 
 def test_a_bias_of_minus_100_excludes_a_token_and_one_of_100_forces_it(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
-    plain = tokens_of(engine, SamplingParams(max_new_tokens=12))
+    plain = tokens_of(engine, SamplingParams(max_tokens=12))
     for temperature in (0.0, 1.0):
-        excluding = SamplingParams(max_new_tokens=12, temperature=temperature, seed=1, logit_bias=((plain[0], -100),))
+        excluding = SamplingParams(max_tokens=12, temperature=temperature, seed=1, logit_bias=((plain[0], -100),))
         assert plain[0] not in tokens_of(engine, excluding)
-        forcing = SamplingParams(max_new_tokens=12, temperature=temperature, seed=1, logit_bias=((77, 100.0),))
+        forcing = SamplingParams(max_tokens=12, temperature=temperature, seed=1, logit_bias=((77, 100.0),))
         assert tokens_of(engine, forcing) == [77] * 12
-    assert tokens_of(engine, SamplingParams(max_new_tokens=12)) == plain, "the row is reset"
+    assert tokens_of(engine, SamplingParams(max_tokens=12)) == plain, "the row is reset"
 
 
 def test_a_bias_applies_to_its_own_request_only(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
-    plain = SamplingParams(max_new_tokens=20)
-    drawn = SamplingParams(max_new_tokens=20, temperature=0.8, seed=3)
-    biased = SamplingParams(max_new_tokens=5, logit_bias=((77, 100.0),))
+    plain = SamplingParams(max_tokens=20)
+    drawn = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
+    biased = SamplingParams(max_tokens=5, logit_bias=((77, 100.0),))
     alone = [tokens_of(engine, params) for params in (plain, drawn)]
     ids = [engine.submit(PROMPT, params) for params in (biased, plain, biased, drawn, biased)]
     answers: dict[int, list[int]] = {request_id: [] for request_id in ids}
@@ -56,12 +57,12 @@ def test_a_bias_applies_to_its_own_request_only(tiny_deployment: Any) -> None:
     assert list(answers.values()) == [[77] * 5, alone[0], [77] * 5, alone[1], [77] * 5]
 
 
-def test_a_stop_token_is_excluded_before_min_new_tokens(tiny_deployment: Any) -> None:
+def test_a_stop_token_is_excluded_before_min_tokens(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
-    plain = tokens_of(engine, SamplingParams(max_new_tokens=12))
-    stops = {"max_new_tokens": 12, "stop_token_ids": (plain[0],)}
+    plain = tokens_of(engine, SamplingParams(max_tokens=12))
+    stops = {"max_tokens": 12, "stop_token_ids": (plain[0],)}
     assert tokens_of(engine, SamplingParams(**stops)) == plain[:1]
-    longer = tokens_of(engine, SamplingParams(**stops, min_new_tokens=4))
+    longer = tokens_of(engine, SamplingParams(**stops, min_tokens=4))
     assert plain[0] not in longer[:4] and len(longer) > 4
 
 
@@ -70,9 +71,9 @@ def test_logprobs_of_the_prompt_are_those_of_transformers(tiny_deployment: Any, 
     """Prompts of one token, one chunk and several chunks; the last one again, from the prefix cache."""
     engine, source = tiny_deployment.engine, random.Random(8)
     prompts = [[source.randrange(3, 900) for _ in range(length)] for length in (1, 5, 128, 129, 300)]
-    engine.generate(prompts, SamplingParams(max_new_tokens=1))
+    generate_tokens(engine, prompts, SamplingParams(max_tokens=1))
     with measure_compiles() as serving:
-        tokens_by_id = run(engine, [*prompts, prompts[-1]], SamplingParams(max_new_tokens=2, prompt_logprobs=k))
+        tokens_by_id = run(engine, [*prompts, prompts[-1]], SamplingParams(max_tokens=2, prompt_logprobs=k))
     assert serving.counts.compiles == 0
     for prompt, tokens in zip([*prompts, prompts[-1]], tokens_by_id.values(), strict=True):
         first, second = tokens
@@ -90,7 +91,7 @@ def test_logprobs_of_the_prompt_are_those_of_transformers(tiny_deployment: Any, 
 def test_prompt_logprobs_survive_preemption(cache_dir: str) -> None:
     engine, source = prepare_tiny(cache_dir, context=400, kv_blocks=27).engine, random.Random(9)
     prompts = [[source.randrange(3, 900) for _ in range(120)] for _ in range(3)]
-    params = SamplingParams(max_new_tokens=60, prompt_logprobs=0)
+    params = SamplingParams(max_tokens=60, prompt_logprobs=0)
     alone = [next(iter(run(engine, [prompt], params).values())) for prompt in prompts]
     together = list(run(engine, prompts, params).values())
     assert engine.scheduler.preemptions > 0
@@ -106,7 +107,7 @@ def test_prompt_logprobs_survive_preemption(cache_dir: str) -> None:
     "params",
     [
         {"logit_bias": ((5, float("nan")),)}, {"logit_bias": ((5, 101),)}, {"logit_bias": ((-1, 1),)},
-        {"logit_bias": tuple((i, 1.0) for i in range(513))}, {"min_new_tokens": -1}, {"min_new_tokens": True},
+        {"logit_bias": tuple((i, 1.0) for i in range(513))}, {"min_tokens": -1}, {"min_tokens": True},
         {"prompt_logprobs": 21},
     ],
 )  # fmt: skip
@@ -126,7 +127,7 @@ def test_prompt_logprobs_in_pieces_run_the_body_once_and_are_equal(
     """A prompt of three chunks; the head computes 32 tokens at a time."""
     engine, source = tiny_deployment.engine, random.Random(6)
     prompt = [source.randrange(3, 900) for _ in range(300)]
-    params = SamplingParams(max_new_tokens=1, prompt_logprobs=2)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
     model = engine.runner.model
     heads: list[int] = []
     hooks = [model.get_output_embeddings().register_forward_hook(lambda *_: heads.append(1))]

@@ -16,6 +16,7 @@ from tcdeploy.engine.step.batch import PrefillBuffers
 from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.planning.plan import make_plan
 from tests.block_checks import assert_idle
+from tests.engine_loop import generate_tokens
 from tests.machines import H100, LLAMA_8B, make_recipe
 
 EXPONENT_BIT = 30  # the highest exponent bit of a float32
@@ -102,8 +103,8 @@ def test_rounds_pass_on_other_blocks_and_leak_nothing(canary: Canary, engine: En
 
 
 def test_an_interrupted_case_frees_blocks_and_rows_after_every_step(canary: Canary, engine: Engine) -> None:
-    params = SamplingParams(max_new_tokens=4)
-    expected = engine.generate([[5, 6, 7]], params)
+    params = SamplingParams(max_tokens=4)
+    expected = generate_tokens(engine, [[5, 6, 7]], params)
     for number in range(len(canary.cases)):
         for steps in range(1, 6):
             check = canary.check(number)
@@ -112,14 +113,14 @@ def test_an_interrupted_case_frees_blocks_and_rows_after_every_step(canary: Cana
             check.close()
             assert_idle(engine.allocator)
             assert not engine.runner.decode_rows.seq_lens.any()
-        assert engine.generate([[5, 6, 7]], params) == expected
+        assert generate_tokens(engine, [[5, 6, 7]], params) == expected
         engine.allocator.reset_prefix_cache()
     assert run_round(canary) == []
 
 
 def test_the_prefix_cache_is_neither_read_nor_extended(canary: Canary, engine: Engine) -> None:
     prompt = list(canary.cases[1].prompts[0])
-    engine.generate([prompt], SamplingParams(max_new_tokens=2))
+    generate_tokens(engine, [prompt], SamplingParams(max_tokens=2))
     registered = dict(engine.allocator._registry)
     assert registered
     assert run_round(canary) == []
@@ -129,7 +130,7 @@ def test_the_prefix_cache_is_neither_read_nor_extended(canary: Canary, engine: E
 def test_prefixes_are_evicted_only_if_no_block_is_free(engine: Engine) -> None:
     canary, block = Canary(engine), engine.plan.block_size
     prompt = [3 + position % 900 for position in range(20 * block)]
-    engine.generate([prompt], SamplingParams(max_new_tokens=2))
+    generate_tokens(engine, [prompt], SamplingParams(max_tokens=2))
     before = len(engine.allocator._registry)
     assert run_round(canary) == [] and len(engine.allocator._registry) == before
     held = engine.allocator.allocate(len(engine.allocator._free))
@@ -139,10 +140,10 @@ def test_prefixes_are_evicted_only_if_no_block_is_free(engine: Engine) -> None:
 
 
 def test_sampled_requests_before_and_after_give_the_same_tokens(canary: Canary, engine: Engine) -> None:
-    params = SamplingParams(max_new_tokens=12, temperature=0.9, repetition_penalty=1.3, seed=3)
-    before = engine.generate([[40, 41], [9] * 50], params)
+    params = SamplingParams(max_tokens=12, temperature=0.9, repetition_penalty=1.3, seed=3)
+    before = generate_tokens(engine, [[40, 41], [9] * 50], params)
     assert run_round(canary) == []
-    assert engine.generate([[40, 41], [9] * 50], params) == before
+    assert generate_tokens(engine, [[40, 41], [9] * 50], params) == before
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from tcdeploy.programs.compile_stats import measure_compiles
 from tests.block_checks import assert_consistent
 from tests.conftest import prepare_tiny
 from tests.engine.constraints import MASKER, SumConstraint
+from tests.engine_loop import generate_tokens
 
 LENGTH = 12
 VOCAB = 2000  # fewer than the model's 2048, as a tokenizer may have
@@ -23,7 +24,7 @@ PROMPTS = [[random.Random(seed).randrange(3, 900) for _ in range(length)] for se
 
 
 def submit(engine: Engine, prompt: list[int], tokens_by_id: dict[int, list[NewToken]], **changes: Any) -> int:
-    request_id = engine.submit(prompt, SamplingParams(**{"max_new_tokens": 40, **changes}))
+    request_id = engine.submit(prompt, SamplingParams(**{"max_tokens": 40, **changes}))
     tokens_by_id[request_id] = []
     return request_id
 
@@ -109,7 +110,7 @@ def test_unconstrained_requests_get_the_tokens_they_get_alone(tiny_deployment: A
     engine, source = tiny_deployment.engine, random.Random(2)
     prompts = [[source.randrange(3, 900) for _ in range(length)] for length in (3, 140, 9, 40, 2, 77, 300, 6)]
     kinds: list[dict[str, Any]] = [{}, {"constraint": SumConstraint(LENGTH, VOCAB)}, {"temperature": 0.8, "seed": 9}]
-    all_changes = [{**kinds[number % 3], "max_new_tokens": 12 + 5 * number} for number in range(len(prompts))]
+    all_changes = [{**kinds[number % 3], "max_tokens": 12 + 5 * number} for number in range(len(prompts))]
     alone: dict[int, list[NewToken]] = {}
     for prompt, changes in zip(prompts, all_changes, strict=True):
         submit(engine, prompt, alone, **changes)
@@ -135,21 +136,21 @@ def test_without_a_constraint_no_token_is_read_before_the_next_step_is_launched(
 
     for name in ("_launch_forward", "_collect", "_launch_sampling"):
         record_calls(name)
-    submit(engine, PROMPTS[0], tokens_by_id, max_new_tokens=3, temperature=1.0)
+    submit(engine, PROMPTS[0], tokens_by_id, max_tokens=3, temperature=1.0)
     drain(engine, tokens_by_id)
     assert order[:5] == ["_launch_forward", "_launch_sampling", "_launch_forward", "_launch_sampling", "_collect"]
     order.clear()
-    submit(engine, PROMPTS[0], tokens_by_id, max_new_tokens=3, constraint=SumConstraint(3, VOCAB))
+    submit(engine, PROMPTS[0], tokens_by_id, max_tokens=3, constraint=SumConstraint(3, VOCAB))
     drain(engine, tokens_by_id)
     assert order[:5] == ["_launch_forward", "_launch_sampling", "_launch_forward", "_collect", "_launch_sampling"], (
         "tokens are read while the forward pass runs"
     )
 
 
-def test_max_new_tokens_ends_a_constrained_answer(tiny_deployment: Any) -> None:
+def test_max_tokens_ends_a_constrained_answer(tiny_deployment: Any) -> None:
     engine, tokens_by_id = tiny_deployment.engine, {}
-    submit(engine, PROMPTS[0], tokens_by_id, constraint=SumConstraint(LENGTH, VOCAB), max_new_tokens=LENGTH - 1)
-    submit(engine, PROMPTS[0], tokens_by_id, constraint=SumConstraint(LENGTH, VOCAB), max_new_tokens=LENGTH)
+    submit(engine, PROMPTS[0], tokens_by_id, constraint=SumConstraint(LENGTH, VOCAB), max_tokens=LENGTH - 1)
+    submit(engine, PROMPTS[0], tokens_by_id, constraint=SumConstraint(LENGTH, VOCAB), max_tokens=LENGTH)
     drain(engine, tokens_by_id)
     ends = [(len(tokens), tokens[-1].finish_reason) for tokens in tokens_by_id.values()]
     assert ends == [(LENGTH - 1, "length"), (LENGTH, "stop")]
@@ -210,9 +211,9 @@ class FailingConstraint:
 
 def test_a_failing_constraint_ends_only_its_own_request(tiny_deployment: Any) -> None:
     engine, tokens_by_id = tiny_deployment.engine, {}
-    plain = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0]
+    plain = generate_tokens(engine, [PROMPTS[0]], SamplingParams(max_tokens=9))[0]
     submit(engine, PROMPTS[1], tokens_by_id, constraint=FailingConstraint(), temperature=1.0)
-    submit(engine, PROMPTS[0], tokens_by_id, max_new_tokens=9)
+    submit(engine, PROMPTS[0], tokens_by_id, max_tokens=9)
     drain(engine, tokens_by_id)
     failed, other = tokens_by_id.values()
     assert [token.finish_reason for token in failed] == ["error"]
@@ -222,7 +223,7 @@ def test_a_failing_constraint_ends_only_its_own_request(tiny_deployment: Any) ->
 
 def test_preemption_changes_no_token(cache_dir: str, tiny_deployment: Any) -> None:
     prompts = [[random.Random(seed).randrange(3, 900) for _ in range(120)] for seed in range(3)]
-    changes = {"max_new_tokens": 60, "temperature": 0.8, "seed": 5}
+    changes = {"max_tokens": 60, "temperature": 0.8, "seed": 5}
     alone: dict[int, list[NewToken]] = {}
     for prompt in prompts:
         submit(tiny_deployment.engine, prompt, alone, constraint=SumConstraint(50, VOCAB), **changes)

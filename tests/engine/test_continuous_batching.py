@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.engine.engine import Engine, NewToken
+from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.programs.compile_stats import measure_compiles
 from tests.block_checks import assert_consistent
 from tests.conftest import prepare_tiny
+from tests.engine_loop import generate_tokens, new_tokens
 
 TOKENS = 24
 SCARCE_BLOCKS = 24  # of 16 tokens: the longest request alone takes 21 of 23, so the others are preempted
@@ -68,7 +69,7 @@ def test_block_tables_are_complete_after_at_most_one_copy_per_step(
         row_assignment, "_upload_blocks", lambda blocks: (copies.append(blocks), upload_blocks(blocks))[1]
     )
     preempted = engine.scheduler.preemptions
-    engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS))
+    generate_tokens(engine, prompts, SamplingParams(max_tokens=TOKENS))
     assert engine.scheduler.preemptions > preempted
     assert len(copies) > TOKENS // 16 + 1, "the test needs more copies than one sequence has block boundaries"
     assert_idle(engine)
@@ -82,7 +83,7 @@ def test_block_tables_are_uploaded_after_the_prefill_is_launched(
     for owner, name in ((engine.runner.graphs, "run"), (engine.runner.row_assignment, "_upload_blocks")):
         call = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda value, name=name, call=call: (calls.append(name), call(value))[1])
-    engine.generate([list(range(10, 30))], SamplingParams(max_new_tokens=2))
+    generate_tokens(engine, [list(range(10, 30))], SamplingParams(max_tokens=2))
     assert calls == ["run", "_upload_blocks", "run"]
     assert_idle(engine)
 
@@ -98,7 +99,7 @@ def test_requests_that_arrive_at_any_time_get_the_tokens_they_would_get_alone(
     cache_dir: str, prompts: list[list[int]], answers: list[list[int]], mixed_steps: str | None
 ) -> None:
     flags = {"mixed_steps": mixed_steps} if mixed_steps else {}
-    engine, params = prepare_tiny(cache_dir, **flags).engine, SamplingParams(max_new_tokens=TOKENS)
+    engine, params = prepare_tiny(cache_dir, **flags).engine, SamplingParams(max_tokens=TOKENS)
     engine.allocator.reset_prefix_cache()
     answers_by_id: dict[int, list[int]] = {}
     ids = []
@@ -124,7 +125,7 @@ def test_random_traffic_with_mixed_steps_changes_no_token(cache_dir: str, num_re
 
 def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21) -> None:
     """Requests that arrive at random steps, some of which are aborted, get the tokens that they get alone."""
-    source, params = random.Random(seed), [SamplingParams(max_new_tokens=count) for count in (1, 6, 40)]
+    source, params = random.Random(seed), [SamplingParams(max_tokens=count) for count in (1, 6, 40)]
     beginnings = [[source.randrange(3, 900) for _ in range(200)] for _ in range(4)]
     requests = []
     for _ in range(num_requests):
@@ -132,7 +133,7 @@ def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21) -> N
         prompt = shared + [source.randrange(3, 900) for _ in range(source.choice((1, 7, 40, 120)))]
         requests.append((prompt, source.choice(params)))
     engine.allocator.reset_prefix_cache()
-    alone = [engine.generate([prompt], params)[0] for prompt, params in requests]
+    alone = [generate_tokens(engine, [prompt], params)[0] for prompt, params in requests]
     engine.allocator.reset_prefix_cache()
     mixed_steps, schedule = [], engine.scheduler.schedule
 
@@ -171,7 +172,7 @@ def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21) -> N
 def test_preemption_changes_no_token(cache_dir: str, prompts: list[list[int]], answers: list[list[int]]) -> None:
     engine = prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     before = engine.scheduler.preemptions
-    assert engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS)) == answers
+    assert generate_tokens(engine, prompts, SamplingParams(max_tokens=TOKENS)) == answers
     assert engine.scheduler.preemptions > before, "the test needs preemptions"
     assert_idle(engine)
 
@@ -179,7 +180,7 @@ def test_preemption_changes_no_token(cache_dir: str, prompts: list[list[int]], a
 def test_a_cached_prefix_is_not_computed_again_and_changes_no_token(
     tiny_deployment: Any, prompts: list[list[int]], answers: list[list[int]]
 ) -> None:
-    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=TOKENS)
+    engine, params = tiny_deployment.engine, SamplingParams(max_tokens=TOKENS)
     engine.allocator.reset_prefix_cache()
     computed = []
     for number in (0, 0, 8):  # the prompt, the same prompt, and one with the same prefix
@@ -195,7 +196,7 @@ def test_a_cached_prefix_is_not_computed_again_and_changes_no_token(
 def test_an_aborted_request_frees_its_blocks_and_changes_no_other_request(
     tiny_deployment: Any, prompts: list[list[int]], answers: list[list[int]]
 ) -> None:
-    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=TOKENS)
+    engine, params = tiny_deployment.engine, SamplingParams(max_tokens=TOKENS)
     answers_by_id: dict[int, list[int]] = {}
     ids = [engine.submit(prompt, params) for prompt in prompts]
     answers_by_id.update((request_id, []) for request_id in ids)
@@ -219,12 +220,12 @@ def test_an_aborted_request_frees_its_blocks_and_changes_no_other_request(
 def test_a_seeded_request_is_the_same_alone_in_a_batch_and_after_preemption(
     cache_dir: str, tiny_deployment: Any, prompts: list[list[int]]
 ) -> None:
-    params = SamplingParams(max_new_tokens=TOKENS, temperature=0.8, top_k=40, top_p=0.95, seed=17)
-    alone = [tiny_deployment.engine.generate([prompt], params)[0] for prompt in prompts]
-    assert tiny_deployment.engine.generate(prompts, params) == alone
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.8, top_k=40, top_p=0.95, seed=17)
+    alone = [generate_tokens(tiny_deployment.engine, [prompt], params)[0] for prompt in prompts]
+    assert generate_tokens(tiny_deployment.engine, prompts, params) == alone
     scarce = prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     before = scarce.scheduler.preemptions
-    assert scarce.generate(prompts, params) == alone
+    assert generate_tokens(scarce, prompts, params) == alone
     assert scarce.scheduler.preemptions > before
 
 
@@ -234,12 +235,12 @@ def test_each_row_is_sampled_with_its_own_parameters(
     """A greedy request stays greedy beside sampled and penalised ones."""
     engine = tiny_deployment.engine
     all_params = [
-        SamplingParams(max_new_tokens=TOKENS, temperature=1.0, seed=1),
-        SamplingParams(max_new_tokens=TOKENS),
-        SamplingParams(max_new_tokens=TOKENS, presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.3),
-        SamplingParams(max_new_tokens=TOKENS, temperature=0.7, min_p=0.1, seed=2),
+        SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=1),
+        SamplingParams(max_tokens=TOKENS),
+        SamplingParams(max_tokens=TOKENS, presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.3),
+        SamplingParams(max_tokens=TOKENS, temperature=0.7, min_p=0.1, seed=2),
     ]
-    alone = [engine.generate([prompts[number]], params)[0] for number, params in enumerate(all_params)]
+    alone = [generate_tokens(engine, [prompts[number]], params)[0] for number, params in enumerate(all_params)]
     answers_by_id: dict[int, list[int]] = {}
     for number, params in enumerate(all_params):
         answers_by_id[engine.submit(prompts[number], params)] = []
@@ -252,7 +253,7 @@ def test_each_row_is_sampled_with_its_own_parameters(
 
 def test_logprobs_are_those_of_the_model(tiny_deployment: Any, reference_tiny: Any) -> None:
     engine, prompt = tiny_deployment.engine, [40, 41, 42, 43]
-    tokens: list[NewToken] = list(engine.stream([prompt], SamplingParams(max_new_tokens=6, logprobs=3)))
+    [tokens] = new_tokens(engine, [prompt], SamplingParams(max_tokens=6, logprobs=3))
     ids = torch.tensor([prompt + [token.token_id for token in tokens]])
     with torch.no_grad():
         expected = reference_tiny(ids).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
@@ -262,33 +263,20 @@ def test_logprobs_are_those_of_the_model(tiny_deployment: Any, reference_tiny: A
         top = row.topk(3)
         assert [token_id for token_id, _ in token.logprobs.top] == top.indices.tolist()
         assert [value for _, value in token.logprobs.top] == pytest.approx(top.values.tolist(), abs=1e-4)
-    assert next(engine.stream([prompt], SamplingParams(max_new_tokens=1))).logprobs is None
+    assert new_tokens(engine, [prompt], SamplingParams(max_tokens=1))[0][0].logprobs is None
 
 
 def test_tokens_sampled_after_a_stop_token_are_dropped(tiny_deployment: Any, answers: list[list[int]]) -> None:
     engine = tiny_deployment.engine
-    prompt, unstopped = [40, 41, 42], engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=20))[0]
+    prompt, unstopped = [40, 41, 42], generate_tokens(engine, [[40, 41, 42]], SamplingParams(max_tokens=20))[0]
     stop = unstopped[7]
-    other = engine.submit([9] * 50, SamplingParams(max_new_tokens=30))
-    tokens = list(engine.stream([prompt], SamplingParams(max_new_tokens=20, stop_token_ids=(stop,))))
+    other = engine.submit([9] * 50, SamplingParams(max_tokens=30))
+    [tokens] = new_tokens(engine, [prompt], SamplingParams(max_tokens=20, stop_token_ids=(stop,)))
     assert [token.token_id for token in tokens] == unstopped[: unstopped.index(stop) + 1]
     assert [token.finish_reason for token in tokens][-1] == "stop"
     engine.abort(other)
     while engine.has_work:
         engine.step()
-    assert_idle(engine)
-
-
-def test_two_streams_of_one_engine_share_its_steps(tiny_deployment: Any) -> None:
-    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=12)
-    alone = [engine.generate([prompt], params)[0] for prompt in ([40, 41, 42], [7] * 40)]
-    first, second = engine.stream([[40, 41, 42]], params), engine.stream([[7] * 40], params)
-    answers: list[list[int]] = [[], []]
-    for _ in range(12):
-        answers[0].append(next(first).token_id)
-        answers[1].append(next(second).token_id)
-    assert answers == alone
-    assert list(first) == list(second) == []
     assert_idle(engine)
 
 
@@ -300,8 +288,8 @@ def test_two_streams_of_one_engine_share_its_steps(tiny_deployment: Any) -> None
         ([-1], {}, UsageError, "not a token id"),
         (["a"], {}, UsageError, "not a token id"),
         ([5, True], {}, UsageError, "not a token id"),
-        ([5] * 2048, {"max_new_tokens": 1}, UsageError, "exceed the context"),
-        ([5], {"max_new_tokens": 10**6}, UsageError, "exceed the context"),
+        ([5] * 2048, {"max_tokens": 1}, UsageError, "exceed the context"),
+        ([5], {"max_tokens": 10**6}, UsageError, "exceed the context"),
         ([5], {"temperature": float("nan")}, UsageError, "temperature"),
         ([5], {"min_p": 1.5}, UsageError, "min"),
         ([5], {"top_p": -0.1}, UsageError, "top"),
@@ -313,7 +301,7 @@ def test_an_invalid_request_raises_a_typed_error_and_affects_no_other_request(
     tiny_deployment: Any, prompt: list[int], changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     engine = tiny_deployment.engine
-    other = engine.submit([40, 41, 42], SamplingParams(max_new_tokens=3))
+    other = engine.submit([40, 41, 42], SamplingParams(max_tokens=3))
     with pytest.raises(error, match=message):
         engine.submit(prompt, SamplingParams(**changes))
     answers_by_id: dict[int, list[int]] = {other: []}
@@ -327,15 +315,15 @@ def test_a_request_larger_than_the_cache_is_refused_on_submit(cache_dir: str) ->
     longest = engine.allocator.capacity * 16
     assert longest == engine.plan.context, "the KV cache limits the context here"
     with pytest.raises((UsageError, SpaceError), match="context"):
-        engine.submit([5] * longest, SamplingParams(max_new_tokens=1))
-    assert len(engine.generate([[5] * (longest - 2)], SamplingParams(max_new_tokens=2))[0]) == 2
+        engine.submit([5] * longest, SamplingParams(max_tokens=1))
+    assert len(generate_tokens(engine, [[5] * (longest - 2)], SamplingParams(max_tokens=2))[0]) == 2
 
 
 def test_aborting_a_request_that_is_not_open_raises_a_typed_error(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
     with pytest.raises(UsageError, match="no open request 99999"):
         engine.abort(99999)
-    request_id = engine.submit([40, 41, 42], SamplingParams(max_new_tokens=1))
+    request_id = engine.submit([40, 41, 42], SamplingParams(max_tokens=1))
     drain(engine, {request_id: []})
     with pytest.raises(UsageError, match=f"no open request {request_id}"):
         engine.abort(request_id)
@@ -346,7 +334,7 @@ def test_a_failed_step_loses_no_token_and_leaves_no_wrong_prefix(
     tiny_deployment: Any, prompts: list[list[int]], answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler advanced as if the step had run, so its record of the cache must be reset."""
-    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=TOKENS)
+    engine, params = tiny_deployment.engine, SamplingParams(max_tokens=TOKENS)
     for method, failing_call in (("prefill", 0), ("prefill", 2), ("decode", 0), ("decode", 7)):
         engine.allocator.reset_prefix_cache()
         run, calls = getattr(engine.runner, method), []
@@ -367,39 +355,17 @@ def test_a_failed_step_loses_no_token_and_leaves_no_wrong_prefix(
         drain(engine, answers_by_id)
         monkeypatch.undo()
         assert [answers_by_id[request_id] for request_id in ids] == answers, (method, failing_call)
-        assert engine.generate(prompts, params) == answers, "earlier cached prefixes are correct or dropped"
+        assert generate_tokens(engine, prompts, params) == answers, "earlier cached prefixes are correct or dropped"
         assert_idle(engine)
-
-
-def test_tokens_of_submitted_requests_are_buffered_while_a_stream_drives_the_engine(tiny_deployment: Any) -> None:
-    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=6)
-    [alone] = engine.generate([[40, 41, 42]], params)
-    request_id = engine.submit([40, 41, 42], params)
-    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=20))
-    answers_by_id: dict[int, list[int]] = {request_id: []}
-    drain(engine, answers_by_id)
-    assert answers_by_id[request_id] == alone
-    assert_idle(engine)
 
 
 def test_an_abort_drops_buffered_tokens(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
-    request_id = engine.submit([40, 41, 42], SamplingParams(max_new_tokens=60))
-    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=10))
-    assert engine._buffered_tokens, "the test needs buffered tokens"
+    request_id = engine.submit([40, 41, 42], SamplingParams(max_tokens=60))
+    engine.step()
+    with engine.paused(1):  # waits for the step in flight
+        assert engine._buffered_tokens, "the test needs buffered tokens"
     engine.abort(request_id)
     while engine.has_work:
         assert engine.step() == []
-    assert_idle(engine)
-
-
-def test_a_request_aborted_inside_its_stream_ends_the_stream(tiny_deployment: Any) -> None:
-    engine = tiny_deployment.engine
-    stream = engine.stream([[40, 41, 42]], SamplingParams(max_new_tokens=30))
-    next(stream)
-    [request_id] = engine._requests
-    engine.abort(request_id)
-    assert list(stream) == []
-    while engine.has_work:
-        engine.step()
     assert_idle(engine)

@@ -25,61 +25,44 @@ from tcdeploy.errors import RecompileError, UsageError
 from tcdeploy.host.gc_policy import freeze_gc_after_startup
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.start.deployment import release_memory
-from tcdeploy.text.detokenizer import IncrementalDetokenizer, chat_prompt
+from tcdeploy.text.detokenizer import IncrementalDetokenizer
 from tests.conftest import prepare_tiny, reset_programs
-
-
-def test_an_empty_prompt_is_refused_and_releases_all_blocks(tiny_deployment: Any) -> None:
-    engine = tiny_deployment.engine
-    with pytest.raises(UsageError, match="empty"):
-        engine.generate([[5, 6], []], SamplingParams(max_new_tokens=2))
-    assert engine.allocator.num_allocatable == engine.allocator.capacity
-    assert len(engine.generate([[5, 6]], SamplingParams(max_new_tokens=2))[0]) == 2
+from tests.engine_loop import generate_tokens
 
 
 def test_a_request_beyond_the_context_is_refused(tiny_deployment: Any) -> None:
     context = tiny_deployment.plan.context
     with pytest.raises(UsageError, match=f"exceed the context of {context}"):
-        tiny_deployment.engine.generate([[5] * (context - 3)], SamplingParams(max_new_tokens=4))
-    answer = tiny_deployment.engine.generate([[5] * (context - 4)], SamplingParams(max_new_tokens=4))[0]
+        generate_tokens(tiny_deployment.engine, [[5] * (context - 3)], SamplingParams(max_tokens=4))
+    answer = generate_tokens(tiny_deployment.engine, [[5] * (context - 4)], SamplingParams(max_tokens=4))[0]
     assert len(answer) == 4, "a request of exactly the context is served"
 
 
-def test_a_stream_that_is_dropped_frees_its_blocks(tiny_deployment: Any) -> None:
-    engine = tiny_deployment.engine
-    stream = engine.stream([[5] * 200, [7, 8, 9]] * 5, SamplingParams(max_new_tokens=50))
-    for _ in range(12):
-        next(stream)
-    assert engine.allocator.num_allocatable < engine.allocator.capacity
-    stream.close()
-    assert engine.allocator.num_allocatable == engine.allocator.capacity
-
-
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(tiny_deployment: Any) -> None:
-    params = SamplingParams(max_new_tokens=25, temperature=0.9, top_k=50, top_p=0.95, seed=11)
+    params = SamplingParams(max_tokens=25, temperature=0.9, top_k=50, top_p=0.95, seed=11)
     engine = tiny_deployment.engine
-    alone = engine.generate([[40, 41, 42]], params)[0]
-    assert engine.generate([[40, 41, 42]], params)[0] == alone
-    assert engine.generate([[9] * 130, [40, 41, 42], [3]], params)[1] == alone
-    other = SamplingParams(max_new_tokens=25, temperature=0.9, top_k=50, top_p=0.95, seed=12)
-    assert engine.generate([[40, 41, 42]], other)[0] != alone
+    alone = generate_tokens(engine, [[40, 41, 42]], params)[0]
+    assert generate_tokens(engine, [[40, 41, 42]], params)[0] == alone
+    assert generate_tokens(engine, [[9] * 130, [40, 41, 42], [3]], params)[1] == alone
+    other = SamplingParams(max_tokens=25, temperature=0.9, top_k=50, top_p=0.95, seed=12)
+    assert generate_tokens(engine, [[40, 41, 42]], other)[0] != alone
 
 
 def test_a_stop_token_ends_a_sequence_and_is_its_last(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
-    unstopped = engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=20))[0]
+    unstopped = generate_tokens(engine, [[40, 41, 42]], SamplingParams(max_tokens=20))[0]
     stop = unstopped[6]
-    stopped = engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=20, stop_token_ids=(stop,)))[0]
+    stopped = generate_tokens(engine, [[40, 41, 42]], SamplingParams(max_tokens=20, stop_token_ids=(stop,)))[0]
     assert stopped == unstopped[: unstopped.index(stop) + 1]
 
 
 def test_rows_of_earlier_steps_do_not_affect_later_ones(tiny_deployment: Any) -> None:
     """Four long rows, then two, then three in the same decode:4 buffers give the tokens of each prompt alone."""
-    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=6)
+    engine, params = tiny_deployment.engine, SamplingParams(max_tokens=6)
     for lengths in ((400, 390, 380, 370), (17, 5), (33, 16, 1)):
         prompts = [[3 + (position * 7 + row) % 900 for position in range(length)] for row, length in enumerate(lengths)]
-        together = engine.generate(prompts, params)
-        assert together == [engine.generate([prompt], params)[0] for prompt in prompts]
+        together = generate_tokens(engine, prompts, params)
+        assert together == [generate_tokens(engine, [prompt], params)[0] for prompt in prompts]
 
 
 def test_an_appended_sequence_moves_no_row(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,10 +71,10 @@ def test_an_appended_sequence_moves_no_row(tiny_deployment: Any, monkeypatch: py
     move = RowAssignment._gather_rows
     monkeypatch.setattr(RowAssignment, "_gather_rows", lambda *args: moves.append(args) or move(*args))
     for _ in range(2):
-        engine.submit([5, 6, 7], SamplingParams(max_new_tokens=8))
+        engine.submit([5, 6, 7], SamplingParams(max_tokens=8))
         engine.step()
         assert not moves, "the only sequence"
-        engine.submit([8, 9], SamplingParams(max_new_tokens=3))
+        engine.submit([8, 9], SamplingParams(max_tokens=3))
         engine.step()
         assert not moves, "appended behind a running sequence"
         while engine.has_work:
@@ -104,7 +87,7 @@ def test_rows_are_empty_after_a_failed_assignment(tiny_deployment: Any, monkeypa
     engine = tiny_deployment.engine
     state = engine.runner.decode_rows
     monkeypatch.setattr(rows, "set_penalty_history", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
-    penalising = SamplingParams(max_new_tokens=4, temperature=0.9, repetition_penalty=1.5)
+    penalising = SamplingParams(max_tokens=4, temperature=0.9, repetition_penalty=1.5)
     request = engine.submit([5, 6, 7], penalising)
     with pytest.raises(MemoryError):
         engine.step()
@@ -115,8 +98,8 @@ def test_rows_are_empty_after_a_failed_assignment(tiny_deployment: Any, monkeypa
 def test_after_a_failed_launch_the_request_gets_its_tokens(
     tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=5)
-    expected = engine.generate([[5, 6, 7]], params)[0]
+    engine, params = tiny_deployment.engine, SamplingParams(max_tokens=5)
+    expected = generate_tokens(engine, [[5, 6, 7]], params)[0]
     request = engine.submit([5, 6, 7], params)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="launch failed"):
         patch.setattr(engine.runner, "prefill", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("launch failed")))
@@ -165,8 +148,8 @@ def test_a_step_that_would_compile_raises_without_a_server(tiny_deployment: Any)
     warm = engine.runner
     runner = ModelRunner(warm.model, unwarmed, warm.step_holder, warm.split_counters, engine.vocab_size)
     with pytest.raises(RecompileError, match="after warm-up"):
-        Engine(runner).generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))
-    assert len(engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))[0]) == 2
+        generate_tokens(Engine(runner), [[40, 41, 42]], SamplingParams(max_tokens=2))
+    assert len(generate_tokens(engine, [[40, 41, 42]], SamplingParams(max_tokens=2))[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -179,16 +162,6 @@ def test_streamed_text_is_the_decoded_text(tiny_deployment: Any, text: str) -> N
     assert "".join(stream.push(token_id) for token_id in ids) + stream.finish() == tokenizer.decode(
         ids, skip_special_tokens=True
     )
-
-
-def test_a_chat_prompt_is_the_models_template(tiny_deployment: Any) -> None:
-    tokenizer = tiny_deployment.tokenizer
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is a list?"}], add_generation_prompt=True, tokenize=False
-    )
-    ids = chat_prompt(tokenizer, "What is a list?")
-    assert tokenizer.decode(ids) == rendered
-    assert ids.count(tokenizer.bos_token_id) <= 1
 
 
 # Step times
@@ -220,13 +193,13 @@ def test_steps_on_a_cpu_are_measured_without_those_that_compute_prompt_logprobs(
     def measured_by(prompts: list[list[int]], params: SamplingParams) -> dict[str, int]:
         engine.allocator.reset_prefix_cache()
         before = dict(engine.clock.totals)
-        engine.generate(prompts, params)
+        generate_tokens(engine, prompts, params)
         return {kind: totals.steps - before[kind].steps for kind, totals in engine.clock.totals.items()}
 
-    assert measured_by([[5] * 20], SamplingParams(max_new_tokens=6)) == {"prefill": 1, "decode": 5, "mixed": 0}
-    with_logprobs = SamplingParams(max_new_tokens=6, prompt_logprobs=1)
+    assert measured_by([[5] * 20], SamplingParams(max_tokens=6)) == {"prefill": 1, "decode": 5, "mixed": 0}
+    with_logprobs = SamplingParams(max_tokens=6, prompt_logprobs=1)
     assert measured_by([[5] * 20], with_logprobs) == {"prefill": 0, "decode": 5, "mixed": 0}
-    assert measured_by([[5, 6]] * 5, SamplingParams(max_new_tokens=6))["mixed"] == 0
+    assert measured_by([[5, 6]] * 5, SamplingParams(max_tokens=6))["mixed"] == 0
     assert all(0.5 <= correction <= 2 for correction in engine.clock.predictor.corrections.values())
 
 
@@ -256,8 +229,8 @@ def test_on_a_device_each_step_is_waited_for_once_and_measured_if_the_host_was_n
 
 def test_an_engine_without_costs_measures_nothing(tiny_deployment: Any) -> None:
     engine = Engine(tiny_deployment.engine.runner)
-    assert engine.generate([[5, 6]], SamplingParams(max_new_tokens=3)) == tiny_deployment.engine.generate(
-        [[5, 6]], SamplingParams(max_new_tokens=3)
+    assert generate_tokens(engine, [[5, 6]], SamplingParams(max_tokens=3)) == generate_tokens(
+        tiny_deployment.engine, [[5, 6]], SamplingParams(max_tokens=3)
     )
     assert engine.clock is None and engine.scheduler.predictor is None and engine.launch_due is None
 
@@ -284,12 +257,12 @@ def test_the_launch_lock_is_held_while_a_captured_step_is_launched_and_not_while
         record("launch", runner, name)
     record("launch", engine, "_sample_and_copy")
     record("read", engine, "_collect")
-    engine.submit([5, 6, 7], SamplingParams(max_new_tokens=3))
+    engine.submit([5, 6, 7], SamplingParams(max_tokens=3))
     while engine.has_work:
         engine.step()
     assert set(locked) == {("launch", graphs == "step"), ("read", False)}
     monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
-    engine.submit([5, 6, 7], SamplingParams(max_new_tokens=3))
+    engine.submit([5, 6, 7], SamplingParams(max_tokens=3))
     with pytest.raises(ZeroDivisionError):
         engine.step()
     assert not engine.launch_lock._lock.locked()
@@ -325,7 +298,7 @@ def seconds_until_due(engine: Engine) -> float:
 
 def test_a_launch_is_due_before_the_predicted_end_of_the_step_in_flight(timed_engine: Engine) -> None:
     assert timed_engine.launch_due is None
-    timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4))
+    timed_engine.submit([5, 6, 7], SamplingParams(max_tokens=4))
     timed_engine.step()
     assert 30 < seconds_until_due(timed_engine) < 40, "the first step has a large margin"
     timed_engine.step()
@@ -337,11 +310,11 @@ def test_a_launch_is_due_before_the_predicted_end_of_the_step_in_flight(timed_en
 
 def test_a_launch_is_due_earlier_once_a_prompt_is_pending(timed_engine: Engine) -> None:
     """A launch with chunks of prompts takes longer."""
-    timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4))
+    timed_engine.submit([5, 6, 7], SamplingParams(max_tokens=4))
     timed_engine.step()
     timed_engine.launch_timer.launch_ms = {False: 1e3, True: 7e3}
     due = timed_engine.launch_due
-    timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4))
+    timed_engine.submit([5, 6, 7], SamplingParams(max_tokens=4))
     assert due is not None and timed_engine.launch_due == pytest.approx(due - 6)
     timed_engine.step()
     assert timed_engine.launch_due is not None and not timed_engine.scheduler.has_prompts
@@ -350,7 +323,7 @@ def test_a_launch_is_due_earlier_once_a_prompt_is_pending(timed_engine: Engine) 
 
 
 def test_after_a_late_launch_the_next_steps_are_launched_at_once(timed_engine: Engine) -> None:
-    timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=20))
+    timed_engine.submit([5, 6, 7], SamplingParams(max_tokens=20))
     timed_engine.step()
     assert timed_engine._in_flight is not None
     timed_engine._in_flight.copy_done.is_complete = True  # type: ignore[union-attr]
@@ -367,7 +340,7 @@ def test_after_a_late_launch_the_next_steps_are_launched_at_once(timed_engine: E
 def test_steps_that_are_not_predicted_or_that_fail_make_no_launch_due(
     timed_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4, prompt_logprobs=1))
+    timed_engine.submit([5, 6, 7], SamplingParams(max_tokens=4, prompt_logprobs=1))
     timed_engine.step()
     assert timed_engine.launch_due is None, "a step with log-probabilities of prompts is not predicted"
     timed_engine.step()

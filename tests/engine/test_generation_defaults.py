@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from tcdeploy.engine.generation_defaults import (
     GenerationDefaults,
     resolve_defaults,
 )
+from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import ModelError
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.text.generation_config import GenerationConfigFile, config_stop_token_ids, read_generation_config
@@ -50,6 +52,25 @@ def test_the_parameters_of_the_file_are_the_defaults() -> None:
 )  # fmt: skip
 def test_do_sample_selects_the_default_temperature(values: dict[str, Any], temperature: float | None) -> None:
     assert resolve(values).temperature == temperature
+
+
+def test_a_request_takes_the_defaults_and_cuts_default_lengths_only() -> None:
+    defaults = GenerationDefaults(temperature=0.6, max_new_tokens=50, min_new_tokens=6, stop_token_ids=(2,))
+    expected = SamplingParams(temperature=0.6, max_tokens=50, min_tokens=6)
+    assert defaults.params_of_request({}, 64) == expected
+    assert defaults.params_of_request({}, 30) == replace(expected, max_tokens=30)
+    assert defaults.params_of_request({"max_tokens": 70}, 30) == replace(expected, max_tokens=70), "the engine refuses"
+    assert defaults.params_of_request({"max_tokens": 4}, 64) == replace(expected, max_tokens=4, min_tokens=4)
+    assert defaults.params_of_request({"temperature": 0.0}, 64).temperature == 0.0
+    assert GenerationDefaults().params_of_request({}, 100) == SamplingParams(max_tokens=100)
+    assert GenerationDefaults().params_of_request({}, 0) == SamplingParams(max_tokens=1), "the engine refuses"
+
+
+def test_stop_tokens_are_added_unless_they_are_ignored() -> None:
+    defaults, params = GenerationDefaults(stop_token_ids=(2, 3)), SamplingParams(stop_token_ids=[7])
+    assert defaults.with_stop_tokens(params) == SamplingParams(stop_token_ids=(2, 3, 7))
+    ignoring = SamplingParams(stop_token_ids=[7], ignore_eos=True)
+    assert defaults.with_stop_tokens(ignoring) == ignoring
 
 
 def test_minus_one_as_top_k_keeps_all_tokens() -> None:

@@ -14,9 +14,10 @@ from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tests.block_checks import assert_idle
 from tests.conftest import prepare_tiny
+from tests.engine_loop import generate_tokens
 
-SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.9, seed=3, frequency_penalty=0.5, logit_bias=((5, 2.0),))
-GREEDY = SamplingParams(max_new_tokens=20)
+SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, seed=3, frequency_penalty=0.5, logit_bias=((5, 2.0),))
+GREEDY = SamplingParams(max_tokens=20)
 KV_BLOCKS = 40
 
 
@@ -71,7 +72,7 @@ def test_cached_prefixes_stay_valid_if_all_blocks_are_reserved(engine: Engine) -
 def test_cached_prefixes_are_kept_if_enough_blocks_are_free(engine: Engine) -> None:
     engine.allocator.reset_prefix_cache()
     prompt = [7] * 64
-    engine.generate([prompt], GREEDY)
+    generate_tokens(engine, [prompt], GREEDY)
     run_batches(engine, 20)
     matched = engine.allocator.match(prompt)
     assert len(matched) == 3, "all full blocks but the one with the last token"

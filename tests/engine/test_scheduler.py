@@ -41,7 +41,7 @@ def make_scheduler(blocks: int = 100, config: SchedulerConfig = ROOMY, **changes
 def request(length: int, new: int = 100, first: int = 0, **params: Any) -> Sequence:
     """`length` prompt tokens, different from those of any request with another `first`."""
     prompt = [first * 1000 + position for position in range(length)]
-    return Sequence(first, prompt, length, SamplingParams(max_new_tokens=new, **params))
+    return Sequence(first, prompt, length, SamplingParams(max_tokens=new, **params))
 
 
 def submitted(scheduler: Scheduler, *lengths: int, new: int = 100) -> list[Sequence]:
@@ -312,7 +312,7 @@ def test_a_free_row_goes_to_the_group_with_the_fewest_rows_and_no_group_starves(
 def test_a_sequence_is_released_when_its_last_token_is_sampled_but_not_read() -> None:
     scheduler = make_scheduler()
     first, second = submitted(scheduler, 5, 5, new=2)
-    second.params = SamplingParams(max_new_tokens=3)
+    second.params = SamplingParams(max_tokens=3)
     scheduler.schedule()
     scheduler.schedule()
     assert first.has_sampled_last_token and first.num_in_flight == 2
@@ -346,7 +346,7 @@ def test_rows_released_together_leave_no_gap() -> None:
     scheduler = make_scheduler(max_rows=6, max_prefill_sequences=6)
     submitted(scheduler, 2, 2, 2, 2, 2)
     for first, sequence in enumerate(scheduler.waiting):
-        sequence.params = SamplingParams(max_new_tokens=1 if first in (1, 4) else 9)
+        sequence.params = SamplingParams(max_tokens=1 if first in (1, 4) else 9)
     scheduler.schedule()
     assert rows(scheduler.schedule()) == [0, 3, 2]
 
@@ -635,7 +635,7 @@ def next_token(prefix: tuple[int, ...]) -> int:
 def answer(prompt: list[int], params: SamplingParams) -> list[int]:
     """The tokens of plain generation, without an engine."""
     tokens = tuple(prompt)
-    for _ in range(params.max_new_tokens):
+    for _ in range(params.max_tokens):
         tokens += (next_token(tokens),)
         if tokens[-1] in params.stop_token_ids:
             break
@@ -796,7 +796,7 @@ class FakeEngine:
     def sample(self, sequence: Sequence, stop: int) -> int:
         tokens = self.sampled[sequence]
         assert len(tokens) == stop, "each token is sampled once"
-        assert len(tokens) < sequence.prompt_length + sequence.params.max_new_tokens
+        assert len(tokens) < sequence.prompt_length + sequence.params.max_tokens
         tokens.append(next_token(tuple(tokens)))
         return tokens[-1]
 
@@ -821,7 +821,7 @@ class FakeEngine:
         allocator, places = self.scheduler.allocator, {}
         assert_consistent(allocator)
         for sequence in self.admitted():
-            longest = sequence.prompt_length + sequence.params.max_new_tokens
+            longest = sequence.prompt_length + sequence.params.max_tokens
             assert len(sequence.blocks) <= allocator.blocks_for(longest)
             for number, block in enumerate(sequence.blocks):
                 prefix = tuple(sequence.token_ids[: (number + 1) * allocator.block_size])
@@ -883,13 +883,13 @@ def check_end(engine: FakeEngine, sequences: list[Sequence], arrivals: list[Arri
 def traffic(draw: st.DrawFn) -> list[Arrival]:
     """Prompts share prefixes, and some contain the answer of another request, like turns of a chat."""
     prefixes = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=2))
-    texts = [answer(prefix, SamplingParams(max_new_tokens=24)) for prefix in prefixes]
+    texts = [answer(prefix, SamplingParams(max_tokens=24)) for prefix in prefixes]
     arrivals = []
     for _ in range(draw(st.integers(3, 12))):
         text = draw(st.sampled_from(texts))
         prompt = text[: draw(st.integers(1, len(text)))] + draw(st.lists(st.integers(0, 1), max_size=2))
         stops = draw(st.sampled_from([(), (), (3,)]))
-        params = SamplingParams(max_new_tokens=draw(st.integers(1, 25)), stop_token_ids=stops)
+        params = SamplingParams(max_tokens=draw(st.integers(1, 25)), stop_token_ids=stops)
         step = draw(st.integers(0, 15))
         group = draw(st.sampled_from([None, 1, 2]))
         arrivals.append(Arrival(step, prompt, params, draw(st.none() | st.integers(step, step + 30)), group))
@@ -917,7 +917,7 @@ def test_random_traffic_reads_only_written_keys_and_gets_exactly_its_tokens(
     drains: set[int],
     resets: set[int],
 ) -> None:
-    longest = max(len(arrival.prompt) + arrival.params.max_new_tokens for arrival in arrivals)
+    longest = max(len(arrival.prompt) + arrival.params.max_tokens for arrival in arrivals)
     engine = FakeEngine(Scheduler(config, BlockAllocator(1 + -(-longest // block_size) + spare_blocks, block_size)))
     check_end(engine, run(engine, arrivals, drains, resets, lag), arrivals)
 
@@ -925,7 +925,7 @@ def test_random_traffic_reads_only_written_keys_and_gets_exactly_its_tokens(
 @pytest.mark.parametrize("mixed_steps", [False, True])
 def test_all_requests_finish_despite_many_preemptions(mixed_steps: bool) -> None:
     """Twenty requests, each of which needs every block of the cache by its end."""
-    arrivals = [Arrival(0, [i % 2, i, 7, i, 8, 9], SamplingParams(max_new_tokens=34), None) for i in range(20)]
+    arrivals = [Arrival(0, [i % 2, i, 7, i, 8, 9], SamplingParams(max_tokens=34), None) for i in range(20)]
     config = SchedulerConfig(20, 64, 20, mixed_steps=mixed_steps)
     engine = FakeEngine(Scheduler(config, BlockAllocator(1 + 10, BLOCK)))
     check_end(engine, run(engine, arrivals), arrivals)
@@ -935,7 +935,7 @@ def test_all_requests_finish_despite_many_preemptions(mixed_steps: bool) -> None
 
 def test_requests_with_one_long_prefix_are_mostly_cached() -> None:
     prefix = [i % 7 for i in range(64)]
-    arrivals = [Arrival(3 * i, [*prefix, i], SamplingParams(max_new_tokens=5), None) for i in range(10)]
+    arrivals = [Arrival(3 * i, [*prefix, i], SamplingParams(max_tokens=5), None) for i in range(10)]
     engine = FakeEngine(Scheduler(SchedulerConfig(4, 32, 4), BlockAllocator(1 + 60, BLOCK)))
     check_end(engine, run(engine, arrivals), arrivals)
     assert sum(sequence.prefix_hit_tokens for sequence in engine.sampled) >= 8 * 64
@@ -943,7 +943,7 @@ def test_requests_with_one_long_prefix_are_mostly_cached() -> None:
 
 def test_scheduling_is_deterministic() -> None:
     def steps() -> list[Any]:
-        arrivals = [Arrival(i, [i % 3, i, 7, 8, 9], SamplingParams(max_new_tokens=30), None) for i in range(12)]
+        arrivals = [Arrival(i, [i % 3, i, 7, 8, 9], SamplingParams(max_tokens=30), None) for i in range(12)]
         engine = FakeEngine(Scheduler(SchedulerConfig(6, 8, 3, 2), BlockAllocator(1 + 12, BLOCK)))
         launched: list[Any] = []
         schedule = engine.scheduler.schedule

@@ -388,7 +388,7 @@ def random_arrivals(source: random.Random, has_aborts: bool) -> list[Arrival]:
         prompt = [shared] * min(length, 8) + [source.randint(0, 3) for _ in range(length - 8)]
         step = source.randint(0, 25)
         aborted_at = step + source.randint(0, 20) if has_aborts and source.random() < 0.2 else None
-        arrivals.append(Arrival(step, prompt, SamplingParams(max_new_tokens=source.randint(1, 20)), aborted_at))
+        arrivals.append(Arrival(step, prompt, SamplingParams(max_tokens=source.randint(1, 20)), aborted_at))
     return arrivals
 
 
@@ -399,7 +399,7 @@ def run_trace(seed: int) -> bool:
     arrivals = random_arrivals(source, has_aborts=is_scarce)
     max_rows = source.randint(1, 5) if is_scarce else len(arrivals)
     tokens = source.randint(1, 40) if is_scarce else source.randint(2 * max_rows + 2, 2 * max_rows + 40)
-    longest = max(len(arrival.prompt) + arrival.params.max_new_tokens for arrival in arrivals)
+    longest = max(len(arrival.prompt) + arrival.params.max_tokens for arrival in arrivals)
     block_size = source.randint(1, 8)
     blocks = -(-longest // block_size) + source.randint(0, 12) if is_scarce else 2000
     config = SchedulerConfig(

@@ -17,8 +17,8 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": 0}, "max new tokens is 0"),
-        ({"max_new_tokens": -1}, "max new tokens is -1"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": NAN}, "temperature is nan"),
         ({"temperature": INF}, "temperature is inf"),
@@ -48,8 +48,12 @@ NAN, INF = float("nan"), float("inf")
         ({"frequency_penalty": -INF}, "frequency penalty is -inf"),
         ({"logprobs": -1}, "logprobs is -1"),
         ({"logprobs": 21}, "logprobs is 21"),
-        ({"stop_token_ids": [2]}, "stop token ids are"),
-        ({"stop_token_ids": "2"}, "stop token ids are '2'"),
+        ({"stop_token_ids": {2}}, r"stop_token_ids is \{2\}"),
+        ({"stop_token_ids": "2"}, "stop_token_ids is '2'"),
+        ({"stop": ["a", ""]}, r"stop is \['a', ''\]"),
+        ({"stop": [3]}, r"stop is \[3\]"),
+        ({"stop": None}, "stop is None"),
+        ({"ignore_eos": 1}, "ignore_eos is 1"),
         ({"stop_token_ids": (2, "3")}, "a stop token id is '3'"),
         ({"stop_token_ids": (2, -1)}, "a stop token id is -1"),
         ({"stop_token_ids": (2, True)}, "a stop token id is True"),
@@ -62,8 +66,8 @@ def test_a_value_out_of_range_is_a_usage_error_that_names_it(changes: dict[str, 
     assert "must be" in caught.value.message and caught.value.hint
 
 
-WHOLE = ("max_new_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "min_new_tokens")
-STRUCTURED = ("stop_token_ids", "logit_bias", "constraint")
+WHOLE = ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "min_tokens")
+STRUCTURED = ("stop", "stop_token_ids", "ignore_eos", "logit_bias", "constraint")
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -87,11 +91,17 @@ def test_a_copy_with_another_seed_is_equal_otherwise_and_checks_the_seed() -> No
         params.with_seed(2**64)
 
 
-@pytest.mark.parametrize("name", ["max_new_tokens", "top_k", *NUMBERS, "stop_token_ids"])
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", *NUMBERS, "stop_token_ids"])
 def test_none_is_valid_only_for_seed_and_logprobs(name: str) -> None:
     with pytest.raises(UsageError, match="None"):
         SamplingParams(**{name: None})
     assert SamplingParams(seed=None, logprobs=None) == SamplingParams()
+
+
+def test_stop_may_be_one_text_and_lists_become_tuples() -> None:
+    params = SamplingParams(stop="end", stop_token_ids=[2, 3])
+    assert (params.stop, params.stop_token_ids) == (("end",), (2, 3))
+    assert params == SamplingParams(stop=["end"], stop_token_ids=(2, 3)) and hash(params)
 
 
 def test_every_parameter_is_checked() -> None:
@@ -102,7 +112,7 @@ def test_every_parameter_is_checked() -> None:
     "changes",
     [
         {},
-        {"max_new_tokens": 1},
+        {"max_tokens": 1},
         {"temperature": 0.0},
         {"temperature": 100.0},
         {"top_k": 0},
@@ -168,8 +178,8 @@ def test_new_tokens_are_counted_without_the_prompt() -> None:
     assert (request.token_ids, request.num_output_tokens, request.finish_reason) == ([5, 6, 7, 8], 1, "")
 
 
-def test_a_sequence_ends_at_max_new_tokens() -> None:
-    request = sequence(max_new_tokens=2)
+def test_a_sequence_ends_at_max_tokens() -> None:
+    request = sequence(max_tokens=2)
     request.append(8)
     assert request.finish_reason == ""
     request.append(9)
@@ -184,7 +194,7 @@ def test_any_stop_token_ends_a_sequence_and_stays_in_it() -> None:
 
 
 def test_a_stop_token_in_the_last_position_gives_reason_stop() -> None:
-    request = sequence(max_new_tokens=1, stop_token_ids=(2,))
+    request = sequence(max_tokens=1, stop_token_ids=(2,))
     request.append(2)
     assert request.finish_reason == "stop"
 
@@ -202,7 +212,7 @@ def test_sequences_do_not_share_their_blocks() -> None:
 
 
 def test_tokens_in_flight_count_for_the_length_and_against_the_limit_but_are_not_generated_yet() -> None:
-    request = sequence(max_new_tokens=2)
+    request = sequence(max_tokens=2)
     request.num_in_flight = 1
     assert (request.length, request.num_output_tokens, request.has_sampled_last_token) == (4, 0, False)
     request.num_in_flight = 2
@@ -210,7 +220,7 @@ def test_tokens_in_flight_count_for_the_length_and_against_the_limit_but_are_not
 
 
 def test_a_received_token_is_no_longer_in_flight() -> None:
-    request = sequence(max_new_tokens=2)
+    request = sequence(max_tokens=2)
     request.num_in_flight = 2
     request.receive(8)
     assert (request.token_ids, request.num_in_flight, request.length, request.has_sampled_last_token) == (

@@ -28,9 +28,10 @@ from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.start.prepare import prepare
 from tests.conftest import TINY, TINY_BATCH_SIZES, prepare_tiny
+from tests.engine_loop import generate_tokens
 from tests.machines import H100, LLAMA_8B, make_recipe
 
-PARAMS = SamplingParams(max_new_tokens=6)
+PARAMS = SamplingParams(max_tokens=6)
 SHORT = 20  # tokens of a prompt; padded to 32, a size that is not captured during start-up
 EARLY = (64, 128, 256, 320)  # early sizes of the engine below
 
@@ -115,10 +116,10 @@ def make_prompts(count: int, longest: int = 300) -> list[list[int]]:
     return [[source.randrange(3, 900) for _ in range(source.randint(1, longest))] for _ in range(count)]
 
 
-def generate_short(engine: Engine, params: SamplingParams = SamplingParams(max_new_tokens=1)) -> list[list[int]]:  # noqa: B008
+def generate_short(engine: Engine, params: SamplingParams = SamplingParams(max_tokens=1)) -> list[list[int]]:  # noqa: B008
     """Generate from a prompt whose step fits the size 32."""
     engine.allocator.reset_prefix_cache()
-    return engine.generate([list(range(3, 3 + SHORT))], params)
+    return generate_tokens(engine, [list(range(3, 3 + SHORT))], params)
 
 
 def key_of(engine: Engine, tokens: int, row_slots: int = 0) -> GraphKey:
@@ -276,7 +277,7 @@ def test_an_idle_engine_captures_the_most_wanted_graph_first_and_then_the_rest(
     """The captures compile nothing, and overwrite no cached keys and values."""
     graphs = engine.runner.graphs
     prompts = make_prompts(6)
-    expected = engine.generate(prompts, PARAMS)
+    expected = generate_tokens(engine, prompts, PARAMS)
     graphs.wanted[key_of(engine, 224, 4)] += 100
     with measure_compiles() as captures:
         assert engine.capture_next_graph()
@@ -288,9 +289,11 @@ def test_an_idle_engine_captures_the_most_wanted_graph_first_and_then_the_rest(
     assert len(graphs) == len(captured) == 2 * len(engine.plan.step_sizes(bucket))
     assert not graphs.wanted and not engine.wants_graph and not engine.capture_next_graph()
     computed, uncaptured = engine.runner.computed_tokens[bucket], engine.runner.graphs.uncaptured_runs
-    assert engine.generate(prompts, PARAMS) == expected, "from the prefix cache, which no capture has overwritten"
+    assert generate_tokens(engine, prompts, PARAMS) == expected, (
+        "from the prefix cache, which no capture has overwritten"
+    )
     engine.allocator.reset_prefix_cache()
-    assert engine.generate(prompts, PARAMS) == expected
+    assert generate_tokens(engine, prompts, PARAMS) == expected
     assert engine.runner.graphs.uncaptured_runs == uncaptured, "every step has a graph"
     assert engine.runner.computed_tokens[bucket] > computed
     assert not graphs.wanted
@@ -299,7 +302,7 @@ def test_an_idle_engine_captures_the_most_wanted_graph_first_and_then_the_rest(
 def test_a_graph_is_captured_while_requests_run(engine: Engine, captured: list[FakeGraph]) -> None:
     """The sizes of steps depend on measured times, so the same requests may have to come again to use the graph."""
     prompts = make_prompts(8)
-    expected = engine.generate(prompts, PARAMS)
+    expected = generate_tokens(engine, prompts, PARAMS)
     before, attempts = engine.runner.graphs.late_captures, 0
     while not any(graph.replays for graph in captured[2 * len(EARLY) :]):
         assert (attempts := attempts + 1) <= 5, "no graph is used that was captured meanwhile"
@@ -316,7 +319,7 @@ def test_a_graph_is_captured_while_requests_run(engine: Engine, captured: list[F
 
 def test_prompt_logprobs_run_at_a_captured_size_and_are_counted(engine: Engine) -> None:
     before = engine.runner.graphs.uncaptured_runs
-    generate_short(engine, SamplingParams(max_new_tokens=1, prompt_logprobs=0))
+    generate_short(engine, SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert engine.runner.graphs.uncaptured_runs == before + 1
     assert engine.runner.graphs.wanted == {key_of(engine, 32): 1}
     assert {tokens for _, tokens in engine.runner._prefill_buffers} <= set(EARLY)
@@ -350,7 +353,7 @@ def test_an_idle_engine_times_each_size_that_it_has_captured(engine: Engine, mon
     assert engine.clock is not None
     engine._timed_sizes.clear()
     predictor, runner, [bucket] = engine.clock.predictor, engine.runner, engine.plan.prefill_buckets
-    engine.generate(make_prompts(2), PARAMS)
+    generate_tokens(engine, make_prompts(2), PARAMS)
     used = {block for block in range(1, 100) if block in engine.allocator._nodes}
     timed: list[int] = []
     measure = timing._measure_prefill_ms
@@ -389,7 +392,7 @@ def test_steps_are_not_padded_to_a_size_that_takes_longer_than_a_larger_one(
     generate_short(engine)
     graphs.wanted.clear()
     engine.allocator.reset_prefix_cache()
-    engine.generate([list(range(3, 83))], SamplingParams(max_new_tokens=1))
+    generate_tokens(engine, [list(range(3, 83))], SamplingParams(max_tokens=1))
     assert list(graphs.wanted) == [key_of(engine, 160)], "96 tokens are not wanted"
     while engine.capture_next_graph():
         pass
@@ -398,7 +401,7 @@ def test_steps_are_not_padded_to_a_size_that_takes_longer_than_a_larger_one(
     assert engine.runner.step_sizes(0) == engine.runner.step_sizes(4) == sizes
     before = engine.runner.computed_tokens[bucket]
     engine.allocator.reset_prefix_cache()
-    engine.generate([list(range(3, 83))], SamplingParams(max_new_tokens=1))
+    generate_tokens(engine, [list(range(3, 83))], SamplingParams(max_tokens=1))
     assert engine.runner.computed_tokens[bucket] - before == 160 and not graphs.wanted
     graphs.wanted[key_of(engine, 96, 4)] += 1
     graphs.skip_sizes(frozenset({96}))
@@ -411,7 +414,7 @@ def test_padded_sizes_change_no_token(engine: Engine, cache_dir: str) -> None:
     prompts = make_prompts(12)
     static = prepare_tiny(cache_dir).engine
     with measure_compiles() as serving:
-        assert engine.generate(prompts, PARAMS) == static.generate(prompts, PARAMS)
+        assert generate_tokens(engine, prompts, PARAMS) == generate_tokens(static, prompts, PARAMS)
     assert serving.counts.compiles == 0
     [bucket] = engine.plan.prefill_buckets
     assert engine.runner.padding_tokens[bucket] > 0

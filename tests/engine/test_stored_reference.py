@@ -29,6 +29,7 @@ from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start import model_code, sequence
 from tcdeploy.start.deployment import Deployment, release_memory
 from tcdeploy.start.prepare import prepare
+from tests.engine_loop import generate_tokens
 from tests.model_families import save_config
 from tests.parity.planted_faults import FAULTS, planted
 
@@ -305,7 +306,7 @@ def test_a_compiled_model_is_checked_again_with_its_programs(starts: Starts) -> 
         deployment = starts.start(compiles=True)
     assert starts.computed == 1 and all(record.parity.passed for record in deployment.records)
     assert all(record.cache_misses == 0 for record in deployment.records)
-    tokens = deployment.engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
+    tokens = generate_tokens(deployment.engine, [[5, 6, 7]], SamplingParams(max_tokens=4))
     starts.start(compiles=True)
     assert starts.computed == 0
     assert len(tokens[0]) == 4

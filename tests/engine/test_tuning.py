@@ -31,6 +31,7 @@ from tcdeploy.programs import jit
 from tcdeploy.programs.compile_stats import CompileCounts, CompileStats, measure_compiles
 from tcdeploy.start.prepare import prepare
 from tests.conftest import TINY, reset_programs
+from tests.engine_loop import generate_tokens
 from tests.model_families import save_config
 
 
@@ -122,7 +123,7 @@ def test_without_tuning_time_the_first_variant_serves_and_nothing_is_timed(
         assert deployment.plan.mode == "auto"
         assert [(record.variant, record.trials) for record in deployment.records] == [("default", ())] * 2
         assert compiled_variants == [("prefill:32", "default"), ("decode:4", "default")]
-        assert len(deployment.engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))[0]) == 3
+        assert len(generate_tokens(deployment.engine, [[5, 6, 7]], SamplingParams(max_tokens=3))[0]) == 3
         compiled_variants.clear()
         reset_programs()
 
@@ -197,7 +198,7 @@ def test_a_model_that_cannot_select_rows_early_serves_with_the_next_variant(
     assert all("shape" in trial.error and trial.step_ms is None for trial in small.trials + large.trials)
     assert small.outcome == large.outcome == "miss", "programs of the failed variant are compiled in this start"
     assert all(record.parity.passed for record in cold.records)
-    assert len(cold.engine.generate([[5, 6, 7], [8] * 100], SamplingParams(max_new_tokens=4))[1]) == 4
+    assert len(generate_tokens(cold.engine, [[5, 6, 7], [8] * 100], SamplingParams(max_tokens=4))[1]) == 4
 
     reset_programs()
     compiled_variants.clear()
@@ -257,13 +258,13 @@ def test_a_fused_step_gives_the_same_tokens(prepare_auto: Any, monkeypatch: pyte
         return reference.decode(*args)
 
     deployment = prepare_auto(tune_seconds=0.0)
-    prompts, params = [[5, 6, 7], [8, 9, 10, 11, 200]], SamplingParams(max_new_tokens=12)
-    plain = deployment.engine.generate(prompts, params)
+    prompts, params = [[5, 6, 7], [8, 9, 10, 11, 200]], SamplingParams(max_tokens=12)
+    plain = generate_tokens(deployment.engine, prompts, params)
     runner, [bucket] = deployment.engine.runner, deployment.plan.decode_buckets
     runner.set_variant(bucket, fused)
     runner.rerun(bucket)
     monkeypatch.setitem(backends.IMPLEMENTATIONS, "reference", reference._replace(decode=noted_decode))
-    assert deployment.engine.generate(prompts, params) == plain
+    assert generate_tokens(deployment.engine, prompts, params) == plain
     assert rope_in_attention and all(rope_in_attention)
 
 

@@ -42,6 +42,7 @@ from tests.block_checks import assert_consistent
 from tests.conftest import ROOT, reset_programs
 from tests.engine.constraints import SumConstraint
 from tests.engine.test_continuous_batching import check_random_traffic
+from tests.engine_loop import generate_tokens
 from tests.model_families import LAYER_KINDS, SUPPORTED, save_config
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +74,7 @@ def test_float32_tokens_on_the_gpu_equal_transformers_generate(
     deployment = deploy("builtin:tiny", cache_dir, dtype="float32", graphs=graphs)
     assert [record.captured for record in deployment.records] == [graphs == "step"] * 4
     with measure_compiles() as serving, fail_on_recompile():
-        answers = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
+        answers = generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=30))
     assert serving.counts.compiles == 0
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids = torch.tensor([prompt])
@@ -89,11 +90,11 @@ def test_a_constrained_answer_equals_masked_transformers_beside_unconstrained_on
 ) -> None:
     """The mask depends on the previous token, which is read while the graph of the next step runs."""
     engine, length = deploy("builtin:tiny", cache_dir, dtype="float32", graphs=graphs).engine, 24
-    unconstrained = engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
+    unconstrained = generate_tokens(engine, PROMPTS, SamplingParams(max_tokens=30))
     constraint, answers_by_id = SumConstraint(length, 2000), {}
     with measure_compiles() as serving, fail_on_recompile():
         for prompt in PROMPTS:
-            for params in (SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, constraint=constraint)):
+            for params in (SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, constraint=constraint)):
                 answers_by_id[engine.submit(prompt, params)] = []
         while engine.has_work:
             for token in engine.step():
@@ -142,17 +143,17 @@ def test_a_replayed_graph_equals_its_programs_and_advances_the_rows(cache_dir: s
 
 def test_batching_preemption_and_prefix_reuse_change_no_token_on_the_gpu(cache_dir: str) -> None:
     """In float32, where rounding differs too little between buckets to change a greedy token."""
-    params = SamplingParams(max_new_tokens=40)
+    params = SamplingParams(max_tokens=40)
     plain = deploy("builtin:tiny", cache_dir, dtype="float32").engine
-    alone = [plain.generate([prompt], params)[0] for prompt in PROMPTS]
-    assert plain.generate(PROMPTS + PROMPTS[::-1], params) == alone + alone[::-1]
+    alone = [generate_tokens(plain, [prompt], params)[0] for prompt in PROMPTS]
+    assert generate_tokens(plain, PROMPTS + PROMPTS[::-1], params) == alone + alone[::-1]
     assert plain.allocator.num_allocatable == plain.allocator.capacity
     scarce = deploy("builtin:tiny", cache_dir, dtype="float32", context=400, kv_blocks=36).engine
-    assert scarce.generate(PROMPTS, params) == alone
+    assert generate_tokens(scarce, PROMPTS, params) == alone
     assert scarce.scheduler.preemptions > 0
-    seeded = SamplingParams(max_new_tokens=40, temperature=0.9, top_k=50, top_p=0.95, seed=5)
-    drawn = [scarce.generate([prompt], seeded)[0] for prompt in PROMPTS]
-    assert scarce.generate(PROMPTS, seeded) == drawn
+    seeded = SamplingParams(max_tokens=40, temperature=0.9, top_k=50, top_p=0.95, seed=5)
+    drawn = [generate_tokens(scarce, [prompt], seeded)[0] for prompt in PROMPTS]
+    assert generate_tokens(scarce, PROMPTS, seeded) == drawn
     assert_consistent(scarce.allocator)
 
 
@@ -207,7 +208,7 @@ def test_every_family_passes_its_parity_check_in_bfloat16(
         assert [record.programs for record in deployment.records] == [LAYER_KINDS.get(family, 1)] * 4
     assert all(record.parity.passed for record in deployment.records)
     with measure_compiles() as serving, fail_on_recompile():
-        deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=5))
+        generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=5))
     assert serving.counts.compiles == 0
 
 
@@ -222,7 +223,7 @@ def test_every_family_serves_long_buckets_without_timing(family: str, cache_dir:
         expected = ["default"] * 2 if family == "gpt2" else ["last-token-rows", "last-token-rows+inplace"]
         assert [record.variant for record in deployment.records[:2]] == expected
     with measure_compiles() as serving, fail_on_recompile():
-        deployment.engine.generate([*PROMPTS, [5] * 900], SamplingParams(max_new_tokens=5))
+        generate_tokens(deployment.engine, [*PROMPTS, [5] * 900], SamplingParams(max_tokens=5))
     assert serving.counts.compiles == 0
 
 
@@ -230,16 +231,16 @@ def test_every_family_serves_long_buckets_without_timing(family: str, cache_dir:
 def test_graphs_per_region_give_the_same_tokens(region: str, graphs: str, cache_dir: str) -> None:
     deployment = deploy("builtin:tiny", cache_dir, region=region, graphs=graphs)
     assert all(record.parity.passed for record in deployment.records)
-    params = SamplingParams(max_new_tokens=8)
-    answers = deployment.engine.generate(PROMPTS[:2], params)
-    assert answers == deploy("builtin:tiny", cache_dir).engine.generate(PROMPTS[:2], params)
+    params = SamplingParams(max_tokens=8)
+    answers = generate_tokens(deployment.engine, PROMPTS[:2], params)
+    assert answers == generate_tokens(deploy("builtin:tiny", cache_dir).engine, PROMPTS[:2], params)
 
 
 def test_a_dynamic_range_serves_every_length(cache_dir: str) -> None:
     deployment = deploy("builtin:tiny", cache_dir, shapes="dynamic")
     assert deployment.records[0].programs == 1
     with measure_compiles() as serving, fail_on_recompile():
-        deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=3))
+        generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=3))
     assert serving.counts.compiles == 0
 
 
@@ -259,7 +260,7 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(
     compiled = deploy("builtin:tiny", cache_dir, **flags)
     libraries = [library for path in Path(cache_dir, "aot").glob("*/*.pt2") for library in read_libraries(path)]
     assert any(b"cuLaunchKernelEx" in library for library in libraries) == compiled.plan.is_hopper
-    expected = compiled.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
+    expected = generate_tokens(compiled.engine, PROMPTS, SamplingParams(max_tokens=30))
     reset_programs()
     settings = {"model": "builtin:tiny", "batch_sizes": (1, 4), "context": 512, "kv_blocks": 256, **flags}
     recipe = build_recipe({**settings, "cache_dir": cache_dir}, environ={})
@@ -273,7 +274,7 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(
     assert events[-1] == "checks" and events.count("forward") >= 2 * len(started.records)
     assert [(record.outcome, record.compiles, record.captured) for record in started.records] == [("hit", 0, True)] * 3
     with measure_compiles() as serving, fail_on_recompile():
-        answers = started.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
+        answers = generate_tokens(started.engine, PROMPTS, SamplingParams(max_tokens=30))
     assert serving.counts.compiles == 0
     assert answers == expected
 
@@ -347,7 +348,7 @@ def test_mixed_steps_without_prefill_graphs_pass_the_parity_check(shapes: str, c
     deployment = deploy("builtin:tiny", cache_dir, **flags)
     assert all(record.parity.passed for record in deployment.records)
     with measure_compiles() as serving, fail_on_recompile():
-        deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=20))
+        generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=20))
     assert serving.counts.compiles == 0
 
 
@@ -361,7 +362,7 @@ def test_each_installed_flash_attention_serves_a_whole_model(backend: str, cache
     folder = save_config("llama", tmp_path, hidden_size=256, head_dim=64)
     deployment = deploy(folder, cache_dir, load_format="dummy", attention=backend)
     assert all(record.parity.passed for record in deployment.records)
-    deployment.engine.generate([*PROMPTS, [5] * 129], SamplingParams(max_new_tokens=4))
+    generate_tokens(deployment.engine, [*PROMPTS, [5] * 129], SamplingParams(max_tokens=4))
 
 
 def test_the_check_of_an_eager_start_compiles_no_triton_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from tcdeploy.start import model_code
 from tcdeploy.start import prepare as start
 from tcdeploy.start.record.factors import weight_files
 from tests.conftest import TINY, TINY_BATCH_SIZES, TINY_BUCKETS
+from tests.engine_loop import generate_tokens
 from tests.model_families import probe
 from tests.models.test_weight_bytes import FAMILIES
 
@@ -389,9 +390,9 @@ def test_a_start_uses_early_weights_and_reports_the_bytes_read(
     deployment = start.prepare(build_recipe({**flags, "cache_dir": cache_dir}, environ={}))
     assert len(read_on_cpu) == 1 and deployment.weights_read is not None
     assert deployment.weights_read.num_bytes == sum(item.nbytes for item in load_file(float32_tiny / WEIGHTS).values())
-    params = SamplingParams(max_new_tokens=6)
-    expected = tiny_deployment.engine.generate([[5, 6, 7]], params)
-    assert deployment.engine.generate([[5, 6, 7]], params) == expected
+    params = SamplingParams(max_tokens=6)
+    expected = generate_tokens(tiny_deployment.engine, [[5, 6, 7]], params)
+    assert generate_tokens(deployment.engine, [[5, 6, 7]], params) == expected
 
 
 @pytest.mark.parametrize("error", [UsageError("refused"), KeyboardInterrupt()])

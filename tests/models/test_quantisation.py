@@ -21,6 +21,7 @@ from tcdeploy.models.load import load_config, load_model
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
 from tcdeploy.start.prepare import prepare
+from tests.engine_loop import generate_tokens
 from tests.exported_programs import exported_programs
 from tests.machines import decision_named
 from tests.model_families import SUPPORTED
@@ -167,7 +168,7 @@ def test_tokens_equal_those_of_transformers_with_dequantised_weights(folders: Fo
     )  # fmt: skip
     prompt = [5, 9, 77, 130, 200, 3, 4]
     with exported_programs():
-        [tokens] = prepare(recipe).engine.generate([prompt], SamplingParams(max_new_tokens=24))
+        [tokens] = generate_tokens(prepare(recipe).engine, [prompt], SamplingParams(max_tokens=24))
     reference = AutoModelForCausalLM.from_pretrained(folders.plain, dtype=torch.float32, attn_implementation="eager")
     expected = reference.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
     assert list(tokens) == expected.tolist()

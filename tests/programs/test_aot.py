@@ -22,6 +22,7 @@ from tcdeploy.programs import aot, stances
 from tcdeploy.programs.compile_stats import measure_compiles, read_counts
 from tcdeploy.start.prepare import prepare
 from tests.conftest import TINY, RunCLI, prepare_tiny
+from tests.engine_loop import generate_tokens
 
 BUCKETS = {"buckets": (32,), "batch_sizes": (4,)}  # of `filled_packages`
 FLAGS = ("--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
@@ -70,13 +71,13 @@ def test_random_requests_get_the_tokens_of_jit_programs(deployment: Any, cache_d
     source = random.Random(22)
     prompts = [[source.randrange(3, 900) for _ in range(source.randrange(1, 90))] for _ in range(40)]
     jit = prepare_tiny(cache_dir, **BUCKETS).engine
-    expected = [jit.generate([prompt], SamplingParams(max_new_tokens=12))[0] for prompt in prompts]
+    expected = [generate_tokens(jit, [prompt], SamplingParams(max_tokens=12))[0] for prompt in prompts]
     engine, answers = deployment.engine, {}
     waiting = list(prompts)
     with measure_compiles() as serving:
         while waiting or engine.has_work:
             if waiting and source.random() < 0.5:
-                answers[engine.submit(waiting.pop(0), SamplingParams(max_new_tokens=12))] = []
+                answers[engine.submit(waiting.pop(0), SamplingParams(max_tokens=12))] = []
             for token in engine.step():
                 answers[token.request_id].append(token.token_id)
     assert list(answers.values()) == expected
@@ -87,7 +88,7 @@ def test_random_requests_get_the_tokens_of_jit_programs(deployment: Any, cache_d
 @pytest.mark.parametrize("length", [2, 3, 32, 40])
 def test_log_probabilities_of_a_prompt_are_those_of_jit_programs(deployment: Any, cache_dir: str, length: int) -> None:
     """A prompt of 2 tokens has one row, which programs compute twice."""
-    params = SamplingParams(max_new_tokens=1, prompt_logprobs=2, logprobs=2)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2, logprobs=2)
     prompt = list(range(10, 10 + length))
 
     def logprobs(engine: Any) -> list[Any]:
@@ -108,7 +109,7 @@ def test_a_step_without_a_package_is_an_error_after_warm_up(deployment: Any, mon
     forward = deployment.engine.runner.forward
     monkeypatch.setattr(forward, "_steps", {})
     with pytest.raises(RecompileError, match="was not loaded or compiled during start-up"):
-        deployment.engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=2))
+        generate_tokens(deployment.engine, [[5, 6, 7]], SamplingParams(max_tokens=2))
 
 
 @pytest.mark.parametrize("is_copy", [False, True])

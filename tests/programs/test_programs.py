@@ -29,6 +29,7 @@ from tcdeploy.start.prepare import prepare
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
 from tests.conftest import TINY, prepare_tiny, reset_programs
 from tests.coverage.campaign import traced_only
+from tests.engine_loop import generate_tokens
 from tests.model_families import LAYER_KINDS, SUPPORTED, WINDOW, save_config
 
 BUCKET, BATCH = 48, 3
@@ -87,7 +88,7 @@ def test_generating_past_the_window_equals_transformers_generate(family: Any) ->
     ]
     assert max(map(len, prompts)) > WINDOW + BUCKET
     with measure_compiles() as serving, fail_on_recompile():
-        ours = deployment.engine.generate(prompts, SamplingParams(max_new_tokens=40))
+        ours = generate_tokens(deployment.engine, prompts, SamplingParams(max_tokens=40))
     assert serving.counts.compiles == 0
     model = deployment.engine.runner.model
     model.set_attn_implementation("eager")
@@ -134,7 +135,7 @@ PROMPTS_OF_THE_RANGE = [[3 + position % 200 for position in range(length)] for l
 @pytest.fixture(scope="module")
 def answers_of_a_static_bucket(cache_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     deployment = deploy(save_config("llama", tmp_path_factory.mktemp("static"), num_hidden_layers=2), cache_dir)
-    return deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
+    return generate_tokens(deployment.engine, PROMPTS_OF_THE_RANGE, SamplingParams(max_tokens=4))
 
 
 @pytest.mark.parametrize(("region", "programs"), [("layer", 1), ("blocks", 2)])
@@ -147,7 +148,7 @@ def test_a_dynamic_range_is_one_program(
     record = deployment.records[0]
     assert (record.bucket, record.programs, record.graph_breaks) == (f"prefill:2-{BUCKET}", programs, 0)
     with measure_compiles() as serving, fail_on_recompile():
-        ours = deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
+        ours = generate_tokens(deployment.engine, PROMPTS_OF_THE_RANGE, SamplingParams(max_tokens=4))
     assert serving.counts.compiles == 0
     assert ours == answers_of_a_static_bucket
 

@@ -322,7 +322,7 @@ def test_a_request_beyond_the_context_is_refused_in_the_words_that_clients_searc
 def test_the_models_minimum_length_is_the_default_of_free_text(fields: dict[str, Any], expected: int) -> None:
     request = parse(CompletionRequest, httpx.Request("POST", "http://test", json={"prompt": [1], **fields}).content)
     limits = ModelLimits(64, 100, GenerationDefaults(min_new_tokens=6, stop_token_ids=(2,)))
-    assert to_sampling_params(request, 1, limits).min_new_tokens == expected
+    assert to_sampling_params(request, 1, limits).min_tokens == expected
 
 
 def test_choices_of_a_seeded_prompt_use_consecutive_seeds() -> None:

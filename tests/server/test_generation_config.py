@@ -6,15 +6,12 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
-from tcdeploy.cli.generate import _sampling_params
-from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.models.load import resolve_model_path
 from tests.conftest import TINY, TINY_FLAGS, RunCLI
 from tests.fork_server import ForkServer
@@ -164,15 +161,6 @@ def test_generate_stops_at_the_end_of_sequence_token_of_the_tokenizer(
         result = run_cli("generate", folder, TEXT_PROMPT, *flags, "--generation-config", source)
         assert result.returncode == 0, result.stderr
         assert result.stdout == tokenizer.decode(tokens[:5]) + "\n"
-
-
-def test_generate_cuts_the_models_minimum_length_to_the_maximum() -> None:
-    defaults = GenerationDefaults(min_new_tokens=6)
-    deployment: Any = SimpleNamespace(
-        planned=SimpleNamespace(generation_defaults=defaults), plan=SimpleNamespace(context=64)
-    )
-    assert _sampling_params(deployment, {}, 3).min_new_tokens == 6
-    assert _sampling_params(deployment, {"max_new_tokens": 4}, 3).min_new_tokens == 4
 
 
 def test_a_broken_file_is_refused_at_the_start(run_cli: RunCLI, tmp_path: Path, warm_cache: Path) -> None:

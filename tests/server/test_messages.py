@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tcdeploy.engine.schedule.sequence import NewToken
+from tcdeploy.errors import EngineDeadError
 from tcdeploy.server.api import make_app
 from tcdeploy.server.apis.answer import Answer
 from tcdeploy.server.apis.anthropic.answer import MessagesAnswer
@@ -27,14 +28,13 @@ from tcdeploy.server.apis.openai.validation import (
     context_length_error,
     to_sampling_params,
 )
-from tcdeploy.server.engine_thread.thread import EngineDeadError
 from tcdeploy.server.generate import generation
 from tcdeploy.server.generate.choice import Choice, Delta, Vocabulary, total_usage
 from tcdeploy.server.generate.generation import sse_events
-from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.http.json_steps import JsonLimits
 from tcdeploy.server.http.request_parsing import LargeBodyParser, parse
 from tcdeploy.server.output.tools import ToolSupport
+from tcdeploy.text.stop_strings import StopStringDetokenizer
 from tcdeploy.text.template_form import TemplateForm
 from tests.conftest import TINY
 from tests.server.conftest import ServerProcess
@@ -131,8 +131,8 @@ def test_a_final_assistant_message_is_continued() -> None:
 
 def test_a_limit_beyond_the_context_is_lowered_as_in_anthropics_api() -> None:
     limits = ModelLimits(64, 100)
-    assert to_sampling_params(chat_request(max_tokens=4096), 60, limits).max_new_tokens == 4
-    assert to_sampling_params(chat_request(max_tokens=3), 60, limits).max_new_tokens == 3
+    assert to_sampling_params(chat_request(max_tokens=4096), 60, limits).max_tokens == 4
+    assert to_sampling_params(chat_request(max_tokens=3), 60, limits).max_tokens == 3
     with pytest.raises(ApiError) as rejection:
         to_sampling_params(chat_request(max_tokens=4096), 64, limits)
     message = messages_error_body(rejection.value)["error"]["message"]

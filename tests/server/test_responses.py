@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.errors import EngineDeadError
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, Message
 from tcdeploy.server.apis.openai.unsupported_fields import rename_error
 from tcdeploy.server.apis.openai.validation import check_combinations
@@ -23,7 +24,6 @@ from tcdeploy.server.apis.responses.answer import ResponsesAnswer
 from tcdeploy.server.apis.responses.protocol import RESPONSES_INERT_VALUES, ResponsesRequest
 from tcdeploy.server.apis.responses.routes import RESPONSES, answer_messages, new_messages, to_chat_request
 from tcdeploy.server.apis.responses.store import ResponseStore, StoredResponse, memory_of
-from tcdeploy.server.engine_thread.thread import EngineDeadError
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.generate.choice import Delta
 from tcdeploy.server.generate.generation import sse_events

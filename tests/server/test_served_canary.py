@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from tcdeploy.engine.schedule.sequence import SamplingParams
-from tcdeploy.server.engine_thread import canary as canary_module
-from tcdeploy.server.engine_thread.canary import CanarySchedule
-from tcdeploy.server.engine_thread.thread import EngineThread
-from tcdeploy.server.generate.active_request import RequestGroup
+from tcdeploy.engine.thread import canary_schedule as canary_module
+from tcdeploy.engine.thread.canary_schedule import CanarySchedule
+from tcdeploy.engine.thread.engine_thread import EngineThread
+from tcdeploy.engine.thread.request_group import RequestGroup
 from tests.conftest import TINY, RunCLI
+from tests.engine.test_engine_thread import FakeEngine, collect_tokens
 from tests.server.conftest import FLAGS, ServerProcess, start_cli, without_model
-from tests.server.test_engine_thread import FakeEngine, collect_tokens
 
 # Flips the highest exponent bit of one weight of a layer, once the file exists.
 FLIP_A_BIT = """
@@ -118,7 +118,7 @@ def test_a_difference_is_counted_and_logged_and_the_last_success_stays(
     schedule = make_schedule(canary, 600)
     canary.differences = [None, "token 5 instead of 4"]
     clock.now += 600
-    with caplog.at_level(logging.ERROR, "tcdeploy.server"):
+    with caplog.at_level(logging.ERROR, "tcdeploy.engine"):
         run_until_not_due(schedule)
     assert (schedule.stats.rounds, schedule.stats.failures, schedule.stats.last_success) == (1, 1, 1000)
     assert "canary failed: token 5 instead of 4" in caplog.text
@@ -207,7 +207,7 @@ def test_the_thread_runs_no_canary_while_a_request_is_open(monkeypatch: pytest.M
         outputs = []
         for _ in range(20):
             await asyncio.sleep(0.01)
-            group = RequestGroup(engine_thread, [([7], SamplingParams(max_new_tokens=3))])
+            group = RequestGroup(engine_thread, [([7], SamplingParams(max_tokens=3))])
             await group.start()
             outputs.append(await collect_tokens(group))
         engine_thread.stop()

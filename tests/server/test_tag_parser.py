@@ -16,7 +16,6 @@ import pytest
 
 from tcdeploy.models.load import resolve_model_path
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
-from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.output import python_calls
 from tcdeploy.server.output.harmony_parser import HarmonyParser
 from tcdeploy.server.output.parser import OutputEnd, OutputParser, split_by_kind
@@ -24,6 +23,7 @@ from tcdeploy.server.output.structured.structured_output import StructuredOutput
 from tcdeploy.server.output.tag_parser import TagParser
 from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.server.output.xml_calls import convert
+from tcdeploy.text.stop_strings import StopStringDetokenizer
 from tcdeploy.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.conftest import TINY
 from tests.fork_server import ForkServer

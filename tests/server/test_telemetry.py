@@ -30,7 +30,7 @@ TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 USAGE = LoggedGeneration(
     12, 34, ("stop", ""), cached_tokens=8, first_token_seconds=0.25, seconds_per_token=0.03, is_streamed=True,
-    parameters={"max_new_tokens": 40, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "seed": None},
+    parameters={"max_tokens": 40, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "seed": None},
 )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from tcdeploy.server.apis.openai.answer import ChatAnswer
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest
 from tcdeploy.server.apis.openai.validation import ModelLimits, check_combinations
 from tcdeploy.server.generate.choice import Choice, Delta, Vocabulary
-from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.generate.text_encoder import TextEncoder
 from tcdeploy.server.generate.tokenization import PromptTokenizer
 from tcdeploy.server.http.request_parsing import parse
@@ -29,6 +28,7 @@ from tcdeploy.server.output.parser import split_by_kind
 from tcdeploy.server.output.structured.structured_output import StructuredOutputBackend
 from tcdeploy.server.output.template_parser import TemplateParser, template_format
 from tcdeploy.server.output.tools import ToolSupport
+from tcdeploy.text.stop_strings import StopStringDetokenizer
 from tests.conftest import TINY
 from tests.fork_server import ForkServer
 from tests.server.conftest import ServerProcess, serving

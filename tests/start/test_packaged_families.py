@@ -33,6 +33,7 @@ from tcdeploy.models.load import resolve_model_path
 from tcdeploy.programs.packages import PackagedForward
 from tcdeploy.start.prepare import prepare
 from tests.conftest import PACKAGES, TINY, mounted_tmpfs
+from tests.engine_loop import generate_tokens
 from tests.exported_programs import exported_programs
 from tests.model_families import SUPPORTED
 from tests.start.test_packaged_start import (
@@ -118,7 +119,7 @@ def test_the_exported_programs_of_a_family_give_the_tokens_of_transformers(
     deployment = start(packaged.cache_dir, packaged.model)
     assert deployment is not None and not deployment.engine.runner.has_model
     assert [(record.outcome, record.compiles) for record in deployment.records] == [("hit", 0)] * 2
-    check_tokens(deployment.engine.generate([PROMPT], SamplingParams(max_new_tokens=NEW_TOKENS))[0], packaged)
+    check_tokens(generate_tokens(deployment.engine, [PROMPT], SamplingParams(max_tokens=NEW_TOKENS))[0], packaged)
 
 
 def check_tokens(tokens: list[int], model: Packaged) -> None:

@@ -58,6 +58,7 @@ from tcdeploy.start.record.record import WITHOUT_TOKENIZER
 from tcdeploy.text import tokenizer as tokenizer_module
 from tcdeploy.torch_compat.triton.cuda_driver import DriverError
 from tests.conftest import PACKAGES, ROOT, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
+from tests.engine_loop import generate_tokens
 from tests.fork_server import HAS_GPU
 from tests.linked_packages import create_environment
 from tests.server.test_tools import CLOCK, QUESTION, make_model
@@ -71,10 +72,11 @@ SCRIPT = f"""
 import json, sys
 sys.path[:0] = {PACKAGES.split(":")!r}
 from tcdeploy import Recipe, SamplingParams, prepare
+from tests.engine_loop import generate_tokens
 
 model, cache = sys.argv[1:]
 deployment = prepare(Recipe(model=model, programs="aot", buckets=(32,), batch_sizes=(4,), cache_dir=cache))
-tokens = deployment.engine.generate([{PROMPT}], SamplingParams(max_new_tokens=12))
+tokens = generate_tokens(deployment.engine, [{PROMPT}], SamplingParams(max_tokens=12))
 outcomes = [(record.outcome, record.compiles) for record in deployment.records]
 print(json.dumps([tokens[0], outcomes, sorted(set(sys.modules) & set({ABSENT!r}))]))
 """
@@ -160,8 +162,8 @@ def test_random_requests_get_the_tokens_of_jit_programs(cache: str) -> None:
     prompts = [[source.randrange(3, 900) for _ in range(source.randrange(1, 90))] for _ in range(20)]
     engine = start(cache).engine
     assert not engine.runner.has_model
-    expected = prepare_tiny(cache, **BUCKETS).engine.generate(prompts, SamplingParams(max_new_tokens=12))
-    assert engine.generate(prompts, SamplingParams(max_new_tokens=12)) == expected
+    expected = generate_tokens(prepare_tiny(cache, **BUCKETS).engine, prompts, SamplingParams(max_tokens=12))
+    assert generate_tokens(engine, prompts, SamplingParams(max_tokens=12)) == expected
 
 
 def imported(log: str) -> set[str]:
@@ -298,14 +300,14 @@ def test_steps_may_run_while_the_weights_are_read(cache: str, monkeypatch: pytes
         events.append("prepare")
         return warmup.prepare_buckets(*arguments, **options)
 
-    expected = start(cache).engine.generate([PROMPT], SamplingParams(max_new_tokens=12))
+    expected = generate_tokens(start(cache).engine, [PROMPT], SamplingParams(max_tokens=12))
     monkeypatch.setattr(packaged_start, "loading_weights", read_late)
     monkeypatch.setattr(packaged_start, "prepare_buckets", prepare_buckets)
     monkeypatch.setattr(packaged_start, "_prepares_early", lambda plan: True)
     deployment = start(cache)
     assert events == ["prepare", "read"]
     assert [(record.outcome, record.compiles) for record in deployment.records] == [("hit", 0)] * 2
-    assert deployment.engine.generate([PROMPT], SamplingParams(max_new_tokens=12)) == expected
+    assert generate_tokens(deployment.engine, [PROMPT], SamplingParams(max_tokens=12)) == expected
 
 
 def test_without_transformers_an_error_says_why_the_packages_are_not_used(
@@ -532,7 +534,7 @@ def test_a_start_writes_the_manifest_only_if_more_than_its_measurements_would_ch
 
 
 def test_log_probabilities_of_a_prompt_need_no_model(cache: str) -> None:
-    params = SamplingParams(max_new_tokens=1, prompt_logprobs=1)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
 
     def logprobs(engine: Any) -> list[float]:
         engine.submit(PROMPT, params)

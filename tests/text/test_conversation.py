@@ -14,7 +14,6 @@ from tcdeploy.models.load import resolve_model_path
 from tcdeploy.text import chat_template, conversation
 from tcdeploy.text.chat_template import ChatTemplate
 from tcdeploy.text.conversation import render_conversation, replace_chat_template
-from tcdeploy.text.detokenizer import chat_prompt
 from tcdeploy.text.template_form import RefusedMessageError, TemplateForm, make_outline
 from tests.conftest import TINY
 from tests.template_families import TEMPLATES
@@ -92,12 +91,6 @@ def test_the_outline_of_a_conversation_is_short_and_is_rendered_once_for_all_of_
     for text in ("a", "b", "c"):
         assert render_conversation(tokenizer, [{"role": "user", "content": text}], {"x": 1}) == text
     assert len(rendered) == 4, "three prompts and one outline"
-
-
-def test_the_chat_prompt_of_the_cli_has_the_message_in_each_form(tokenizer: Any) -> None:
-    for name in ("chatml", "parts", "first part"):
-        tokenizer.chat_template = TEMPLATES[name]
-        assert "Hello" in tokenizer.decode(chat_prompt(tokenizer, "Hello"))
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content[0]['text'] + '' }}", "no message at all"])

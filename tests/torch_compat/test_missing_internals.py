@@ -26,13 +26,14 @@ import json
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.start.prepare import prepare
 from tcdeploy.planning.recipe import build_recipe
+from tests.engine_loop import generate_tokens
 
 flags = {"model": %r, "buckets": (32,), "batch_sizes": (1,), "cache_dir": %r}
 deployment = prepare(build_recipe(flags, environ={}))
 decisions = [(item.name, item.value, item.reason) for item in deployment.plan.decisions if item.is_fallback]
-tokens = deployment.engine.generate([[3, 4, 5, 6]], SamplingParams(max_new_tokens=8))
+tokens = generate_tokens(deployment.engine, [[3, 4, 5, 6]], SamplingParams(max_tokens=8))
 prompt = list(range(3, 15))
-scored = deployment.engine.generate([prompt], SamplingParams(max_new_tokens=1, prompt_logprobs=1))
+scored = generate_tokens(deployment.engine, [prompt], SamplingParams(max_tokens=1, prompt_logprobs=1))
 outcomes = [record.outcome for record in deployment.records]
 print(json.dumps({"decisions": decisions, "tokens": tokens + scored, "outcomes": outcomes}))
 """

@@ -11,6 +11,7 @@ import copy
 import math
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ STOP_TOKEN_ID = ParamCheck("a stop token id", int, "pass token ids", ge=0)
 BIASED_TOKEN_ID = ParamCheck("a biased token id", int, "pass token ids", ge=0)
 LOGIT_BIAS = ParamCheck("a logit bias", float, "-100 excludes a token", ge=-100, le=100)
 PARAM_CHECKS = {
-    "max_new_tokens": ParamCheck("max new tokens", int, "--max-new-tokens 128", ge=1),
+    "max_tokens": ParamCheck("max_tokens", int, "max_tokens=128, or --max-new-tokens 128", ge=1),
     "temperature": ParamCheck("temperature", float, "0 is greedy", ge=0),
     "top_k": ParamCheck("top-k", int, "0 keeps all", ge=0, le=MAX_TOP_K),
     "top_p": ParamCheck("top-p", float, "0 keeps one token, 1 keeps all", ge=0, le=1),
@@ -72,8 +73,8 @@ PARAM_CHECKS = {
     "repetition_penalty": ParamCheck("repetition penalty", float, "1 changes nothing", gt=0),
     "presence_penalty": ParamCheck("presence penalty", float, "0 changes nothing", ge=-2, le=2),
     "frequency_penalty": ParamCheck("frequency penalty", float, "0 changes nothing", ge=-2, le=2),
-    "min_new_tokens": ParamCheck("min new tokens", int, "0 sets no minimum", ge=0),
-    "seed": ParamCheck("seed", int, "--seed 0", ge=-(2**63), le=2**64 - 1),
+    "min_tokens": ParamCheck("min_tokens", int, "0 sets no minimum", ge=0),
+    "seed": ParamCheck("seed", int, "seed=0, or --seed 0", ge=-(2**63), le=2**64 - 1),
     "logprobs": ParamCheck("logprobs", int, "None reports none", ge=0, le=MAX_LOGPROBS),
     "prompt_logprobs": ParamCheck("prompt logprobs", int, "None reports none", ge=0, le=MAX_LOGPROBS),
 }
@@ -81,12 +82,14 @@ PARAM_CHECKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request samples its tokens. Raises UsageError for a value out of range.
+    """How a request samples its tokens, and where its text ends. Raises UsageError for a value out of range.
 
-    The defaults are greedy, and leave the model's distribution unchanged.
+    The defaults are greedy, and leave the model's distribution unchanged. `stop` and `ignore_eos` are applied by `LLM`
+    and `AsyncLLM`. The engine has no text, and ends a request at `stop_token_ids` alone: `Engine.submit` does not add
+    the model's end-of-sequence ids.
     """
 
-    max_new_tokens: int = 128
+    max_tokens: int = 128  # most new tokens, the stop token included
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0
     top_p: float = 1.0
@@ -96,8 +99,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logprobs: int | None = None  # number of most likely tokens reported with each new token; None reports nothing
-    stop_token_ids: tuple[int, ...] = ()
-    min_new_tokens: int = 0  # before that many, stop tokens are excluded
+    stop: str | Collection[str] = ()  # the text ends before the first of these strings; stored as a tuple
+    stop_token_ids: Collection[int] = ()  # in addition to the model's end-of-sequence ids; stored as a tuple
+    ignore_eos: bool = False  # do not end at the model's end-of-sequence ids
+    min_tokens: int = 0  # before that many, stop tokens are excluded
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
     prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens after the first
     constraint: Constraint | None = None  # restricts the tokens at each position; compared by identity
@@ -107,10 +112,18 @@ class SamplingParams:
             value, default = getattr(self, name), DEFAULTS[name]
             if type(value) is not type(default) or value != default:  # True == 1, so types are compared too
                 param_check.check(value)
-        if not isinstance(self.stop_token_ids, tuple):
-            raise UsageError(f"stop token ids are {self.stop_token_ids!r}; they must be a tuple", "pass () for none")
+        if not isinstance(self.stop_token_ids, list | tuple):
+            problem = f"stop_token_ids is {self.stop_token_ids!r}; it must be a list or a tuple of token ids"
+            raise UsageError(problem, "pass () for none")
         for token_id in self.stop_token_ids:
             STOP_TOKEN_ID.check(token_id)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+            raise UsageError(f"stop is {self.stop!r}; it must be texts that are not empty", "pass () for none")
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False", "ignore_eos=True")
+        object.__setattr__(self, "stop", tuple(stop))  # the class is frozen
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if len(self.logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIASES:
             counts = f"{len(self.logit_bias)} logit biases and {len(self.stop_token_ids)} stop token ids"
             raise UsageError(f"there are {counts}; the limit is {MAX_LOGIT_BIASES} together", "send fewer of them")
@@ -122,14 +135,14 @@ class SamplingParams:
         """A copy with another seed. Only the seed is checked: checking 512 logit biases again would take 0.5 ms."""
         PARAM_CHECKS["seed"].check(seed)
         params = copy.copy(self)
-        object.__setattr__(params, "seed", seed)  # the class is frozen
+        object.__setattr__(params, "seed", seed)
         return params
 
     def biases(self, prompt_length: int) -> list[tuple[int, float, int]]:
         """Logit biases as (token id, added value, first position without it), excluded stop tokens included."""
-        stop_biases = [(token_id, -math.inf, prompt_length + self.min_new_tokens) for token_id in self.stop_token_ids]
+        stop_biases = [(token_id, -math.inf, prompt_length + self.min_tokens) for token_id in self.stop_token_ids]
         logit_biases = [(token_id, value, MAX_POSITION) for token_id, value in self.logit_bias]
-        return logit_biases + (stop_biases if self.min_new_tokens else [])
+        return logit_biases + (stop_biases if self.min_tokens else [])
 
     @property
     def is_greedy(self) -> bool:
@@ -146,7 +159,7 @@ class SamplingParams:
 
     @property
     def has_biases(self) -> bool:
-        return bool(self.logit_bias or (self.min_new_tokens and self.stop_token_ids))
+        return bool(self.logit_bias or (self.min_tokens and self.stop_token_ids))
 
     @property
     def has_penalties(self) -> bool:
@@ -193,7 +206,7 @@ class Sequence:
     @property
     def has_sampled_last_token(self) -> bool:
         """Whether the last allowed token is sampled, read by the host or not."""
-        return self.num_output_tokens + self.num_in_flight >= self.params.max_new_tokens
+        return self.num_output_tokens + self.num_in_flight >= self.params.max_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -203,7 +216,7 @@ class Sequence:
     @property
     def max_cached_tokens(self) -> int:
         """Most tokens that the KV cache can hold: the last new token is never fed back."""
-        return self.prompt_length + self.params.max_new_tokens - 1
+        return self.prompt_length + self.params.max_tokens - 1
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -211,7 +224,7 @@ class Sequence:
             self.finish_reason = verdict
         elif token_id in self.params.stop_token_ids:
             self.finish_reason = "stop"
-        elif self.num_output_tokens >= self.params.max_new_tokens:
+        elif self.num_output_tokens >= self.params.max_tokens:
             self.finish_reason = "length"
 
     def receive(self, token_id: int) -> None:
@@ -296,15 +309,15 @@ def check_request(
             f"the prompt contains a value that is not a token id in 0..{vocab_size - 1}",
             "encode the prompt with the tokenizer of this model",
         )
-    longest = len(prompt) + params.max_new_tokens
+    longest = len(prompt) + params.max_tokens
     if longest > context:
-        counts = f"{len(prompt)} prompt tokens and {params.max_new_tokens} new tokens"
-        hint = "shorten the prompt, or lower --max-new-tokens"
+        counts = f"{len(prompt)} prompt tokens and {params.max_tokens} new tokens"
+        hint = "shorten the prompt, or lower max_tokens (--max-new-tokens)"
         raise UsageError(f"{counts} exceed the context of {context} tokens", hint)
     if allocator.blocks_for(longest) > allocator.capacity:
         needed = f"{longest} tokens need {allocator.blocks_for(longest)} KV blocks"
         raise SpaceError(f"{needed}; the cache has {allocator.capacity}", "raise --kv-blocks, or shorten the request")
     biased_ids = [*params.stop_token_ids, *(token_id for token_id, _ in params.logit_bias)]
-    if biased_ids and max(biased_ids) >= vocab_size and (params.logit_bias or params.min_new_tokens):
+    if biased_ids and max(biased_ids) >= vocab_size and (params.logit_bias or params.min_tokens):
         message = f"token id {max(biased_ids)} is outside the vocabulary 0..{vocab_size - 1}"
         raise UsageError(message, "check stop_token_ids and logit_bias")

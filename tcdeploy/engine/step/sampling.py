@@ -12,7 +12,7 @@ than one unit count as 0: in total less than 2^-28 of the largest weight.
 
 Order of operations, on the raw logits of the model:
 
-1. biases: added to single logits; -inf for a stop token before `min_new_tokens`
+1. biases: added to single logits; -inf for a stop token before `min_tokens`
 2. penalties: repetition over prompt and output (positive logits divided, negative ones multiplied), then frequency *
    count and presence * (count > 0) over the output only (vLLM, `vllm/v1/sample/sampler.py`; OpenAI API)
 3. masks: -inf for a token that the row's constraint excludes

@@ -1,30 +1,25 @@
-"""An admitted request, from submission to the engine until its last token or its cancellation.
-
-The event loop competes with the engine thread for the GIL. It yields while a step is launched: otherwise a launch with
-256 requests at once took 10.7 ms instead of 3.1, and the throughput was 4% lower. After a submit it waits for the
-launch: otherwise the first token of one client came 0.4 ms later (8B shape, H100).
-"""
+"""An admitted request, from submission to the engine until its last token or its cancellation."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncGenerator
 
 from tcdeploy.engine.schedule.constraint import Constraint
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
+from tcdeploy.engine.thread.engine_thread import EngineRequest
+from tcdeploy.engine.thread.request_group import RequestGroup
 from tcdeploy.server.apis.openai.protocol import ChatRequest, CompletionRequest, bad_request
 from tcdeploy.server.apis.openai.validation import check_prompt_logprobs, params_of_choices, to_sampling_params
-from tcdeploy.server.engine_thread.thread import EngineRequest, EngineThread
 from tcdeploy.server.generate.choice import Choice, Delta, Usage, total_usage
-from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.generate.tokenization import Prompt
 from tcdeploy.server.observe.metrics import Stopwatch
 from tcdeploy.server.observe.request_log import LoggedGeneration
 from tcdeploy.server.output.tools import SelectedParser
 from tcdeploy.server.service import Service
+from tcdeploy.text.stop_strings import StopStringDetokenizer
 
 # Prompts or choices that are set up between two yields to the event loop. All ready requests run in one turn of the
 # loop, so slices are short: a prompt with 512 logit biases takes 0.8 ms, and a choice with tools parses their template.
@@ -32,87 +27,6 @@ PROMPTS_PER_SLICE = CHOICES_PER_SLICE = 2
 GRAMMAR_ERROR_MESSAGE = (
     "the output cannot follow its schema or grammar, which exceeded a limit of work or memory; use a simpler one"
 )
-MAX_LAUNCH_WAIT_S = 0.02  # after a submit, for the first step
-MAX_YIELD_S = 0.01  # per launch; one with 256 rows took up to 7 ms (8B shape, H100)
-_group_ids = itertools.count()
-
-
-class RequestGroup:
-    """The engine requests of one API request, merged into one stream of tokens. A step may deliver tokens to hundreds
-    of streams within milliseconds, so the cost per token matters: a list and a future, instead of a queue and a task.
-    """
-
-    def __init__(self, engine_thread: EngineThread, prompts_and_params: list[tuple[list[int], SamplingParams]]) -> None:
-        self._engine_thread = engine_thread
-        self._new_tokens: list[tuple[EngineRequest, NewToken]] = []
-        self._failure: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._is_starting = False
-        group_id = next(_group_ids)
-        self.engine_requests = [
-            EngineRequest(index, prompt, params, self._receive, group_id)
-            for index, (prompt, params) in enumerate(prompts_and_params)
-        ]
-
-    async def start(self) -> None:
-        """Submit all requests, and wait for their launch. `close` must follow."""
-        self._engine_thread.launch_lock.wait(MAX_YIELD_S)
-        for request in self.engine_requests:
-            self._engine_thread.submit(request)
-        if self._failure is None:
-            self._is_starting = True
-            await self._wait(MAX_LAUNCH_WAIT_S)
-            self._is_starting = False
-
-    async def tokens(
-        self, timeout_s: float | None = None
-    ) -> AsyncGenerator[list[tuple[EngineRequest, NewToken]], None]:
-        """Yield the tokens that have arrived since the last batch, until every request is complete or cancelled; an
-        empty list after `timeout_s` without any. Raises TcdeployError if the engine rejected a request or has died.
-        """
-        while any(request.is_open for request in self.engine_requests):
-            if not self._new_tokens and self._failure is None:
-                await self._wait(timeout_s)
-            self._engine_thread.launch_lock.wait(MAX_YIELD_S)
-            arrived, self._new_tokens = self._new_tokens, []
-            if arrived or self._failure is None:
-                yield arrived
-            else:
-                raise self._failure
-
-    def cancel(self, request: EngineRequest) -> None:
-        """Abort one request if it is open."""
-        if request.is_open:
-            self._engine_thread.cancel(request)
-
-    def close(self) -> None:
-        """Abort all open requests. No more tokens are received."""
-        for request in self.engine_requests:
-            self.cancel(request)
-            request.close()
-
-    def _receive(self, request: EngineRequest, item: NewToken | Exception | None) -> None:
-        if isinstance(item, Exception):
-            self._failure = item
-        elif item is not None and request.is_open:
-            self._new_tokens.append((request, item))
-        if item is not None or self._is_starting:  # a late launch report must not wake a reader of tokens
-            self._wake()
-
-    async def _wait(self, timeout_s: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-            if timer is not None:
-                timer.cancel()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class ActiveRequest:
@@ -163,7 +77,7 @@ class ActiveRequest:
         for length in prompt_lengths:
             service.missed_shapes.observe_shape("prefill", length)
         service.missed_shapes.observe_shape("decode", service.admission.num_admitted)
-        max_tokens = (engine_request.params.max_new_tokens for engine_request in self.group.engine_requests)
+        max_tokens = (engine_request.params.max_tokens for engine_request in self.group.engine_requests)
         service.metrics.observe_request(prompt_lengths, max_tokens, request.num_choices)
 
     def _new_choice(self, index: int, prompt: Prompt) -> Choice:

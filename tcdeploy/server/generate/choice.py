@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tcdeploy.engine.schedule.sequence import NewToken, TokenLogprobs
-from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
 from tcdeploy.server.output.parser import OutputParser, OutputPart, OutputReasoning, OutputText
+from tcdeploy.text.stop_strings import StopStringDetokenizer
 
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -109,12 +109,7 @@ class Choice:
             delta.token_ids.append(token.token_id)
         if self.num_top_logprobs is not None and token.logprobs is not None:
             delta.logprobs.append(ScoredToken(token.token_id, token.logprobs, self._num_chars))
-        text = self.detokenizer.push(token.token_id)
-        if self.detokenizer.stopped:
-            self.finish_reason = "stop"
-        elif token.finish_reason:
-            text += self.detokenizer.finish()
-            self.finish_reason = "stop" if self.detokenizer.stopped else token.finish_reason
+        text, self.finish_reason = self.detokenizer.receive(token.token_id, token.finish_reason)
         if self.output_parser is None:
             self._add_text(text, delta)
         else:

@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from tcdeploy.errors import TcdeployError
+from tcdeploy.errors import EngineDeadError, TcdeployError
 from tcdeploy.server.apis.answer import Answer
 from tcdeploy.server.apis.openai.answer import ChatAnswer, CompletionAnswer
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
@@ -111,12 +111,19 @@ async def _run(
         content = await _run_until_disconnect(raw_request, answer.body())
         return Response(content, media_type="application/json")
     except TcdeployError as error:
-        raise bad_request(error.message, None) from None
+        raise engine_error(error) from None
     finally:
         if active is None:
             service.admission.release(num_choices)
         elif stream is None:
             active.close()  # a stream closes it when it ends
+
+
+def engine_error(error: TcdeployError) -> ApiError:
+    """503 if the engine has died; else 400, because it has refused the request."""
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, error.message, code="engine_died")
+    return bad_request(error.message, None)
 
 
 @contextlib.asynccontextmanager
@@ -179,7 +186,7 @@ async def sse_events(answer: Answer) -> AsyncGenerator[bytes, None]:
     except ApiError as error:
         yield answer.error_events(error)
     except TcdeployError as error:
-        yield answer.error_events(bad_request(error.message, None))
+        yield answer.error_events(engine_error(error))
     except Exception as error:  # without this, the stream would end without an error event
         log.exception("a stream failed")
         yield answer.error_events(ApiError(500, f"{type(error).__name__}: {error}"))

@@ -21,9 +21,9 @@ from typing import Any
 
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.step_costs import StepTotals
+from tcdeploy.engine.thread.canary_schedule import CanaryStats
 from tcdeploy.host.percentile import percentile
 from tcdeploy.planning.bucket_record import BucketRecord
-from tcdeploy.server.engine_thread.canary import CanaryStats
 from tcdeploy.server.settings import StartTier
 
 WINDOW_SIZE = 2000  # samples per percentile

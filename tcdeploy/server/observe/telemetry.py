@@ -26,8 +26,8 @@ CLOSE_TIMEOUT_S = 3.0  # for the last export
 DURATIONS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 FIRST_TOKEN_TIMES = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 TOKEN_TIMES = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-# Fields of SamplingParams that are attributes of the same name, apart from `max_new_tokens`.
-PARAMETERS = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+# Fields of SamplingParams that are attributes of the same name.
+PARAMETERS = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 
 
 class Telemetry:
@@ -129,9 +129,8 @@ def _span_attributes(request: LoggedRequest) -> dict[str, Any]:
 
 def _parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that are set. A seed from 2^63 on is left out: OTLP has 64-bit integers with a sign."""
-    given = {"max_tokens": values.get("max_new_tokens"), **{name: values.get(name) for name in PARAMETERS}}
     return {
         f"gen_ai.request.{name}": value
-        for name, value in given.items()
-        if value is not None and value <= MAX_OTLP_INTEGER
+        for name in PARAMETERS
+        if (value := values.get(name)) is not None and value <= MAX_OTLP_INTEGER
     }

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from tcdeploy.server.generate.stop_strings import partial_match_length
 from tcdeploy.server.output.json_text import ObjectCall
 from tcdeploy.server.output.python_calls import PythonListParser
 from tcdeploy.server.output.xml_calls import XmlCall
+from tcdeploy.text.stop_strings import partial_match_length
 
 OutputEnd: TypeAlias = Literal["complete", "length", "stop_string"]  # why the output ended
 PARSE_ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # of invalid JSON and Python

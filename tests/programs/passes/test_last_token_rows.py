@@ -26,6 +26,7 @@ from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.prepare import prepare
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
 from tests.conftest import TINY, reset_programs
+from tests.engine_loop import generate_tokens
 from tests.programs.passes.compiled_targets import compile_and_run
 
 aten = torch.ops.aten
@@ -205,7 +206,7 @@ def test_the_last_layer_of_a_real_model_selects_rows_early(
     monkeypatch.setattr(last_token_rows, "_hoist", recording_hoist)
     runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
     batch = make_timing_batch(runner, bucket)
-    params, prompts = SamplingParams(max_new_tokens=6), [[5, 6, 7], list(range(100, 200)), [9] * 30]
+    params, prompts = SamplingParams(max_tokens=6), [[5, 6, 7], list(range(100, 200)), [9] * 30]
     answers = []
     for variant, programs in ((DEFAULT, 0), (LAST_TOKEN_ROWS, 1), (LAST_TOKEN_ROWS_INPLACE, 2)):
         runner.set_variant(bucket, variant)
@@ -213,7 +214,7 @@ def test_the_last_layer_of_a_real_model_selects_rows_early(
             batch.run()  # may compile, unlike the engine
         assert compiles.counts.programs == programs
         deployment.engine.allocator.reset_prefix_cache()
-        answers.append(deployment.engine.generate(prompts, params))
+        answers.append(generate_tokens(deployment.engine, prompts, params))
     assert answers[0] == answers[1] == answers[2]
     assert rows_of_programs == [["tokens", "rows", "rows", "rows"]] * 2, "only the last layer's programs"
     assert runner.step_holder.step is None, "the next step must compute all rows"

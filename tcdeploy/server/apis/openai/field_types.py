@@ -79,7 +79,7 @@ def _keep_integers(value: Any, validate: Callable[[Any], Any]) -> Any:
 
 
 Number: TypeAlias = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # integers too
-MaxTokens: TypeAlias = Annotated[StrictInt, limits_of("max_new_tokens")]
+MaxTokens: TypeAlias = Annotated[StrictInt, limits_of("max_tokens")]
 NumLogprobs: TypeAlias = Annotated[StrictInt, limits_of("logprobs")]
 # A name in /openapi.json, which openapi.py completes by the size of the vocabulary. The range of ids is checked where
 # that size is known; a limit here would take 15 times as long as the type.

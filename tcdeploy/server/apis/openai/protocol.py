@@ -100,7 +100,7 @@ class SamplingRequest(BaseModel):
     frequency_penalty: Annotated[Number, limits_of("frequency_penalty")] | None = None
     repetition_penalty: Annotated[Number, limits_of("repetition_penalty")] | None = None
     logit_bias: LogitBias | None = None
-    min_tokens: Annotated[StrictInt, limits_of("min_new_tokens")] | None = None
+    min_tokens: Annotated[StrictInt, limits_of("min_tokens")] | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
     bad_words: BadWords | None = None

@@ -114,7 +114,7 @@ def to_sampling_params(
     try:
         params = SamplingParams(
             # The engine samples a token after every prompt. That of a request that only scores its prompt is dropped.
-            max_new_tokens=1 if request.only_scores_prompt else max_new_tokens,
+            max_tokens=1 if request.only_scores_prompt else max_new_tokens,
             temperature=first_given(request.temperature, defaults.temperature, 1.0),
             top_k=0 if top_k == -1 else top_k,
             top_p=first_given(request.top_p, defaults.top_p, 1.0),
@@ -122,7 +122,7 @@ def to_sampling_params(
             repetition_penalty=first_given(request.repetition_penalty, defaults.repetition_penalty, 1.0),
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
-            min_new_tokens=_min_new_tokens(request, defaults.min_new_tokens, max_new_tokens),
+            min_tokens=_min_new_tokens(request, defaults.min_new_tokens, max_new_tokens),
             seed=request.seed,
             logprobs=request.num_logprobs,
             prompt_logprobs=_num_prompt_logprobs(request),

@@ -17,10 +17,10 @@ import pytest
 
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.engine.step.launch_timer import LaunchLock
-from tcdeploy.server.engine_thread import thread as thread_module
-from tcdeploy.server.engine_thread.thread import EngineRequest, EngineThread
-from tcdeploy.server.generate import active_request
-from tcdeploy.server.generate.active_request import RequestGroup
+from tcdeploy.engine.thread import engine_thread as thread_module
+from tcdeploy.engine.thread import request_group as group_module
+from tcdeploy.engine.thread.engine_thread import EngineRequest, EngineThread
+from tcdeploy.engine.thread.request_group import RequestGroup
 
 
 class FakeEngine:
@@ -86,7 +86,7 @@ async def request_group(engine: FakeEngine) -> AsyncIterator[RequestGroup]:
     engine_thread.start()
     await ready
     try:
-        yield RequestGroup(engine_thread, [([7], SamplingParams(max_new_tokens=3))])
+        yield RequestGroup(engine_thread, [([7], SamplingParams(max_tokens=3))])
     finally:
         engine.steps.release(100)
         engine_thread.stop()
@@ -131,9 +131,9 @@ def test_a_request_that_arrives_before_the_next_launch_is_due_takes_part_in_that
         async with request_group(engine) as first:
             due = engine.launch_due = time.perf_counter() + 2.0
             engine_thread = first._engine_thread
-            engine_thread.submit(EngineRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
+            engine_thread.submit(EngineRequest(0, [7], SamplingParams(max_tokens=3), lambda *_: None))
             await asyncio.sleep(0.3)
-            engine_thread.submit(EngineRequest(1, [8], SamplingParams(max_new_tokens=3), lambda *_: None))
+            engine_thread.submit(EngineRequest(1, [8], SamplingParams(max_tokens=3), lambda *_: None))
             await wait_until(lambda: engine.started_at)
             begun, num_open = engine.started_at[0]
             assert begun >= due and num_open == 2
@@ -147,7 +147,7 @@ def test_a_stop_does_not_wait_for_the_next_launch() -> None:
     async def run() -> None:
         async with request_group(engine) as group:
             engine.launch_due = time.perf_counter() + 30
-            group._engine_thread.submit(EngineRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
+            group._engine_thread.submit(EngineRequest(0, [7], SamplingParams(max_tokens=3), lambda *_: None))
 
     start = time.perf_counter()
     asyncio.run(run())
@@ -159,7 +159,7 @@ def test_a_closed_group_is_freed_without_a_garbage_collection() -> None:
 
     async def run() -> None:
         async with request_group(FakeEngine()) as group:
-            other = RequestGroup(group._engine_thread, [([7], SamplingParams(max_new_tokens=3))])
+            other = RequestGroup(group._engine_thread, [([7], SamplingParams(max_tokens=3))])
             await other.start()
             assert await collect_tokens(other)
             other.close()
@@ -175,7 +175,7 @@ def test_a_closed_group_is_freed_without_a_garbage_collection() -> None:
 
 
 def test_start_waits_until_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active_request, "MAX_LAUNCH_WAIT_S", 60.0)
+    monkeypatch.setattr(group_module, "MAX_LAUNCH_WAIT_S", 60.0)
 
     async def run() -> list[int]:
         engine = FakeEngine()
@@ -249,9 +249,7 @@ def run_requests(engine: FakeEngine, gaps: tuple[float, ...], until: Callable[[]
         async with request_group(engine) as first:
             for number, gap in enumerate(gaps):
                 await asyncio.sleep(gap)
-                group = (
-                    RequestGroup(first._engine_thread, [([7], SamplingParams(max_new_tokens=3))]) if number else first
-                )
+                group = RequestGroup(first._engine_thread, [([7], SamplingParams(max_tokens=3))]) if number else first
                 sent_at.append(time.monotonic())
                 async with asyncio.timeout(30):
                     await group.start()
@@ -295,7 +293,7 @@ def test_after_an_idle_time_the_interval_begins_with_the_load(monkeypatch: pytes
 
 def test_the_event_loop_waits_while_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread launches a step when a request is submitted, and when its tokens have arrived."""
-    monkeypatch.setattr(active_request, "MAX_YIELD_S", 60.0)
+    monkeypatch.setattr(group_module, "MAX_YIELD_S", 60.0)
 
     async def run() -> list[bool]:
         engine, waited = FakeEngine(), []

@@ -12,7 +12,7 @@ from tcdeploy.text.detokenizer import IncrementalDetokenizer
 
 
 class StopStringDetokenizer:
-    """The text of one choice. After a stop string, `stopped` is True, and `matched` is the stop string."""
+    """The text of one sequence. After a stop string, `stopped` is True, and `matched` is the stop string."""
 
     def __init__(
         self, tokenizer: Any, stop_strings: tuple[str, ...], skip_special_tokens: bool = True,
@@ -25,6 +25,16 @@ class StopStringDetokenizer:
         self._held_back = ""
         self.stopped = False
         self.matched: str | None = None
+
+    def receive(self, token_id: int, finish_reason: str) -> tuple[str, str]:
+        """The text that a token of the engine adds, and why the text ends: "" while it does not.
+
+        `finish_reason`: of the engine, which knows no stop strings. One that the text contains ends it as "stop".
+        """
+        text = self.push(token_id)
+        if finish_reason and not self.stopped:
+            text += self.finish()
+        return text, "stop" if self.stopped else finish_reason
 
     def push(self, token_id: int) -> str:
         if token_id in self._hidden_ids:

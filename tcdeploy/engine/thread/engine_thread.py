@@ -5,7 +5,9 @@ the thread reads until the next step is due (engine/step/launch_timer.py). The t
 the event loop. While no request is open, the thread captures and times the remaining CUDA graphs
 (engine/step/step_graphs.py) and runs the canary; it reads the queue after each of these steps. After an eager start it
 also replaces eager steps by programs, one bucket at a time (start/eager.py). An exception in a step is fatal, because
-the state of the device is unknown afterwards: every open request fails with EngineDeadError, and the server exits.
+the state of the device is unknown afterwards: every open request fails with EngineDeadError, and no more are accepted.
+
+The server (server/model_server.py) and `AsyncLLM` (llm/async_llm.py) run the engine by this thread.
 """
 
 from __future__ import annotations
@@ -21,11 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tcdeploy.engine.schedule.scheduler import SchedulerStats
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams
 from tcdeploy.engine.step.launch_timer import LaunchLock
-from tcdeploy.errors import TcdeployError
-from tcdeploy.server.apis.openai.protocol import ApiError
-from tcdeploy.server.engine_thread.canary import CanarySchedule
+from tcdeploy.engine.thread.canary_schedule import CanarySchedule
+from tcdeploy.errors import EngineDeadError, TcdeployError
 
-if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
+if TYPE_CHECKING:  # importing torch takes seconds; a server's socket answers before
     from tcdeploy.engine.engine import Engine
     from tcdeploy.start.eager import ProgramSwaps
 
@@ -39,15 +40,8 @@ MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeout
 ReceiveCallback: TypeAlias = "Callable[[EngineRequest, NewToken | Exception | None], None]"
 
 
-class EngineDeadError(ApiError):
-    """No more tokens will come: the engine has failed, or the server is shutting down."""
-
-    def __init__(self, message: str, code: str = "engine_died") -> None:
-        super().__init__(503, message, code=code)
-
-
 class EngineRequest:
-    """The event loop's handle for one engine request: choice `index` of an API request. `receive` is called with each
+    """The event loop's handle for one engine request: number `index` of a RequestGroup. `receive` is called with each
     new token, with an exception, and with None when the engine has made its first step after accepting the request.
     """
 
@@ -121,9 +115,14 @@ class EngineThread:
         self._inbox.put(lambda engine: self._abort(engine, request))
 
     def stop(self) -> None:
+        """End the thread after its present step."""
         self._inbox.put(STOP)
 
-    def fail_all(self, error: EngineDeadError) -> None:
+    def join(self) -> None:
+        """Wait until the thread has ended. Blocks."""
+        self._thread.join()
+
+    def fail_all(self, error: Exception) -> None:
         """Deliver `error` to every open request. Their owners cancel them."""
         for request in list(self._open_requests):
             request.deliver(error)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from tcdeploy.server.generate.stop_strings import StopStringDetokenizer
+from tcdeploy.text.stop_strings import StopStringDetokenizer
 
 TEXTS = (
     "plain words, and some more", "日本語のテキストと中文", "naïve café Ångström", "👩‍👩‍👧‍👦 family 🏳️‍🌈 flag",

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tcdeploy.errors import CompileError
 
-if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
+if TYPE_CHECKING:  # importing torch takes seconds; a server's socket answers before
     from tcdeploy.engine.check.canary import Canary, CanaryDifference
 
 IDLE_S = 0.1
-log = logging.getLogger("tcdeploy.server")
+log = logging.getLogger("tcdeploy.engine")
 
 
 class CanaryStats(NamedTuple):

@@ -1,0 +1,1 @@
+"""The thread that runs the engine beside an event loop."""

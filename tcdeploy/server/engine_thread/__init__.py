@@ -1,1 +1,0 @@
-"""The engine side: the thread that runs the engine."""
