@@ -100,11 +100,13 @@ class AsyncLLM:
         """Load the model in the engine thread. Raises TcdeployError, as `prepare` does."""
         if self._thread is not None:
             raise UsageError("this AsyncLLM has started already", "call start once, or use `async with`")
-        loaded: asyncio.Future[Deployment] = asyncio.get_running_loop().create_future()
+        deployments: list[Deployment] = []  # emptied below, because the thread keeps a reference to `on_loaded`
+        loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_loaded(deployment: Deployment) -> None:
             if not loaded.done():
-                loaded.set_result(deployment)
+                deployments.append(deployment)
+                loaded.set_result(None)
 
         def on_death(error: BaseException) -> None:
             if not loaded.done():  # else the open requests have failed
@@ -113,11 +115,12 @@ class AsyncLLM:
         self._thread = EngineThread(self._load, on_loaded, on_death)
         self._thread.start()
         try:
-            self._model = LoadedModel(await loaded)
+            await loaded
         except BaseException:
             self._thread.stop()
             self._thread = None
             raise
+        self._model = LoadedModel(deployments.pop())
 
     def _load(self) -> Deployment:
         return prepare(self._recipe, self._progress, needs_tokenizer=True)

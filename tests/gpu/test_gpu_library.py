@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.gpu
-# The KV cache of 256 blocks of 16 tokens takes 12 MiB, the weights 11 MiB. cuBLAS keeps a workspace of 8 MiB or more.
+WORKSPACES_MB = 68  # of cuBLAS, for the two streams of a thread; torch keeps them until the process ends
 PROGRAM = """
 import asyncio, json, sys
 import torch
@@ -52,4 +52,5 @@ def test_answers_are_equal_and_close_frees_the_memory(tmp_path: Path) -> None:
     assert result["texts"] == [result["texts"][0]] * 4
     one, two, again, none, after_stream = result["megabytes"]
     assert two > one + 10, "a second model has weights and a KV cache of its own"
-    assert again < one + 2 and none < one - 10 and after_stream < none + 2, result["megabytes"]
+    assert again < one + 2 and none < one - 10, result["megabytes"]
+    assert after_stream < none + WORKSPACES_MB, "the engine thread of AsyncLLM has its own workspaces"

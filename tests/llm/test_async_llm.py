@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -172,6 +175,23 @@ def test_a_stream_fails_if_the_engine_dies_or_the_llm_is_closed(
             engine.abort(request_id)
         while engine.has_work:
             engine.step()
+
+
+def test_a_closed_llm_keeps_no_reference_to_its_model(
+    make_async_llm: MakeLLM, tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployments = [copy.copy(tiny_deployment)]
+    reference = weakref.ref(deployments[0])
+    monkeypatch.setattr(async_module, "prepare", lambda *_, **__: deployments.pop())
+
+    async def run() -> AsyncLLM:
+        async with make_async_llm() as async_llm:
+            await async_llm.generate(TEXT, PLAIN)
+        gc.collect()
+        assert reference() is None
+        return async_llm
+
+    asyncio.run(run())
 
 
 def test_a_model_that_cannot_be_loaded_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
