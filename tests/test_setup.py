@@ -129,7 +129,7 @@ EXCEPT = {"tests/test_setup.py"}
 
 
 def test_no_file_installs_tcdeploy_from_pypi() -> None:
-    """Nobody of this project has published it there, so another package may have the name."""
+    """The project has no package on PyPI, so the name may belong to another one."""
     folders = ("tcdeploy", "docs", "scripts", "recipes", "tests", ".github")
     files = [*ROOT.glob("*.md"), *(path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text(errors="ignore") for path in files if is_text(path)}

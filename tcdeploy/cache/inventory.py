@@ -79,7 +79,7 @@ class CachedPlan:
 
 @dataclass(frozen=True)
 class UnfinishedPlan:
-    """What starts of a plan finished before they failed or were killed. Its next start reuses it."""
+    """Finished work of failed or killed starts of a plan or were killed. Its next start reuses it."""
 
     plan_key: str
     finished: int  # buckets, or ahead-of-time packages
@@ -106,7 +106,7 @@ def list_plans(folder: Path) -> list[CachedPlan]:
 
 
 def list_unfinished(folder: Path) -> list[UnfinishedPlan]:
-    """The plans without a manifest of which an ended start has finished buckets, by plan key."""
+    """The plans without a manifest for which an ended start left finished buckets, by plan key."""
     complete, finished = plan_keys(folder), dict[str, list[FinishedBucket]]()
     for staging_folder in unlocked_folders(folder):
         for bucket in read_journal(staging_folder):

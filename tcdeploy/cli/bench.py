@@ -100,8 +100,9 @@ def startup(
     warn_if_busy()
     with _unpacked(settings.bundle, allow_unsigned) as folder:
         measured = recipe if folder is None else dataclasses.replace(recipe, cache_dir=folder)
-        with PlainProgress("") as progress:
-            report = startup.run(measured, settings, progress)
+        progress = PlainProgress("")  # not entered: the measured processes print their own lines while they run
+        report = startup.run(measured, settings, progress)
+        progress.finish()
     publish(report, settings.plot, settings.output, json)
     for row in report.rows:
         if isinstance(row, startup.StartupRow) and row.start == "warm":

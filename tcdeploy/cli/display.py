@@ -79,15 +79,16 @@ class MovingProgress(PlainProgress):
     def finish(self, is_complete: bool = True) -> None:
         """Also stop redrawing, which would overwrite what a server prints while it runs."""
         super().finish(is_complete)
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
 
     def stage(self, name: str) -> None:
         is_new = name != self.position.stage
         super().stage(name)
-        if is_new and self._bar is not None:
-            self._bar.reset(self._task)  # the elapsed time
+        bar = self._bar
+        if is_new and bar is not None:
+            bar.reset(self._task)  # the elapsed time
         self._move()
 
     def step(self, number: int, total: int, name: str) -> None:
@@ -99,20 +100,22 @@ class MovingProgress(PlainProgress):
         self._move()
 
     def _move(self) -> None:
-        if self._bar is None:
+        bar = self._bar  # another thread may call `finish`
+        if bar is None:
             return
         position = self.position
         total, completed = (position.total, position.number - 1) if position.total else (None, 0)
-        self._bar.update(
+        bar.update(
             self._task, description=position.stage, total=total, completed=completed,
             position=describe_position(position),
         )  # fmt: skip
 
     def _print(self, line: str) -> None:
-        if self._bar is None:
+        bar = self._bar
+        if bar is None:
             super()._print(line)
         else:
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_plan(plan: Plan, findings: Sequence[PlanFinding], as_json: bool) -> None:

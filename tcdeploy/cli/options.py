@@ -25,7 +25,7 @@ from tcdeploy.planning.option import Option, field_type, flag_name, options_of, 
 from tcdeploy.planning.recipe import Recipe, build_recipe
 
 MODEL_HELP = "Hub id, local folder or builtin:tiny; optional if the recipe names a model"
-INTERRUPT_HINT = "run the command again: it reuses the buckets that it has finished"
+INTERRUPT_HINT = "run the command again: finished buckets are reused"
 METAVARS = {bool: None, int: "INTEGER", float: "FLOAT", str: "TEXT"}  # of a recipe's options
 Values = dict[str, Any]  # of options, by the names of their parameters
 

@@ -79,7 +79,7 @@ class GenerationDefaults:
         return {key: value for key, value in values.items() if value is not None}
 
     def params_of_request(self, given: Mapping[str, Any], max_tokens_limit: int) -> SamplingParams:
-        """The parameters of a request of `generate` or of the library that sets those in `given`.
+        """`given` over the model's defaults, for `tcdeploy generate` and the library.
 
         A default length is cut to `max_tokens_limit`, and a default minimum to the length; a given length is not cut.
         """

@@ -1,12 +1,12 @@
 """Prints the progress of a start as lines: the display of a log, and of `prepare()` in a terminal.
 
-A stage has one line, when it ends, and a bucket one line:
+Each stage and each bucket gets one line when it ends:
 
     load                       0.4 s
     [1/4] prefill:128          9.3 s, miss, 6 programs, KL 1.2e-12
 
 The seconds of the stages add up to the time since the start, because a stage ends when the next one starts. After
-QUIET_S without a line, a thread prints where the start is:
+QUIET_S without a line, a thread prints the present stage and step:
 
     compile ...               16.0 s, [1/4] prefill:128, package 2 of 5
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from tcdeploy.planning.bucket_record import BucketRecord
     from tcdeploy.planning.plan import Plan
 
-QUIET_S = 8.0  # the longest time without a line while a stage runs, up to POLL_S and what holds the GIL
+QUIET_S = 8.0  # a running stage prints a line at least this often, plus POLL_S and waits for the GIL
 POLL_S = 0.5
 NAME_WIDTH = 22
 
 
 class PlainProgress(StageProgress):
-    """A context manager: its first stage is `first_stage`. A block that raises leaves the line of the last stage."""
+    """A context manager whose first stage is `first_stage`. If the block raises, the open stage gets a line too."""
 
     def __init__(self, first_stage: str = "import") -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class PlainProgress(StageProgress):
         self.finish(is_complete=kind is None)
 
     def finish(self, is_complete: bool = True) -> None:
-        """Print the line of the last stage. Later reports are printed, but nothing while no report comes."""
+        """Print the line of the last stage. Later reports are still printed, without lines between them."""
         self._has_finished.set()
         self._end_stage(is_complete)
         super().finish()

@@ -43,7 +43,7 @@ class Progress(Protocol):
         return
 
     def bucket_finished(self, record: BucketRecord) -> None:
-        """The bucket that the latest step named has run and is checked."""
+        """The bucket of the latest `step` has run and was checked."""
         return
 
     def finish(self, is_complete: bool = True) -> None:
@@ -60,7 +60,7 @@ class NullProgress(Progress):
 
 
 class Position(NamedTuple):
-    """Where a start is. A stage without steps has 0 of 0."""
+    """The present stage, step and detail of a start. A stage without steps has 0 of 0."""
 
     stage: str = ""  # "" before the first
     started_at: float = 0.0  # time.monotonic() at the start of the stage
@@ -91,12 +91,16 @@ class StageProgress(Progress):
 
     @property
     def seconds_left(self) -> float | None:
-        """An estimate from an earlier start; None if there is none, or none of the stages that are left."""
-        current, begun = self.position, self._begun
-        left = [seconds for name, seconds in self._expected.items() if name not in begun]
-        if current.stage in self._expected:
-            left.append(max(0.0, self._expected[current.stage] - current.seconds))
-        return sum(left) if left else None
+        """An estimate from an earlier start. None without one, and in stages that it does not have.
+
+        Stages before the present one that this start did not report are not counted.
+        """
+        current, names = self.position, list(self._expected)
+        if current.stage not in names:
+            return None
+        later = names[names.index(current.stage) + 1 :]
+        left = max(0.0, self._expected[current.stage] - current.seconds)
+        return left + sum(self._expected[name] for name in later if name not in self._begun)
 
     def stage(self, name: str) -> None:
         if name == self.position.stage:  # a second attempt, or a second part: it continues

@@ -35,7 +35,7 @@ class AnswerStream(AsyncIterator[AnswerPiece]):
 
     def __init__(self, make_output: Callable[[], Awaitable[TextOutput]], engine_thread: EngineThread) -> None:
         self._outputs: list[TextOutput] = []  # empty until the stream is read
-        # A method would refer to this object, so a stream that is not read further would not be freed at once.
+        # A function, because a method would keep this object alive: dropping the stream would not abort the request.
         self._pieces = _read(make_output, engine_thread, self._outputs)
 
     async def __anext__(self) -> AnswerPiece:
@@ -52,8 +52,8 @@ class AnswerStream(AsyncIterator[AnswerPiece]):
         async with contextlib.aclosing(self._pieces) as pieces:
             async for _ in pieces:
                 pass
-        if not self._outputs:
-            raise UsageError("this stream was closed before it was read", "call `generate` again")
+        if not self._outputs or not self._outputs[0].finish_reason:
+            raise UsageError("this stream was closed before its answer was complete", "call `generate` again")
         return self._outputs[0].answer()
 
 
@@ -116,8 +116,10 @@ class AsyncLLM:
         self._thread.start()
         try:
             await loaded
-        except BaseException:
+        except asyncio.CancelledError:  # the load cannot be interrupted, so a second start would load beside it
             self._thread.stop()
+            raise
+        except BaseException:
             self._thread = None
             raise
         self._model = LoadedModel(deployments.pop())
@@ -175,8 +177,9 @@ class AsyncLLM:
         from tcdeploy.start.deployment import release_memory  # imports torch, which is loaded by now
 
         thread, self._model = self._thread, None
-        thread.fail_all(EngineDeadError("the AsyncLLM is closed", "read streams to their end first"))
-        thread.stop()
+        error = EngineDeadError("the AsyncLLM is closed", "read streams to their end first")
+        thread.fail_all(error)
+        thread.stop(error)
         await asyncio.to_thread(thread.join)
         release_memory()
 

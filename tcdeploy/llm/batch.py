@@ -1,6 +1,6 @@
 """Runs a batch of requests on the engine, in the thread of the caller.
 
-Ctrl-C takes effect between two steps. An exception inside of a step could leave the engine with blocks that no request
+Ctrl-C takes effect between two steps. An exception inside a step could leave the engine with blocks that no request
 owns, so SIGINT is held back while a step runs, and delivered after it; then the open requests are aborted.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from tcdeploy.engine.thread.engine_thread import CAPTURE_INTERVAL_S
 from tcdeploy.errors import TcdeployError, UsageError
 from tcdeploy.llm.outputs import AnswerPiece, TextOutput
 
@@ -30,6 +32,7 @@ def run_batch(engine: Engine, outputs: list[TextOutput], on_piece: Callable[[int
         problem = f"the engine has {engine.num_open_requests} open requests of another loop"
         raise UsageError(problem, "complete them with engine.step(), or call engine.abort")
     indices: dict[int, int] = {}  # of the output, by id of the open request
+    capture_due_at = 0.0
     with held_back_interrupts() as deliver_interrupt:
         try:
             for index, output in enumerate(outputs):
@@ -45,6 +48,9 @@ def run_batch(engine: Engine, outputs: list[TextOutput], on_piece: Callable[[int
                         del indices[token.request_id]
                         if not token.finish_reason:  # a stop string; the engine would generate on
                             engine.abort(token.request_id)
+                if engine.wants_graph and time.monotonic() >= capture_due_at:
+                    engine.capture_wanted_graph()
+                    capture_due_at = time.monotonic() + CAPTURE_INTERVAL_S
                 deliver_interrupt()
         finally:
             for request_id in indices:
@@ -64,9 +70,9 @@ def naming(prompt: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back_interrupts() -> Iterator[Callable[[], None]]:
-    """In the block, hold SIGINT back. The yielded function calls its handler, if there was one; so does the end.
+    """Hold SIGINT back. The yielded function runs the handler if a SIGINT has arrived; so does the end of the block.
 
-    Does nothing outside of the main thread, which alone runs handlers, and if SIGINT has no handler in Python.
+    Has no effect in other threads, where Python runs no signal handlers, and if SIGINT has no handler in Python.
     """
     handler: Any = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():

@@ -3,9 +3,9 @@
 It adds text to the engine: the tokenizer, the chat template, stop strings and the model's defaults. All of its work is
 done in the thread that calls it. `AsyncLLM` (async_llm.py) streams, and runs requests that arrive at any time.
 
-Rejected: n answers per prompt, which would make each result a list of lists. Pass a prompt n times: its tokens are
-computed once, and the others take them from the prefix cache. Also rejected: tool calls and reasoning as parts of an
-answer, which depend on the API's protocol (server/output/).
+Rejected: n answers per prompt, which would make each result a list of lists. Pass a prompt n times; copies that start
+in a later step take its tokens from the prefix cache. Also rejected: tool calls and reasoning as parts of an answer,
+which depend on the API's protocol (server/output/).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class LLM:
             parameters, unless these set `ignore_eos`.
         progress: show a progress bar on stderr, if it is a terminal and the batch takes more than 2 s.
 
-        Raises UsageError, which names the prompt, if a prompt cannot be served; then no prompt is. Ctrl-C aborts the
-        open requests, and the LLM can be used further.
+        Raises UsageError, which names the prompt, if one cannot be served, and generates nothing then. Ctrl-C aborts
+        the open requests, and the LLM can be used further.
         """
         with self._lock:
             encoded = _encode_all("prompt", _prompt_list(prompts), self._loaded.encode)
@@ -166,6 +166,9 @@ class LLM:
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if not isinstance(prompts, Sequence):
+        problem = f"prompts is {prompts!r:.80}; it must be a text, a list of token ids, or a list of these"
+        raise UsageError(problem, 'generate(["Once upon a time"])')
     if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
         return [cast("Prompt", prompts)]
     return cast("Sequence[Prompt]", prompts)
@@ -186,4 +189,7 @@ def _params_list(params: Params, num_prompts: int) -> Sequence[SamplingParams | 
     if len(params) != num_prompts:
         problem = f"there are {len(params)} sampling parameters for {num_prompts} prompts"
         raise UsageError(problem, "pass one SamplingParams for all prompts, or one per prompt")
+    for item in params:
+        if item is not None and not isinstance(item, SamplingParams):
+            raise UsageError(f"params has {item!r:.80}; it must be a SamplingParams", "SamplingParams(max_tokens=64)")
     return params

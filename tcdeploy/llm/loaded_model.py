@@ -1,6 +1,4 @@
-"""A deployment as `LLM`, `AsyncLLM` and `tcdeploy generate` use it: prompts to token ids, parameters to those of the
-engine.
-"""
+"""Encodes prompts and completes sampling parameters, for `LLM`, `AsyncLLM` and `tcdeploy generate`."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ class LoadedModel:
 
     @property
     def default_params(self) -> SamplingParams:
-        """The parameters of a request without parameters. Its length is cut to the room that its prompt leaves."""
+        """The model's defaults. For a request without parameters, `request` also cuts their length to the context."""
         return self.defaults.params_of_request({}, self.deployment.plan.context)
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
@@ -78,7 +76,7 @@ class LoadedModel:
 
     @functools.cached_property
     def _with_stop_tokens(self) -> Any:
-        """A batch has one object of parameters, or few: checking 512 logit biases for each prompt takes 0.5 ms."""
+        """`with_stop_tokens`, cached: a batch shares few SamplingParams, and checking 512 logit biases takes 0.5 ms."""
         return functools.lru_cache(maxsize=16)(self.defaults.with_stop_tokens)
 
 

@@ -1,4 +1,4 @@
-"""What a request of the library gives: one `Answer`, or its pieces while it is generated. Does not import torch."""
+"""Results of the library: an `Answer`, or its pieces while it is generated. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The command that adds an extra to this installation of tcdeploy. Imports no other package.
 
-tcdeploy is not on PyPI: pip would find nothing of that name there, or a package of another project. An extra is
-therefore installed from where tcdeploy itself came from. pip and uv record that in `direct_url.json` (PEP 610): a
-folder, editable or not, a revision of a Git repository, or an archive. If the origin is gone or not recorded, the
-command names the packages of the extra instead.
+tcdeploy is not on PyPI: there, pip would fail or install another project's package. An extra is therefore installed
+from where tcdeploy itself came from. pip and uv record that in `direct_url.json` (PEP 610): a folder, editable or not,
+a revision of a Git repository, or an archive. If the origin is gone or not recorded, the command names the packages of
+the extra instead.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ModelServer:
         self, settings: ServerSettings, deploy: Callable[[], Deployment], on_ready: Callable[[Deployment], None],
         on_failure: Callable[[BaseException], None], progress: StageProgress,
     ) -> None:  # fmt: skip
-        """`progress`: to which `deploy` reports too."""
+        """`progress`: also receives the reports of `deploy`."""
         self._progress = progress
         self.settings, self._deploy, self._on_ready, self._on_failure = settings, deploy, on_ready, on_failure
         self.engine_thread = EngineThread(self._load, self._on_loaded, self._on_engine_death)

@@ -29,7 +29,7 @@ class StopStringDetokenizer:
     def receive(self, token_id: int, finish_reason: str) -> tuple[str, str]:
         """The text that a token of the engine adds, and why the text ends: "" while it does not.
 
-        `finish_reason`: of the engine, which knows no stop strings. One that the text contains ends it as "stop".
+        `finish_reason`: the engine's, which ignores stop strings. A match makes it "stop".
         """
         text = self.push(token_id)
         if finish_reason and not self.stopped:

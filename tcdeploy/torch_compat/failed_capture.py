@@ -23,7 +23,7 @@ def supported() -> bool:
 
 
 def end_allocation(pool: Any, device_index: int) -> None:
-    """Allocate no longer from `pool`, a torch.cuda.MemPool, after a capture with it that failed."""
+    """Stop allocating from `pool`, a torch.cuda.MemPool, after a failed capture."""
     if supported():
-        with contextlib.suppress(RuntimeError):  # the capture was ended in spite of its failure
+        with contextlib.suppress(RuntimeError):  # capture_end had already ended the allocation
             find(END_ALLOCATION)(device_index, pool.id)

@@ -108,12 +108,18 @@ def test_prompt_logprobs_survive_preemption(cache_dir: str) -> None:
     [
         {"logit_bias": ((5, float("nan")),)}, {"logit_bias": ((5, 101),)}, {"logit_bias": ((-1, 1),)},
         {"logit_bias": tuple((i, 1.0) for i in range(513))}, {"min_tokens": -1}, {"min_tokens": True},
-        {"prompt_logprobs": 21},
+        {"prompt_logprobs": 21}, {"logit_bias": (5, 1.0)}, {"logit_bias": {5, 6}},
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize("logit_bias", [{5: 1.0, 7: -2.0}, [(5, 1.0), (7, -2.0)], [[5, 1.0], [7, -2.0]]])
+def test_biases_may_be_a_mapping_or_pairs(logit_bias: Any) -> None:
+    params = SamplingParams(logit_bias=logit_bias)
+    assert params == SamplingParams(logit_bias=((5, 1.0), (7, -2.0))) and hash(params)
 
 
 def test_a_bias_outside_the_vocabulary_is_refused(tiny_deployment: Any) -> None:

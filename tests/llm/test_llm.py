@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tcdeploy import LLM, SamplingParams
 from tcdeploy.errors import ModelError, RecipeError, SpaceError, UsageError
@@ -173,6 +174,13 @@ def test_a_prompt_that_cannot_be_served_is_named_and_no_other_is_generated(
 def test_as_many_parameters_as_prompts_are_required(llm: LLM) -> None:
     with pytest.raises(UsageError, match="3 sampling parameters for 2 prompts"):
         llm.generate([TEXT, IDS], [PLAIN] * 3)
+
+
+def test_arguments_of_another_type_are_errors(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="it must be a text, a list of token ids"):
+        llm.generate(torch.tensor([3, 4]), PLAIN)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="it must be a SamplingParams"):
+        llm.generate([TEXT], [{"max_tokens": 5}])  # type: ignore[list-item]
 
 
 def test_open_requests_of_another_loop_are_an_error_because_their_tokens_would_be_lost(llm: LLM) -> None:

@@ -175,7 +175,7 @@ def test_without_a_network_a_downloaded_model_is_read_after_one_check(
     assert file is not None and not file.is_downloaded
     assert waits == list(RETRY_WAITS_S)
     [warning] = [record.getMessage() for record in caplog.records if record.name.startswith("tcdeploy")]
-    assert warning.startswith("the hub cannot be reached (") and "HF_HUB_OFFLINE=1 skips" in warning
+    assert warning.startswith("cannot reach the Hub (") and "HF_HUB_OFFLINE=1 skips" in warning
 
 
 def test_a_folder_without_a_config_is_not_a_model(run_cli: Any, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.constraint import Constraint, Matcher
@@ -80,6 +80,16 @@ PARAM_CHECKS = {
 }
 
 
+def _pairs(logit_bias: Any) -> tuple[tuple[int, float], ...]:
+    """(token id, value) of a mapping, or of a list or tuple of pairs. Raises UsageError."""
+    pairs = list(logit_bias.items()) if isinstance(logit_bias, Mapping) else logit_bias
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(item, list | tuple) and len(item) == 2 for item in pairs
+    ):
+        raise UsageError(f"logit_bias is {logit_bias!r:.80}; it must map token ids to values", "logit_bias={50: -100}")
+    return tuple((token_id, value) for token_id, value in pairs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request samples its tokens, and where its text ends. Raises UsageError for a value out of range.
@@ -89,7 +99,7 @@ class SamplingParams:
     the model's end-of-sequence ids.
     """
 
-    max_tokens: int = 128  # most new tokens, the stop token included
+    max_tokens: int = 128  # maximum number of new tokens, the stop token included
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0
     top_p: float = 1.0
@@ -99,11 +109,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logprobs: int | None = None  # number of most likely tokens reported with each new token; None reports nothing
-    stop: str | Collection[str] = ()  # the text ends before the first of these strings; stored as a tuple
-    stop_token_ids: Collection[int] = ()  # in addition to the model's end-of-sequence ids; stored as a tuple
+    stop: str | list[str] | tuple[str, ...] = ()  # the text ends before the first of these strings; stored as a tuple
+    stop_token_ids: (
+        list[int] | tuple[int, ...]
+    ) = ()  # in addition to the model's end-of-sequence ids; stored as a tuple
     ignore_eos: bool = False  # do not end at the model's end-of-sequence ids
     min_tokens: int = 0  # before that many, stop tokens are excluded
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
+    # Values added to the logits of tokens: {token id: value}, or pairs of both; stored as a tuple of pairs.
+    logit_bias: Mapping[int, float] | list[tuple[int, float]] | tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens after the first
     constraint: Constraint | None = None  # restricts the tokens at each position; compared by identity
 
@@ -119,15 +132,19 @@ class SamplingParams:
             STOP_TOKEN_ID.check(token_id)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
-            raise UsageError(f"stop is {self.stop!r}; it must be texts that are not empty", "pass () for none")
+            raise UsageError(
+                f"stop is {self.stop!r}; it must be a text, or a list of texts that are not empty", "pass () for none"
+            )
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False", "ignore_eos=True")
         object.__setattr__(self, "stop", tuple(stop))  # the class is frozen
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if len(self.logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIASES:
-            counts = f"{len(self.logit_bias)} logit biases and {len(self.stop_token_ids)} stop token ids"
+        logit_bias = _pairs(self.logit_bias)
+        object.__setattr__(self, "logit_bias", logit_bias)
+        if len(logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIASES:
+            counts = f"{len(logit_bias)} logit biases and {len(self.stop_token_ids)} stop token ids"
             raise UsageError(f"there are {counts}; the limit is {MAX_LOGIT_BIASES} together", "send fewer of them")
-        for token_id, value in self.logit_bias:
+        for token_id, value in logit_bias:
             BIASED_TOKEN_ID.check(token_id)
             LOGIT_BIAS.check(value)
 
@@ -138,10 +155,15 @@ class SamplingParams:
         object.__setattr__(params, "seed", seed)
         return params
 
+    @property
+    def bias_pairs(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias`, as it is stored."""
+        return cast("tuple[tuple[int, float], ...]", self.logit_bias)
+
     def biases(self, prompt_length: int) -> list[tuple[int, float, int]]:
         """Logit biases as (token id, added value, first position without it), excluded stop tokens included."""
         stop_biases = [(token_id, -math.inf, prompt_length + self.min_tokens) for token_id in self.stop_token_ids]
-        logit_biases = [(token_id, value, MAX_POSITION) for token_id, value in self.logit_bias]
+        logit_biases = [(token_id, value, MAX_POSITION) for token_id, value in self.bias_pairs]
         return logit_biases + (stop_biases if self.min_tokens else [])
 
     @property
@@ -317,7 +339,7 @@ def check_request(
     if allocator.blocks_for(longest) > allocator.capacity:
         needed = f"{longest} tokens need {allocator.blocks_for(longest)} KV blocks"
         raise SpaceError(f"{needed}; the cache has {allocator.capacity}", "raise --kv-blocks, or shorten the request")
-    biased_ids = [*params.stop_token_ids, *(token_id for token_id, _ in params.logit_bias)]
+    biased_ids = [*params.stop_token_ids, *(token_id for token_id, _ in params.bias_pairs)]
     if biased_ids and max(biased_ids) >= vocab_size and (params.logit_bias or params.min_tokens):
         message = f"token id {max(biased_ids)} is outside the vocabulary 0..{vocab_size - 1}"
         raise UsageError(message, "check stop_token_ids and logit_bias")

@@ -76,6 +76,7 @@ class EngineThread:
         self, load: Callable[[], Any], on_loaded: Callable[[Any], None], on_death: Callable[[BaseException], None]
     ) -> None:
         self.failure: BaseException | None = None
+        self._stop_error: Exception | None = None  # for requests after `stop`
         self.stats = SchedulerStats(0, 0, 0, 0, 0)
         self.canary: CanarySchedule | None = None  # assigned by `load`, in the thread
         self.swaps: ProgramSwaps | None = None  # assigned by `load`, in the thread; None unless the start is eager
@@ -102,8 +103,8 @@ class EngineThread:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Its tokens, or an error, arrive at `request`."""
-        if self.failure is not None:
-            request.deliver(EngineDeadError("the engine is not running"))
+        if self.failure is not None or self._stop_error is not None:
+            request.deliver(self._stop_error or EngineDeadError("the engine is not running"))
             return
         self._open_requests.add(request)
         self._inbox.put(lambda engine: self._submit(engine, request))
@@ -114,8 +115,9 @@ class EngineThread:
         self._open_requests.discard(request)
         self._inbox.put(lambda engine: self._abort(engine, request))
 
-    def stop(self) -> None:
-        """End the thread after its present step."""
+    def stop(self, error: Exception | None = None) -> None:
+        """End the thread after its present step. Later requests get `error`."""
+        self._stop_error = error or EngineDeadError("the engine has stopped")
         self._inbox.put(STOP)
 
     def join(self) -> None:
