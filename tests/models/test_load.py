@@ -150,7 +150,7 @@ def test_no_network_is_exit_code_8_and_one_error(run_cli: Any, run_online: Any) 
     result = run_online("warm", "someone/model", endpoint=UNREACHABLE)
     assert_fails(result, 8, "the hub cannot be reached", "builtin:tiny")
     others = [line for line in result.stderr.splitlines() if not line.startswith(("error:", "hint:"))]
-    assert others == ["import ...", "decide ..."], "the stages"
+    assert [line.split()[0] for line in others] == ["import", "decide"], "the stages"
     assert_fails(run_cli("warm", "someone/model"), 8, "the hub cannot be reached")
 
 
