@@ -70,4 +70,4 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of this pa
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

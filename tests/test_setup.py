@@ -94,7 +94,7 @@ def test_quickstart_numbers_its_steps_and_ends_with_the_next_commands(tmp_path: 
     shown = scripts.run("quickstart").stdout
     assert shown.splitlines()[1] == "[1/5] $ scripts/setup", "before anything is installed"
     assert [int(number) for number in re.findall(r"^\[(\d)/5\] took \d+ s$", shown, re.MULTILINE)] == [1, 2, 3, 4, 5]
-    assert shown.index("On a CPU") < shown.index("$ tcdeploy compile")
+    assert shown.index("They do not show the speed of a GPU") < shown.index("$ tcdeploy warm")
     assert [line for line in shown.splitlines() if len(line) > 80 and not line.startswith("[")] == []
     last = shown.partition("Next:")[2]
     order = ["source .venv/bin/activate", "tcdeploy serve --recipe tiny", "curl ", "GPU", "tcdeploy warm Qwen"]

@@ -30,7 +30,7 @@ from tcdeploy.cli.foreign_errors import PARSER_ERROR
 from tcdeploy.cli.help_panels import ADVANCED, help_all_option, write_panels
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.extras import WITHOUT_DOCSTRINGS
-from tcdeploy.planning.option import REMOVED, RENAMED, field_type
+from tcdeploy.planning.option import OF_VLLM, REMOVED, RENAMED, field_type
 from tcdeploy.planning.recipe import recipe_names
 
 NUMBER_PATTERNS = {int: re.compile("-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")}
@@ -71,6 +71,8 @@ class Command(_HelpWithoutConversion, TyperCommand):
                 raise UsageError(f"{flag} is now {new}", f"use {new}") from None
             if instead := REMOVED.get(f"{flag}") or REMOVED.get(f"{ctx.info_name} {flag}"):
                 raise UsageError(f"{flag} was removed", instead) from None
+            if here := OF_VLLM.get(f"{flag}"):
+                raise UsageError(f"{flag} is an option of vLLM", here) from None
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

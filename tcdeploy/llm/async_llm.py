@@ -17,7 +17,7 @@ from tcdeploy.engine.thread.engine_thread import EngineThread
 from tcdeploy.engine.thread.request_group import RequestGroup
 from tcdeploy.errors import EngineDeadError, UsageError
 from tcdeploy.host.progress import Progress
-from tcdeploy.llm.loaded_model import EncodedPrompt, LoadedModel, Message, Prompt
+from tcdeploy.llm.loaded_model import EncodedPrompt, LoadedModel, Message, Prompt, progress_of_start
 from tcdeploy.llm.outputs import Answer, AnswerPiece, TextOutput
 from tcdeploy.planning.recipe import recipe_of_fields
 from tcdeploy.start.prepare import prepare
@@ -91,8 +91,9 @@ class AsyncLLM:
     the event loop that called it. The engine runs in a thread; the tokenizer runs in the event loop.
     """
 
-    def __init__(self, model: str, *, progress: Progress | None = None, **fields: Any) -> None:
-        self._recipe, self._progress = recipe_of_fields({"model": model, **fields}, "AsyncLLM"), progress
+    def __init__(self, model: str, *, progress: Progress | bool = True, **fields: Any) -> None:
+        self._recipe = recipe_of_fields({"model": model, **fields}, "AsyncLLM")
+        self._progress = progress_of_start(progress)
         self._thread: EngineThread | None = None
         self._model: LoadedModel | None = None
 

@@ -20,7 +20,7 @@ from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import UsageError
 from tcdeploy.host.progress import Progress
 from tcdeploy.llm.batch import naming, run_batch
-from tcdeploy.llm.loaded_model import EncodedPrompt, LoadedModel, Message, Prompt
+from tcdeploy.llm.loaded_model import EncodedPrompt, LoadedModel, Message, Prompt, progress_of_start
 from tcdeploy.llm.outputs import Answer, AnswerPiece, TextOutput
 from tcdeploy.llm.progress_bar import ProgressBar
 from tcdeploy.planning.recipe import recipe_of_fields
@@ -41,16 +41,17 @@ class LLM:
             print(answer.text)
 
     model: Hub id, local folder, or builtin:tiny, which is embedded in the package.
-    progress: receives the stages of the start; None: the default of `prepare`.
+    progress: receives the stages of the start. True: they are printed if stderr is a terminal; False: they are not.
     fields: fields of `Recipe`, such as `context`, `dtype`, `buckets`, `batch_sizes` or `cache_dir`.
 
     The start is that of `prepare`, whose docstring lists what it changes in the process. Raises TcdeployError. `close`,
     or the end of a `with` block, frees the memory. Calls from several threads run one after another.
     """
 
-    def __init__(self, model: str, *, progress: Progress | None = None, **fields: Any) -> None:
+    def __init__(self, model: str, *, progress: Progress | bool = True, **fields: Any) -> None:
         recipe = recipe_of_fields({"model": model, **fields}, "LLM")
-        self._model: LoadedModel | None = LoadedModel(prepare(recipe, progress, needs_tokenizer=True))
+        deployment = prepare(recipe, progress_of_start(progress), needs_tokenizer=True)
+        self._model: LoadedModel | None = LoadedModel(deployment)
         self._lock = threading.Lock()
 
     def generate(
@@ -99,6 +100,9 @@ class LLM:
         The other arguments and the errors are those of `generate`. The text of the answer is all that the model
         generates, reasoning and tool calls included.
         """
+        if not isinstance(messages, list | tuple):
+            problem = f"messages is {messages!r:.80}; it must be a list of messages, or a list of such lists"
+            raise UsageError(problem, 'chat([{"role": "user", "content": "Hello"}])')
         conversations = cast("Sequence[Sequence[Message]]", messages)
         if is_single := not messages or isinstance(messages[0], Mapping):
             conversations = [cast("Sequence[Message]", messages)]
@@ -186,6 +190,9 @@ def _encode_all(noun: str, items: Sequence[Any], encode: Callable[[Any], Encoded
 def _params_list(params: Params, num_prompts: int) -> Sequence[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * num_prompts
+    if not isinstance(params, list | tuple):
+        problem = f"params is {params!r:.80}; it must be a SamplingParams, or a list with one per prompt"
+        raise UsageError(problem, "SamplingParams(max_tokens=64)")
     if len(params) != num_prompts:
         problem = f"there are {len(params)} sampling parameters for {num_prompts} prompts"
         raise UsageError(problem, "pass one SamplingParams for all prompts, or one per prompt")

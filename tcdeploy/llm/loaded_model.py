@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import UsageError
+from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.llm.outputs import Request
 from tcdeploy.text.chat_template import reserved_names
 from tcdeploy.text.conversation import render_conversation
@@ -78,6 +79,13 @@ class LoadedModel:
     def _with_stop_tokens(self) -> Any:
         """`with_stop_tokens`, cached: a batch shares few SamplingParams, and checking 512 logit biases takes 0.5 ms."""
         return functools.lru_cache(maxsize=16)(self.defaults.with_stop_tokens)
+
+
+def progress_of_start(progress: Progress | bool) -> Progress | None:
+    """What to pass to `prepare`. True: its default, lines if stderr is a terminal."""
+    if isinstance(progress, bool):
+        return None if progress else NullProgress()
+    return progress
 
 
 def _check_message(number: int, message: Message) -> dict[str, Any]:

@@ -33,6 +33,16 @@ REMOVED = {
     "serve --lengths": "use --length-spread, or put the lengths into a trace: --trace FILE",
 }
 
+# Flags of vLLM, and what to use here.
+OF_VLLM = {
+    "--gpu-memory-utilization": "use --memory-fraction",
+    "--max-model-len": "use --context",
+    "--max-num-batched-tokens": "use --buckets; the largest is the limit of a step",
+    "--max-num-seqs": "use --batch-sizes; the largest is the limit",
+    "--pipeline-parallel-size": "a model runs on one GPU",
+    "--tensor-parallel-size": "a model runs on one GPU",
+}
+
 
 class Option(NamedTuple):
     """What the type and the default of a field do not say."""

@@ -25,6 +25,7 @@ from tcdeploy.errors import RecipeError
 from tcdeploy.planning.kubernetes import is_service_variable
 from tcdeploy.planning.option import (
     ENVIRONMENT_PREFIX,
+    OF_VLLM,
     RENAMED,
     field_type,
     flag_name,
@@ -238,6 +239,8 @@ def _unknown_key(key: str, source: str, known_keys: list[str], other_variables: 
     if new in known_keys:
         new = variable_name(new) if source == ENVIRONMENT else new
         return RecipeError(f"{_label(key, source)} is now {new}", f"use {new}")
+    if here := OF_VLLM.get(flag_name(key)):
+        return RecipeError(f"{_label(key, source)} is an option of vLLM", here.replace("--", "").replace("-", "_"))
     if source != ENVIRONMENT:
         message = f"{source}: unknown key {key!r}{_suggestion(key, known_keys)}"
         return RecipeError(message, f"known keys: {', '.join(known_keys)}")

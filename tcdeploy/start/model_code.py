@@ -149,7 +149,7 @@ class ModelCode:
                 stored = read_reference(Path(self._staging.path, self._reference_path), plan.device)
             with self._recorder.recording_sources():
                 self.checker = ParityChecker(
-                    self.runner, planned.architecture, planned.config, stored, self._request.progress
+                    self.runner, planned.architecture, planned.config, stored, progress=self._request.progress
                 )
         self._uses_stored_reference = stored is not None
 

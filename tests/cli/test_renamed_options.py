@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from typer.main import get_command
 from tcdeploy.cli import app as cli
 from tcdeploy.cli.deploy import read_entry
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.option import REMOVED, RENAMED
+from tcdeploy.planning.option import OF_VLLM, REMOVED, RENAMED
+from tcdeploy.planning.recipe import Recipe
 from tcdeploy.scale.ray_config import read_arguments
 from tests.cli.test_cli_usage import refused
 from tests.cli.test_help_panels import leaves
@@ -35,6 +37,15 @@ def test_a_removed_flag_is_refused_with_its_new_name(arguments: tuple[str, ...],
 def test_a_flag_without_a_successor_is_refused_with_what_to_do_instead() -> None:
     assert refused("bench", "serve", "--turns", "2") == ("--turns was removed", REMOVED["--turns"])
     assert refused("bench", "serve", "--lengths", "sharegpt") == ("--lengths was removed", REMOVED["serve --lengths"])
+
+
+def test_a_flag_of_vllm_is_refused_with_ours() -> None:
+    assert refused("serve", TINY, "--max-model-len", "64") == ("--max-model-len is an option of vLLM", "use --context")
+    error, hint = refused("serve", TINY, "--tensor-parallel-size=2")
+    assert (error, hint) == ("--tensor-parallel-size is an option of vLLM", "a model runs on one GPU")
+    our_flags = {flag for hint in OF_VLLM.values() for flag in re.findall(r"--[a-z-]+", hint)}
+    assert our_flags == {"--batch-sizes", "--buckets", "--context", "--memory-fraction"}
+    assert all(flag.removeprefix("--").replace("-", "_") in Recipe.__dataclass_fields__ for flag in our_flags)
 
 
 def test_words_after_two_dashes_are_not_flags() -> None:

@@ -181,6 +181,12 @@ def test_arguments_of_another_type_are_errors(llm: LLM) -> None:
         llm.generate(torch.tensor([3, 4]), PLAIN)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="it must be a SamplingParams"):
         llm.generate([TEXT], [{"max_tokens": 5}])  # type: ignore[list-item]
+    for params in ({"max_tokens": 5}, 5, "x"):
+        with pytest.raises(UsageError, match="it must be a SamplingParams, or a list"):
+            llm.generate(TEXT, params)  # type: ignore[arg-type]
+    for messages in (QUESTION[0], "hello"):
+        with pytest.raises(UsageError, match="it must be a list of messages"):
+            llm.chat(messages)  # type: ignore[call-overload]
 
 
 def test_open_requests_of_another_loop_are_an_error_because_their_tokens_would_be_lost(llm: LLM) -> None:
@@ -194,6 +200,9 @@ def test_open_requests_of_another_loop_are_an_error_because_their_tokens_would_b
 def test_an_unknown_field_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(RecipeError, match="LLM: unknown key 'batch_size'; the nearest is 'batch_sizes'"):
         LLM(TINY, batch_size=(1, 4))
+    with pytest.raises(RecipeError, match="LLM: max_model_len is an option of vLLM") as refusal:
+        LLM(TINY, max_model_len=100)
+    assert refusal.value.hint == "use context"
     with pytest.raises(RecipeError, match="LLM: context is 'long', which is not a whole number"):
         LLM(TINY, context="long")
 

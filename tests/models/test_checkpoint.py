@@ -177,6 +177,11 @@ def test_the_headers_of_a_hub_model_are_read_once_it_is_downloaded(
     assert (read_stored_tensors("someone/model", None, config) is not None) == (downloaded == "all")
 
 
+@pytest.fixture(autouse=True)
+def hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "uses_local_files_only", lambda *_: False)
+
+
 def test_a_hub_model_with_weights_is_not_looked_up_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network, huggingface_hub would retry for 23 s."""
     config = load_config(Recipe(model=str(folder)))

@@ -453,14 +453,16 @@ def planted(
     targets: list[Target] = []
 
     class PlantingChecker(ParityChecker):
-        def __init__(self, runner: ModelRunner, architecture: Architecture, config: Any, stored: Any = None) -> None:
-            super().__init__(runner, architecture, config, stored if uses_stored_reference else None)
+        def __init__(
+            self, runner: ModelRunner, architecture: Architecture, config: Any, stored: Any = None, **rest: Any
+        ) -> None:
+            super().__init__(runner, architecture, config, stored if uses_stored_reference else None, **rest)
             targets.append(Target(runner, architecture))
 
-        def _prompts_and_reference(self, number: int) -> Any:
+        def _prompts_and_reference(self, number: int, *rest: Any) -> Any:
             if number == 0 and known and not self._attempts and not uses_stored_reference:
                 self._attempts.append(known[0])
-            result = super()._prompts_and_reference(number)
+            result = super()._prompts_and_reference(number, *rest)
             if number == 0 and not known:
                 known.append(result)
             return result

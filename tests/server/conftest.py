@@ -95,6 +95,13 @@ class ServerProcess:
         return time.monotonic() - start
 
 
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.05)
+
+
 def stages_of(stderr: list[str]) -> list[str]:
     """The lines of stages that have ended, without their seconds."""
     ended = (re.fullmatch(r"(\w[\w -]*?) +\d+\.\d s(, \d+ of \d+)?\n", line) for line in stderr)

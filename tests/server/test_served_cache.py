@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import TINY, TINY_FLAGS, RunCLI
 from tests.fork_server import ForkServer
-from tests.server.conftest import FLAGS, serving, stages_of
+from tests.server.conftest import FLAGS, serving, stages_of, wait_for
 
 
 @pytest.fixture
@@ -81,6 +81,7 @@ def test_a_server_starts_from_a_signed_bundle_and_rejects_an_unsigned_one(
         assert any("signed by ci" in line for line in started.stderr)
         assert sum(", hit," in line for line in started.stderr) == 4
         assert started.stderr[0].startswith("tcdeploy ") and started.stderr[0].endswith(f" loads {TINY}\n")
+        wait_for(lambda: any("warm-up requests" in line for line in started.stderr))  # a thread reads the lines
         assert stages_of(started.stderr) == [
             "import", "fetch", "decide", "load", "reference", "compile, 4 of 4", "record", "canary, 5 of 5",
             "warm-up requests, 5 of 5",

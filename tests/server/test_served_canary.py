@@ -22,7 +22,7 @@ from tcdeploy.engine.thread.engine_thread import EngineThread
 from tcdeploy.engine.thread.request_group import RequestGroup
 from tests.conftest import TINY, RunCLI
 from tests.engine.test_engine_thread import FakeEngine, collect_tokens
-from tests.server.conftest import FLAGS, ServerProcess, start_cli, without_model
+from tests.server.conftest import FLAGS, ServerProcess, start_cli, wait_for, without_model
 
 # Flips the highest exponent bit of one weight of a layer, once the file exists.
 FLIP_A_BIT = """
@@ -219,13 +219,6 @@ def test_the_thread_runs_no_canary_while_a_request_is_open(monkeypatch: pytest.M
 
     assert asyncio.run(run()) == [[1, 2, 3]] * 20
     assert canary.num_steps > 20
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.05)
 
 
 def sample(server: ServerProcess, *names: str) -> list[float]:

@@ -220,9 +220,8 @@ def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, 
 def _file_names(model: str, revision: str | None, folder: Path | None) -> set[str]:
     """Names of the model's files. The Hub is asked once, as long as no weights have been downloaded."""
     names = {item.name for item in folder.iterdir()} if folder else set()
-    if Path(model).is_dir() or uses_local_files_only(model, revision):
-        return names
-    if not any(name.endswith((".safetensors", ".bin")) for name in names):
+    has_weights = any(name.endswith((".safetensors", ".bin")) for name in names)
+    if not (has_weights or Path(model).is_dir() or uses_local_files_only(model, revision)):
         with contextlib.suppress(Exception):  # huggingface_hub raises many types without a network
             info = huggingface_hub.HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
             names |= {item.rfilename for item in info.siblings or ()}
