@@ -1,7 +1,7 @@
-"""Ends the redirection of a failed capture's allocations, which torch's `CUDAGraph.capture_end` leaves in place.
+"""Stops allocating from the pool of a failed CUDA graph capture, which torch's `CUDAGraph.capture_end` does not do.
 
-`capture_end` of an invalid capture raises before it tells the caching allocator. With torch 2.11, the next
-`torch.cuda.MemPool` that is freed then ends the process: `captures_underway.empty() INTERNAL ASSERT FAILED`.
+If a capture is invalid, `capture_end` raises, and the caching allocator still counts the capture as running. In torch
+2.11, freeing any `torch.cuda.MemPool` then aborts the process: `captures_underway.empty() INTERNAL ASSERT FAILED`.
 """
 
 from __future__ import annotations
