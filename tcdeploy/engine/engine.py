@@ -31,9 +31,9 @@ from tcdeploy.engine.step.in_flight import (
 )
 from tcdeploy.engine.step.launch_timer import LaunchLock, LaunchTimer
 from tcdeploy.engine.step.runner import ModelRunner
-from tcdeploy.engine.step.sampling import Logprobs, logprobs
 from tcdeploy.engine.warm.timing import time_next_size
 from tcdeploy.errors import UsageError
+from tcdeploy.kernels.sampling.reference import Logprobs
 from tcdeploy.programs.stances import fail_on_recompile
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -270,7 +270,7 @@ class Engine:
             masks = self.runner.row_assignment.masks(sequences, len(output.logits)) if features.masks else None
             output = self.runner.sample(output, features, masks)
         ks = [sequence.params.logprobs for sequence in live if sequence.params.logprobs is not None]
-        step_logprobs = logprobs(output.logits, output.tokens, max(ks)) if ks else None
+        step_logprobs = self.runner.logprobs(output.logits, output.tokens, max(ks)) if ks else None
         tokens = to_host(output.tokens)
         step_logprobs = Logprobs(*map(to_host, step_logprobs)) if step_logprobs else None
         return InFlightStep(sequences, tokens, step_logprobs, record_event(output.tokens))

@@ -16,7 +16,7 @@ from pathlib import Path
 # Raise by one with every change that alters programs or tokens without altering a hashed source
 # (programs/passes/post_grad.py lists them), a setting of torch or a shape. Examples: a region is traced in another way,
 # weights are packed in another layout, sampling draws other random numbers.
-CACHE_EPOCH = 2
+CACHE_EPOCH = 3
 
 DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

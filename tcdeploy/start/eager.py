@@ -47,6 +47,7 @@ def check_eager_steps(runner: ModelRunner, checker: ParityChecker) -> None:
     with runner.uncounted_steps():
         for bucket in eager_check_buckets(runner.plan):
             raise_if_failed(checker.check(bucket).parity, bucket)
+        runner.launch_sampling_kernels()
     runner.row_assignment.clear()
 
 

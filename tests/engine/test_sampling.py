@@ -11,22 +11,20 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES
 from tcdeploy.engine.step.sampling import (
     COUNT_LIMIT,
-    MAX_ROWS_PER_PASS,
-    Features,
-    SamplingRows,
-    accumulate,
+    Backend,
     count_tokens,
-    draw,
     logprobs,
-    make_sampling_rows,
     row_seed,
     sample,
     set_biases,
     set_penalty_history,
-    uniforms,
 )
+from tcdeploy.kernels.sampling.reference import MAX_ROWS_PER_PASS, accumulate, draw
+from tcdeploy.kernels.sampling.rows import Features, SamplingRows, make_sampling_rows
+from tcdeploy.kernels.sampling.weights import uniforms
 from tcdeploy.planning.memory import SAMPLING_BYTES_PER_LOGIT
 
 PROBABILITIES = (0.05, 0.4, 0.15, 0.3, 0.1)
@@ -39,7 +37,7 @@ PENALISED, EVERYTHING = Features(penalties=True, filters=False), Features(penalt
 
 def make_rows(rows: int, vocab_size: int, **values: Any) -> SamplingRows:
     """Rows with temperature 1, seed 1 and `values`, each one value for all rows or one per row."""
-    sampling = make_sampling_rows(rows, vocab_size, "cpu")
+    sampling = make_sampling_rows(rows, vocab_size, MAX_LOGIT_BIASES, "cpu")
     for name, value in {"temperature": 1.0, "seeds": 1, **values}.items():
         field = getattr(sampling, name)
         field.copy_(torch.as_tensor(value, dtype=field.dtype))
@@ -245,7 +243,7 @@ def test_the_edges_between_tokens_are_exact_to_eleven_digits(
     tokens = torch.arange(5, 2500, 5)
     for offset, expected in ((-1e-11, tokens), (1e-11, tokens + 1)):
         monkeypatch.setattr(
-            "tcdeploy.engine.step.sampling.uniforms", lambda seeds, positions, u=edges + offset: u[positions]
+            "tcdeploy.kernels.sampling.reference.uniforms", lambda seeds, positions, u=edges + offset: u[positions]
         )
         assert draws(logits, len(edges), features, temperature=0.75) == expected.tolist()
 
@@ -347,7 +345,7 @@ MIXED: dict[str, list[float]] = {
 
 
 def mixed_rows(vocab_size: int) -> SamplingRows:
-    sampling = make_rows(8, vocab_size, **MIXED)
+    sampling = make_rows(8, vocab_size, **MIXED, changes_logits=True)
     for row in range(8):
         ids = torch.randint(vocab_size, (400,), generator=torch.Generator().manual_seed(row)).tolist()
         set_penalty_history(sampling, row, ids[:100], ids[100:])
@@ -530,30 +528,32 @@ def test_logprobs_of_unusable_logits_have_ids_in_range(unusable: float) -> None:
 
 
 def test_a_row_takes_three_bytes_for_each_vocabulary_entry_as_the_plan_predicts() -> None:
-    fields = vars(make_sampling_rows(7, 90, "cpu")).values()
-    assert sum(field.nbytes for field in fields) == 7 * (40 + SAMPLING_BYTES_PER_LOGIT * 90 + 512 * 20)
+    fields = vars(make_sampling_rows(7, 90, MAX_LOGIT_BIASES, "cpu")).values()
+    assert sum(field.nbytes for field in fields) == 7 * (41 + SAMPLING_BYTES_PER_LOGIT * 90 + 512 * 20)
 
 
 def test_new_rows_are_greedy_and_neutral() -> None:
     logits = random_logits(4, 80)
-    tokens = sample(logits, make_sampling_rows(4, 80, "cpu"), torch.arange(4), EVERYTHING)
+    tokens = sample(logits, make_sampling_rows(4, 80, MAX_LOGIT_BIASES, "cpu"), torch.arange(4), EVERYTHING)
     assert torch.equal(tokens, logits.argmax(dim=-1))
 
 
-def everything(logits: Tensor, sampling: SamplingRows, rows: Tensor, positions: Tensor) -> list[Tensor]:
+def everything(
+    logits: Tensor, sampling: SamplingRows, rows: Tensor, positions: Tensor, backend: Backend = "reference"
+) -> list[Tensor]:
     tokens = [
-        sample(logits, sampling, positions, features, rows=indices)
+        sample(logits, sampling, positions, features, rows=indices, backend=backend)
         for features in (PLAIN, PENALISED, FILTERED, EVERYTHING)
         for indices in (None, rows)
     ]
     count_tokens(sampling, rows, tokens[0])
-    return [*tokens, *logprobs(logits, tokens[0], 20)]
+    return [*tokens, *logprobs(logits, tokens[0], 20, backend)]
 
 
 def test_sampling_reads_no_value_on_the_host() -> None:
     """Fake tensors hold no values: `.item()`, a mask as an index or nonzero raises."""
     with FakeTensorMode():
-        sampling = make_sampling_rows(5, 600, "cpu")
+        sampling = make_sampling_rows(5, 600, MAX_LOGIT_BIASES, "cpu")
         results = everything(torch.zeros(4, 600), sampling, torch.arange(4), torch.arange(4))
     assert [tuple(tensor.shape) for tensor in results] == [(4,)] * 9 + [(4, 20)] * 2
 
@@ -577,26 +577,28 @@ def test_the_gpu_draws_the_same_tokens_as_the_cpu() -> None:
         for step in range(10):
             for features in (PLAIN, PENALISED, FILTERED, EVERYTHING):
                 expected = sample(logits, cpu_rows, positions + step, features)
-                tokens = sample(logits.cuda(), gpu_rows, (positions + step).cuda(), features).cpu()
-                assert torch.equal(tokens, expected)
+                on_gpu = (logits.cuda(), gpu_rows, (positions + step).cuda(), features)
+                assert torch.equal(sample(*on_gpu).cpu(), expected)
+                assert torch.equal(sample(*on_gpu, backend="triton").cpu(), expected)
 
 
 @pytest.mark.gpu
-def test_a_captured_step_draws_the_same_tokens_as_an_eager_one() -> None:
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_captured_step_draws_the_same_tokens_as_an_eager_one(backend: Backend) -> None:
     sampling = SamplingRows(**{name: field.cuda() for name, field in vars(mixed_rows(5000)).items()})
     logits, rows, positions = random_logits(8, 5000).cuda(), torch.arange(8).cuda(), torch.arange(8).cuda()
-    everything(logits, sampling, rows, positions)
+    everything(logits, sampling, rows, positions, backend)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = everything(logits, sampling, rows, positions)
+        captured = everything(logits, sampling, rows, positions, backend)
     for _ in range(3):
         logits.copy_(torch.randn_like(logits))
         positions += 1
         counts = sampling.output_counts.clone()
         graph.replay()
         sampling.output_counts.copy_(counts)
-        for replayed, expected in zip(captured, everything(logits, sampling, rows, positions), strict=True):
+        for replayed, expected in zip(captured, everything(logits, sampling, rows, positions, backend), strict=True):
             assert torch.equal(replayed, expected)
 
 

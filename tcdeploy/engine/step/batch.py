@@ -25,11 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcdeploy.engine.schedule.sequence import Chunk, Sequence
-from tcdeploy.engine.step.sampling import SamplingRows, make_sampling_rows
+from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES, Chunk, Sequence
 from tcdeploy.kernels.attention.kv_cache import PADDING_SLOT
 from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from tcdeploy.kernels.attention.ops import HOST_SCALARS
+from tcdeploy.kernels.sampling.rows import SamplingRows, make_sampling_rows
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
 
@@ -58,7 +58,7 @@ def make_decode_rows(plan: Plan, vocab_size: int) -> DecodeRows:
         positions=zeros(num_rows, dtype=torch.int64),
         seq_lens=zeros(num_rows, dtype=torch.int32),
         block_table=zeros(num_rows, _block_table_width(plan), dtype=torch.int32),
-        sampling=make_sampling_rows(num_rows, vocab_size, torch.device(plan.device)),
+        sampling=make_sampling_rows(num_rows, vocab_size, MAX_LOGIT_BIASES, plan.device),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence, TokenLogprobs
 from tcdeploy.engine.schedule.step_costs import StepEstimate
 from tcdeploy.engine.step.batch import StepOutput
-from tcdeploy.engine.step.sampling import Logprobs
+from tcdeploy.kernels.sampling.reference import Logprobs
 
 
 class PromptLogprobs(NamedTuple):

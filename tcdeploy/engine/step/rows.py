@@ -19,7 +19,8 @@ from torch import Tensor
 from tcdeploy.engine.schedule.constraint import Masker, Matcher
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence
 from tcdeploy.engine.step.batch import DecodeRows
-from tcdeploy.engine.step.sampling import Features, row_seed, set_biases, set_penalty_history, to_device
+from tcdeploy.engine.step.sampling import row_seed, set_biases, set_penalty_history, to_device
+from tcdeploy.kernels.sampling.rows import MAX_LISTED_TOP_K, Features
 
 
 class RowAssignment:
@@ -138,6 +139,7 @@ class RowAssignment:
             (sampling.top_p, params.top_p), (sampling.min_p, params.min_p),
             (sampling.seeds, row_seed(params.seed)), (sampling.repetition, params.repetition_penalty),
             (sampling.presence, params.presence_penalty), (sampling.frequency, params.frequency_penalty),
+            (sampling.changes_logits, _features([sequence]).change_logits),
         ]  # fmt: skip
         for column, value in columns:
             self._upload(column[row : row + 1], [value])
@@ -164,4 +166,6 @@ def _features(sequences: ListLike[Sequence]) -> Features:
         filters=any(params.has_filters for params in all_params),
         biases=any(params.has_biases for params in all_params),
         masks=any(params.constraint is not None for params in all_params),
+        top_k=any(params.top_k for params in all_params),
+        wide_top_p=any(params.top_p < 1 and not 0 < params.top_k <= MAX_LISTED_TOP_K for params in all_params),
     )

@@ -32,6 +32,8 @@ from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.engine.step.step_graphs import StepGraphs
 from tcdeploy.kernels.attention.metadata import AttentionConfig, Step, StepHolder
 from tcdeploy.kernels.attention.ops import HOST_SCALARS, choose_decode_splits
+from tcdeploy.kernels.sampling.reference import Logprobs
+from tcdeploy.kernels.sampling.rows import Features
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import DEFAULT, Variant
@@ -67,13 +69,14 @@ class ModelRunner:
         self._decode_buffers = {b: decode_buffers(b, self.decode_rows, split_counters) for b in plan.decode_buckets}
         self._prefill_buffers: dict[tuple[Bucket, int], PrefillBuffers] = {}  # by bucket and tokens
         uses_triton = BACKENDS[plan.decode_attention].uses_triton
-        self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
+        self._backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"  # of what ends a step
         self.variants = dict.fromkeys(plan.buckets, DEFAULT)  # works for every model; warm-up sets the others
         self.eager_buckets: set[Bucket] = set()  # run without programs, graphs and padding of prompts
         self.reserved_blocks: tuple[int, ...] | None = None  # for batches of the warm-up; None: all blocks
         self.graphs = StepGraphs(plan, self._forward, self._buffers_of)
         self._row_slots = plan.row_slots(plan.prefill_buckets[-1])  # the same in all prefill buckets
         self._prefill_logits: Tensor | None = None  # [outputs, vocab], which all captured prefill steps write
+        self._logits_dtype: torch.dtype | None = None  # of the last step that ran without a graph
         self.step_counts: Counter[Bucket] = Counter()  # steps of each bucket since the start
         self.computed_tokens: Counter[Bucket] = Counter()  # tokens or rows of these steps, padding included
         self.padding_tokens: Counter[Bucket] = Counter()  # those of them that were padding
@@ -159,21 +162,45 @@ class ModelRunner:
         self.padding_tokens[bucket] += size - used
 
     @torch.no_grad()
-    def sample(self, output: StepOutput, features: sampling.Features, masks: Tensor | None = None) -> StepOutput:
+    def sample(self, output: StepOutput, features: Features, masks: Tensor | None = None) -> StepOutput:
         """Sample the tokens of a step with the rows' parameters, in place of the greedy ones; they are the next input.
 
         `masks` [outputs, words] int32 is needed if `features.masks` is set.
         """
         decode_rows = self.decode_rows
         positions = decode_rows.positions[output.rows]
-        tokens = sampling.sample(output.logits, decode_rows.sampling, positions, features, output.rows, masks)
+        tokens = sampling.sample(
+            output.logits, decode_rows.sampling, positions, features, output.rows, masks, output.tokens, self._backend
+        )
         decode_rows.token_ids.index_copy_(0, output.rows, tokens)
         if features.penalties:
             sampling.count_tokens(decode_rows.sampling, output.rows, tokens)
         return output._replace(tokens=tokens)
 
+    def launch_sampling_kernels(self) -> None:
+        """Launch every kernel of sampling on the padding row: none is compiled or loaded for a request later.
+
+        A step must have run without a graph. Does nothing without Triton.
+        """
+        if self._backend == "reference":
+            return
+        assert self._logits_dtype is not None
+        device = self.plan.device
+        logits = torch.zeros(1, self.vocab_size, dtype=self._logits_dtype, device=device)
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        rows = torch.full((1,), self.decode_rows.padding_row, device=device)
+        masks = torch.full((1, -(-self.vocab_size // 32)), -1, dtype=torch.int32, device=device)
+        features = Features(penalties=True, filters=True, biases=True, masks=True)
+        self.sample(StepOutput(logits, token, rows), features, masks)
+        self.logprobs(logits, token, 1)
+
     @torch.no_grad()
-    def compute_prompt_logprobs(self, chunk: Chunk, num_top: int) -> list[tuple[int, sampling.Logprobs]]:
+    def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
+        """As `sampling.logprobs`."""
+        return sampling.logprobs(logits, tokens, k, self._backend)
+
+    @torch.no_grad()
+    def compute_prompt_logprobs(self, chunk: Chunk, num_top: int) -> list[tuple[int, Logprobs]]:
         """Log-probabilities of the prompt tokens that follow the tokens of a chunk, with `num_top` alternatives each.
 
         Returns pieces of at most PROMPT_LOGPROBS_CHUNK rows, each with the position of its first row: the logits of a
@@ -184,14 +211,14 @@ class ModelRunner:
         bucket = smallest_bucket(self.plan.prefill_buckets, stop - start)
         prefill = self._prefill_for(bucket, stop - start, self._sizes(bucket, 0))
         prefill.fill([chunk], [None])
-        pieces: list[tuple[int, sampling.Logprobs]] = []
+        pieces: list[tuple[int, Logprobs]] = []
         with reuse_body_output(self.model) if self.has_model else contextlib.nullcontext():
             for begin in range(start, end_of_rows, PROMPT_LOGPROBS_CHUNK):
                 end = min(begin + PROMPT_LOGPROBS_CHUNK, end_of_rows)
                 rows = torch.arange(begin - start, end - start, device=self.plan.device)
                 next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
                 logits = self._logits(prefill.buffers(), rows, False)
-                pieces.append((begin, sampling.logprobs(logits, next_ids, num_top)))
+                pieces.append((begin, self.logprobs(logits, next_ids, num_top)))
         self.graphs.uncaptured_runs += self.graphs.is_captured(bucket)
         return pieces
 
@@ -252,12 +279,13 @@ class ModelRunner:
     def _forward(self, buffers: StepBuffers) -> StepOutput:
         in_last_layer = self.variants[buffers.bucket].last_token_rows and buffers.logits_indices is not None
         logits = self._logits(buffers, buffers.logits_indices, in_last_layer)
+        self._logits_dtype = logits.dtype
         if buffers.bucket.is_prefill and self.plan.uses_cuda_graph(buffers.bucket):
             logits = self._share_logits(logits)
         decode_rows = self.decode_rows
         tokens = advance(
             logits, buffers.rows, buffers.lengths, decode_rows.token_ids, decode_rows.positions, decode_rows.seq_lens,
-            self._advance_backend,
+            self._backend,
         )  # fmt: skip
         return StepOutput(logits, tokens, buffers.rows)
 

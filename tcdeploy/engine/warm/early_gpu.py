@@ -85,7 +85,7 @@ def compiling_kernels_of(
 
 
 def precompile_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts) -> None:
-    """Launch the kernels of the buckets' checks, and of the CUDA graphs that are captured before the first request.
+    """Launch the kernels of the buckets' checks, of the CUDA graphs captured before the first request, and of sampling.
 
     An exception is logged, not raised: if its cause persists, a later step of the start raises it.
     """
@@ -93,6 +93,7 @@ def precompile_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: 
         with runner.uncounted_steps():
             for bucket in buckets:
                 _launch_kernels_of(runner, bucket, prompts)
+            runner.launch_sampling_kernels()
     except Exception as error:  # of torch, Triton or CUDA, which share no base class
         log.info("not all kernels are compiled in advance: %s", error)
     runner.row_assignment.clear()

@@ -1,0 +1,119 @@
+"""Sampling in Triton kernels, without a sort: two launches for rows that only draw.
+
+`_weigh` sums the weights of each tile of a row, in integer units, and `_draw` inverts the cumulative distribution: one
+program per row finds the tile, and then the token in it. Biases, penalties and masks are one launch before
+(`_change`), which writes changed logits in float32 and the largest of each tile. Only rows that need them are changed.
+
+Top-k and top-p need a limit: the rank of the last token that is kept, where a rank orders tokens by logit, and equal
+logits by id. `_search` measures the tokens (top-k) or weights (top-p) at or above 16 pivots, and the measure brackets
+the limit. LEVELS launches narrow the bracket, `_collect` lists the tokens in it, and `_select` finds the limit among
+them bit by bit. A bracket with more than CAPACITY tokens is not listed; `_select` then reads the whole row, which takes
+milliseconds.
+
+Whether a launch is needed is decided by the batch's `Features`, and whether a row takes part by its parameters, which
+the kernels read. The constants do not depend on the batch, so each kernel is compiled once for a model.
+
+Rejected: sorting (docs/performance-log.md), and one launch with a barrier between programs, which Triton lacks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tcdeploy.kernels.sampling.rows import MAX_LISTED_TOP_K, Features, SamplingRows
+from tcdeploy.kernels.sampling.weights import unit_bits
+from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
+
+MODULE, FILTERS = "tcdeploy.kernels.sampling.sample_kernels", "tcdeploy.kernels.sampling.filter_kernels"
+SEARCH, COLLECT = Kernel(FILTERS, "_search_kernel"), Kernel(FILTERS, "_collect_kernel")
+SELECT, CHANGE = Kernel(FILTERS, "_select_kernel"), Kernel(MODULE, "_change_kernel")
+WEIGH, DRAW = Kernel(MODULE, "_weigh_kernel"), Kernel(MODULE, "_draw_kernel")
+TILE = 2048  # tokens that one program reads
+BLOCK = 1024  # candidates that `_select` reads at once
+LEVELS = 3
+PIVOTS = 16  # as in filter_kernels.py
+CAPACITY = 4096  # candidates of a row
+LISTED_K = MAX_LISTED_TOP_K
+FEW = 256  # candidates that are compared with each other at once, COLUMNS of them in each step
+COLUMNS = 32
+# Weights must have the same bits on every device, so multiplications and additions are not contracted.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def sample(
+    logits: Tensor, sampling: SamplingRows, rows: Tensor, positions: Tensor, features: Features, masks: Tensor | None,
+    greedy: Tensor,
+) -> Tensor:  # fmt: skip
+    """As `sampling.sample` (engine/step/sampling.py); logits are contiguous."""
+    size, vocab_size = logits.shape
+    assert logits.is_contiguous()
+    parts = -(-vocab_size // TILE)
+    constants = (vocab_size, TILE, parts, next_power_of_2(parts))
+    changed = torch.empty(0, dtype=torch.float32, device=logits.device)
+    bests = torch.empty(size, parts, dtype=torch.int64, device=logits.device)
+    if features.change_logits:
+        changed = torch.empty(size, vocab_size, dtype=torch.float32, device=logits.device)
+        _change(changed, bests, logits, sampling, rows, positions, features, masks)
+    source = (logits, changed, bests)
+    row_columns = (greedy, rows, sampling.changes_logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    has_changes, has_filters = int(features.change_logits), int(features.filters)
+    limits = torch.empty(size, dtype=torch.int64, device=logits.device)
+    for is_count, is_used in ((1, features.top_k), (0, features.wide_top_p)):
+        if features.filters and is_used:
+            _find_limits(limits, source, row_columns, has_changes, constants, is_count)
+    part_units = torch.empty(size, parts, dtype=torch.int64, device=logits.device)
+    bits = unit_bits(vocab_size)
+    WEIGH.launch(
+        (parts, size), part_units, *source, limits, *row_columns, sampling.min_p, has_changes, has_filters,
+        *constants, bits, **OPTIONS,
+    )  # fmt: skip
+    tokens = torch.empty(size, dtype=torch.int64, device=logits.device)
+    DRAW.launch(
+        (size,), tokens, part_units, *source, limits, greedy, rows, positions, *row_columns[2:], sampling.min_p,
+        sampling.seeds, has_changes, has_filters, *constants, bits, **OPTIONS,
+    )  # fmt: skip
+    return tokens
+
+
+def _change(
+    changed: Tensor, bests: Tensor, logits: Tensor, sampling: SamplingRows, rows: Tensor, positions: Tensor,
+    features: Features, masks: Tensor | None,
+) -> None:  # fmt: skip
+    (size, parts), vocab_size = bests.shape, logits.shape[1]
+    words = torch.empty(0, dtype=torch.int32, device=logits.device) if masks is None else masks
+    CHANGE.launch(
+        (parts, size), changed, bests, logits, rows, positions, sampling.changes_logits,
+        sampling.repetition, sampling.presence, sampling.frequency, sampling.output_counts, sampling.in_prompt,
+        sampling.bias_ids, sampling.bias_values, sampling.bias_ends, words,
+        int(features.penalties), int(features.biases), int(masks is not None),
+        vocab_size, TILE, parts, sampling.bias_ids.shape[1], -(-vocab_size // 32), **OPTIONS,
+    )  # fmt: skip
+
+
+def _find_limits(
+    limits: Tensor, source: tuple[Tensor, ...], row_columns: tuple[Tensor, ...], has_changes: int,
+    constants: tuple[int, ...], is_count: int,
+) -> None:  # fmt: skip
+    """Write the rank of the last token that top-k (`is_count`) or top-p keeps, of rows to which it applies."""
+    size, device, (vocab_size, _, parts, parts_padded) = len(limits), limits.device, constants
+    bits = unit_bits(vocab_size)
+    # Units and tokens at or above each pivot of each level, and the number of candidates.
+    sums = torch.zeros(size, 2 * LEVELS * PIVOTS + 1, dtype=torch.int64, device=device)
+    bounds = torch.empty(size, LEVELS + 1, 2, dtype=torch.float32, device=device)
+    measures = torch.empty(size, LEVELS + 1, 3, dtype=torch.int64, device=device)
+    candidates = torch.empty(size, CAPACITY, dtype=torch.int64, device=device)
+    inputs = (*source, *row_columns, has_changes, is_count)
+    for level in range(LEVELS):
+        SEARCH.launch(
+            (parts, size), sums, bounds, measures, limits, *inputs, level, *constants, bits, LEVELS, LISTED_K, FEW,
+            **OPTIONS,
+        )  # fmt: skip
+    COLLECT.launch(
+        (parts, size), candidates, sums, bounds, measures, limits, *inputs, *constants, LEVELS, LISTED_K, CAPACITY,
+        **OPTIONS,
+    )  # fmt: skip
+    SELECT.launch(
+        (size,), limits, candidates, sums, bounds, measures, *inputs, vocab_size, BLOCK, parts, parts_padded, bits,
+        LEVELS, LISTED_K, CAPACITY, FEW, COLUMNS, vocab_size.bit_length(), **OPTIONS,
+    )  # fmt: skip

@@ -1,0 +1,143 @@
+"""The sampling kernels draw the tokens of the reference, for every combination of features and any logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES
+from tcdeploy.engine.step.sampling import sample, set_biases, set_penalty_history
+from tcdeploy.kernels.sampling import sample_triton
+from tcdeploy.kernels.sampling.rows import Features, SamplingRows, make_sampling_rows
+
+pytest.importorskip("triton")
+NAN, INF = float("nan"), float("inf")
+PLAIN, FILTERED = Features(penalties=False, filters=False), Features(penalties=False, filters=True)
+
+
+def make_rows(rows: int, vocab_size: int, **values: Any) -> SamplingRows:
+    """Rows with temperature 1, a seed each, and `values`: one value for all rows, or one per row."""
+    sampling = make_sampling_rows(rows, vocab_size, MAX_LOGIT_BIASES, "cpu")
+    for name, value in {"temperature": 1.0, "seeds": range(rows), **values}.items():
+        field = getattr(sampling, name)
+        field.copy_(torch.as_tensor(value, dtype=field.dtype))
+    return sampling
+
+
+def random_logits(rows: int, vocab_size: int, scale: float = 2.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * scale
+    return logits.to(dtype)
+
+
+def check(
+    device: str, logits: Tensor, sampling: SamplingRows, features: Features, masks: Tensor | None = None
+) -> list[int]:
+    """Assert that the kernels give the tokens of the reference on the CPU, and return them."""
+    size = len(logits)
+    rows = torch.arange(size).flip(0)  # the rows' parameters are not in the order of the logits
+    positions = torch.arange(size) * 3 + 5
+    expected = sample(logits, sampling, positions, features, rows, masks)
+    on_device = SamplingRows(**{name: tensor.to(device) for name, tensor in vars(sampling).items()})
+    masks = masks if masks is None else masks.to(device)
+    tokens = sample(
+        logits.to(device), on_device, positions.to(device), features, rows.to(device), masks, backend="triton"
+    )
+    assert tokens.tolist() == expected.tolist()
+    return expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 5, 2047, 2048, 2049, 5000])
+def test_draws_without_filters(device: str, vocab_size: int, dtype: torch.dtype) -> None:
+    temperature = [1.0, 0.0, 0.3, 7.0, 1e-3, 1e-42, 1e30, 0.7]
+    tokens = check(
+        device, random_logits(8, vocab_size, dtype=dtype), make_rows(8, vocab_size, temperature=temperature), PLAIN
+    )
+    assert vocab_size < 100 or len(set(tokens)) > 4
+
+
+FILTERS: dict[str, list[float]] = {
+    "top_k": [20, 0, 0, 0, 1, 3, 400, 4999, 10**9, 50, 0, 2],
+    "top_p": [0.8, 0.9, 0.5, 1e-9, 1.0, 0.95, 0.99, 0.999999, 0.7, 1.0, 1.0, 0.0],
+    "min_p": [0.0, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.05, 0.0],
+    "temperature": [0.7, 1.0, 1.5, 1.0, 1.0, 0.1, 3.0, 1.0, 100.0, 0.0, 1.0, 1.0],
+}
+
+
+@pytest.mark.parametrize(("vocab_size", "scale"), [(3, 3.0), (2500, 0.01), (5000, 3.0), (5000, 30.0)])
+def test_filters(device: str, vocab_size: int, scale: float) -> None:
+    check(device, random_logits(12, vocab_size, scale), make_rows(12, vocab_size, **FILTERS), FILTERED)
+
+
+def test_equal_logits_at_the_limit_of_a_filter(device: str) -> None:
+    """A bracket of one score cannot be divided by scores: the id decides."""
+    logits = random_logits(12, 5000, 1.0).round()
+    tokens = check(device, logits, make_rows(12, 5000, **FILTERS), FILTERED)
+    check(device, torch.zeros(12, 5000), make_rows(12, 5000, **FILTERS), FILTERED)
+    assert len(set(tokens)) > 6
+
+
+def test_brackets_that_hold_more_tokens_than_are_listed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_triton, "CAPACITY", 16)
+    for scale in (0.01, 2.0):
+        check(device, random_logits(12, 2500, scale).round(decimals=1), make_rows(12, 2500, **FILTERS), FILTERED)
+
+
+def test_penalties_biases_and_masks_change_only_their_rows(device: str) -> None:
+    vocab_size, size = 2500, 8
+    sampling = make_rows(
+        size, vocab_size, temperature=[1, 0, 1, 1, 0.7, 0, 1, 1], top_k=[0, 0, 20, 0, 0, 0, 5, 0],
+        top_p=[1, 1, 1, 1, 0.9, 1, 0.5, 1], repetition=[1.0, 1.3, 1.0, 1.2, 1.0, 1.0, 1.0, 0.8],
+        presence=[0.0, 0.0, 1.5, 0.1, 0.0, 0.0, 0.0, -0.5], frequency=[0.0, 0.4, 0.0, -0.2, 0.0, 0.0, 0.0, 0.0],
+        changes_logits=[False, True, True, True, True, True, True, True],
+    )  # fmt: skip
+    for row in range(size):
+        ids = torch.randint(vocab_size, (400,), generator=torch.Generator().manual_seed(row)).tolist()
+        set_penalty_history(sampling, row, ids[:100], ids[100:])
+    set_biases(sampling, 4, [(7, 100.0, 3), (8, -100.0, 2**62), (2047, 9.5, 2**62), (2047, 1.0, 2**62)])
+    set_biases(sampling, 5, [(2499, 90.0, 2**62), (0, -INF, 2**62)])
+    masks = torch.full((size, -(-vocab_size // 32)), -1, dtype=torch.int32)
+    masks[1], masks[2, 40] = 0, 5  # rows 6 and 5 of the parameters
+    masks[1, 3] = 0x55
+    logits = random_logits(size, vocab_size)
+    everything = Features(penalties=True, filters=True, biases=True, masks=True)
+    tokens = check(device, logits, sampling, everything, masks)
+    assert tokens[1] in {96, 98, 100, 102}
+    assert tokens[2] == 2499
+    plain = dataclasses.replace(sampling, changes_logits=torch.zeros(size, dtype=torch.bool))
+    assert check(device, logits, plain, FILTERED)[7] == tokens[7]  # of row 0, which changes nothing
+    for features in (Features(True, False), Features(False, False, biases=True), Features(True, True, True)):
+        check(device, logits, sampling, features)
+
+
+@pytest.mark.parametrize("features", [PLAIN, FILTERED, Features(True, True)], ids=str)
+def test_unusable_logits_give_the_first_maximum(device: str, features: Features) -> None:
+    logits = random_logits(12, 2600, dtype=torch.float32)
+    logits[1] = -INF
+    logits[2] = NAN
+    logits[3, 2500] = NAN
+    logits[4, 300] = INF
+    logits[5] = INF
+    logits[6, :2599] = -INF
+    logits[7, 10:] = -INF
+    logits[8, 5] = 3e38
+    logits[9, 100:] = -3e38
+    sampling = make_rows(12, 2600, **FILTERS, changes_logits=True)
+    sampling.temperature[2] = 0.0
+    tokens = check(device, logits, sampling, features)
+    assert tokens[1:7] == [0, 0, 2500, 300, 0, 2599]
+
+
+def test_rows_of_a_batch_draw_the_tokens_that_they_draw_alone(device: str) -> None:
+    logits, sampling = random_logits(12, 2500), make_rows(12, 2500, **FILTERS)
+    logits, sampling = logits.to(device), SamplingRows(**{n: t.to(device) for n, t in vars(sampling).items()})
+    positions = torch.arange(12, device=device)
+    together = sample(logits, sampling, positions, FILTERED, backend="triton")
+    for row in range(12):
+        index = torch.tensor([row], device=device)
+        alone = sample(logits[index], sampling, positions[index], FILTERED, index, backend="triton")
+        assert alone.tolist() == together[index].tolist()
