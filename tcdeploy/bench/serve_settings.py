@@ -35,8 +35,12 @@ SAMPLING = {  # sampling parameters of the requests, by the name that --sampling
     # The penalty is sent because a model's generation_config.json may have one.
     "random": {"temperature": 1, "top_p": 1, "repetition_penalty": 1},
     "greedy": {"temperature": 0, "repetition_penalty": 1},
+    "penalties": {
+        "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "presence_penalty": 1.5,
+        "frequency_penalty": 0.1,
+    },
     "model": {},
-}
+}  # fmt: skip
 SLO_OPTION = Option(
     f"Report the requests that meet these limits in ms, of {', '.join(SLO_METRICS)}: ttft=200,itl=50",
     "Measurement", metavar="LIST", parse=parse_slo,
@@ -66,7 +70,8 @@ class ServeSettings(LoadSettings):
     )
     length_spread: float = measurement_option(0.0, "Lengths are uniform within this share of both lengths; 0.5: +-50%")
     sampling: str = measurement_option(
-        "random", "random: temperature 1; greedy: temperature 0; model: the server's defaults for the model",
+        "random", "random: temperature 1; greedy: temperature 0; penalties: all three, with temperature 0.7, top-p 0.8 "
+        "and top-k 20; model: the server's defaults for the model",
         metavar="|".join(SAMPLING),
     )  # fmt: skip
     shared_prefix: int = measurement_option(0, "Tokens that all prompts share, before those of --input-length")

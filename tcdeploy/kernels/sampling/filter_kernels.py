@@ -118,7 +118,7 @@ def _number_to_list(is_count, k, from_low, from_high, LISTED_K: tl.constexpr):  
     do_not_specialize=["has_changes", "is_count", "level"],
     do_not_specialize_on_alignment=["changed", "bests", "greedy", "limits"],
 )
-def _search_kernel(  # type: ignore[no-untyped-def]
+def _sample_search_kernel(  # type: ignore[no-untyped-def]
     sums, bounds, measures, limits, logits, changed, bests, greedy, rows, changes, temperature, top_k, top_p,
     has_changes, is_count, level,
     VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, BITS: tl.constexpr,
@@ -176,7 +176,7 @@ def _search_kernel(  # type: ignore[no-untyped-def]
     do_not_specialize=["has_changes", "is_count"],
     do_not_specialize_on_alignment=["changed", "bests", "greedy", "limits"],
 )
-def _collect_kernel(  # type: ignore[no-untyped-def]
+def _sample_collect_kernel(  # type: ignore[no-untyped-def]
     candidates, sums, bounds, measures, limits, logits, changed, bests, greedy, rows, changes, temperature, top_k,
     top_p, has_changes, is_count,
     VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
@@ -297,7 +297,7 @@ def _limit(  # type: ignore[no-untyped-def]
     do_not_specialize=["has_changes", "is_count"],
     do_not_specialize_on_alignment=["changed", "bests", "greedy", "limits"],
 )
-def _select_kernel(  # type: ignore[no-untyped-def]
+def _sample_select_kernel(  # type: ignore[no-untyped-def]
     limits, candidates, sums, bounds, measures, logits, changed, bests, greedy, rows, changes, temperature, top_k,
     top_p, has_changes, is_count,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, BITS: tl.constexpr,

@@ -51,7 +51,7 @@ def _largest(bests, row, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr):  # ty
 
 @ignore_comments
 @triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["logits"])
-def _list_kernel(  # type: ignore[no-untyped-def]
+def _logprob_list_kernel(  # type: ignore[no-untyped-def]
     part_units, listed, logits, bests, k,
     VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def _list_kernel(  # type: ignore[no-untyped-def]
 
 @ignore_comments
 @triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["logits", "tokens", "top_ids", "top_logprobs"])
-def _merge_kernel(  # type: ignore[no-untyped-def]
+def _logprob_merge_kernel(  # type: ignore[no-untyped-def]
     chosen, top_ids, top_logprobs, part_units, listed, logits, bests, tokens, k,
     VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, BITS: tl.constexpr,
     LISTED: tl.constexpr,

@@ -17,7 +17,7 @@ from tcdeploy.kernels.sampling.weights import unit_bits
 from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 MODULE = "tcdeploy.kernels.sampling.logprob_kernels"
-LIST, MERGE = Kernel(MODULE, "_list_kernel"), Kernel(MODULE, "_merge_kernel")
+LIST, MERGE = Kernel(MODULE, "_logprob_list_kernel"), Kernel(MODULE, "_logprob_merge_kernel")
 MAX_LISTED = 32  # alternatives of a row; a power of two
 
 

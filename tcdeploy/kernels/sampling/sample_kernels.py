@@ -28,7 +28,7 @@ FIRST_FACTOR, SECOND_FACTOR = tl.constexpr(-0x40A7B892E31B1A47), tl.constexpr(-0
     do_not_specialize=["has_penalties", "has_biases", "has_masks"],
     do_not_specialize_on_alignment=["changed", "bests", "positions", "masks"],
 )
-def _change_kernel(  # type: ignore[no-untyped-def]
+def _sample_change_kernel(  # type: ignore[no-untyped-def]
     changed, bests, logits, rows, positions, changes,
     repetition, presence, frequency, output_counts, in_prompt, bias_ids, bias_values, bias_ends, masks,
     has_penalties, has_biases, has_masks,
@@ -103,7 +103,7 @@ def _filters(  # type: ignore[no-untyped-def]
     do_not_specialize=["has_changes", "has_filters"],
     do_not_specialize_on_alignment=["changed", "bests", "greedy", "limits"],
 )
-def _weigh_kernel(  # type: ignore[no-untyped-def]
+def _sample_weigh_kernel(  # type: ignore[no-untyped-def]
     part_units, logits, changed, bests, limits, greedy, rows, changes, temperature, top_k, top_p, min_p,
     has_changes, has_filters,
     VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, BITS: tl.constexpr,
@@ -138,7 +138,7 @@ def _uniform(seed, position):  # type: ignore[no-untyped-def]
     do_not_specialize=["has_changes", "has_filters"],
     do_not_specialize_on_alignment=["tokens", "changed", "bests", "greedy", "limits", "positions"],
 )
-def _draw_kernel(  # type: ignore[no-untyped-def]
+def _sample_draw_kernel(  # type: ignore[no-untyped-def]
     tokens, part_units, logits, changed, bests, limits, greedy, rows, positions, changes, temperature, top_k, top_p,
     min_p, seeds, has_changes, has_filters,
     VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, BITS: tl.constexpr,

@@ -26,9 +26,9 @@ from tcdeploy.kernels.sampling.weights import unit_bits
 from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 MODULE, FILTERS = "tcdeploy.kernels.sampling.sample_kernels", "tcdeploy.kernels.sampling.filter_kernels"
-SEARCH, COLLECT = Kernel(FILTERS, "_search_kernel"), Kernel(FILTERS, "_collect_kernel")
-SELECT, CHANGE = Kernel(FILTERS, "_select_kernel"), Kernel(MODULE, "_change_kernel")
-WEIGH, DRAW = Kernel(MODULE, "_weigh_kernel"), Kernel(MODULE, "_draw_kernel")
+SEARCH, COLLECT = Kernel(FILTERS, "_sample_search_kernel"), Kernel(FILTERS, "_sample_collect_kernel")
+SELECT, CHANGE = Kernel(FILTERS, "_sample_select_kernel"), Kernel(MODULE, "_sample_change_kernel")
+WEIGH, DRAW = Kernel(MODULE, "_sample_weigh_kernel"), Kernel(MODULE, "_sample_draw_kernel")
 TILE = 2048  # tokens that one program reads
 BLOCK = 1024  # candidates that `_select` reads at once
 LEVELS = 3
