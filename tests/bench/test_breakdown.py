@@ -39,6 +39,9 @@ def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: str) -> Non
         ("kernels.attention.decode_kernel", "attention"),
         ("kernels.linear.matmul_kernel", "gemm"),
         ("kernels.sampling.advance_kernels", "sampling"),
+        ("kernels.sampling.filter_kernels", "sampling"),
+        ("kernels.sampling.logprob_kernels", "sampling"),
+        ("kernels.sampling.sample_kernels", "sampling"),
     ],
 )
 def test_kernels_of_this_package_have_the_kind_of_their_module(module: str, kind: str) -> None:

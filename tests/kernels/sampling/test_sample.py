@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES
-from tcdeploy.engine.step.sampling import sample, set_biases, set_penalty_history
+from tcdeploy.engine.step.sampling import logprobs, sample, set_biases, set_penalty_history
 from tcdeploy.kernels.sampling import sample_triton
 from tcdeploy.kernels.sampling.rows import Features, SamplingRows, make_sampling_rows
+from tests.triton_tools import record_launches, specialization_key
 
 pytest.importorskip("triton")
 NAN, INF = float("nan"), float("inf")
@@ -75,16 +76,23 @@ def test_filters(device: str, vocab_size: int, scale: float) -> None:
 
 def test_equal_logits_at_the_limit_of_a_filter(device: str) -> None:
     """A bracket of one score cannot be divided by scores: the id decides."""
-    logits = random_logits(12, 5000, 1.0).round()
-    tokens = check(device, logits, make_rows(12, 5000, **FILTERS), FILTERED)
-    check(device, torch.zeros(12, 5000), make_rows(12, 5000, **FILTERS), FILTERED)
+    sampling = make_rows(12, 2500, **FILTERS)
+    tokens = check(device, random_logits(12, 2500, 1.0).round(), sampling, FILTERED)
+    check(device, torch.zeros(12, 2500), sampling, FILTERED)
     assert len(set(tokens)) > 6
 
 
 def test_brackets_that_hold_more_tokens_than_are_listed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_triton, "CAPACITY", 16)
-    for scale in (0.01, 2.0):
-        check(device, random_logits(12, 2500, scale).round(decimals=1), make_rows(12, 2500, **FILTERS), FILTERED)
+    for name, value in {"CAPACITY": 16, "FEW": 8, "COLUMNS": 4}.items():
+        monkeypatch.setattr(sample_triton, name, value)
+    check(device, random_logits(12, 300).round(decimals=1), make_rows(12, 300, **FILTERS), FILTERED)
+
+
+def test_lists_that_are_searched_bit_by_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_triton, "FEW", 4)
+    monkeypatch.setattr(sample_triton, "COLUMNS", 2)
+    for scale in (0.01, 4.0):
+        check(device, random_logits(12, 300, scale), make_rows(12, 300, **FILTERS), FILTERED)
 
 
 def test_penalties_biases_and_masks_change_only_their_rows(device: str) -> None:
@@ -130,6 +138,22 @@ def test_unusable_logits_give_the_first_maximum(device: str, features: Features)
     sampling.temperature[2] = 0.0
     tokens = check(device, logits, sampling, features)
     assert tokens[1:7] == [0, 0, 2500, 300, 0, 2599]
+
+
+def test_each_kernel_has_one_binary_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a request would compile: warm-up launches each kernel once."""
+    launches = record_launches(monkeypatch)
+    keys = []
+    for rows in (1, 2, 16, 33):
+        logits, tokens = torch.zeros(rows, 4000, dtype=torch.bfloat16), torch.zeros(rows, dtype=torch.int64)
+        masks = torch.zeros(rows, 125, dtype=torch.int32)
+        for features in (Features(True, True, True, True), PLAIN, Features(False, True, True)):
+            launches.clear()
+            words = masks if features.masks else None
+            sample(logits, make_rows(rows, 4000), tokens, features, tokens, words, tokens, "triton")
+            logprobs(logits, tokens, rows % 5, "triton")
+            keys += [specialization_key(launch) for launch in launches]
+    assert len({name for name, _ in keys}) == len(set(keys)) == 9
 
 
 def test_rows_of_a_batch_draw_the_tokens_that_they_draw_alone(device: str) -> None:
