@@ -13,6 +13,7 @@ import triton.language as tl
 from tcdeploy.kernels.sampling.row_kernels import (
     LOWEST,
     MAX_TOKEN_ID,
+    SMALLEST_EXPONENT,
     _load_scores,
     _order,
     _ranks,
@@ -23,9 +24,12 @@ from tcdeploy.kernels.sampling.row_kernels import (
 )
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
-LARGEST = tl.constexpr(2**63 - 1)
-PIVOTS = tl.constexpr(16)
-MAX_PIVOT_STEP = tl.constexpr(8.0)
+PIVOTS = tl.constexpr(32)
+MAX_PIVOT_STEP = tl.constexpr(4.0)
+MARGIN = tl.constexpr(2e-5)  # of sums in float32, whose relative error is below 1e-5
+# Of each row: tokens from the ends of the bracket on, all units, units from the ends of the bracket on, listed tokens.
+FROM_LOW, FROM_HIGH, TOTAL, ABOVE, AT_LEAST, LISTED = (tl.constexpr(index) for index in range(6))
+MEASURES = tl.constexpr(6)
 
 
 @ignore_comments
@@ -55,6 +59,13 @@ def _top_k_and_p(  # type: ignore[no-untyped-def]
 
 @ignore_comments
 @triton.jit
+def _first_step(is_count, temperature):  # type: ignore[no-untyped-def]
+    """The distance between the pivots of the first level."""
+    return tl.where(is_count != 0, 0.5, tl.minimum(temperature * 0.5, MAX_PIVOT_STEP))
+
+
+@ignore_comments
+@triton.jit
 def _top_p_target(p, total):  # type: ignore[no-untyped-def]
     """The kept tokens are the first whose cumulative units exceed this."""
     return tl.maximum(tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64) - 1, 0)
@@ -63,68 +74,60 @@ def _top_p_target(p, total):  # type: ignore[no-untyped-def]
 @ignore_comments
 @triton.jit
 def _bracket(  # type: ignore[no-untyped-def]
-    sums, bounds, measures, row, level, is_count, k, p, top, step, LEVELS: tl.constexpr,
+    sums, bounds, row, level, is_count, k, p, top, step, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """The bracket that the sums of `level` leave: (low, high, measure from high on, tokens from low on, from high on).
+    """The bracket that the sums of `level` leave, and the tokens from its lower end on: (low, high, number).
 
-    The limit is a rank whose score is at least `low` and below `high`.
+    The limit is a rank whose score is at least `low` and below `high`. Sums of weights are approximate, so a sum close
+    to the target excludes nothing.
     """
     index = tl.arange(0, PIVOTS)
-    row_sums = sums + row * (2 * LEVELS * PIVOTS + 1)
-    target = k - 1
+    row_sums = sums + row * (LEVELS * PIVOTS)
+    target, margin = (k - 1).to(tl.float32), 0.0
     if is_count == 0:
-        target = _top_p_target(p, tl.load(row_sums + PIVOTS - 1))
-    state = row * (LEVELS + 1) + level
-    low, high = tl.load(bounds + 2 * state), tl.load(bounds + 2 * state + 1)
-    above, from_low = tl.load(measures + 3 * state), tl.load(measures + 3 * state + 1)
-    from_high = tl.load(measures + 3 * state + 2)
+        target, margin = p * tl.load(row_sums + PIVOTS - 1), MARGIN
+    low = tl.load(bounds + 2 * (row * (LEVELS + 1) + level))
+    high = tl.load(bounds + 2 * (row * (LEVELS + 1) + level) + 1)
     pivots = _pivots(index, level, low, high, top, step)
-    counted = tl.load(row_sums + (LEVELS + level) * PIVOTS + index)
-    measured = counted
-    if is_count == 0:
-        measured = tl.load(row_sums + level * PIVOTS + index)
-    is_reached = measured > target
-    is_below = (counted > 0) & (measured <= target)  # a level that was left out has counted nothing
+    measured = tl.load(row_sums + level * PIVOTS + index)
+    is_reached = measured > target + target * margin
+    is_below = (measured > 0) & (measured <= target - target * margin)  # a level that was left out has sums of 0
     low = tl.maximum(low, tl.max(tl.where(is_reached, pivots, float("-inf")), 0))
     high = tl.minimum(high, tl.min(tl.where(is_below, pivots, float("inf")), 0))
-    above = tl.maximum(above, tl.max(tl.where(is_below, measured, 0), 0))
-    from_low = tl.minimum(from_low, tl.min(tl.where(is_reached, counted, LARGEST), 0))
-    from_high = tl.maximum(from_high, tl.max(tl.where(is_below, counted, 0), 0))
-    return low, high, above, from_low, from_high
+    return low, high, tl.min(tl.where(is_reached, measured, float("inf")), 0)
 
 
 @ignore_comments
 @triton.jit
-def _store_bracket(  # type: ignore[no-untyped-def]
-    bounds, measures, row, level, low, high, above, from_low, from_high, LEVELS: tl.constexpr
+def _store_bracket(bounds, row, level, low, high, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(bounds + 2 * (row * (LEVELS + 1) + level), low)
+    tl.store(bounds + 2 * (row * (LEVELS + 1) + level) + 1, high)
+
+
+@ignore_comments
+@triton.jit
+def _load_kept(  # type: ignore[no-untyped-def]
+    logits, changed, is_changed, row, ids, limits, is_count, has_k, VOCAB: tl.constexpr
 ):  # fmt: skip
-    state = row * (LEVELS + 1) + level
-    tl.store(bounds + 2 * state, low)
-    tl.store(bounds + 2 * state + 1, high)
-    tl.store(measures + 3 * state, above)
-    tl.store(measures + 3 * state + 1, from_low)
-    tl.store(measures + 3 * state + 2, from_high)
-
-
-@ignore_comments
-@triton.jit
-def _number_to_list(is_count, k, from_low, from_high, LISTED_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tokens to list: those in the bracket, and with a small k all from its lower end on, to which top-p applies."""
-    return tl.where((is_count != 0) & (k <= LISTED_K), from_low, from_low - from_high)
+    """Scores of tokens; NaN, which is at or above no pivot, for those that top-k excluded before top-p is searched."""
+    scores = tl.where(ids < VOCAB, _load_scores(logits, changed, is_changed, row, ids, VOCAB), float("nan"))
+    if (is_count == 0) & has_k:
+        scores = tl.where(_ranks(scores, ids) >= tl.load(limits + row), scores, float("nan"))
+    return scores
 
 
 @ignore_comments
 @triton.jit(
-    do_not_specialize=["has_changes", "is_count", "level"],
+    do_not_specialize=["has_changes", "is_count", "level", "tiles"],
     do_not_specialize_on_alignment=["changed", "bests", "greedy", "limits"],
 )
 def _sample_search_kernel(  # type: ignore[no-untyped-def]
-    sums, bounds, measures, limits, logits, changed, bests, greedy, rows, changes, temperature, top_k, top_p,
-    has_changes, is_count, level,
-    VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, BITS: tl.constexpr,
+    sums, bounds, limits, logits, changed, bests, greedy, rows, changes, temperature, top_k, top_p,
+    has_changes, is_count, level, tiles,
+    VOCAB: tl.constexpr, SEARCH_TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     LEVELS: tl.constexpr, LISTED_K: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """One level: add the tokens and units of one part at or above each pivot. The first program stores the bracket.
+    """One level, `tiles` tiles of one row: add the tokens, or weights in float32, at or above each pivot.
 
     A row with few tokens to list is not divided further: the level counts nothing, and the bracket stays.
     """
@@ -135,49 +138,87 @@ def _sample_search_kernel(  # type: ignore[no-untyped-def]
     k, p, has_k, is_wide = _top_k_and_p(top_k, top_p, decode_row, VOCAB, LISTED_K)
     if (is_drawn & tl.where(is_count != 0, has_k, is_wide)) == 0:
         return
-    step = tl.where(is_count != 0, 1.0, tl.minimum(row_temperature, MAX_PIVOT_STEP))
-    if level == 0:
-        low, high = top * 0.0 + float("-inf"), top + tl.maximum(tl.abs(top), 1.0) * 0.01
-        above, from_low, from_high = row * 0, row * 0 + VOCAB, row * 0
-    else:
-        low, high, above, from_low, from_high = _bracket(
-            sums, bounds, measures, row, level - 1, is_count, k, p, top, step, LEVELS
-        )
+    step = _first_step(is_count, row_temperature)
+    low, high = top * 0.0 + float("-inf"), top + tl.maximum(tl.abs(top), 1.0) * 0.01
+    if level > 0:
+        low, high, number = _bracket(sums, bounds, row, level - 1, is_count, k, p, top, step, LEVELS)
+        if (is_count != 0) & (number <= FEW):
+            tiles = 0
     if part == 0:
-        _store_bracket(bounds, measures, row, level, low, high, above, from_low, from_high, LEVELS)
-    if (level > 0) & (_number_to_list(is_count, k, from_low, from_high, LISTED_K) <= FEW):
+        _store_bracket(bounds, row, level, low, high, LEVELS)
+    index = tl.arange(0, PIVOTS)
+    measured = tl.zeros((PIVOTS,), tl.float32)
+    scale = _scale(row_temperature).to(tl.float32)
+    for tile in range(tiles):
+        ids = (part * tiles + tile) * SEARCH_TILE + tl.arange(0, SEARCH_TILE)
+        scores = _load_kept(logits, changed, is_changed, row, ids, limits, is_count, has_k, VOCAB)
+        values = tl.where(is_count != 0, 1.0, tl.exp2(tl.maximum((scores - top) * scale, SMALLEST_EXPONENT)))
+        for number in tl.static_range(PIVOTS):
+            pivot = _pivots(tl.full((1,), number, tl.int32), level, low, high, top, step)
+            measured += tl.where(index == number, tl.sum(tl.where(scores >= pivot, values, 0.0), 0), 0.0)
+    tl.atomic_add(sums + (row * LEVELS + level) * PIVOTS + index, measured, mask=measured > 0)
+
+
+@ignore_comments
+@triton.jit(
+    do_not_specialize=["has_changes", "is_count", "tiles"],
+    do_not_specialize_on_alignment=["measures", "changed", "bests", "greedy", "limits"],
+)
+def _sample_measure_kernel(  # type: ignore[no-untyped-def]
+    measures, sums, bounds, limits, logits, changed, bests, greedy, rows, changes, temperature, top_k, top_p,
+    has_changes, is_count, tiles,
+    VOCAB: tl.constexpr, SEARCH_TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, LISTED_K: tl.constexpr,
+):  # fmt: skip
+    """Add the tokens, and for top-p the units, from the ends of the last bracket on, in `tiles` tiles of one row."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    decode_row, is_changed, _, top, row_temperature, is_drawn = _row_state(
+        logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
+    )
+    k, p, has_k, is_wide = _top_k_and_p(top_k, top_p, decode_row, VOCAB, LISTED_K)
+    if (is_drawn & tl.where(is_count != 0, has_k, is_wide)) == 0:
         return
-    ids = part * TILE + tl.arange(0, TILE)
-    scores = _load_scores(logits, changed, is_changed, row, ids, VOCAB)
-    scores = tl.where(ids < VOCAB, scores, float("nan"))  # reaches no pivot
-    row_counts = sums + row * (2 * LEVELS * PIVOTS + 1) + (LEVELS + level) * PIVOTS
-    row_units = sums + row * (2 * LEVELS * PIVOTS + 1) + level * PIVOTS
-    if is_count:
-        for index in tl.static_range(PIVOTS):
-            pivot = _pivots(tl.full((1,), index, tl.int32), level, low, high, top, step)
-            number = tl.sum((scores >= pivot).to(tl.int32), 0)
-            if number != 0:
-                tl.atomic_add(row_counts + index, number.to(tl.int64))
-    else:
-        units = (_relative_weights(scores, top, _scale(row_temperature)) * (2.0**BITS)).to(tl.int64)
-        if has_k:  # top-p applies to what top-k left
-            is_kept = _ranks(scores, ids) >= tl.load(limits + row)
-            scores = tl.where(is_kept, scores, float("nan"))
-        for index in tl.static_range(PIVOTS):
-            pivot = _pivots(tl.full((1,), index, tl.int32), level, low, high, top, step)
-            number = tl.sum((scores >= pivot).to(tl.int32), 0)
-            if number != 0:
-                tl.atomic_add(row_counts + index, number.to(tl.int64))
-                tl.atomic_add(row_units + index, tl.sum(tl.where(scores >= pivot, units, 0), 0))
+    step = _first_step(is_count, row_temperature)
+    low, high, _ = _bracket(sums, bounds, row, LEVELS - 1, is_count, k, p, top, step, LEVELS)
+    if part == 0:
+        _store_bracket(bounds, row, LEVELS, low, high, LEVELS)
+    from_low, from_high, total, above, at_least = row * 0, row * 0, row * 0, row * 0, row * 0
+    scale = _scale(row_temperature)
+    for tile in range(tiles):
+        ids = (part * tiles + tile) * SEARCH_TILE + tl.arange(0, SEARCH_TILE)
+        scores = _load_kept(logits, changed, is_changed, row, ids, limits, is_count, has_k, VOCAB)
+        from_low += tl.sum((scores >= low).to(tl.int32), 0)
+        from_high += tl.sum((scores >= high).to(tl.int32), 0)
+        if is_count == 0:
+            units = (_relative_weights(scores, top, scale) * (2.0**BITS)).to(tl.int64)
+            total += tl.sum(tl.where(scores == scores, units, 0), 0)
+            above += tl.sum(tl.where(scores >= high, units, 0), 0)
+            at_least += tl.sum(tl.where(scores >= low, units, 0), 0)
+    row_measures = measures + row * MEASURES
+    if from_low > 0:
+        tl.atomic_add(row_measures + FROM_LOW, from_low)
+        tl.atomic_add(row_measures + FROM_HIGH, from_high)
+    if total > 0:
+        tl.atomic_add(row_measures + TOTAL, total)
+        tl.atomic_add(row_measures + ABOVE, above)
+        tl.atomic_add(row_measures + AT_LEAST, at_least)
+
+
+@ignore_comments
+@triton.jit
+def _number_to_list(measures, row, is_count, k, LISTED_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tokens to list: those in the bracket, and with a small k all from its lower end on, to which top-p applies."""
+    from_low, from_high = tl.load(measures + row * MEASURES + FROM_LOW), tl.load(measures + row * MEASURES + FROM_HIGH)
+    return tl.where((is_count != 0) & (k <= LISTED_K), from_low, from_low - from_high)
 
 
 @ignore_comments
 @triton.jit(
     do_not_specialize=["has_changes", "is_count"],
-    do_not_specialize_on_alignment=["changed", "bests", "greedy", "limits"],
+    do_not_specialize_on_alignment=["measures", "changed", "bests", "greedy", "limits"],
 )
 def _sample_collect_kernel(  # type: ignore[no-untyped-def]
-    candidates, sums, bounds, measures, limits, logits, changed, bests, greedy, rows, changes, temperature, top_k,
+    candidates, measures, bounds, limits, logits, changed, bests, greedy, rows, changes, temperature, top_k,
     top_p, has_changes, is_count,
     VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     LEVELS: tl.constexpr, LISTED_K: tl.constexpr, CAPACITY: tl.constexpr,
@@ -187,32 +228,24 @@ def _sample_collect_kernel(  # type: ignore[no-untyped-def]
     Their order depends on the order of the programs; the limit does not depend on their order.
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    decode_row, is_changed, _, top, row_temperature, is_drawn = _row_state(
+    decode_row, is_changed, _, top, _, is_drawn = _row_state(
         logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
     )
     k, p, has_k, is_wide = _top_k_and_p(top_k, top_p, decode_row, VOCAB, LISTED_K)
     if (is_drawn & tl.where(is_count != 0, has_k, is_wide)) == 0:
         return
-    step = tl.where(is_count != 0, 1.0, tl.minimum(row_temperature, MAX_PIVOT_STEP))
-    low, high, above, from_low, from_high = _bracket(
-        sums, bounds, measures, row, LEVELS - 1, is_count, k, p, top, step, LEVELS
-    )
-    if part == 0:
-        _store_bracket(bounds, measures, row, LEVELS, low, high, above, from_low, from_high, LEVELS)
-    if _number_to_list(is_count, k, from_low, from_high, LISTED_K) > CAPACITY:
+    if _number_to_list(measures, row, is_count, k, LISTED_K) > CAPACITY:
         return
+    low = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS))
+    high = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS) + 1)
     ids = part * TILE + tl.arange(0, TILE)
-    scores = _load_scores(logits, changed, is_changed, row, ids, VOCAB)
-    is_candidate = (ids < VOCAB) & (scores >= low) & (((is_count != 0) & (k <= LISTED_K)) | (scores < high))
+    scores = _load_kept(logits, changed, is_changed, row, ids, limits, is_count, has_k, VOCAB)
+    is_candidate = (scores >= low) & (((is_count != 0) & (k <= LISTED_K)) | (scores < high))
     number = tl.sum(is_candidate.to(tl.int32), 0)
     if number > 0:
-        ranks = _ranks(scores, ids)
-        if (is_count == 0) & has_k:
-            is_candidate = is_candidate & (ranks >= tl.load(limits + row))
-            number = tl.sum(is_candidate.to(tl.int32), 0)
-        first = tl.atomic_add(sums + row * (2 * LEVELS * PIVOTS + 1) + 2 * LEVELS * PIVOTS, number.to(tl.int64))
+        first = tl.atomic_add(measures + row * MEASURES + LISTED, number.to(tl.int64))
         slots = first + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
-        tl.store(candidates + row * CAPACITY + slots, ranks, mask=is_candidate)
+        tl.store(candidates + row * CAPACITY + slots, _ranks(scores, ids), mask=is_candidate)
 
 
 @ignore_comments
@@ -295,10 +328,10 @@ def _limit(  # type: ignore[no-untyped-def]
 @ignore_comments
 @triton.jit(
     do_not_specialize=["has_changes", "is_count"],
-    do_not_specialize_on_alignment=["changed", "bests", "greedy", "limits"],
+    do_not_specialize_on_alignment=["measures", "changed", "bests", "greedy", "limits"],
 )
 def _sample_select_kernel(  # type: ignore[no-untyped-def]
-    limits, candidates, sums, bounds, measures, logits, changed, bests, greedy, rows, changes, temperature, top_k,
+    limits, candidates, measures, bounds, logits, changed, bests, greedy, rows, changes, temperature, top_k,
     top_p, has_changes, is_count,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, BITS: tl.constexpr,
     LEVELS: tl.constexpr, LISTED_K: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr, COLUMNS: tl.constexpr,
@@ -312,19 +345,22 @@ def _sample_select_kernel(  # type: ignore[no-untyped-def]
     k, p, has_k, is_wide = _top_k_and_p(top_k, top_p, decode_row, VOCAB, LISTED_K)
     if (is_drawn & tl.where(is_count != 0, has_k, is_wide)) == 0:
         return
-    row_sums, state = sums + row * (2 * LEVELS * PIVOTS + 1), row * (LEVELS + 1) + LEVELS
-    low, high = tl.load(bounds + 2 * state), tl.load(bounds + 2 * state + 1)
-    number = _number_to_list(
-        is_count, k, tl.load(measures + 3 * state + 1), tl.load(measures + 3 * state + 2), LISTED_K
-    )
-    is_listed = number <= CAPACITY
-    length = tl.where(is_listed, number, VOCAB).to(tl.int32)
-    scale, lowest, target = _scale(row_temperature), row * 0 + LOWEST, k - 1
-    above = tl.where(is_listed & (number != tl.load(measures + 3 * state + 1)), tl.load(measures + 3 * state), 0)
+    row_measures = measures + row * MEASURES
+    low = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS))
+    high = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS) + 1)
+    number = _number_to_list(measures, row, is_count, k, LISTED_K)
+    scale, lowest, target, above = _scale(row_temperature), row * 0 + LOWEST, k - 1, row * 0
+    if k > LISTED_K:
+        above = tl.load(row_measures + FROM_HIGH)
     if is_count == 0:
-        target = _top_p_target(p, tl.load(row_sums + PIVOTS - 1))
+        target, above = _top_p_target(p, tl.load(row_measures + TOTAL)), tl.load(row_measures + ABOVE)
         if has_k:
             lowest = tl.load(limits + row)
+        if (above > target) | (tl.load(row_measures + AT_LEAST) <= target):  # the approximate sums were too far off
+            low, high, number = top * 0.0 + float("-inf"), top, row * 0 + VOCAB
+    is_listed = number <= CAPACITY
+    length = tl.where(is_listed, number, VOCAB).to(tl.int32)
+    above = tl.where(is_listed, above, 0)
     if number <= FEW:
         limit = _limit_of_few(
             target, above, lowest, candidates, row, length, is_count, top, scale, BITS, CAPACITY, FEW, COLUMNS

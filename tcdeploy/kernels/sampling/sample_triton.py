@@ -5,10 +5,11 @@ program per row finds the tile, and then the token in it. Biases, penalties and 
 (`_change`), which writes changed logits in float32 and the largest of each tile. Only rows that need them are changed.
 
 Top-k and top-p need a limit: the rank of the last token that is kept, where a rank orders tokens by logit, and equal
-logits by id. `_search` measures the tokens (top-k) or weights (top-p) at or above 16 pivots, and the measure brackets
-the limit. LEVELS launches narrow the bracket, `_collect` lists the tokens in it, and `_select` finds the limit among
-them bit by bit. A bracket with more than CAPACITY tokens is not listed; `_select` then reads the whole row, which takes
-milliseconds.
+logits by id. `_search` measures the tokens (top-k) or the weights (top-p) at or above 32 pivots, which brackets the
+limit; a second launch divides the bracket. Weights are added in float32 there. `_measure` then adds the units from both
+ends of the bracket on, `_collect` lists the tokens in it, and `_select` finds the limit among them. If a bracket has
+more than CAPACITY tokens, or was wrong, `_select` reads the whole row, which takes milliseconds; this happens with
+thousands of equal logits at the limit, and with a top-p within 2e-5 of 1.
 
 Whether a launch is needed is decided by the batch's `Features`, and whether a row takes part by its parameters, which
 the kernels read. The constants do not depend on the batch, so each kernel is compiled once for a model.
@@ -26,19 +27,24 @@ from tcdeploy.kernels.sampling.weights import unit_bits
 from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 MODULE, FILTERS = "tcdeploy.kernels.sampling.sample_kernels", "tcdeploy.kernels.sampling.filter_kernels"
-SEARCH, COLLECT = Kernel(FILTERS, "_sample_search_kernel"), Kernel(FILTERS, "_sample_collect_kernel")
-SELECT, CHANGE = Kernel(FILTERS, "_sample_select_kernel"), Kernel(MODULE, "_sample_change_kernel")
+SEARCH, MEASURE = Kernel(FILTERS, "_sample_search_kernel"), Kernel(FILTERS, "_sample_measure_kernel")
+COLLECT, SELECT = Kernel(FILTERS, "_sample_collect_kernel"), Kernel(FILTERS, "_sample_select_kernel")
+CHANGE = Kernel(MODULE, "_sample_change_kernel")
 WEIGH, DRAW = Kernel(MODULE, "_sample_weigh_kernel"), Kernel(MODULE, "_sample_draw_kernel")
 TILE = 2048  # tokens that one program reads
 BLOCK = 1024  # candidates that `_select` reads at once
-LEVELS = 3
-PIVOTS = 16  # as in filter_kernels.py
+LEVELS = 2
+PIVOTS, MEASURES = 32, 6  # as in filter_kernels.py
+SEARCH_TILE = 1024  # tokens that one warp of the search reads at once
+TARGET_PROGRAMS = 4096
+MAX_TILES = 8
 CAPACITY = 4096  # candidates of a row
 LISTED_K = MAX_LISTED_TOP_K
 FEW = 256  # candidates that are compared with each other at once, COLUMNS of them in each step
 COLUMNS = 32
 # Weights must have the same bits on every device, so multiplications and additions are not contracted.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+SEARCH_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}  # sums over one warp need no barrier
 
 
 def sample(
@@ -97,23 +103,27 @@ def _find_limits(
 ) -> None:  # fmt: skip
     """Write the rank of the last token that top-k (`is_count`) or top-p keeps, of rows to which it applies."""
     size, device, (vocab_size, _, parts, parts_padded) = len(limits), limits.device, constants
-    bits = unit_bits(vocab_size)
-    # Units and tokens at or above each pivot of each level, and the number of candidates.
-    sums = torch.zeros(size, 2 * LEVELS * PIVOTS + 1, dtype=torch.int64, device=device)
+    bits, num_sums = unit_bits(vocab_size), size * LEVELS * PIVOTS
+    zeros = torch.zeros(num_sums // 2 + size * MEASURES, dtype=torch.int64, device=device)
+    sums, measures = zeros[: num_sums // 2].view(torch.float32), zeros[num_sums // 2 :]
     bounds = torch.empty(size, LEVELS + 1, 2, dtype=torch.float32, device=device)
-    measures = torch.empty(size, LEVELS + 1, 3, dtype=torch.int64, device=device)
     candidates = torch.empty(size, CAPACITY, dtype=torch.int64, device=device)
-    inputs = (*source, *row_columns, has_changes, is_count)
+    inputs = (limits, *source, *row_columns, has_changes, is_count)
+    tiles = _tiles_per_program(size, vocab_size)
+    grid = (-(-vocab_size // (tiles * SEARCH_TILE)), size)
+    search_constants = (tiles, vocab_size, SEARCH_TILE, parts, parts_padded)
     for level in range(LEVELS):
-        SEARCH.launch(
-            (parts, size), sums, bounds, measures, limits, *inputs, level, *constants, bits, LEVELS, LISTED_K, FEW,
-            **OPTIONS,
-        )  # fmt: skip
+        SEARCH.launch(grid, sums, bounds, *inputs, level, *search_constants, LEVELS, LISTED_K, FEW, **SEARCH_OPTIONS)
+    MEASURE.launch(grid, measures, sums, bounds, *inputs, *search_constants, bits, LEVELS, LISTED_K, **SEARCH_OPTIONS)
     COLLECT.launch(
-        (parts, size), candidates, sums, bounds, measures, limits, *inputs, *constants, LEVELS, LISTED_K, CAPACITY,
-        **OPTIONS,
-    )  # fmt: skip
+        (parts, size), candidates, measures, bounds, *inputs, *constants, LEVELS, LISTED_K, CAPACITY, **OPTIONS
+    )
     SELECT.launch(
-        (size,), limits, candidates, sums, bounds, measures, *inputs, vocab_size, BLOCK, parts, parts_padded, bits,
+        (size,), limits, candidates, measures, bounds, *inputs[1:], vocab_size, BLOCK, parts, parts_padded, bits,
         LEVELS, LISTED_K, CAPACITY, FEW, COLUMNS, vocab_size.bit_length(), **OPTIONS,
     )  # fmt: skip
+
+
+def _tiles_per_program(size: int, vocab_size: int) -> int:
+    """Tiles that a program of the search reads: one in a small batch, to use all multiprocessors."""
+    return max(1, min(MAX_TILES, size * vocab_size // (SEARCH_TILE * TARGET_PROGRAMS)))
