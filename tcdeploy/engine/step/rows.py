@@ -166,6 +166,7 @@ def _features(sequences: ListLike[Sequence]) -> Features:
         filters=any(params.has_filters for params in all_params),
         biases=any(params.has_biases for params in all_params),
         masks=any(params.constraint is not None for params in all_params),
-        top_k=any(params.top_k for params in all_params),
+        small_top_k=any(0 < params.top_k <= MAX_LISTED_TOP_K for params in all_params),
+        large_top_k=any(params.top_k > MAX_LISTED_TOP_K for params in all_params),
         wide_top_p=any(params.top_p < 1 and not 0 < params.top_k <= MAX_LISTED_TOP_K for params in all_params),
     )

@@ -27,9 +27,9 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 PIVOTS = tl.constexpr(32)
 MAX_PIVOT_STEP = tl.constexpr(4.0)
 MARGIN = tl.constexpr(2e-5)  # of sums in float32, whose relative error is below 1e-5
-# Of each row: tokens from the ends of the bracket on, all units, units from the ends of the bracket on, listed tokens.
-FROM_LOW, FROM_HIGH, TOTAL, ABOVE, AT_LEAST, LISTED = (tl.constexpr(index) for index in range(6))
-MEASURES = tl.constexpr(6)
+# Of each row: units of all tokens, measure from the upper and from the lower end of the bracket on, listed tokens.
+TOTAL, ABOVE, AT_LEAST, LISTED = (tl.constexpr(index) for index in range(4))
+MEASURES = tl.constexpr(4)
 
 
 @ignore_comments
@@ -76,7 +76,7 @@ def _top_p_target(p, total):  # type: ignore[no-untyped-def]
 def _bracket(  # type: ignore[no-untyped-def]
     sums, bounds, row, level, is_count, k, p, top, step, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """The bracket that the sums of `level` leave, and the tokens from its lower end on: (low, high, number).
+    """The bracket (low, high) that the sums of `level` leave.
 
     The limit is a rank whose score is at least `low` and below `high`. Sums of weights are approximate, so a sum close
     to the target excludes nothing.
@@ -91,10 +91,10 @@ def _bracket(  # type: ignore[no-untyped-def]
     pivots = _pivots(index, level, low, high, top, step)
     measured = tl.load(row_sums + level * PIVOTS + index)
     is_reached = measured > target + target * margin
-    is_below = (measured > 0) & (measured <= target - target * margin)  # a level that was left out has sums of 0
+    is_below = measured <= target - target * margin
     low = tl.maximum(low, tl.max(tl.where(is_reached, pivots, float("-inf")), 0))
     high = tl.minimum(high, tl.min(tl.where(is_below, pivots, float("inf")), 0))
-    return low, high, tl.min(tl.where(is_reached, measured, float("inf")), 0)
+    return low, high
 
 
 @ignore_comments
@@ -125,25 +125,20 @@ def _sample_search_kernel(  # type: ignore[no-untyped-def]
     sums, bounds, limits, logits, changed, bests, greedy, rows, changes, temperature, top_k, top_p,
     has_changes, is_count, level, tiles,
     VOCAB: tl.constexpr, SEARCH_TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
-    LEVELS: tl.constexpr, LISTED_K: tl.constexpr, FEW: tl.constexpr,
+    LEVELS: tl.constexpr, LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """One level, `tiles` tiles of one row: add the tokens, or weights in float32, at or above each pivot.
-
-    A row with few tokens to list is not divided further: the level counts nothing, and the bracket stays.
-    """
+    """One level, `tiles` tiles of one row: add the tokens, or weights in float32, at or above each pivot."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     decode_row, is_changed, _, top, row_temperature, is_drawn = _row_state(
         logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
     )
     k, p, has_k, is_wide = _top_k_and_p(top_k, top_p, decode_row, VOCAB, LISTED_K)
-    if (is_drawn & tl.where(is_count != 0, has_k, is_wide)) == 0:
+    if (is_drawn & tl.where(is_count != 0, has_k & (k > LISTED_K), is_wide)) == 0:
         return
     step = _first_step(is_count, row_temperature)
     low, high = top * 0.0 + float("-inf"), top + tl.maximum(tl.abs(top), 1.0) * 0.01
     if level > 0:
-        low, high, number = _bracket(sums, bounds, row, level - 1, is_count, k, p, top, step, LEVELS)
-        if (is_count != 0) & (number <= FEW):
-            tiles = 0
+        low, high = _bracket(sums, bounds, row, level - 1, is_count, k, p, top, step, LEVELS)
     if part == 0:
         _store_bracket(bounds, row, level, low, high, LEVELS)
     index = tl.arange(0, PIVOTS)
@@ -170,46 +165,82 @@ def _sample_measure_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, SEARCH_TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     BITS: tl.constexpr, LEVELS: tl.constexpr, LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """Add the tokens, and for top-p the units, from the ends of the last bracket on, in `tiles` tiles of one row."""
+    """Add the tokens, or the units, from the ends of the last bracket on, in `tiles` tiles of one row."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     decode_row, is_changed, _, top, row_temperature, is_drawn = _row_state(
         logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
     )
     k, p, has_k, is_wide = _top_k_and_p(top_k, top_p, decode_row, VOCAB, LISTED_K)
-    if (is_drawn & tl.where(is_count != 0, has_k, is_wide)) == 0:
+    if (is_drawn & tl.where(is_count != 0, has_k & (k > LISTED_K), is_wide)) == 0:
         return
     step = _first_step(is_count, row_temperature)
-    low, high, _ = _bracket(sums, bounds, row, LEVELS - 1, is_count, k, p, top, step, LEVELS)
+    low, high = _bracket(sums, bounds, row, LEVELS - 1, is_count, k, p, top, step, LEVELS)
     if part == 0:
         _store_bracket(bounds, row, LEVELS, low, high, LEVELS)
-    from_low, from_high, total, above, at_least = row * 0, row * 0, row * 0, row * 0, row * 0
-    scale = _scale(row_temperature)
+    total, above, at_least, scale = row * 0, row * 0, row * 0, _scale(row_temperature)
     for tile in range(tiles):
         ids = (part * tiles + tile) * SEARCH_TILE + tl.arange(0, SEARCH_TILE)
         scores = _load_kept(logits, changed, is_changed, row, ids, limits, is_count, has_k, VOCAB)
-        from_low += tl.sum((scores >= low).to(tl.int32), 0)
-        from_high += tl.sum((scores >= high).to(tl.int32), 0)
+        values = (scores == scores).to(tl.int64)
         if is_count == 0:
-            units = (_relative_weights(scores, top, scale) * (2.0**BITS)).to(tl.int64)
-            total += tl.sum(tl.where(scores == scores, units, 0), 0)
-            above += tl.sum(tl.where(scores >= high, units, 0), 0)
-            at_least += tl.sum(tl.where(scores >= low, units, 0), 0)
-    row_measures = measures + row * MEASURES
-    if from_low > 0:
-        tl.atomic_add(row_measures + FROM_LOW, from_low)
-        tl.atomic_add(row_measures + FROM_HIGH, from_high)
-    if total > 0:
-        tl.atomic_add(row_measures + TOTAL, total)
-        tl.atomic_add(row_measures + ABOVE, above)
-        tl.atomic_add(row_measures + AT_LEAST, at_least)
+            values *= (_relative_weights(scores, top, scale) * (2.0**BITS)).to(tl.int64)
+        total += tl.sum(values, 0)
+        above += tl.sum(tl.where(scores >= high, values, 0), 0)
+        at_least += tl.sum(tl.where(scores >= low, values, 0), 0)
+    tl.atomic_add(measures + row * MEASURES + TOTAL, total)
+    tl.atomic_add(measures + row * MEASURES + ABOVE, above)
+    tl.atomic_add(measures + row * MEASURES + AT_LEAST, at_least)
 
 
 @ignore_comments
-@triton.jit
-def _number_to_list(measures, row, is_count, k, LISTED_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tokens to list: those in the bracket, and with a small k all from its lower end on, to which top-p applies."""
-    from_low, from_high = tl.load(measures + row * MEASURES + FROM_LOW), tl.load(measures + row * MEASURES + FROM_HIGH)
-    return tl.where((is_count != 0) & (k <= LISTED_K), from_low, from_low - from_high)
+@triton.jit(do_not_specialize=["has_changes"], do_not_specialize_on_alignment=["changed", "bests", "greedy"])
+def _sample_group_kernel(  # type: ignore[no-untyped-def]
+    group_maxima, logits, changed, bests, greedy, rows, changes, temperature, top_k, top_p, has_changes,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
+    LISTED_K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The largest score of each group of GROUP tokens, in one part of one row with a small k."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    decode_row, is_changed, _, _, _, is_drawn = _row_state(
+        logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
+    )
+    k, _, has_k, _ = _top_k_and_p(top_k, top_p, decode_row, VOCAB, LISTED_K)
+    if (is_drawn & has_k & (k <= LISTED_K)) == 0:
+        return
+    groups = part * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    maxima = tl.max(_load_scores(logits, changed, is_changed, row, ids, VOCAB), 1)
+    tl.store(group_maxima + row * GROUPS + groups, maxima, mask=groups < GROUPS)
+
+
+@ignore_comments
+@triton.jit(do_not_specialize=["has_changes"], do_not_specialize_on_alignment=["changed", "bests", "greedy"])
+def _sample_bound_kernel(  # type: ignore[no-untyped-def]
+    bounds, group_maxima, logits, changed, bests, greedy, rows, changes, temperature, top_k, top_p, has_changes,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, LEVELS: tl.constexpr,
+    LISTED_K: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """One row with a small k: a bracket from the k-th largest of the groups' maxima on, rounded down to 16 bits.
+
+    At least k tokens are in it, and with random logits a few more.
+    """
+    row, groups = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS_PADDED)
+    decode_row, _, _, _, _, is_drawn = _row_state(
+        logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
+    )
+    k, _, has_k, _ = _top_k_and_p(top_k, top_p, decode_row, VOCAB, LISTED_K)
+    if (is_drawn & has_k & (k <= LISTED_K)) == 0:
+        return
+    maxima = tl.load(group_maxima + row * GROUPS + groups, mask=groups < GROUPS, other=float("-inf"))
+    orders = _order(maxima)
+    bound = row * 0 - (1 << 31)
+    for step in range(16):
+        tried = bound + ((row * 0 + 1) << (31 - step))
+        if tl.sum((orders >= tried).to(tl.int32), 0) >= k:
+            bound = tried
+    low = _score_of(bound << 32)
+    low = tl.where((bound <= _order(low * 0.0 + float("-inf"))) | (low != low), float("-inf"), low)
+    _store_bracket(bounds, row, LEVELS, low, low * 0.0 + float("inf"), LEVELS)
 
 
 @ignore_comments
@@ -223,7 +254,7 @@ def _sample_collect_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     LEVELS: tl.constexpr, LISTED_K: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """List the ranks of one part's tokens that `_number_to_list` counts, if they fit.
+    """List the ranks of one part's tokens in the bracket, as far as they fit.
 
     Their order depends on the order of the programs; the limit does not depend on their order.
     """
@@ -234,18 +265,16 @@ def _sample_collect_kernel(  # type: ignore[no-untyped-def]
     k, p, has_k, is_wide = _top_k_and_p(top_k, top_p, decode_row, VOCAB, LISTED_K)
     if (is_drawn & tl.where(is_count != 0, has_k, is_wide)) == 0:
         return
-    if _number_to_list(measures, row, is_count, k, LISTED_K) > CAPACITY:
-        return
     low = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS))
     high = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS) + 1)
     ids = part * TILE + tl.arange(0, TILE)
     scores = _load_kept(logits, changed, is_changed, row, ids, limits, is_count, has_k, VOCAB)
-    is_candidate = (scores >= low) & (((is_count != 0) & (k <= LISTED_K)) | (scores < high))
+    is_candidate = (scores >= low) & (scores < high) & (scores > float("-inf"))  # masked tokens are never drawn
     number = tl.sum(is_candidate.to(tl.int32), 0)
     if number > 0:
         first = tl.atomic_add(measures + row * MEASURES + LISTED, number.to(tl.int64))
         slots = first + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
-        tl.store(candidates + row * CAPACITY + slots, _ranks(scores, ids), mask=is_candidate)
+        tl.store(candidates + row * CAPACITY + slots, _ranks(scores, ids), mask=is_candidate & (slots < CAPACITY))
 
 
 @ignore_comments
@@ -348,16 +377,15 @@ def _sample_select_kernel(  # type: ignore[no-untyped-def]
     row_measures = measures + row * MEASURES
     low = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS))
     high = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS) + 1)
-    number = _number_to_list(measures, row, is_count, k, LISTED_K)
-    scale, lowest, target, above = _scale(row_temperature), row * 0 + LOWEST, k - 1, row * 0
-    if k > LISTED_K:
-        above = tl.load(row_measures + FROM_HIGH)
+    number = tl.load(row_measures + LISTED)
+    scale, lowest, target, above = _scale(row_temperature), row * 0 + LOWEST, k - 1, tl.load(row_measures + ABOVE)
     if is_count == 0:
-        target, above = _top_p_target(p, tl.load(row_measures + TOTAL)), tl.load(row_measures + ABOVE)
+        target = _top_p_target(p, tl.load(row_measures + TOTAL))
         if has_k:
             lowest = tl.load(limits + row)
         if (above > target) | (tl.load(row_measures + AT_LEAST) <= target):  # the approximate sums were too far off
-            low, high, number = top * 0.0 + float("-inf"), top, row * 0 + VOCAB
+            low, number = top * 0.0 + float("-inf"), row * 0 + VOCAB
+    high = tl.minimum(high, top)
     is_listed = number <= CAPACITY
     length = tl.where(is_listed, number, VOCAB).to(tl.int32)
     above = tl.where(is_listed, above, 0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_LISTED_TOP_K = 2048  # up to this k, the tokens that top-k keeps are listed (sample_triton.py)
+MAX_LISTED_TOP_K = 256  # up to this k, the tokens that top-k keeps are listed (sample_triton.py)
 
 
 class Features(NamedTuple):
@@ -19,7 +19,8 @@ class Features(NamedTuple):
     biases: bool = False
     masks: bool = False  # constrained rows
     # Of the filters, for the Triton kernels:
-    top_k: bool = True
+    small_top_k: bool = True  # of at most MAX_LISTED_TOP_K
+    large_top_k: bool = True
     wide_top_p: bool = True  # top-p in a row without top-k, or with one above MAX_LISTED_TOP_K
 
     @property

@@ -5,11 +5,12 @@ program per row finds the tile, and then the token in it. Biases, penalties and 
 (`_change`), which writes changed logits in float32 and the largest of each tile. Only rows that need them are changed.
 
 Top-k and top-p need a limit: the rank of the last token that is kept, where a rank orders tokens by logit, and equal
-logits by id. `_search` measures the tokens (top-k) or the weights (top-p) at or above 32 pivots, which brackets the
-limit; a second launch divides the bracket. Weights are added in float32 there. `_measure` then adds the units from both
-ends of the bracket on, `_collect` lists the tokens in it, and `_select` finds the limit among them. If a bracket has
-more than CAPACITY tokens, or was wrong, `_select` reads the whole row, which takes milliseconds; this happens with
-thousands of equal logits at the limit, and with a top-p within 2e-5 of 1.
+logits by id. First the limit is bracketed. For a k of at most LISTED_K the k-th largest of the maxima of some thousand
+groups is a lower end with few tokens above it (`_group`, `_bound`). For a larger k, and for top-p, `_search` counts the
+tokens, or adds the weights in float32, at or above 32 pivots; a second launch divides the bracket, and `_measure` adds
+exactly from its ends on. Then `_collect` lists the tokens in the bracket, and `_select` finds the limit among them. If
+more than CAPACITY tokens are in it, or the approximate sums were wrong, `_select` reads the whole row, which takes
+milliseconds: with thousands of equal logits at the limit, and with a top-p within 2e-5 of 1.
 
 Whether a launch is needed is decided by the batch's `Features`, and whether a row takes part by its parameters, which
 the kernels read. The constants do not depend on the batch, so each kernel is compiled once for a model.
@@ -29,17 +30,19 @@ from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 MODULE, FILTERS = "tcdeploy.kernels.sampling.sample_kernels", "tcdeploy.kernels.sampling.filter_kernels"
 SEARCH, MEASURE = Kernel(FILTERS, "_sample_search_kernel"), Kernel(FILTERS, "_sample_measure_kernel")
 COLLECT, SELECT = Kernel(FILTERS, "_sample_collect_kernel"), Kernel(FILTERS, "_sample_select_kernel")
+GROUP, BOUND = Kernel(FILTERS, "_sample_group_kernel"), Kernel(FILTERS, "_sample_bound_kernel")
 CHANGE = Kernel(MODULE, "_sample_change_kernel")
 WEIGH, DRAW = Kernel(MODULE, "_sample_weigh_kernel"), Kernel(MODULE, "_sample_draw_kernel")
 TILE = 2048  # tokens that one program reads
 BLOCK = 1024  # candidates that `_select` reads at once
 LEVELS = 2
-PIVOTS, MEASURES = 32, 6  # as in filter_kernels.py
+PIVOTS, MEASURES = 32, 4  # as in filter_kernels.py
 SEARCH_TILE = 1024  # tokens that one warp of the search reads at once
-TARGET_PROGRAMS = 4096
+TARGET_PROGRAMS = 16384
 MAX_TILES = 8
 CAPACITY = 4096  # candidates of a row
 LISTED_K = MAX_LISTED_TOP_K
+MIN_GROUPS = 1024  # groups of tokens whose maxima bound a small k
 FEW = 256  # candidates that are compared with each other at once, COLUMNS of them in each step
 COLUMNS = 32
 # Weights must have the same bits on every device, so multiplications and additions are not contracted.
@@ -65,9 +68,9 @@ def sample(
     row_columns = (greedy, rows, sampling.changes_logits, sampling.temperature, sampling.top_k, sampling.top_p)
     has_changes, has_filters = int(features.change_logits), int(features.filters)
     limits = torch.empty(size, dtype=torch.int64, device=logits.device)
-    for is_count, is_used in ((1, features.top_k), (0, features.wide_top_p)):
+    for is_count, is_used in ((1, features.small_top_k or features.large_top_k), (0, features.wide_top_p)):
         if features.filters and is_used:
-            _find_limits(limits, source, row_columns, has_changes, constants, is_count)
+            _find_limits(limits, source, row_columns, features, constants, is_count)
     part_units = torch.empty(size, parts, dtype=torch.int64, device=logits.device)
     bits = unit_bits(vocab_size)
     WEIGH.launch(
@@ -98,29 +101,48 @@ def _change(
 
 
 def _find_limits(
-    limits: Tensor, source: tuple[Tensor, ...], row_columns: tuple[Tensor, ...], has_changes: int,
+    limits: Tensor, source: tuple[Tensor, ...], row_columns: tuple[Tensor, ...], features: Features,
     constants: tuple[int, ...], is_count: int,
 ) -> None:  # fmt: skip
     """Write the rank of the last token that top-k (`is_count`) or top-p keeps, of rows to which it applies."""
     size, device, (vocab_size, _, parts, parts_padded) = len(limits), limits.device, constants
     bits, num_sums = unit_bits(vocab_size), size * LEVELS * PIVOTS
+    has_small_k, has_search = is_count and features.small_top_k, not is_count or features.large_top_k
     zeros = torch.zeros(num_sums // 2 + size * MEASURES, dtype=torch.int64, device=device)
     sums, measures = zeros[: num_sums // 2].view(torch.float32), zeros[num_sums // 2 :]
     bounds = torch.empty(size, LEVELS + 1, 2, dtype=torch.float32, device=device)
     candidates = torch.empty(size, CAPACITY, dtype=torch.int64, device=device)
-    inputs = (limits, *source, *row_columns, has_changes, is_count)
+    inputs = (limits, *source, *row_columns, int(features.change_logits), is_count)
     tiles = _tiles_per_program(size, vocab_size)
     grid = (-(-vocab_size // (tiles * SEARCH_TILE)), size)
     search_constants = (tiles, vocab_size, SEARCH_TILE, parts, parts_padded)
-    for level in range(LEVELS):
-        SEARCH.launch(grid, sums, bounds, *inputs, level, *search_constants, LEVELS, LISTED_K, FEW, **SEARCH_OPTIONS)
-    MEASURE.launch(grid, measures, sums, bounds, *inputs, *search_constants, bits, LEVELS, LISTED_K, **SEARCH_OPTIONS)
+    if has_small_k:
+        _bound_small_k(bounds, inputs[1:-1], constants)
+    if has_search:
+        for level in range(LEVELS):
+            SEARCH.launch(grid, sums, bounds, *inputs, level, *search_constants, LEVELS, LISTED_K, **SEARCH_OPTIONS)
+        MEASURE.launch(
+            grid, measures, sums, bounds, *inputs, *search_constants, bits, LEVELS, LISTED_K, **SEARCH_OPTIONS
+        )
     COLLECT.launch(
         (parts, size), candidates, measures, bounds, *inputs, *constants, LEVELS, LISTED_K, CAPACITY, **OPTIONS
     )
     SELECT.launch(
         (size,), limits, candidates, measures, bounds, *inputs[1:], vocab_size, BLOCK, parts, parts_padded, bits,
         LEVELS, LISTED_K, CAPACITY, FEW, COLUMNS, vocab_size.bit_length(), **OPTIONS,
+    )  # fmt: skip
+
+
+def _bound_small_k(bounds: Tensor, inputs: tuple[Tensor | int, ...], constants: tuple[int, ...]) -> None:
+    """Write the bracket of each row with a k of at most LISTED_K."""
+    size, device, (vocab_size, _, parts, parts_padded) = len(bounds), bounds.device, constants
+    group = 1 << max(0, (vocab_size // MIN_GROUPS).bit_length() - 1)
+    groups = -(-vocab_size // group)
+    group_maxima = torch.empty(size, groups, dtype=torch.float32, device=device)
+    GROUP.launch((parts, size), group_maxima, *inputs, *constants, LISTED_K, group, groups, **OPTIONS)
+    BOUND.launch(
+        (size,), bounds, group_maxima, *inputs, vocab_size, parts, parts_padded, LEVELS, LISTED_K, groups,
+        next_power_of_2(groups), **OPTIONS,
     )  # fmt: skip
 
 

@@ -122,7 +122,17 @@ def test_penalties_biases_and_masks_change_only_their_rows(device: str) -> None:
         check(device, logits, sampling, features)
 
 
-@pytest.mark.parametrize("features", [PLAIN, FILTERED, Features(True, True)], ids=str)
+def test_top_k_above_the_number_of_allowed_tokens(device: str) -> None:
+    """Masked tokens are not listed, or a constrained row would be searched as a whole."""
+    sampling = make_rows(12, 5000, **FILTERS, changes_logits=True)
+    masks = torch.zeros(12, -(-5000 // 32), dtype=torch.int32)
+    masks[:, 3], masks[:, 150] = 0x5555, 7
+    features = Features(penalties=False, filters=True, masks=True)
+    tokens = check(device, random_logits(12, 5000), sampling, features, masks)
+    assert set(tokens) <= {*range(96, 112, 2), 4800, 4801, 4802}
+
+
+@pytest.mark.parametrize("features", [PLAIN, Features(True, True)], ids=str)
 def test_unusable_logits_give_the_first_maximum(device: str, features: Features) -> None:
     logits = random_logits(12, 2600, dtype=torch.float32)
     logits[1] = -INF
@@ -153,7 +163,7 @@ def test_each_kernel_has_one_binary_for_all_batches(monkeypatch: pytest.MonkeyPa
             sample(logits, make_rows(rows, 4000), tokens, features, tokens, words, tokens, "triton")
             logprobs(logits, tokens, rows % 5, "triton")
             keys += [specialization_key(launch) for launch in launches]
-    assert len({name for name, _ in keys}) == len(set(keys)) == 10
+    assert len({name for name, _ in keys}) == len(set(keys)) == 12
 
 
 def test_rows_of_a_batch_draw_the_tokens_that_they_draw_alone(device: str) -> None:
