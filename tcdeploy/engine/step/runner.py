@@ -191,7 +191,8 @@ class ModelRunner:
         rows = torch.full((1,), self.decode_rows.padding_row, device=device)
         masks = torch.full((1, -(-self.vocab_size // 32)), -1, dtype=torch.int32, device=device)
         features = Features(penalties=True, filters=True, biases=True, masks=True)
-        self.sample(StepOutput(logits, token, rows), features, masks)
+        parameters = self.decode_rows.sampling
+        sampling.sample(logits, parameters, token, features, rows, masks, token, self._backend)
         self.logprobs(logits, token, 1)
 
     @torch.no_grad()
