@@ -132,10 +132,13 @@ class Cumulative(NamedTuple):
 
 
 def accumulate(weights: Tensor) -> Cumulative:
-    """Convert weights [n, vocab] float64 in [0, 1] to integer units and cumulate them."""
+    """Convert weights [n, vocab] float64 in [0, 1] to integer units, and cumulate them. Overwrites the weights."""
     size, vocab_size = weights.shape
     chunks = -(-vocab_size // CHUNK)
-    units = torch.nn.functional.pad(to_units(weights), (0, chunks * CHUNK - vocab_size)).view(size, chunks, CHUNK)
+    units = torch.empty(size, chunks * CHUNK, dtype=torch.int64, device=weights.device)
+    units[:, vocab_size:] = 0
+    units[:, :vocab_size] = weights.mul_(2.0 ** unit_bits(vocab_size))
+    units = units.view(size, chunks, CHUNK)
     return Cumulative(units, units.sum(dim=-1).cumsum(dim=-1), vocab_size)
 
 

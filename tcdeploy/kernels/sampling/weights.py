@@ -23,6 +23,7 @@ EXP2_COEFFICIENTS = (
     0.6931471805599453, 0.2402265069581299, 0.055504108664760424, 0.009618129159402558, 0.0013333558179043112,
     0.00015403455452853838, 1.525268684626772e-05, 1.3255224878668817e-06, 1.0203121063391729e-07,
 )  # fmt: skip
+CACHED_ELEMENTS = 32768  # of float64 that a CPU core's cache holds, and torch's smallest share of a thread
 LOG_TERMS = 10  # of the series of the logarithm: an error below 1e-16
 SQRT_2 = math.sqrt(2)
 
@@ -33,12 +34,25 @@ def relative_weights(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor
     `temperature` [n, 1] float64 is above 0. 1 for the top score; at least 2^-64. Relative error below 1e-13, and below
     1e-16 times the exponent from the scaled difference.
     """
-    exponent = (scores - top).mul_(LOG2_E / temperature).clamp_(min=SMALLEST_EXPONENT)
-    shifted = exponent + ROUNDING
-    fraction = exponent.sub_(shifted - ROUNDING)
-    power = torch.full_like(fraction, EXP2_COEFFICIENTS[-1])
-    for coefficient in (*EXP2_COEFFICIENTS[-2::-1], 1.0):
-        power.mul_(fraction).add_(coefficient)
+    scale = LOG2_E / temperature
+    if scores.is_cuda:
+        return _exp2((scores - top).mul_(scale))
+    weights = torch.empty(scores.shape, dtype=torch.float64)
+    columns = max(1, CACHED_ELEMENTS * torch.get_num_threads() // len(scores))
+    for part, source in zip(weights.split(columns, dim=1), scores.split(columns, dim=1), strict=True):
+        part.copy_(_exp2((source - top).mul_(scale)))
+    return weights
+
+
+def _exp2(exponents: Tensor) -> Tensor:
+    """2 to the power of float64 exponents of at most 0, in a fixed order of operations. Overwrites them."""
+    fraction = exponents.clamp_(min=SMALLEST_EXPONENT)
+    shifted = fraction + ROUNDING
+    fraction -= shifted - ROUNDING
+    power = fraction * EXP2_COEFFICIENTS[-1]
+    for coefficient in EXP2_COEFFICIENTS[-2::-1]:
+        power.add_(coefficient).mul_(fraction)
+    power.add_(1.0)
     return power.view(torch.int64).add_(shifted.view(torch.int64) << 52).view(torch.float64)  # times 2^round(exponent)
 
 
