@@ -192,7 +192,7 @@ def _streams_token(url: str, prompt: Sequence[int]) -> bool:
     """Send the prompt, and receive its only token. False while the server loads its model (503)."""
     with _open(f"{url}/v1/models", timeout=10) as response:
         model = json.load(response)["data"][0]["id"]
-    body = {"model": model, "prompt": prompt, "max_tokens": 1, "stream": True, "ignore_eos": True}
+    body = {"model": model, "prompt": [*prompt], "max_tokens": 1, "stream": True, "ignore_eos": True}
     request = Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
     try:
         with _open(request, timeout=60) as response:

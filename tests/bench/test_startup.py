@@ -101,7 +101,7 @@ def test_starts_from_a_filled_cache_use_the_folder_of_the_recipe(recipes: list[t
 
 
 def test_the_first_token_follows_ready(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("w+") as out, started_server(server(), [5, 6], out) as started:
+    with (tmp_path / "out").open("w+") as out, started_server(server(), range(5, 7), out) as started:
         assert started.process.poll() is None and 0 < started.ready_seconds < started.first_token_seconds
     document = json.loads((tmp_path / "out").read_text())
     assert document["prompt"] == [5, 6] and document["gets"] == 5, "three refused, /ready, /v1/models"
