@@ -180,7 +180,7 @@ def wait_until(process: subprocess.Popen[Any], is_true: Callable[[], bool]) -> f
 
 
 def is_ready(url: str, path: str = "/ready") -> bool:
-    """Also for a server without this path, which is expected to listen once it is ready."""
+    """Whether the path returns 200, or does not exist: such a server is expected to listen once it is ready."""
     try:
         with _open(f"{url}{path}", timeout=10):
             return True
@@ -207,5 +207,5 @@ def _streams_token(url: str, prompt: Sequence[int]) -> bool:
 def _ended(exit_code: int) -> TcdeployError:
     error = TcdeployError(f"the measured process ended with exit code {exit_code}")
     error.hint = "see its error message above"
-    error.exit_code = exit_code
+    error.exit_code = exit_code or 1  # a server that ends by itself failed
     return error

@@ -112,6 +112,7 @@ def test_the_first_token_follows_ready(tmp_path: Path) -> None:
     ("words", "error", "message", "exit_code"),
     [
         ([sys.executable, "-c", "import sys; sys.exit(7)"], TcdeployError, "ended with exit code 7", 7),
+        ([sys.executable, "-c", ""], TcdeployError, "ended with exit code 0", 1),
         (server(400), NetworkError, "HTTP 400", NetworkError.exit_code),
     ],
 )
