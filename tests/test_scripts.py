@@ -119,6 +119,16 @@ def test_bench_traffic_describes_padding_by_kind_of_bucket() -> None:
     assert described.startswith("padding 10.0% (2.0% of steps with prompts, 30.0% of decode steps); 3 captures")
 
 
+def test_a_made_shape_has_the_sampling_defaults_of_qwen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text('{"vocab_size": 300}')
+    monkeypatch.setattr(sys, "argv", ["make-shape", str(tmp_path / "config"), str(tmp_path / "shape")])
+    load_script("make-shape").main()
+    defaults = json.loads((tmp_path / "shape/generation_config.json").read_text())
+    assert defaults == {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    assert (tmp_path / "shape/tokenizer.json").exists()
+
+
 def test_flash_attn_kernels_that_are_not_built_are_functions_that_raise(tmp_path: Path) -> None:
     script = load_script("build-flash-attn")
     for direction in ("fwd", "fwd_split", "bwd"):

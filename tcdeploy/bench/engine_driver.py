@@ -108,16 +108,15 @@ def cool_down(device: str) -> None:
         time.sleep(COOL_DOWN_SECONDS)
 
 
-def measure_ttft(engine: Engine, prompt: list[int], cools_down: bool = True) -> float:
+def measure_ttft(engine: Engine, prompt: list[int]) -> float:
     """Seconds from submitting a prompt to an idle engine until its first token is on the host.
 
     The request asks for a second token, as most do, so the launch of the first decode step is included. A GPU idles
     first: back-to-back prompts keep it at its power limit, where clocks are lower (2,048 tokens of Llama 3.1 8B on an
-    H100: 50.1 ms back to back, 46.4 ms after 0.2 s idle), unless `cools_down` is false.
+    H100: 50.1 ms back to back, 46.4 ms after 0.2 s idle).
     """
     engine.allocator.reset_prefix_cache()
-    if cools_down:
-        cool_down(engine.plan.device)
+    cool_down(engine.plan.device)
     start = time.perf_counter()
     submit(engine, prompt, TTFT_NEW_TOKENS)
     while not engine.step():

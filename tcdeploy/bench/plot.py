@@ -118,7 +118,7 @@ def _draw_startup(rows: list[Any], axes: Any) -> None:
         heights = [row.stage_seconds.get(stage, 0.0) for row in rows]
         axes[0].bar(labels, heights, bottom=bottoms, label=stage, width=0.6)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    _label_axis(axes[0], "start", "seconds to the first token")
+    _label_axis(axes[0], "start", "seconds")
 
 
 def _set_log_y(axis: Any) -> None:

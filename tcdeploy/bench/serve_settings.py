@@ -32,8 +32,8 @@ LOAD_FIELDS = (  # of loads that are not a trace
 )  # fmt: skip
 SWEEP_FIELDS = ("sweep", "plot", "compare", "ttft_limit", "tpot_limit")
 SAMPLING = {  # sampling parameters of the requests, by the name that --sampling accepts
-    # The penalty is sent because a model's generation_config.json may have one.
-    "random": {"temperature": 1, "top_p": 1, "repetition_penalty": 1},
+    # All are sent that a model's generation_config.json may set.
+    "random": {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1},
     "greedy": {"temperature": 0, "repetition_penalty": 1},
     "penalties": {
         "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "presence_penalty": 1.5,

@@ -216,6 +216,7 @@ def run(settings: ServeSettings, on_rate: Callable[[float], None]) -> Report:
             rows += runner.run(run_load(settings if rate is None else settings.at_rate(rate)))
     public_settings = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
     extra = describe_limits(rows, settings.ttft_limit, settings.tpot_limit) if settings.sweep else {}
+    extra["sampling_parameters"] = SAMPLING[settings.sampling]  # of every request
     return Report("serve", {}, {}, public_settings, rows, extra)
 
 

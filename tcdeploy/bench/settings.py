@@ -166,22 +166,22 @@ class ThroughputSettings(LoadSettings, CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupSettings(CommonSettings):
-    """One cold start, then `warm_runs` starts from the cache that it filled.
+    """`warm` with an empty cache folder, then `warm_runs` starts of `serve` from the cache that it filled.
 
-    `source` "cache": only the warm starts, from the recipe's own cache folder; "bundle": from a `bundle` that has been
-    unpacked into it.
+    `source` "cache": only `serve`, from the recipe's own cache folder; "bundle": from a `bundle` that has been unpacked
+    into it.
     """
 
     source: Literal["cold", "cache", "bundle"] = measurement_option(
         "cold",
-        "cold: one start with an empty cache folder, and warm starts from it; cache: warm starts from the folder in "
-        "--cache-dir; bundle: warm starts from the file in --bundle",
+        "cold: `warm` with an empty cache folder, then starts of `serve` from it; cache: starts of `serve` from the "
+        "folder in --cache-dir; bundle: starts of `serve` from the file in --bundle",
         name="from",
     )
     bundle: str | None = measurement_option(
         None, "With --from bundle: the file, which is unpacked into a temporary folder", metavar="FILE"
     )
-    warm_runs: int = measurement_option(1, "Number of warm starts")
+    warm_runs: int = measurement_option(2, "Number of starts of `serve`")
     prompt_length: int = measurement_option(128, "Tokens of the first prompt")
 
     def __post_init__(self) -> None:
@@ -189,9 +189,6 @@ class StartupSettings(CommonSettings):
         if (self.source == "bundle") != (self.bundle is not None):
             raise UsageError("--from bundle and --bundle FILE belong together", "add the other, or remove both")
         check_fields(self, warm_runs=1, prompt_length=128)
-
-    def check_against_plan(self, plan: Plan) -> None:
-        check_length("prompt length", self.prompt_length + 2, plan, "and two new tokens ")
 
 
 def check_fields(settings: Any, **examples: float) -> None:

@@ -12,7 +12,6 @@ import dataclasses
 import importlib
 import tempfile
 from collections.abc import Iterator
-from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -81,22 +80,17 @@ def startup(
     allow_unsigned: AllowUnsigned = False,
     budget: Annotated[
         str | None,
-        typer.Option(help="Exit with code 6 if a warm start took longer until its first token", metavar="SECONDS"),
+        typer.Option(
+            help="Exit with code 6 if a start of `serve` took longer until its first token", metavar="SECONDS"
+        ),
     ] = None,
     json: Json = False,
-    child: Annotated[bool, typer.Option("--child", hidden=True, help="Run as the measured process")] = False,
 ) -> None:
-    """Measure the time from process start to the first token, for cold and warm starts."""
+    """Time `tcdeploy warm MODEL`, then `tcdeploy serve MODEL` from process start to the first streamed token."""
     budget_seconds = parse_budget(budget)
     from tcdeploy.bench import startup
-    from tcdeploy.cli import display
     from tcdeploy.host.plain_progress import PlainProgress
 
-    if child:
-        with display.show_progress() as progress:
-            child_report = startup.measure_first_token(recipe, settings, progress)
-        print(dumps(child_report))
-        return
     warn_if_busy()
     with _unpacked(settings.bundle, allow_unsigned) as folder:
         measured = recipe if folder is None else dataclasses.replace(recipe, cache_dir=folder)

@@ -122,6 +122,10 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def _seconds(value: float | None) -> str:
+    return NO_VALUE if value is None else f"{value:.2f}"
+
+
 def _percent(share: float | None) -> str:
     return NO_VALUE if share is None else f"{share:.0%}"
 
@@ -181,8 +185,9 @@ _COLUMNS: dict[str, list[TableColumn]] = {
     ],
     "startup": [
         (Column("start", "name"), lambda row: row.start),
-        (Column("first token s"), lambda row: f"{row.first_token_seconds:.1f}"),
-        (Column("process s"), lambda row: f"{row.process_seconds:.1f}"),
+        (Column("process s"), lambda row: _seconds(row.process_seconds)),
+        (Column("ready s"), lambda row: _seconds(row.ready_seconds)),
+        (Column("first token s"), lambda row: _seconds(row.first_token_seconds)),
         (Column("stages", "text"), _stages),
         (Column("imports in all stages", "text", rank=1), lambda row: describe_imports(row.import_seconds)),
     ],

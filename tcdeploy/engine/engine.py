@@ -263,7 +263,11 @@ class Engine:
         return launched._replace(estimate=forward_pass.estimate, launch_seconds=time.perf_counter() - start)
 
     def _sample_and_copy(self, output: StepOutput, sequences: tuple[Sequence | None, ...]) -> InFlightStep:
-        """Sample if any row is not greedy, and start the copy of the tokens to the host."""
+        """Sample if any row is not greedy, and start the copy of the tokens to the host.
+
+        The outputs after the last sequence are unused rows of the bucket, for which nothing is sampled.
+        """
+        output = StepOutput(*(tensor[: len(sequences)] for tensor in output))
         live = [sequence for sequence in sequences if sequence is not None and not sequence.finish_reason]
         features = self.runner.row_assignment.features(live)
         if features:

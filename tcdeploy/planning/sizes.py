@@ -25,7 +25,9 @@ from tcdeploy.planning.recipe import Attention, Graphs, Recipe
 DEFAULT_PREFILL_BUCKETS = (128, 512, 2048)
 # Decode buckets on a GPU, up to what the KV cache holds. Each adds 4 to 7 s to a cold start of an 8B model on an H100,
 # and 0.7 s to a warm one. A step of one row already reads all weights: with 1, 4 and 16 rows it takes 5.4, 5.6 and 5.9
-# ms there, so sizes between them would save 6% at most. With 32, 128 and 256 rows it takes 6.4, 9.8 and 13.9 ms.
+# ms there, so sizes between them would save 6% at most. With 32, 128 and 256 rows it takes 6.4, 9.8 and 13.9 ms; 60%
+# of the difference is attention, which unused rows do not have. In simulated traffic, padding takes 1.0 to 3.5% of the
+# GPU's time, and no further size saves more than 1.3% (docs/performance-log.md, "Padding").
 GPU_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 256)
 CPU_BATCH_SIZES = (1, 4)
 MIN_GPU_BATCH_SIZES = 2  # of GPU_BATCH_SIZES, however little memory there is

@@ -35,8 +35,8 @@ ROWS: dict[str, list[Row]] = {
         )
     ],
     "startup": [
-        StartupRow("tcdeploy", "cold", 3.0, {"import": 1.0, "compile": 2.0}, 3.5, {}),
-        StartupRow("tcdeploy", "warm", 1.0, {"import": 1.0}, 1.5, {}),
+        StartupRow("tcdeploy", "cold", 3.0, None, None, {"import": 1.0, "compile": 2.0}, {}),
+        StartupRow("tcdeploy", "warm", None, 0.9, 1.0, {"import": 1.0}, {}),
     ],
 }  # fmt: skip
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bench.serve_settings import ServeSettings
+from tcdeploy.bench.serve_settings import SAMPLING, ServeSettings
 from tcdeploy.bench.stats import arrival_times
+from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.errors import UsageError
 from tests.bench.fake_server import FakeServer, run_load
 
@@ -30,7 +31,7 @@ def test_every_request_has_its_lengths_and_the_row_its_token_counts() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({}, {"temperature": 1, "top_p": 1, "repetition_penalty": 1}),
+        ({}, {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}),
         ({"sampling": "greedy"}, {"temperature": 0, "repetition_penalty": 1}),
         ({"sampling": "model"}, {}),
     ],
@@ -41,9 +42,9 @@ def test_requests_sample_at_temperature_1_unless_another_sampling_is_given(
     fake = FakeServer()
     run_load(fake, requests=1, **flags, **SMALL)
     [body] = fake.bodies
-    assert {name: body[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty") if name in body} == (
-        expected
-    )
+    defaults = GenerationDefaults(temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.05)
+    sent = {name: body[name] for name in defaults.sampling_params() if name in body}
+    assert sent == SAMPLING[flags.get("sampling", "random")] == expected
 
 
 def test_an_unknown_sampling_is_refused() -> None:

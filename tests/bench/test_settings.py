@@ -99,7 +99,6 @@ def test_a_plot_without_matplotlib_hints_at_the_extra(tmp_path: Path, monkeypatc
         (DecodeSettings(context_length=1024), {"context_length": 1025}),
         (PrefillSettings(lengths=(8, 1022)), {"lengths": (8, 1023)}),
         (ThroughputSettings(input_length=1000, output_length=24), {"output_length": 25}),
-        (StartupSettings(prompt_length=1022), {"prompt_length": 1023}),
     ],
 )
 def test_lengths_are_limited_to_the_context(plan: Plan, fits: Any, beyond: dict[str, Any]) -> None:

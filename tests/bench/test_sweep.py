@@ -94,3 +94,4 @@ def test_a_saturated_rate_has_a_long_first_token() -> None:
     assert report.extra["sweep"]["ttft_limit_rate"] in rates
     assert fast.latencies and fast.latencies.first_token_ms.p99 > 200
     assert report.document()["settings"]["sweep"] == (5.0, 400.0)
+    assert report.document()["sampling_parameters"]["temperature"] == 1

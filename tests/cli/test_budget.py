@@ -73,8 +73,8 @@ def test_a_start_within_its_budget_is_not_affected(cache_dir: str, run_cli: RunC
 
 def test_the_budget_of_bench_startup_is_for_warm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
-        StartupRow("tcdeploy", "cold", 9.0, {"import": 9.0}, 9.5, {}),
-        StartupRow("tcdeploy", "warm", 4.0, STAGES, 4.5, {}),
+        StartupRow("tcdeploy", "cold", 9.5, None, None, {"import": 9.0}, {}),
+        StartupRow("tcdeploy", "warm", None, 3.9, 4.0, STAGES, {}),
     ]
 
     def run_startup(*args: Any) -> Report:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -152,21 +151,3 @@ def test_throughput_and_prefill_write_their_documents(run_cli: RunCLI, shared_ca
     completed = run_cli("bench", "prefill", "builtin:tiny", *SMALL, "--lengths", "8,60", "--repeats", "2", *cached)
     assert [row["tokens"] for row in parse_document(completed)["rows"]] == [8, 60]
     assert "TTFT ms" in completed.stderr
-
-
-def test_the_child_of_bench_startup_reports_the_time_of_its_first_token(run_cli: RunCLI, shared_cache: str) -> None:
-    """Called as the parent calls it, on a warm cache to save time."""
-    before = time.time()
-    child = ("--child", "--prompt-length", "5", "--cache-dir", shared_cache)
-    child_report = parse_document(run_cli("bench", "startup", "builtin:tiny", *SMALL, *child))
-    assert before < child_report["began"] < child_report["ended"] < time.time()
-    assert list(child_report["stage_seconds"]) == [
-        "import",
-        "decide",
-        "load",
-        "reference",
-        "compile",
-        "record",
-        "first token",
-    ]
-    assert child_report["plan"]["model"] == "builtin:tiny" and child_report["environment"]["torch"]

@@ -111,7 +111,8 @@ def every_table() -> dict[str, Table]:
         **bench_tables("throughput", throughput),
         **bench_tables("serve", serve),
         **bench_tables(
-            "startup", StartupRow("tcdeploy", "cold", 1234.5, stages, 1240.1, {"torch": 12.3, "transformers": 4.5})
+            "startup",
+            StartupRow("tcdeploy", "cold", 1240.1, 1233.1, 1234.5, stages, {"torch": 12.3, "transformers": 4.5}),
         ),
     }
 

@@ -18,6 +18,7 @@ from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.engine.step import rows
+from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.in_flight import InFlightStep
 from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.engine.step.runner import ModelRunner
@@ -46,6 +47,20 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(tiny_deployment: Any)
     assert generate_tokens(engine, [[9] * 130, [40, 41, 42], [3]], params)[1] == alone
     other = SamplingParams(max_tokens=25, temperature=0.9, top_k=50, top_p=0.95, seed=12)
     assert generate_tokens(engine, [[40, 41, 42]], other)[0] != alone
+
+
+def test_unused_rows_of_a_bucket_are_not_sampled(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_outputs: list[int] = []
+    sample = ModelRunner.sample
+
+    def counting_sample(self: ModelRunner, output: StepOutput, *args: Any) -> StepOutput:
+        num_outputs.append(len(output.logits))
+        return sample(self, output, *args)
+
+    monkeypatch.setattr(ModelRunner, "sample", counting_sample)
+    params = SamplingParams(max_tokens=3, temperature=1, logprobs=2)
+    generate_tokens(tiny_deployment.engine, [[40, 41], [42, 43], [44, 45]], params)
+    assert num_outputs == [3, 3, 3], "a prefill step has 8 outputs, and decode:4 has 4"
 
 
 def test_a_stop_token_ends_a_sequence_and_is_its_last(tiny_deployment: Any) -> None:

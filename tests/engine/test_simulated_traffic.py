@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tcdeploy.planning.sizes import GPU_BATCH_SIZES
 from tests.test_scripts import load_script, run_script
 
 
@@ -42,6 +43,35 @@ def test_a_delayed_launch_shortens_first_tokens_and_nothing_else(script: Any) ->
     late, at_once = simulate(script), simulate(script, delays_launch=False)
     assert late.first_token_median < at_once.first_token_median - 2
     assert late.per_token_mean == pytest.approx(at_once.per_token_mean, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("load", "used", "further"),
+    [
+        ({"rate": 12}, 32, (24,)),
+        ({"rate": 20}, 64, (48,)),
+        ({"rate": 30, "prompt": 256, "answer": 256}, 128, (96, 192)),
+    ],
+)
+def test_a_default_batch_size_saves_more_than_a_further_one_would(
+    script: Any, load: dict[str, int], used: int, further: tuple[int, ...]
+) -> None:
+    """The share of time lost to padding, in loads that use the size (docs/performance-log.md, "Padding")."""
+
+    def lost(sizes: tuple[int, ...]) -> float:
+        costs = script.with_batch_sizes(script.LLAMA_8B_ON_H100, sizes)
+        figures = script.Simulation(costs, script.Load(requests=400, seed=4, **load)).run()
+        return float(figures.lost)
+
+    default = lost(GPU_BATCH_SIZES)
+    saved = lost(tuple(size for size in GPU_BATCH_SIZES if size != used)) - default
+    would_save = default - lost(tuple(sorted((*GPU_BATCH_SIZES, *further))))
+    assert saved > 0.015 > would_save > 0
+
+
+def test_costs_of_other_batch_sizes_lie_between_those_measured(script: Any) -> None:
+    costs = script.with_batch_sizes(script.LLAMA_8B_ON_H100, (64, 96, 128))
+    assert costs.decode_ms_by_rows == ((64, 7.6), (96, pytest.approx(8.67)), (128, 9.74))
 
 
 def test_a_simulation_is_deterministic(script: Any) -> None:
