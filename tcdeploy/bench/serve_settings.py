@@ -31,7 +31,7 @@ LOAD_FIELDS = (  # of loads that are not a trace
     "shared_prefix", "sweep",
 )  # fmt: skip
 SWEEP_FIELDS = ("sweep", "plot", "compare", "ttft_limit", "tpot_limit")
-SAMPLING = {  # sampling parameters of the requests, by the name that --sampling accepts
+SAMPLING: dict[str, dict[str, float]] = {  # sampling parameters of the requests, by the name that --sampling accepts
     # All are sent that a model's generation_config.json may set.
     "random": {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1},
     "greedy": {"temperature": 0, "repetition_penalty": 1},

@@ -112,7 +112,7 @@ def _find_limits(
     sums, measures = zeros[: num_sums // 2].view(torch.float32), zeros[num_sums // 2 :]
     bounds = torch.empty(size, LEVELS + 1, 2, dtype=torch.float32, device=device)
     candidates = torch.empty(size, CAPACITY, dtype=torch.int64, device=device)
-    inputs = (limits, *source, *row_columns, int(features.change_logits), is_count)
+    inputs: tuple[Tensor | int, ...] = (limits, *source, *row_columns, int(features.change_logits), is_count)
     tiles = _tiles_per_program(size, vocab_size)
     grid = (-(-vocab_size // (tiles * SEARCH_TILE)), size)
     search_constants = (tiles, vocab_size, SEARCH_TILE, parts, parts_padded)
