@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -18,9 +19,12 @@ def exported_programs() -> Iterator[None]:
     """Packages written meanwhile are empty files. Loading one runs the graph of its program, which holds no tensors."""
     graphs: dict[str, torch.fx.GraphModule] = {}
 
-    def compile_package(exported: torch.export.ExportedProgram, path: str, inductor_config: object) -> None:
+    def start_package(exported: torch.export.ExportedProgram, path: str, inductor_config: object) -> Future[None]:
         graphs[program_name(path)] = exported.graph_module
         Path(path).touch()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     def load_package(path: str, *_: object) -> Callable[[list[Tensor]], list[Tensor]]:
         def run(inputs: list[Tensor]) -> list[Tensor]:
@@ -30,7 +34,7 @@ def exported_programs() -> Iterator[None]:
 
         return run
 
-    with patch.object(aot, "compile_package", compile_package), patch.object(packages, "load_package", load_package):
+    with patch.object(aot, "start_package", start_package), patch.object(packages, "load_package", load_package):
         yield
 
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,14 +37,16 @@ from tcdeploy.programs.stances import current_stance
 from tcdeploy.programs.step_program import StepProgram
 from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
-from tcdeploy.torch_compat.inductor.aot_package import compile_package
+from tcdeploy.torch_compat.inductor.aot_package import start_package
 
 # Files of this package that decide what an exported program computes or how it is stored, beside those of `sources`.
 HASHED_FILES = (
     "kernels/attention/interface.py", "programs/aot.py", "programs/export.py", "programs/graph_parts.py",
-    "programs/model_forward.py", "programs/packages.py", "programs/step_program.py", "models/convert/packed_linears.py",
+    "programs/model_forward.py", "programs/packages.py", "programs/regions.py", "programs/step_program.py",
+    "models/convert/packed_linears.py",
     "models/sources.py", "models/convert/static_rope.py", "torch_compat/inductor/aot_package.py",
-    "torch_compat/inductor/aot_pdl.py", "torch_compat/dynamo/mark_dynamic.py",
+    "torch_compat/inductor/aot_pdl.py", "torch_compat/inductor/package_builds.py",
+    "torch_compat/dynamo/mark_dynamic.py", "torch_compat/dynamo/operation_trace.py",
 )  # fmt: skip
 
 
@@ -73,6 +76,7 @@ class AotForward(PackagedForward):
         self._uncompiled, self._layers = transformers_forward, layers
         self._is_copy, self._exchange = is_copy, exchange
         self._equal_layers: tuple[int, ...] | None = None  # see ExportedStep; None: no step was exported yet
+        self._unfinished: dict[Path, Future[None]] = {}  # packages that threads compile
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Logits [outputs, vocab]. Raises RecompileError if the step has no package and nothing may be compiled."""
@@ -94,6 +98,8 @@ class AotForward(PackagedForward):
         for number, (name, exported) in enumerate(programs, 1):
             self._exchange.report(f"package {number} of {len(programs)}")
             self._provide_package(name, exported, key.variant)
+        self._exchange.report("C++ compiler")
+        self._finish_packages(wait=True)
         self._exchange.report("")
         if not self._is_copy:
             (self.folder / key.file_name).write_text(exported_step.step_program.to_json())
@@ -116,8 +122,9 @@ class AotForward(PackagedForward):
         return exported_step
 
     def _provide_package(self, name: str, exported: ExportedProgram, variant: Variant) -> None:
-        """Compile a package, unless the folder or another process has it."""
+        """Start to compile a package, unless the folder or another process has it."""
         path = self.package_path(name)
+        self._finish_packages(wait=False)
         if not path.is_file():
             self._exchange.fetch()
         if path.is_file():
@@ -125,10 +132,17 @@ class AotForward(PackagedForward):
             return
         check_cxx_runtime()
         partial = path.with_suffix(".partial.pt2")  # a failed compilation may leave a part of the file
-        compile_package(exported, str(partial), inductor_options(variant, self._plan))
-        os.replace(partial, path)
-        compile_stats.packages_compiled += 1
-        self._exchange.offer(path)
+        self._unfinished[path] = start_package(exported, str(partial), inductor_options(variant, self._plan))
+
+    def _finish_packages(self, wait: bool) -> None:
+        """Offer the packages that are compiled; with `wait`, all that were started."""
+        for path, future in list(self._unfinished.items()):
+            if wait or future.done():
+                del self._unfinished[path]
+                future.result()
+                os.replace(path.with_suffix(".partial.pt2"), path)
+                compile_stats.packages_compiled += 1
+                self._exchange.offer(path)
 
     def _read(self, key: StepProgramKey) -> StepProgram | None:
         return None if self._is_copy else super()._read(key)

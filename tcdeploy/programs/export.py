@@ -29,9 +29,11 @@ from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadat
 from tcdeploy.programs.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.grouped_mm import foreign_ops, graph_modules, op_name, replace_grouped_mm
+from tcdeploy.programs.regions import layer_constants
 from tcdeploy.programs.step_program import InputSpec, ProgramCall, StepProgram
 from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call, set_compiled_call
 from tcdeploy.torch_compat.dynamo.mark_dynamic import dynamic_dims, tensors_in
+from tcdeploy.torch_compat.dynamo.operation_trace import trace_operations
 
 METADATA_CHECK = "aten::_assert_tensor_metadata"
 MIN_DYNAMIC_SIZE = 2  # torch specialises programs on sizes of 0 and 1
@@ -90,21 +92,22 @@ def export_step(
 ) -> ExportedStep:  # fmt: skip
     """Trace a step. `compile_options` describes how the programs will be compiled; it enters the hash in their names.
 
-    `equal_layers`: those of an earlier exported step, so that each program of layers is exported once. None: every
-    layer is exported, 0.2 to 0.5 s each, to find out which are equal.
+    `equal_layers`: those of an earlier exported step. None: layers are compared by the operations that they run, so
+    that each program of layers is exported once.
 
     Raises the errors of torch.export, and NotImplementedError for what a step program cannot hold.
     """
-    return _StepExport(model, layers, inputs, compile_options, equal_layers or range(len(layers))).run()
+    return _StepExport(model, layers, inputs, compile_options, equal_layers).run()
 
 
 class _StepExport:
     def __init__(
         self, model: nn.Module, layers: Sequence[TracedLayer], inputs: StepInputs, compile_options: str,
-        equal_layers: Sequence[int],
+        equal_layers: Sequence[int] | None,
     ) -> None:  # fmt: skip
         self._model, self._layers, self._inputs = model, layers, inputs
         self._compile_options, self._equal_layers = compile_options, equal_layers
+        self._constants = layer_constants([layer.module for layer in layers])
         self._calls: list[ProgramCall] = []
         self._exported: dict[str, ExportedProgram] = {}
         self._specs: dict[str, tuple[InputSpec, ...]] = {}
@@ -171,23 +174,29 @@ class _StepExport:
         inputs = [*weights, *arguments, *kv, *metadata, *selected]
         call_without_tensors = call.with_tensors(itertools.repeat("tensor"))
         specs = [item.spec for item in inputs]
-        signature = repr((self._equal_layers[number], list(tensors), call_without_tensors, specs))
+        counts = [len(tensors), len(arguments), len(kv), len(metadata)]
+        names = [item.name.removeprefix("step/") for item in metadata]
+
+        def forward(values: list[Tensor]) -> Tensor:
+            remaining = iter(values)
+            weights, arguments, kv, metadata = ([next(remaining) for _ in range(count)] for count in counts)
+            attention = _make_metadata(dict(zip(names, metadata, strict=True)))
+            step = dataclasses.replace(self._inputs.step, attention_metadata=attention)
+            named_weights = dict(zip(tensors, weights, strict=True))
+            with _bound(layer.binding, kv, step):
+                output = torch.func.functional_call(layer.module, named_weights, *call.with_tensors(arguments))
+            if not isinstance(output, Tensor):
+                raise NotImplementedError(f"{layer.path} returns a {type(output).__name__}, not a tensor")
+            return (output[:, values[-1]] if selected else output).contiguous()
+
+        if self._equal_layers is not None:
+            kind: object = self._equal_layers[number]
+        else:
+            operations = trace_operations(forward, [item.example for item in inputs])
+            # A condition on a dynamic size may hold for the example's size only, so constants are compared too.
+            kind = number if operations is None else (operations, sorted(self._constants[number]))
+        signature = repr((kind, list(tensors), call_without_tensors, specs))
         if signature not in self._programs_of_layers:
-            counts = [len(tensors), len(arguments), len(kv), len(metadata)]
-            names = [item.name.removeprefix("step/") for item in metadata]
-
-            def forward(values: list[Tensor]) -> Tensor:
-                remaining = iter(values)
-                weights, arguments, kv, metadata = ([next(remaining) for _ in range(count)] for count in counts)
-                attention = _make_metadata(dict(zip(names, metadata, strict=True)))
-                step = dataclasses.replace(self._inputs.step, attention_metadata=attention)
-                named_weights = dict(zip(tensors, weights, strict=True))
-                with _bound(layer.binding, kv, step):
-                    output = torch.func.functional_call(layer.module, named_weights, *call.with_tensors(arguments))
-                if not isinstance(output, Tensor):
-                    raise NotImplementedError(f"{layer.path} returns a {type(output).__name__}, not a tensor")
-                return (output[:, values[-1]] if selected else output).contiguous()
-
             name = self._programs_of_layers[signature] = self._add_program(forward, inputs)
             _check_output(self._exported[name], node.meta["val"], layer.path)
         self._layer_programs.append(self._programs_of_layers[signature])

@@ -14,7 +14,7 @@ window. The kind of an MLP block is its name in the layer (`mlp`), and that of a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -44,16 +44,20 @@ class DecoderLayer:
 
 def layer_kinds(layers: list[DecoderLayer]) -> list[Hashable]:
     """Equal for layers with equal programs: they attend alike, and have modules, tensors and constants alike."""
-    numbers = _layer_numbers(layers)
 
-    def kind_of(layer: DecoderLayer) -> Hashable:
+    def kind_of(layer: DecoderLayer, constants: Hashable) -> Hashable:
         modules = tuple((path, type(child)) for path, child in layer.module.named_modules())
         named = (*layer.module.named_parameters(), *layer.module.named_buffers())
         tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
-        constants = frozenset(item for item in _constants(layer.module).items() if item[0] not in numbers)
         return layer.attention_kind, modules, tensors, constants
 
-    return [kind_of(layer) for layer in layers]
+    return list(map(kind_of, layers, layer_constants([layer.module for layer in layers])))
+
+
+def layer_constants(layers: Sequence[nn.Module]) -> list[frozenset[tuple[tuple[str, str], object]]]:
+    """The constants of each layer that programs may depend on: not those that count the layers (`layer_idx`)."""
+    numbers = _layer_numbers(layers)
+    return [frozenset(item for item in _constants(layer).items() if item[0] not in numbers) for layer in layers]
 
 
 def _constants(layer: nn.Module) -> dict[tuple[str, str], object]:
@@ -66,11 +70,11 @@ def _constants(layer: nn.Module) -> dict[tuple[str, str], object]:
     }
 
 
-def _layer_numbers(layers: list[DecoderLayer]) -> set[tuple[str, str]]:
+def _layer_numbers(layers: Sequence[nn.Module]) -> set[tuple[str, str]]:
     """The constants that count the layers (`layer_idx`), on which programs do not depend."""
     offsets: dict[tuple[str, str], set[int | None]] = {}
     for index, layer in enumerate(layers):
-        for key, value in _constants(layer.module).items():
+        for key, value in _constants(layer).items():
             offset = value - index if isinstance(value, int) and not isinstance(value, bool) else None
             offsets.setdefault(key, set()).add(offset)
     return {key for key, values in offsets.items() if len(values) == 1 and None not in values}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
@@ -257,7 +258,9 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(
     Its checks replay only graphs, those of mixed steps too.
     """
     flags: dict[str, Any] = {"programs": "aot", "buckets": (128,)}
+    tests_of_vector_extensions = valid_vec_isa_list.cache_info()
     compiled = deploy("builtin:tiny", cache_dir, **flags)
+    assert valid_vec_isa_list.cache_info() == tests_of_vector_extensions, "40 s of g++ with AVX-512"
     libraries = [library for path in Path(cache_dir, "aot").glob("*/*.pt2") for library in read_libraries(path)]
     assert any(b"cuLaunchKernelEx" in library for library in libraries) == compiled.plan.is_hopper
     expected = generate_tokens(compiled.engine, PROMPTS, SamplingParams(max_tokens=30))
@@ -281,6 +284,7 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(
 
 FAILED_CAPTURE = """
 import torch
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.step_graphs import capture_graph
 

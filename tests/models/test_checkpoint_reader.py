@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.weights import reader as checkpoint_reader
-from tcdeploy.models.weights.reader import Copy, copying_tensors, read_tensor, stored_tensors
+from tcdeploy.models.weights.reader import Copy, copying_tensors, read_elements, read_tensor, stored_tensors
 
 TENSORS = {
     "matrix": torch.arange(120, dtype=torch.float32).view(10, 12),
@@ -58,7 +58,8 @@ def test_rows_and_other_dtypes_and_strides_are_targets_too(files: list[Path]) ->
 
 
 def test_the_first_elements_can_be_read_alone(files: list[Path]) -> None:
-    assert read_tensor(stored_tensors(files)["matrix"], 5).tolist() == [0, 1, 2, 3, 4]
+    assert read_elements(stored_tensors(files)["matrix"], 0, 5).tolist() == [0, 1, 2, 3, 4]
+    assert read_elements(stored_tensors(files)["matrix"], 3, 2).tolist() == [3, 4]
 
 
 def test_a_file_that_lost_its_end_is_an_error(files: list[Path]) -> None:

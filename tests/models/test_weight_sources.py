@@ -142,7 +142,7 @@ def test_a_long_table_is_compared_up_to_the_first_row_that_is_not_in_the_checkpo
             return super()._candidates(tensor)
 
     save_file({"w": torch.randn(4, 6)}, tmp_path / "model.safetensors")
-    finder = CountingFinder(stored_tensors([tmp_path / "model.safetensors"]), ())
+    finder = CountingFinder(stored_tensors([tmp_path / "model.safetensors"]), (), [torch.float32])
     assert finder.find("cos", torch.linspace(0, 1, 6000).view(1000, 6)) is None
     assert len(compared) == 2  # the table, and its first row
 
@@ -155,6 +155,17 @@ def test_a_parameter_that_the_checkpoint_lacks_is_an_error(tmp_path: Path, chang
     model = model_of({"w": other if change == "value" else w.T.contiguous().T})
     with pytest.raises(WeightNotInCheckpointError, match="w is not in the checkpoint"):
         describe(tmp_path, {"w": w}, model)
+
+
+@pytest.mark.parametrize("position", [40, -1])  # behind the fingerprint
+def test_tensors_are_compared_in_chunks(tmp_path: Path, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sources, "CHUNK_ELEMENTS", 5)
+    w = torch.arange(60.0).view(10, 6)
+    assert sources(describe(tmp_path, {"w": w}, model_of({"renamed": w.clone()})))["renamed"] == ["tensor", "w"]
+    other = w.clone()
+    other.view(-1)[position] += 1
+    with pytest.raises(WeightNotInCheckpointError, match="renamed is not in the checkpoint"):
+        describe(tmp_path, {"w": w}, model_of({"renamed": other}))
 
 
 def test_a_checkpoint_with_other_shapes_does_not_fit(tmp_path: Path) -> None:

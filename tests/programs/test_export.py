@@ -168,6 +168,24 @@ def test_a_number_that_depends_on_the_layer_is_kept(tmp_path: Path, cache_dir: s
         assert torch.equal(logits, expected) and len(step_program.programs) == LAYERS + 2
 
 
+def test_only_the_first_of_equal_layers_is_exported(
+    tmp_path: Path, cache_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, layers = load_model(save_config("llama", tmp_path), cache_dir)
+    num_exports: list[int] = []
+    export_one = export._export
+
+    def counting(*arguments: Any) -> Any:
+        num_exports.append(1)
+        return export_one(*arguments)
+
+    monkeypatch.setattr(export, "_export", counting)
+    runner.forward = forward = ExportingForward(runner, layers)
+    run_steps(runner)
+    assert len(layers) == LAYERS and forward.equal_layers == (0,) * LAYERS
+    assert len(num_exports) == 4 * len(forward.steps), "the whole model, and the parts before, in and after the layers"
+
+
 @pytest.mark.parametrize("difference", ["weight shapes", "a number"])
 def test_layers_that_differ_have_programs_of_their_own(difference: str, tmp_path: Path, cache_dir: str) -> None:
     runner, layers = load_model(save_config("llama", tmp_path), cache_dir)

@@ -206,6 +206,19 @@ def test_with_ahead_of_time_programs_the_first_of_several_workers_helps_with_the
     assert shares(programs="aot", cores=2 * CORES_PER_PROCESS) == [["decode:32", "decode:1"]]
 
 
+def test_with_ahead_of_time_programs_and_few_workers_this_process_compiles_more_than_the_largest_bucket() -> None:
+    sizes = (1, 4, 16, 32, 64, 128, 256)
+    one_worker = shares(programs="aot", batch_sizes=sizes, cores=2 * CORES_PER_PROCESS)
+    assert one_worker == [["decode:64", "decode:32", "decode:16", "decode:4", "decode:1"]]
+    two_for_decode = shares(programs="aot", batch_sizes=sizes, cores=4 * CORES_PER_PROCESS)
+    assert two_for_decode == [
+        ["prefill:2048"],
+        ["decode:128", "decode:32", "decode:4"],
+        ["decode:64", "decode:16", "decode:1"],
+    ]
+    assert shares(batch_sizes=sizes, cores=2 * CORES_PER_PROCESS)[0][0] == "decode:256"
+
+
 def test_cores_and_memory_limit_the_number_of_workers() -> None:
     assert shares(cores=3 * CORES_PER_PROCESS - 1) == [["decode:32", "decode:1"]]
     assert shares(cores=2 * CORES_PER_PROCESS - 1) == OneProcess("7 CPU cores; two processes need 8")

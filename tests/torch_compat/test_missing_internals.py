@@ -73,6 +73,8 @@ MOVED = {
     "compile trace": ("dynamo.compile_trace", "LOGGER", "torch._logging.moved:trace_log"),
     "ahead-of-time packages": ("inductor.aot_package", "LOADER", "torch:_C.moved"),
     "dependent launch in packages": ("inductor.aot_pdl", "KERNEL_CALL", "torch._inductor.moved"),
+    "package builds": ("inductor.package_builds", "COMPILER", "torch._inductor.moved"),
+    "operation traces": ("dynamo.operation_trace", "EXPORTING", "torch._export.moved"),
     "compile errors": ("dynamo.compile_errors", "UNSUPPORTED", "Moved"),
     "compile refusal": ("dynamo.compile_refusal", "COMPILE_FX", "torch._inductor.moved"),
     "C++ compiler queries": ("inductor.compiler_queries", "BUILDER", "torch._inductor.moved"),

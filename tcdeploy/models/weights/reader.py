@@ -95,19 +95,22 @@ def stored_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_tensor(stored: StoredTensor, max_elements: int | None = None) -> Tensor:
-    """A stored tensor in host memory, or its first elements, flat. Raises ModelError if the file is too short."""
-    count = (stored.end - stored.begin) // stored.dtype.itemsize
-    if max_elements is not None:
-        count = min(count, max_elements)
+def read_tensor(stored: StoredTensor) -> Tensor:
+    """A stored tensor in host memory. Raises ModelError if the file is too short."""
+    return read_elements(stored, 0, math.prod(stored.shape)).view(stored.shape)
+
+
+def read_elements(stored: StoredTensor, first: int, max_elements: int) -> Tensor:
+    """Elements of a stored tensor in host memory, flat. Raises ModelError if the file is too short."""
+    begin = stored.begin + first * stored.dtype.itemsize
+    count = min((stored.end - begin) // stored.dtype.itemsize, max_elements)
     content = torch.empty(count * stored.dtype.itemsize, dtype=torch.uint8)
     descriptor = os.open(stored.path, os.O_RDONLY)
     try:
-        _read(descriptor, memoryview(content.numpy().data), stored.begin, stored.path)
+        _read(descriptor, memoryview(content.numpy().data), begin, stored.path)
     finally:
         os.close(descriptor)
-    tensor = content.view(stored.dtype)
-    return tensor if max_elements is not None else tensor.view(stored.shape)
+    return content.view(stored.dtype)
 
 
 @contextlib.contextmanager

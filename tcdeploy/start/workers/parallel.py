@@ -6,7 +6,8 @@ worker's journal, and loads its programs from the cache. A bucket that a worker 
 process, with a warning. A server with eager steps uses one worker for all buckets (start/eager.py).
 
 With ahead-of-time programs, one worker compiles packages of the largest bucket, from the last to the first, while the
-first process compiles them from the first to the last. Before each package, both look for those of the other.
+first process compiles them from the first to the last. Before each package, both look for those of the other. If there
+is memory for few workers only, the first process compiles some of the other buckets too.
 
 A worker compiles a copy of the model with few layers, random weights and few KV blocks, because a second copy of the
 weights may not fit on the GPU. Layers of a kind share their programs, and the number of KV blocks is a symbol in them.
@@ -50,6 +51,8 @@ CORES_PER_PROCESS = 4
 MIN_WEIGHT_BYTES = 1 << 30
 # Device memory of a copy, as a multiple of its weights: the parity check also holds one layer or the head in float32.
 COPY_FACTOR = 2
+# Other buckets whose packages are compiled in the time of the largest bucket: 3 packages instead of 5, and no start.
+LARGEST_SHARE = 2
 HOST_BYTES_PER_PROCESS = 4 << 30  # about: torch, transformers and the compilers that Inductor starts
 MAX_WORKERS = 4  # more would compete for the GPU and for the lock of the cache folder
 log = logging.getLogger("tcdeploy.start")
@@ -91,11 +94,11 @@ class CompileWorkers:
 
     def wait_for(self, bucket: Bucket, progress: Progress) -> BucketRecord | None:
         """Wait until a worker has finished the bucket, and copy its files. None if none compiles it, or if it fails."""
+        if self._package_worker is not None and bucket.name not in self._package_worker.buckets:
+            self._package_worker.stop()  # the first process has finished the largest bucket
         worker = next((worker for worker in self._workers if bucket.name in worker.buckets), None)
         if worker is None:
             return None
-        if self._package_worker is not None:
-            self._package_worker.stop()  # the first process has finished the largest bucket
         progress.detail(f"wait for {worker.description}")
         record = worker.wait_for(bucket.name)
         progress.detail("")
@@ -175,8 +178,8 @@ def share_buckets(
 ) -> list[list[str]] | OneProcess:
     """The names of the buckets that each worker compiles, in its order. All but the largest bucket are shared out.
 
-    With ahead-of-time programs, the first of several workers gets the largest bucket. `spare_bytes`: of the device,
-    beside what this process will use.
+    With ahead-of-time programs, the first of several workers gets the largest bucket, and this process keeps the next
+    ones too if there are few workers. `spare_bytes`: of the device, beside what this process will use.
     """
     if reason := reason_for_one_process(recipe, plan, cores):
         return OneProcess(reason)
@@ -190,6 +193,8 @@ def share_buckets(
     largest, *order = [bucket.name for bucket in warmup_order(plan)]
     package_share = [[largest]] if plan.programs == "aot" and num_workers > 1 else []
     num_workers -= len(package_share)
+    if plan.programs == "aot":
+        order = order[max(0, (len(order) + LARGEST_SHARE) // (num_workers + 1) - LARGEST_SHARE) :]
     return package_share + [order[number::num_workers] for number in range(num_workers)]
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
 
 from tcdeploy.planning.environment import AOT_PACKAGES
 from tcdeploy.torch_compat.inductor.aot_pdl import dependent_launches
+from tcdeploy.torch_compat.inductor.package_builds import start_build
 from tcdeploy.torch_compat.internal import find, internal
 
 LOADER = "torch:_C._aoti.AOTIModelPackageLoader"
@@ -27,9 +29,10 @@ def supported() -> bool:
     return hasattr(find(LOADER), "boxed_run")
 
 
-def compile_package(exported: Any, path: str, inductor_config: dict[str, Any]) -> None:
+def start_package(exported: Any, path: str, inductor_config: dict[str, Any]) -> Future[None]:
     """Compile a torch.export.ExportedProgram to the file `path`, which ends in .pt2.
 
+    Returns when its code was generated. The C++ compiler runs in a thread, and the result is available when it ends.
     Without tables of source lines, which torch adds by default, a package is a third as large.
     """
     settings = find(CONFIG)
@@ -39,7 +42,8 @@ def compile_package(exported: Any, path: str, inductor_config: dict[str, Any]) -
     try:
         with warnings.catch_warnings(), dependent_launches():
             warnings.filterwarnings("ignore", category=FutureWarning)  # torch copies its deprecated LeafSpec
-            find(COMPILER)(exported, package_path=path, inductor_configs={**inductor_config, **without_lines})
+            configs = {**inductor_config, **without_lines}
+            return start_build(lambda: find(COMPILER)(exported, package_path=path, inductor_configs=configs))
     finally:  # torch adds to this setting in place, and it is part of its cache keys
         metadata.clear()
         metadata.update(metadata_before)
