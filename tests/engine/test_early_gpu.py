@@ -42,6 +42,10 @@ class Runner:
         assert not self.counts
         self.steps.append((key.tokens, key.row_slots))
 
+    def launch_sampling_kernels(self) -> None:
+        assert not self.counts
+        self.steps.append("sampling")
+
 
 @pytest.fixture(autouse=True)
 def check_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,13 +59,13 @@ def check_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_largest_and_smallest_early_sizes_are_run_with_and_without_rows() -> None:
     runner: Any = Runner()
     precompile_kernels(runner, [BUCKET], "prompts")  # type: ignore[arg-type]
-    assert runner.steps == ["prompts", (2048, 32), (2048, 0), (64, 32), (64, 0), "cleared"]
+    assert runner.steps == ["prompts", (2048, 32), (2048, 0), (64, 32), (64, 0), "sampling", "cleared"]
 
 
 def test_eager_buckets_have_no_graphs() -> None:
     runner: Any = Runner(is_eager=True)
     precompile_kernels(runner, [BUCKET], "prompts")  # type: ignore[arg-type]
-    assert runner.steps == ["prompts", "cleared"]
+    assert runner.steps == ["prompts", "sampling", "cleared"]
 
 
 def test_an_error_is_logged_and_the_rows_are_cleared(
