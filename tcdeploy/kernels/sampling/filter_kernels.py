@@ -51,9 +51,13 @@ def _pivots(index, level, low, high, top, step):  # type: ignore[no-untyped-def]
 def _top_k_and_p(  # type: ignore[no-untyped-def]
     top_k, top_p, decode_row, VOCAB: tl.constexpr, LISTED_K: tl.constexpr
 ):  # fmt: skip
-    """Returns (k, p, whether top-k applies, whether top-p needs a search of its own: it keeps tokens beyond a list)."""
+    """Returns (k, p, whether top-k applies, whether top-p needs a search of its own: it keeps tokens beyond a list).
+
+    A k of at most LISTED_K applies in every vocabulary, because `Features` depend on k alone.
+    """
     k, p = tl.load(top_k + decode_row), tl.load(top_p + decode_row)
-    has_k = (k > 0) & (k < VOCAB)
+    has_k = (k > 0) & ((k < VOCAB) | (k <= LISTED_K))
+    k = tl.minimum(k, VOCAB)
     return k, p, has_k, (p < 1.0) & ((has_k == 0) | (k > LISTED_K))
 
 
@@ -384,7 +388,8 @@ def _sample_select_kernel(  # type: ignore[no-untyped-def]
         if has_k:
             lowest = tl.load(limits + row)
         if (above > target) | (tl.load(row_measures + AT_LEAST) <= target):  # the approximate sums were too far off
-            low, number = top * 0.0 + float("-inf"), row * 0 + VOCAB
+            low, high = top * 0.0 + float("-inf"), top
+            number = row * 0 + (CAPACITY + 1)  # as if the list were full
     high = tl.minimum(high, top)
     is_listed = number <= CAPACITY
     length = tl.where(is_listed, number, VOCAB).to(tl.int32)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES
+from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES, SamplingParams, Sequence
+from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.engine.step.sampling import logprobs, sample, set_biases, set_penalty_history
 from tcdeploy.kernels.sampling import sample_triton
 from tcdeploy.kernels.sampling.rows import Features, SamplingRows, make_sampling_rows
@@ -93,6 +94,21 @@ def test_lists_that_are_searched_bit_by_bit(device: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(sample_triton, "COLUMNS", 2)
     for scale in (0.01, 4.0):
         check(device, random_logits(12, 300, scale), make_rows(12, 300, **FILTERS), FILTERED)
+
+
+def test_approximate_sums_that_are_wrong_are_not_used(device: str) -> None:
+    """The scale of such temperatures is infinite in float32."""
+    sampling = make_rows(4, 300, temperature=1e-40, top_p=0.5, top_k=[0, 299, 0, 270], seeds=range(8, 12))
+    check(device, random_logits(4, 300).round(), sampling, FILTERED)
+
+
+def test_a_batch_launches_the_kernels_of_its_top_k_and_top_p(device: str) -> None:
+    """A top-k of the whole vocabulary keeps all, but `Features` do not know the vocabulary."""
+    for top_k in (255, 256, 257):
+        params = SamplingParams(temperature=1.0, top_k=top_k, top_p=0.5)
+        features = RowAssignment(None).features([Sequence(0, [1], 1, params)])  # type: ignore[arg-type]
+        assert features
+        check(device, random_logits(4, 256), make_rows(4, 256, top_k=top_k, top_p=0.5), features)
 
 
 def test_penalties_biases_and_masks_change_only_their_rows(device: str) -> None:
