@@ -244,7 +244,7 @@ def _sample_bound_kernel(  # type: ignore[no-untyped-def]
             bound = tried
     low = _score_of(bound << 32)
     low = tl.where((bound <= _order(low * 0.0 + float("-inf"))) | (low != low), float("-inf"), low)
-    _store_bracket(bounds, row, LEVELS, low, low * 0.0 + float("inf"), LEVELS)
+    _store_bracket(bounds, row, LEVELS, low, float("inf"), LEVELS)
 
 
 @ignore_comments
