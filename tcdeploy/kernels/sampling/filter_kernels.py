@@ -297,10 +297,11 @@ def _sum_at_least(  # type: ignore[no-untyped-def]
         else:
             scores = _load_scores(logits, changed, is_changed, row, index, VOCAB)
             ranks = tl.where(index < VOCAB, _ranks(scores, index), LOWEST)
-        units = (ranks >= rank).to(tl.int64)
+        is_summed = (ranks >= rank) & (index < length)
+        units = is_summed.to(tl.int64)
         if is_count == 0:
             weights = _relative_weights(scores, top, scale)
-            units = tl.where(ranks >= rank, (weights * (2.0**BITS)).to(tl.int64), 0)
+            units = tl.where(is_summed, (weights * (2.0**BITS)).to(tl.int64), 0)
         total += tl.sum(units, 0)
     return total
 

@@ -140,7 +140,7 @@ def test_penalties_biases_and_masks_change_only_their_rows(device: str) -> None:
 
 def test_top_k_above_the_number_of_allowed_tokens(device: str) -> None:
     """Masked tokens are not listed, or a constrained row would be searched as a whole."""
-    sampling = make_rows(12, 2100, top_k=[20, 256, 400] * 4, top_p=[1.0, 0.1, 0.1, 0.1] * 3, changes_logits=True)
+    sampling = make_rows(12, 2100, top_k=[20, 256, 400] * 4, top_p=[1.0, 0.1, 0.7, 0.7] * 3, changes_logits=True)
     masks = torch.zeros(12, -(-2100 // 32), dtype=torch.int32)
     masks[:, 3], masks[:, 65] = 0x5555, 7
     features = Features(penalties=False, filters=True, masks=True)
