@@ -12,11 +12,11 @@ from torch import Tensor
 from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES, SamplingParams, Sequence
 from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.engine.step.sampling import logprobs, sample, set_biases, set_penalty_history
-from tcdeploy.kernels.sampling import sample_triton
+from tcdeploy.kernels.sampling import filter_kernels, sample_triton
 from tcdeploy.kernels.sampling.rows import Features, SamplingRows, make_sampling_rows
 from tests.triton_tools import record_launches, specialization_key
 
-pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 NAN, INF = float("nan"), float("inf")
 PLAIN, FILTERED = Features(penalties=False, filters=False), Features(penalties=False, filters=True)
 
@@ -100,6 +100,29 @@ def test_approximate_sums_that_are_wrong_are_not_used(device: str) -> None:
     """The scale of such temperatures is infinite in float32."""
     sampling = make_rows(4, 300, temperature=1e-40, top_p=0.5, top_k=[0, 299, 0, 270], seeds=range(8, 12))
     check(device, random_logits(4, 300).round(), sampling, FILTERED)
+
+
+@pytest.mark.parametrize("margin", [-0.9, 0.9])
+def test_sums_beyond_their_margin_do_not_change_a_limit(
+    device: str, monkeypatch: pytest.MonkeyPatch, margin: float
+) -> None:
+    """A negative margin excludes the limit from the bracket."""
+    if device == "cuda":
+        pytest.skip("a compiled kernel does not read the changed constant")
+    monkeypatch.setattr(filter_kernels, "MARGIN", tl.constexpr(margin))
+    sampling = make_rows(4, 300, top_p=[0.3, 0.5, 0.8, 0.5], top_k=[0, 0, 0, 270])
+    check(device, random_logits(4, 300, 0.5), sampling, FILTERED)
+
+
+def test_exactly_the_kept_tokens_are_drawn(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-p at the edge between two tokens, and a large top-k of one token more than a pivot of its search counts."""
+    for top_k in (0, 4):
+        kept = check(device, torch.zeros(8, 6), make_rows(8, 6, top_p=0.5, top_k=top_k), FILTERED)
+        assert set(kept) == set(range((top_k or 6) // 2))
+    monkeypatch.setattr(sample_triton, "LISTED_K", 8)
+    logits = torch.where(torch.arange(60) < 19, 0.0, -0.3).expand(6, 60).contiguous()
+    sampling = make_rows(6, 60, top_k=[19, 20, 20, 20, 20, 21], temperature=1e30)
+    check(device, logits, sampling, FILTERED._replace(small_top_k=False))
 
 
 def test_a_batch_launches_the_kernels_of_its_top_k_and_top_p(device: str) -> None:
