@@ -309,7 +309,7 @@ def _sum_at_least(  # type: ignore[no-untyped-def]
 @ignore_comments
 @triton.jit
 def _limit_of_few(  # type: ignore[no-untyped-def]
-    target, above, lowest, candidates, row, length, is_count, top, scale,
+    target, above, candidates, row, length, is_count, top, scale,
     BITS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """As `_limit`, of a list of at most FEW ranks: each is compared with each."""
@@ -319,23 +319,22 @@ def _limit_of_few(  # type: ignore[no-untyped-def]
     for start in range(0, length, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         others = tl.load(candidates + row * CAPACITY + columns, mask=columns < length, other=LOWEST)
-        values = (others >= lowest).to(tl.int64)
+        values = tl.full((COLUMNS,), 1, tl.int64)
         if is_count == 0:
-            values = values * (_relative_weights(_score_of(others), top, scale) * (2.0**BITS)).to(tl.int64)
+            values = (_relative_weights(_score_of(others), top, scale) * (2.0**BITS)).to(tl.int64)
         sums += tl.sum(
             tl.where((others[None, :] >= ranks[:, None]) & (columns[None, :] < length), values[None, :], 0), 1
         )
-    return tl.maximum(tl.max(tl.where((sums > target) & (index < length), ranks, LOWEST), 0), lowest)
+    return tl.max(tl.where((sums > target) & (index < length), ranks, LOWEST), 0)
 
 
 @ignore_comments
 @triton.jit
 def _limit(  # type: ignore[no-untyped-def]
-    target, above, lowest, low, high, candidates, logits, changed, is_changed, row, length, is_listed, is_count, top,
-    scale,
+    target, above, low, high, candidates, logits, changed, is_changed, row, length, is_listed, is_count, top, scale,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, CAPACITY: tl.constexpr, ID_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The highest rank of at least `lowest` from which on the tokens measure more than `target`, bit by bit.
+    """The highest rank from which on the tokens measure more than `target`, bit by bit.
 
     Its score is from `low` to `high`: the bits that both begin with are not tried.
     """
@@ -352,11 +351,11 @@ def _limit(  # type: ignore[no-untyped-def]
         if (step >= 32) | ((span >> bit) != 0):
             tried = limit ^ ((row * 0 + 1) << bit)
             measured = _sum_at_least(
-                tl.maximum(tried, lowest), candidates, logits, changed, is_changed, row, length, is_listed, is_count,
-                top, scale, VOCAB, BLOCK, BITS, CAPACITY,
+                tried, candidates, logits, changed, is_changed, row, length, is_listed, is_count, top, scale,
+                VOCAB, BLOCK, BITS, CAPACITY,
             )  # fmt: skip
             limit = tl.where(above + measured > target, tried, limit)
-    return tl.maximum(limit, lowest)
+    return limit
 
 
 @ignore_comments
@@ -383,11 +382,9 @@ def _sample_select_kernel(  # type: ignore[no-untyped-def]
     low = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS))
     high = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS) + 1)
     number = tl.load(row_measures + LISTED)
-    scale, lowest, target, above = _scale(row_temperature), row * 0 + LOWEST, k - 1, tl.load(row_measures + ABOVE)
+    scale, target, above = _scale(row_temperature), k - 1, tl.load(row_measures + ABOVE)
     if is_count == 0:
         target = _top_p_target(p, tl.load(row_measures + TOTAL))
-        if has_k:
-            lowest = tl.load(limits + row)
         if (above > target) | (tl.load(row_measures + AT_LEAST) <= target):  # the approximate sums were too far off
             low, high = top * 0.0 + float("-inf"), top
             number = row * 0 + (CAPACITY + 1)  # as if the list were full
@@ -397,11 +394,11 @@ def _sample_select_kernel(  # type: ignore[no-untyped-def]
     above = tl.where(is_listed, above, 0)
     if number <= FEW:
         limit = _limit_of_few(
-            target, above, lowest, candidates, row, length, is_count, top, scale, BITS, CAPACITY, FEW, COLUMNS
+            target, above, candidates, row, length, is_count, top, scale, BITS, CAPACITY, FEW, COLUMNS
         )
     else:
         limit = _limit(
-            target, above, lowest, low, high, candidates, logits, changed, is_changed, row, length, is_listed,
+            target, above, low, high, candidates, logits, changed, is_changed, row, length, is_listed,
             is_count, top, scale, VOCAB, BLOCK, BITS, CAPACITY, ID_BITS,
         )  # fmt: skip
     if (is_count != 0) & (p < 1.0) & (is_wide == 0):
@@ -412,11 +409,11 @@ def _sample_select_kernel(  # type: ignore[no-untyped-def]
         target = _top_p_target(p, total)
         if number <= FEW:
             limit = _limit_of_few(
-                target, row * 0, limit, candidates, row, length, False, top, scale, BITS, CAPACITY, FEW, COLUMNS
+                target, row * 0, candidates, row, length, False, top, scale, BITS, CAPACITY, FEW, COLUMNS
             )
         else:
             limit = _limit(
-                target, row * 0, limit, _score_of(limit), top, candidates, logits, changed, is_changed, row, length,
+                target, row * 0, low, top, candidates, logits, changed, is_changed, row, length,
                 is_listed, False, top, scale, VOCAB, BLOCK, BITS, CAPACITY, ID_BITS,
             )  # fmt: skip
     tl.store(limits + row, limit)
