@@ -97,7 +97,7 @@ def test_lists_that_are_searched_bit_by_bit(device: str, monkeypatch: pytest.Mon
 
 
 def test_approximate_sums_that_are_wrong_are_not_used(device: str) -> None:
-    """The scale of such temperatures is infinite in float32."""
+    """Of a temperature whose scale is infinite in float32."""
     sampling = make_rows(4, 300, temperature=1e-40, top_p=0.5, top_k=[0, 299, 0, 270], seeds=range(8, 12))
     check(device, random_logits(4, 300).round(), sampling, FILTERED)
 
@@ -110,8 +110,10 @@ def test_sums_beyond_their_margin_do_not_change_a_limit(
     if device == "cuda":
         pytest.skip("a compiled kernel does not read the changed constant")
     monkeypatch.setattr(filter_kernels, "MARGIN", tl.constexpr(margin))
-    sampling = make_rows(4, 300, top_p=[0.3, 0.5, 0.8, 0.5], top_k=[0, 0, 0, 270])
-    check(device, random_logits(4, 300, 0.5), sampling, FILTERED)
+    logits = random_logits(4, 300, 0.5)
+    logits[0], logits[0, 7] = -1.0, 0.0  # excludes it at the lower end alone
+    sampling = make_rows(4, 300, top_p=[0.3, 0.5, 0.8, 0.05], top_k=[0, 0, 270, 0])
+    check(device, logits, sampling, FILTERED)
 
 
 def test_exactly_the_kept_tokens_are_drawn(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
