@@ -147,7 +147,7 @@ def test_penalties_biases_and_masks_change_only_their_rows(device: str) -> None:
     for row in range(size):
         ids = torch.randint(vocab_size, (400,), generator=torch.Generator().manual_seed(row)).tolist()
         set_penalty_history(sampling, row, ids[:100], ids[100:])
-    set_biases(sampling, 4, [(7, 100.0, 3), (8, -100.0, 2**62), (2047, 9.5, 2**62), (2047, 1.0, 2**62)])
+    set_biases(sampling, 4, [(7, 100.0, 14), (8, -100.0, 2**62), (2047, 9.5, 2**62), (2047, 1.0, 2**62)])
     set_biases(sampling, 5, [(2499, 90.0, 2**62), (0, -INF, 2**62)])
     masks = torch.full((size, -(-vocab_size // 32)), -1, dtype=torch.int32)
     masks[1], masks[2, 40] = 0, 5  # rows 6 and 5 of the parameters
@@ -178,7 +178,7 @@ def test_unusable_logits_give_the_first_maximum(device: str, features: Features)
     logits = random_logits(12, 2600, dtype=torch.float32)
     logits[1] = -INF
     logits[2] = NAN
-    logits[3, 2500] = NAN
+    logits[3, 2500] = -NAN
     logits[4, 300] = INF
     logits[5] = INF
     logits[6, :2599] = -INF
