@@ -178,9 +178,9 @@ class ModelRunner:
         return output._replace(tokens=tokens)
 
     def launch_sampling_kernels(self) -> None:
-        """Launch every kernel of sampling on the padding row: none is compiled or loaded for a request later.
+        """Launch every kernel of sampling on the padding row, so that none is compiled or loaded during a request.
 
-        A step must have run without a graph. Does nothing without Triton.
+        A step must have run without a graph, which tells the dtype of the logits. Does nothing without Triton.
         """
         if self._backend == "reference":
             return

@@ -26,8 +26,10 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 
 PIVOTS = tl.constexpr(32)
 MAX_PIVOT_STEP = tl.constexpr(4.0)
+MAX_SCALE = tl.constexpr(1e38)  # finite in float32: 0 times infinity would be NaN
 MARGIN = tl.constexpr(2e-5)  # of sums in float32, whose relative error is below 1e-5
-# Of each row: units of all tokens, measure from the upper and from the lower end of the bracket on, listed tokens.
+# Of each row: the sum over all tokens, over those at or above the upper end of the bracket, and over those at or above
+# its lower end; the number of listed tokens.
 TOTAL, ABOVE, AT_LEAST, LISTED = (tl.constexpr(index) for index in range(4))
 MEASURES = tl.constexpr(4)
 
@@ -35,14 +37,14 @@ MEASURES = tl.constexpr(4)
 @ignore_comments
 @triton.jit
 def _pivots(index, level, low, high, top, step):  # type: ignore[no-untyped-def]
-    """The pivots `index` [m] int32 of a level, descending from 0 to PIVOTS - 1.
+    """The pivots `index` [m] int32 of a level, from the highest, 0, to the lowest, PIVOTS - 1.
 
-    The first level has equal steps below the top, and its last pivot is below every score. The others divide the
-    bracket, or double their distance to its upper end if it has no lower end.
+    On the first level they are `step` apart, from the top down, and the last one is -inf. On the next levels they
+    divide the bracket evenly, or if its lower end is -inf, each is twice as far from its upper end as the one before.
     """
     first = tl.where(index == PIVOTS - 1, float("-inf"), top - index.to(tl.float32) * step)
     divided = low + (high - low) * ((index * -1 + (PIVOTS - 1)).to(tl.float32) * (1.0 / PIVOTS))
-    doubled = high - step * (index * 0 + 1 << index).to(tl.float32)
+    doubled = high - step * (index.to(tl.int64) * 0 + 1 << index).to(tl.float32)
     return tl.where(level == 0, first, tl.where(low == float("-inf"), doubled, divided))
 
 
@@ -51,9 +53,14 @@ def _pivots(index, level, low, high, top, step):  # type: ignore[no-untyped-def]
 def _top_k_and_p(  # type: ignore[no-untyped-def]
     top_k, top_p, decode_row, VOCAB: tl.constexpr, LISTED_K: tl.constexpr
 ):  # fmt: skip
-    """Returns (k, p, whether top-k applies, whether top-p needs a search of its own: it keeps tokens beyond a list)."""
+    """Returns (k, p, whether top-k applies, whether top-p needs a search of its own).
+
+    It does if top-k leaves more than LISTED_K tokens. A k of at most LISTED_K applies in every vocabulary, because
+    `Features` depend on k alone.
+    """
     k, p = tl.load(top_k + decode_row), tl.load(top_p + decode_row)
-    has_k = (k > 0) & (k < VOCAB)
+    has_k = (k > 0) & ((k < VOCAB) | (k <= LISTED_K))
+    k = tl.minimum(k, VOCAB)
     return k, p, has_k, (p < 1.0) & ((has_k == 0) | (k > LISTED_K))
 
 
@@ -109,7 +116,7 @@ def _store_bracket(bounds, row, level, low, high, LEVELS: tl.constexpr):  # type
 def _load_kept(  # type: ignore[no-untyped-def]
     logits, changed, is_changed, row, ids, limits, is_count, has_k, VOCAB: tl.constexpr
 ):  # fmt: skip
-    """Scores of tokens; NaN, which is at or above no pivot, for those that top-k excluded before top-p is searched."""
+    """Scores of tokens. NaN, which is in no bracket, beyond the vocabulary and, for top-p, where top-k excludes."""
     scores = tl.where(ids < VOCAB, _load_scores(logits, changed, is_changed, row, ids, VOCAB), float("nan"))
     if (is_count == 0) & has_k:
         scores = tl.where(_ranks(scores, ids) >= tl.load(limits + row), scores, float("nan"))
@@ -127,7 +134,7 @@ def _sample_search_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, SEARCH_TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     LEVELS: tl.constexpr, LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """One level, `tiles` tiles of one row: add the tokens, or weights in float32, at or above each pivot."""
+    """One level, `tiles` tiles of one row: count the tokens, or add weights in float32, at or above each pivot."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     decode_row, is_changed, _, top, row_temperature, is_drawn = _row_state(
         logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
@@ -143,7 +150,7 @@ def _sample_search_kernel(  # type: ignore[no-untyped-def]
         _store_bracket(bounds, row, level, low, high, LEVELS)
     index = tl.arange(0, PIVOTS)
     measured = tl.zeros((PIVOTS,), tl.float32)
-    scale = _scale(row_temperature).to(tl.float32)
+    scale = tl.minimum(_scale(row_temperature), MAX_SCALE).to(tl.float32)
     for tile in range(tiles):
         ids = (part * tiles + tile) * SEARCH_TILE + tl.arange(0, SEARCH_TILE)
         scores = _load_kept(logits, changed, is_changed, row, ids, limits, is_count, has_k, VOCAB)
@@ -165,7 +172,7 @@ def _sample_measure_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, SEARCH_TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     BITS: tl.constexpr, LEVELS: tl.constexpr, LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """Add the tokens, or the units, from the ends of the last bracket on, in `tiles` tiles of one row."""
+    """Count the tokens, or add the units, at or above each end of the last bracket, in `tiles` tiles of one row."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     decode_row, is_changed, _, top, row_temperature, is_drawn = _row_state(
         logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
@@ -220,9 +227,9 @@ def _sample_bound_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, LEVELS: tl.constexpr,
     LISTED_K: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One row with a small k: a bracket from the k-th largest of the groups' maxima on, rounded down to 16 bits.
+    """One row with a small k: a bracket from the k-th largest of the groups' maxima, rounded down to 16 bits.
 
-    At least k tokens are in it, and with random logits a few more.
+    It has no upper end, and holds at least k tokens; with random logits, a few more.
     """
     row, groups = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS_PADDED)
     decode_row, _, _, _, _, is_drawn = _row_state(
@@ -240,7 +247,7 @@ def _sample_bound_kernel(  # type: ignore[no-untyped-def]
             bound = tried
     low = _score_of(bound << 32)
     low = tl.where((bound <= _order(low * 0.0 + float("-inf"))) | (low != low), float("-inf"), low)
-    _store_bracket(bounds, row, LEVELS, low, low * 0.0 + float("inf"), LEVELS)
+    _store_bracket(bounds, row, LEVELS, low, float("inf"), LEVELS)
 
 
 @ignore_comments
@@ -254,9 +261,9 @@ def _sample_collect_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     LEVELS: tl.constexpr, LISTED_K: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """List the ranks of one part's tokens in the bracket, as far as they fit.
+    """List the ranks of one part's tokens in the bracket, up to CAPACITY in a row.
 
-    Their order depends on the order of the programs; the limit does not depend on their order.
+    The order of the list varies, as it is that in which programs add to it. The limit does not depend on it.
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     decode_row, is_changed, _, top, _, is_drawn = _row_state(
@@ -293,10 +300,11 @@ def _sum_at_least(  # type: ignore[no-untyped-def]
         else:
             scores = _load_scores(logits, changed, is_changed, row, index, VOCAB)
             ranks = tl.where(index < VOCAB, _ranks(scores, index), LOWEST)
-        units = (ranks >= rank).to(tl.int64)
+        is_summed = (ranks >= rank) & (index < length)
+        units = is_summed.to(tl.int64)
         if is_count == 0:
             weights = _relative_weights(scores, top, scale)
-            units = tl.where(ranks >= rank, (weights * (2.0**BITS)).to(tl.int64), 0)
+            units = tl.where(is_summed, (weights * (2.0**BITS)).to(tl.int64), 0)
         total += tl.sum(units, 0)
     return total
 
@@ -304,7 +312,7 @@ def _sum_at_least(  # type: ignore[no-untyped-def]
 @ignore_comments
 @triton.jit
 def _limit_of_few(  # type: ignore[no-untyped-def]
-    target, above, lowest, candidates, row, length, is_count, top, scale,
+    target, above, candidates, row, length, is_count, top, scale,
     BITS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """As `_limit`, of a list of at most FEW ranks: each is compared with each."""
@@ -314,25 +322,24 @@ def _limit_of_few(  # type: ignore[no-untyped-def]
     for start in range(0, length, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         others = tl.load(candidates + row * CAPACITY + columns, mask=columns < length, other=LOWEST)
-        values = (others >= lowest).to(tl.int64)
+        values = tl.full((COLUMNS,), 1, tl.int64)
         if is_count == 0:
-            values = values * (_relative_weights(_score_of(others), top, scale) * (2.0**BITS)).to(tl.int64)
+            values = (_relative_weights(_score_of(others), top, scale) * (2.0**BITS)).to(tl.int64)
         sums += tl.sum(
             tl.where((others[None, :] >= ranks[:, None]) & (columns[None, :] < length), values[None, :], 0), 1
         )
-    return tl.maximum(tl.max(tl.where((sums > target) & (index < length), ranks, LOWEST), 0), lowest)
+    return tl.max(tl.where((sums > target) & (index < length), ranks, LOWEST), 0)
 
 
 @ignore_comments
 @triton.jit
 def _limit(  # type: ignore[no-untyped-def]
-    target, above, lowest, low, high, candidates, logits, changed, is_changed, row, length, is_listed, is_count, top,
-    scale,
+    target, above, low, high, candidates, logits, changed, is_changed, row, length, is_listed, is_count, top, scale,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, CAPACITY: tl.constexpr, ID_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The highest rank of at least `lowest` from which on the tokens measure more than `target`, bit by bit.
+    """The highest rank for which `above`, and the sum over the tokens of at least this rank, exceed `target`.
 
-    Its score is from `low` to `high`: the bits that both begin with are not tried.
+    It is found bit by bit. Its score is from `low` to `high`, so their common leading bits are not tried.
     """
     limit = _order(low) << 32
     span = limit ^ (_order(high) << 32)
@@ -341,17 +348,17 @@ def _limit(  # type: ignore[no-untyped-def]
     limit = tl.where(span < 0, LOWEST, limit & ~span)
     for step in range(32 + ID_BITS):
         bit = row * 0 + (63 - step)
-        if step >= 32:  # the bits of MAX_TOKEN_ID - id between are set for every id
+        if step >= 32:  # the bits of MAX_TOKEN_ID - id above ID_BITS are set for every id
             limit = limit | (MAX_TOKEN_ID >> ID_BITS << ID_BITS)
             bit -= 32 - ID_BITS
         if (step >= 32) | ((span >> bit) != 0):
             tried = limit ^ ((row * 0 + 1) << bit)
             measured = _sum_at_least(
-                tl.maximum(tried, lowest), candidates, logits, changed, is_changed, row, length, is_listed, is_count,
-                top, scale, VOCAB, BLOCK, BITS, CAPACITY,
+                tried, candidates, logits, changed, is_changed, row, length, is_listed, is_count, top, scale,
+                VOCAB, BLOCK, BITS, CAPACITY,
             )  # fmt: skip
             limit = tl.where(above + measured > target, tried, limit)
-    return tl.maximum(limit, lowest)
+    return limit
 
 
 @ignore_comments
@@ -378,24 +385,23 @@ def _sample_select_kernel(  # type: ignore[no-untyped-def]
     low = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS))
     high = tl.load(bounds + 2 * (row * (LEVELS + 1) + LEVELS) + 1)
     number = tl.load(row_measures + LISTED)
-    scale, lowest, target, above = _scale(row_temperature), row * 0 + LOWEST, k - 1, tl.load(row_measures + ABOVE)
+    scale, target, above = _scale(row_temperature), k - 1, tl.load(row_measures + ABOVE)
     if is_count == 0:
         target = _top_p_target(p, tl.load(row_measures + TOTAL))
-        if has_k:
-            lowest = tl.load(limits + row)
         if (above > target) | (tl.load(row_measures + AT_LEAST) <= target):  # the approximate sums were too far off
-            low, number = top * 0.0 + float("-inf"), row * 0 + VOCAB
+            low, high = top * 0.0 + float("-inf"), top
+            number = row * 0 + (CAPACITY + 1)  # as if the list were full
     high = tl.minimum(high, top)
     is_listed = number <= CAPACITY
     length = tl.where(is_listed, number, VOCAB).to(tl.int32)
     above = tl.where(is_listed, above, 0)
     if number <= FEW:
         limit = _limit_of_few(
-            target, above, lowest, candidates, row, length, is_count, top, scale, BITS, CAPACITY, FEW, COLUMNS
+            target, above, candidates, row, length, is_count, top, scale, BITS, CAPACITY, FEW, COLUMNS
         )
     else:
         limit = _limit(
-            target, above, lowest, low, high, candidates, logits, changed, is_changed, row, length, is_listed,
+            target, above, low, high, candidates, logits, changed, is_changed, row, length, is_listed,
             is_count, top, scale, VOCAB, BLOCK, BITS, CAPACITY, ID_BITS,
         )  # fmt: skip
     if (is_count != 0) & (p < 1.0) & (is_wide == 0):
@@ -406,11 +412,11 @@ def _sample_select_kernel(  # type: ignore[no-untyped-def]
         target = _top_p_target(p, total)
         if number <= FEW:
             limit = _limit_of_few(
-                target, row * 0, limit, candidates, row, length, False, top, scale, BITS, CAPACITY, FEW, COLUMNS
+                target, row * 0, candidates, row, length, False, top, scale, BITS, CAPACITY, FEW, COLUMNS
             )
         else:
             limit = _limit(
-                target, row * 0, limit, _score_of(limit), top, candidates, logits, changed, is_changed, row, length,
+                target, row * 0, low, top, candidates, logits, changed, is_changed, row, length,
                 is_listed, False, top, scale, VOCAB, BLOCK, BITS, CAPACITY, ID_BITS,
             )  # fmt: skip
     tl.store(limits + row, limit)

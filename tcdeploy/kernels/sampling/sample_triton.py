@@ -8,9 +8,9 @@ Top-k and top-p need a limit: the rank of the last token that is kept, where a r
 logits by id. First the limit is bracketed. For a k of at most LISTED_K the k-th largest of the maxima of some thousand
 groups is a lower end with few tokens above it (`_group`, `_bound`). For a larger k, and for top-p, `_search` counts the
 tokens, or adds the weights in float32, at or above 32 pivots; a second launch divides the bracket, and `_measure` adds
-exactly from its ends on. Then `_collect` lists the tokens in the bracket, and `_select` finds the limit among them. If
-more than CAPACITY tokens are in it, or the approximate sums were wrong, `_select` reads the whole row, which takes
-milliseconds: with thousands of equal logits at the limit, and with a top-p within 2e-5 of 1.
+the exact units at or above each of its ends. Then `_collect` lists the tokens in the bracket, and `_select` finds the
+limit among them. If more than CAPACITY tokens are in it, or the approximate sums were wrong, `_select` reads the whole
+row, which takes milliseconds: with thousands of equal logits at the limit, and with a top-p within 2e-5 of 1.
 
 Whether a launch is needed is decided by the batch's `Features`, and whether a row takes part by its parameters, which
 the kernels read. The constants do not depend on the batch, so each kernel is compiled once for a model.

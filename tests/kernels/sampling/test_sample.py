@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES
+from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES, SamplingParams, Sequence
+from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.engine.step.sampling import logprobs, sample, set_biases, set_penalty_history
-from tcdeploy.kernels.sampling import sample_triton
+from tcdeploy.kernels.sampling import filter_kernels, sample_triton
 from tcdeploy.kernels.sampling.rows import Features, SamplingRows, make_sampling_rows
 from tests.triton_tools import record_launches, specialization_key
 
-pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 NAN, INF = float("nan"), float("inf")
 PLAIN, FILTERED = Features(penalties=False, filters=False), Features(penalties=False, filters=True)
 
@@ -95,6 +96,47 @@ def test_lists_that_are_searched_bit_by_bit(device: str, monkeypatch: pytest.Mon
         check(device, random_logits(12, 300, scale), make_rows(12, 300, **FILTERS), FILTERED)
 
 
+def test_approximate_sums_that_are_wrong_are_not_used(device: str) -> None:
+    """Of a temperature whose scale is infinite in float32."""
+    sampling = make_rows(4, 300, temperature=1e-40, top_p=0.5, top_k=[0, 299, 0, 270], seeds=range(8, 12))
+    check(device, random_logits(4, 300).round(), sampling, FILTERED)
+
+
+@pytest.mark.parametrize("margin", [-0.9, 0.9])
+def test_sums_beyond_their_margin_do_not_change_a_limit(
+    device: str, monkeypatch: pytest.MonkeyPatch, margin: float
+) -> None:
+    """A negative margin excludes the limit from the bracket."""
+    if device == "cuda":
+        pytest.skip("a compiled kernel does not read the changed constant")
+    monkeypatch.setattr(filter_kernels, "MARGIN", tl.constexpr(margin))
+    logits = random_logits(4, 300, 0.5)
+    logits[0], logits[0, 7] = -1.0, 0.0  # excludes it at the lower end alone
+    sampling = make_rows(4, 300, top_p=[0.3, 0.5, 0.8, 0.05], top_k=[0, 0, 270, 0])
+    check(device, logits, sampling, FILTERED)
+
+
+def test_exactly_the_kept_tokens_are_drawn(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-p at the edge between two tokens, and a large top-k of one token more than a pivot of its search counts."""
+    for top_k in (0, 4):
+        zeros = torch.tensor([0.0, -0.0] * 3).expand(8, 6).contiguous()
+        kept = check(device, zeros, make_rows(8, 6, top_p=0.5, top_k=top_k, min_p=1.0), FILTERED)
+        assert set(kept) == set(range((top_k or 6) // 2))
+    monkeypatch.setattr(sample_triton, "LISTED_K", 8)
+    logits = torch.where(torch.arange(60) < 19, 0.0, -0.3).expand(6, 60).contiguous()
+    sampling = make_rows(6, 60, top_k=[19, 20, 20, 20, 20, 21], temperature=1e30)
+    check(device, logits, sampling, FILTERED._replace(small_top_k=False))
+
+
+def test_a_batch_launches_the_kernels_of_its_top_k_and_top_p(device: str) -> None:
+    """A top-k of the whole vocabulary keeps all, but `Features` do not know the vocabulary."""
+    for top_k in (255, 256, 257):
+        params = SamplingParams(temperature=1.0, top_k=top_k, top_p=0.5)
+        features = RowAssignment(None).features([Sequence(0, [1], 1, params)])  # type: ignore[arg-type]
+        assert features
+        check(device, random_logits(4, 256), make_rows(4, 256, top_k=top_k, top_p=0.5), features)
+
+
 def test_penalties_biases_and_masks_change_only_their_rows(device: str) -> None:
     vocab_size, size = 2500, 8
     sampling = make_rows(
@@ -106,7 +148,7 @@ def test_penalties_biases_and_masks_change_only_their_rows(device: str) -> None:
     for row in range(size):
         ids = torch.randint(vocab_size, (400,), generator=torch.Generator().manual_seed(row)).tolist()
         set_penalty_history(sampling, row, ids[:100], ids[100:])
-    set_biases(sampling, 4, [(7, 100.0, 3), (8, -100.0, 2**62), (2047, 9.5, 2**62), (2047, 1.0, 2**62)])
+    set_biases(sampling, 4, [(7, 100.0, 14), (8, -100.0, 2**62), (2047, 9.5, 2**62), (2047, 1.0, 2**62)])
     set_biases(sampling, 5, [(2499, 90.0, 2**62), (0, -INF, 2**62)])
     masks = torch.full((size, -(-vocab_size // 32)), -1, dtype=torch.int32)
     masks[1], masks[2, 40] = 0, 5  # rows 6 and 5 of the parameters
@@ -124,7 +166,7 @@ def test_penalties_biases_and_masks_change_only_their_rows(device: str) -> None:
 
 def test_top_k_above_the_number_of_allowed_tokens(device: str) -> None:
     """Masked tokens are not listed, or a constrained row would be searched as a whole."""
-    sampling = make_rows(12, 2100, **FILTERS, changes_logits=True)
+    sampling = make_rows(12, 2100, top_k=[20, 256, 400] * 4, top_p=[1.0, 0.1, 0.7, 0.7] * 3, changes_logits=True)
     masks = torch.zeros(12, -(-2100 // 32), dtype=torch.int32)
     masks[:, 3], masks[:, 65] = 0x5555, 7
     features = Features(penalties=False, filters=True, masks=True)
@@ -137,7 +179,7 @@ def test_unusable_logits_give_the_first_maximum(device: str, features: Features)
     logits = random_logits(12, 2600, dtype=torch.float32)
     logits[1] = -INF
     logits[2] = NAN
-    logits[3, 2500] = NAN
+    logits[3, 2500] = -NAN
     logits[4, 300] = INF
     logits[5] = INF
     logits[6, :2599] = -INF
