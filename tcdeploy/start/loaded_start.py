@@ -127,6 +127,7 @@ def warm(
             runner, checker, start.previous, plan.cache_dir, request.measure, request.progress, on_finished, prepared,
             wait_for_worker,
         )  # fmt: skip
+        runner.launch_sampling_kernels()
     runner.graphs.end_warmup()
     request.progress.detail("times of steps")
     return Warmed(records, find_step_costs(start, runner, records), tracker.paths())

@@ -341,7 +341,7 @@ def compile_buckets(
     runner = load_runner(planned)
     buckets = [bucket for bucket in planned.plan.buckets if bucket.name in names]
     tracker = FileAccessTracker(staging.path)
-    with compiling_kernels_of(runner, buckets, _check_prompts(planned), tracker):
+    with compiling_kernels_of(runner, buckets, _check_prompts(planned), tracker, samples=False):
         checker = ParityChecker(runner, planned.architecture, planned.config)
     exchange = _package_exchange(staging, plan_key)
     install_programs(runner, planned.architecture, origin_of(planned), staging.path, plan_key, exchange)

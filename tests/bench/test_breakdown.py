@@ -40,6 +40,7 @@ def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: str) -> Non
         ("kernels.linear.matmul_kernel", "gemm"),
         ("kernels.sampling.advance_kernels", "sampling"),
         ("kernels.sampling.filter_kernels", "sampling"),
+        ("kernels.sampling.limit_kernels", "sampling"),
         ("kernels.sampling.logprob_kernels", "sampling"),
         ("kernels.sampling.sample_kernels", "sampling"),
     ],

@@ -68,11 +68,13 @@ def _use_libraries(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def compiling_kernels_of(
-    runner: ModelRunner, buckets: Collection[Bucket], prompts: CheckPrompts, tracker: FileAccessTracker
-) -> Iterator[None]:
+    runner: ModelRunner, buckets: Collection[Bucket], prompts: CheckPrompts, tracker: FileAccessTracker,
+    samples: bool = True,
+) -> Iterator[None]:  # fmt: skip
     """Compile these buckets' Triton kernels in threads while the block runs, and wait for them at its end.
 
-    Does nothing on a CPU, or if decode attention uses no Triton. Enter it before programs are installed.
+    Does nothing on a CPU, or if decode attention uses no Triton. Enter it before programs are installed. `samples`:
+    compile the kernels of sampling too, which are the same for all buckets.
     """
     plan = runner.plan
     if not buckets or plan.device != "cuda" or not BACKENDS[plan.decode_attention].uses_triton:
@@ -80,11 +82,13 @@ def compiling_kernels_of(
         return
     from tcdeploy.torch_compat.inductor.parallel_kernels import compiling_kernels  # imports Triton
 
-    with tracker.track(), compiling_kernels(lambda: precompile_kernels(runner, buckets, prompts)):
+    with tracker.track(), compiling_kernels(lambda: precompile_kernels(runner, buckets, prompts, samples)):
         yield
 
 
-def precompile_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts) -> None:
+def precompile_kernels(
+    runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts, samples: bool = True
+) -> None:
     """Launch the kernels of the buckets' checks, of the CUDA graphs captured before the first request, and of sampling.
 
     An exception is logged, not raised: if its cause persists, a later step of the start raises it.
@@ -93,7 +97,8 @@ def precompile_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: 
         with runner.uncounted_steps():
             for bucket in buckets:
                 _launch_kernels_of(runner, bucket, prompts)
-            runner.launch_sampling_kernels()
+            if samples:
+                runner.launch_sampling_kernels()
     except Exception as error:  # of torch, Triton or CUDA, which share no base class
         log.info("not all kernels are compiled in advance: %s", error)
     runner.row_assignment.clear()

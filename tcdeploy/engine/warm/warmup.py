@@ -134,7 +134,6 @@ def warm_buckets(
             on_finished(record)  # first, so that a bucket that is reported as finished is kept after a kill
         finally:
             progress.bucket_finished(record)
-    runner.launch_sampling_kernels()
     if measure:  # at the end, when no other process compiles on this machine
         progress.stage("time steps")
         with translate_compile_errors(plan, cache_dir):

@@ -29,7 +29,8 @@ from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 MODULE, FILTERS = "tcdeploy.kernels.sampling.sample_kernels", "tcdeploy.kernels.sampling.filter_kernels"
 SEARCH, MEASURE = Kernel(FILTERS, "_sample_search_kernel"), Kernel(FILTERS, "_sample_measure_kernel")
-COLLECT, SELECT = Kernel(FILTERS, "_sample_collect_kernel"), Kernel(FILTERS, "_sample_select_kernel")
+COLLECT = Kernel(FILTERS, "_sample_collect_kernel")
+SELECT = Kernel("tcdeploy.kernels.sampling.limit_kernels", "_sample_select_kernel")
 GROUP, BOUND = Kernel(FILTERS, "_sample_group_kernel"), Kernel(FILTERS, "_sample_bound_kernel")
 CHANGE = Kernel(MODULE, "_sample_change_kernel")
 WEIGH, DRAW = Kernel(MODULE, "_sample_weigh_kernel"), Kernel(MODULE, "_sample_draw_kernel")
