@@ -66,6 +66,28 @@ def test_a_stop_token_is_excluded_before_min_tokens(tiny_deployment: Any) -> Non
     assert plain[0] not in longer[:4] and len(longer) > 4
 
 
+def test_a_temperature_beyond_float32_draws_no_excluded_token(tiny_deployment: Any) -> None:
+    """As infinity in float32 it would turn the logits of excluded tokens, which are -inf, into NaN."""
+    stops = tuple(range(0, 400, 2))
+    params = SamplingParams(max_tokens=12, min_tokens=12, temperature=1e300, seed=1, stop_token_ids=stops)
+    assert not set(tokens_of(tiny_deployment.engine, params)) & set(stops)
+
+
+@pytest.mark.parametrize("repetition_penalty", [1e300, 1e-300])
+def test_a_repetition_penalty_beyond_float32_is_finite_and_not_zero(
+    tiny_deployment: Any, repetition_penalty: float
+) -> None:
+    """A logit of 0 times infinity, or divided by 0, would be NaN, which is drawn."""
+    engine = tiny_deployment.engine
+    engine.submit(PROMPT, SamplingParams(max_tokens=2, repetition_penalty=repetition_penalty))
+    engine.step()
+    column = engine.runner.decode_rows.sampling.repetition
+    assert column.isfinite().all() and (column > 0).all()
+    assert column[0] != 1
+    while engine.has_work:
+        engine.step()
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_logprobs_of_the_prompt_are_those_of_transformers(tiny_deployment: Any, reference_tiny: Any, k: int) -> None:
     """Prompts of one token, one chunk and several chunks; the last one again, from the prefix cache."""

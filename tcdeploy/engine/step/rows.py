@@ -22,6 +22,8 @@ from tcdeploy.engine.step.batch import DecodeRows
 from tcdeploy.engine.step.sampling import row_seed, set_biases, set_penalty_history, to_device
 from tcdeploy.kernels.sampling.rows import MAX_LISTED_TOP_K, Features
 
+FLOAT32 = torch.finfo(torch.float32)
+
 
 class RowAssignment:
     """Keeps `decode_rows` (on the device) in line with the list of running sequences (on the host)."""
@@ -134,10 +136,12 @@ class RowAssignment:
         if params.is_unmodified_greedy:
             return
         sampling = self.decode_rows.sampling
+        # As infinity or 0 in float32, these would make NaN of some logits.
+        repetition = min(max(params.repetition_penalty, FLOAT32.tiny), FLOAT32.max)
         columns: list[tuple[Tensor, float]] = [
-            (sampling.temperature, params.temperature), (sampling.top_k, params.top_k),
+            (sampling.temperature, min(params.temperature, FLOAT32.max)), (sampling.top_k, params.top_k),
             (sampling.top_p, params.top_p), (sampling.min_p, params.min_p),
-            (sampling.seeds, row_seed(params.seed)), (sampling.repetition, params.repetition_penalty),
+            (sampling.seeds, row_seed(params.seed)), (sampling.repetition, repetition),
             (sampling.presence, params.presence_penalty), (sampling.frequency, params.frequency_penalty),
             (sampling.changes_logits, _features([sequence]).change_logits),
         ]  # fmt: skip
