@@ -69,7 +69,8 @@ COMPILING_PATHS = (
 SLOW_PATHS = (
     "bundle/", "cache/test_manifest.py", "deploy/", "doctor/", "engine/test_sampling.py",
     "engine/test_scheduler_costs.py", "engine/test_step_size.py", "engine/test_stored_reference.py", "hostile/",
-    "models/", "remote/", "server/test_chat_templates.py", "test_scripts.py", "test_sign_and_push.py",
+    "kernels/sampling/test_sample.py", "models/", "remote/", "server/test_chat_templates.py", "test_scripts.py",
+    "test_sign_and_push.py",
 )  # fmt: skip
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
@@ -83,7 +84,7 @@ LONG_FILES = (
     "torch_compat/test_missing_internals.py", "kernels/attention/test_decode.py",
     "programs/passes/test_last_token_rows.py", "explain/test_explain.py", "server/test_served_cache.py",
     "hostile/test_factors.py", "engine/test_continuous_batching.py", "hostile/test_kills.py", "programs/test_aot.py",
-    "cache/test_compiler.py", "cli/test_cli_bench.py",
+    "cache/test_compiler.py", "cli/test_cli_bench.py", "kernels/sampling/test_sample.py",
 )  # fmt: skip
 
 relax_gc_for_startup()  # as the CLI does
