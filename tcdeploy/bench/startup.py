@@ -207,5 +207,5 @@ def _streams_token(url: str, prompt: Sequence[int]) -> bool:
 def _ended(exit_code: int) -> TcdeployError:
     error = TcdeployError(f"the measured process ended with exit code {exit_code}")
     error.hint = "see its error message above"
-    error.exit_code = exit_code or 1  # a server that ends by itself failed
+    error.exit_code = exit_code or 1  # a server that exits before it is stopped has failed, even with code 0
     return error

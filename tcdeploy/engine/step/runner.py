@@ -180,7 +180,8 @@ class ModelRunner:
     def launch_sampling_kernels(self) -> None:
         """Launch every kernel of sampling on the padding row, so that none is compiled or loaded during a request.
 
-        A step must have run without a graph, which tells the dtype of the logits. Does nothing without Triton.
+        A step must have run without a graph before: the kernels are compiled for the dtype of its logits. Without
+        Triton, nothing is launched.
         """
         if self._backend == "reference":
             return

@@ -192,7 +192,7 @@ def _defer_compilation(build: _Build, command: _Command, source: str) -> None:
 
 
 def _defer_link(build: _Build, command: _Command, words: list[str]) -> None:
-    """torch removes object files that it compiled at once, such as that of constants, so they are linked elsewhere."""
+    """Link later. torch removes the object files that exist by now, such as that of constants, so they are kept."""
     line = command.line
     for path in [word for word in words if word.endswith(".o") and Path(word).is_file() and Path(word).stat().st_size]:
         if path not in _runtimes:
