@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from typing import Any
@@ -42,6 +43,11 @@ def make_rows(rows: int, vocab_size: int, **values: Any) -> SamplingRows:
         field = getattr(sampling, name)
         field.copy_(torch.as_tensor(value, dtype=field.dtype))
     return sampling
+
+
+def to_gpu(sampling: SamplingRows) -> SamplingRows:
+    stored = [field.name for field in dataclasses.fields(sampling) if field.init]
+    return SamplingRows(**{name: getattr(sampling, name).cuda() for name in stored})
 
 
 def draws(logits: Tensor, count: int, features: Features = FILTERED, **values: Any) -> list[int]:
@@ -528,8 +534,9 @@ def test_logprobs_of_unusable_logits_have_ids_in_range(unusable: float) -> None:
 
 
 def test_a_row_takes_three_bytes_for_each_vocabulary_entry_as_the_plan_predicts() -> None:
-    fields = vars(make_sampling_rows(7, 90, MAX_LOGIT_BIASES, "cpu")).values()
-    assert sum(field.nbytes for field in fields) == 7 * (41 + SAMPLING_BYTES_PER_LOGIT * 90 + 512 * 20)
+    sampling = make_sampling_rows(7, 90, MAX_LOGIT_BIASES, "cpu")
+    nbytes = sum(getattr(sampling, field.name).nbytes for field in dataclasses.fields(sampling) if field.init)
+    assert nbytes == 7 * (48 + SAMPLING_BYTES_PER_LOGIT * 90 + 512 * 20)
 
 
 def test_new_rows_are_greedy_and_neutral() -> None:
@@ -573,7 +580,7 @@ def test_the_gpu_draws_the_same_tokens_as_the_cpu() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         logits, positions = (random_logits(8, 128256) * 3).to(dtype), torch.arange(8)
         cpu_rows = mixed_rows(128256)
-        gpu_rows = SamplingRows(**{name: field.cuda() for name, field in vars(cpu_rows).items()})
+        gpu_rows = to_gpu(cpu_rows)
         for step in range(10):
             for features in (PLAIN, PENALISED, FILTERED, EVERYTHING):
                 expected = sample(logits, cpu_rows, positions + step, features)
@@ -585,7 +592,7 @@ def test_the_gpu_draws_the_same_tokens_as_the_cpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_captured_step_draws_the_same_tokens_as_an_eager_one(backend: Backend) -> None:
-    sampling = SamplingRows(**{name: field.cuda() for name, field in vars(mixed_rows(5000)).items()})
+    sampling = to_gpu(mixed_rows(5000))
     logits, rows, positions = random_logits(8, 5000).cuda(), torch.arange(8).cuda(), torch.arange(8).cuda()
     everything(logits, sampling, rows, positions, backend)
     torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 
 `assign` compares the scheduler's list with the present rows and uploads the differences only. Rows that move or become
 free are updated by one gather on the device, because the next input token of a row may not have reached the host. An
-unchanged list costs no kernel launch, and a sequence appended to the list moves no row: the gather is about twenty
+unchanged list costs no kernel launch, and a sequence appended to the list moves no row: the gather is about a dozen
 launches, which would delay the first token of a prompt on an idle engine. Free rows are kept empty for the same reason.
 
 Block tables are uploaded separately, right before a decode step. Prefill reads a table of its own, so the upload of a
@@ -19,7 +19,7 @@ from torch import Tensor
 from tcdeploy.engine.schedule.constraint import Masker, Matcher
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence
 from tcdeploy.engine.step.batch import DecodeRows
-from tcdeploy.engine.step.sampling import row_seed, set_biases, set_penalty_history, to_device
+from tcdeploy.engine.step.sampling import row_seed, set_biases, set_penalty_history, set_scalars, to_device
 from tcdeploy.kernels.sampling.rows import MAX_LISTED_TOP_K, Features
 
 FLOAT32 = torch.finfo(torch.float32)
@@ -116,9 +116,8 @@ class RowAssignment:
         if source[: len(previous_rows)] != list(range(len(previous_rows))):
             self._gather_rows(source, self._assigned)
         uploaded = [self._uploaded_blocks[row] if row < padding_row else 0 for row in source[: len(running)]]
-        for row, sequence in enumerate(running):
-            if id(sequence) not in previous_rows:
-                self._upload_sampling_params(row, sequence)
+        new = {row: sequence for row, sequence in enumerate(running) if id(sequence) not in previous_rows}
+        self._upload_sampling_params({row: s for row, s in new.items() if not s.params.is_unmodified_greedy})
         self._assigned, self._uploaded_blocks = list(running), uploaded
 
     def _gather_rows(self, source: list[int], assigned: ListLike[Sequence]) -> None:
@@ -130,28 +129,18 @@ class RowAssignment:
         for tensor in tensors:
             tensor.copy_(tensor.index_select(0, index))
 
-    def _upload_sampling_params(self, row: int, sequence: Sequence) -> None:
-        """Write the parameters of a new sequence. Its row is a copy of the padding row: greedy, without penalties."""
-        params = sequence.params
-        if params.is_unmodified_greedy:
+    def _upload_sampling_params(self, sequences: dict[int, Sequence]) -> None:
+        """Write the parameters of new sequences. Their rows are copies of the padding row: greedy, no penalties."""
+        if not sequences:
             return
         sampling = self.decode_rows.sampling
-        # As infinity or 0 in float32, these would make NaN of some logits.
-        repetition = min(max(params.repetition_penalty, FLOAT32.tiny), FLOAT32.max)
-        columns: list[tuple[Tensor, float]] = [
-            (sampling.temperature, min(params.temperature, FLOAT32.max)), (sampling.top_k, params.top_k),
-            (sampling.top_p, params.top_p), (sampling.min_p, params.min_p),
-            (sampling.seeds, row_seed(params.seed)), (sampling.repetition, repetition),
-            (sampling.presence, params.presence_penalty), (sampling.frequency, params.frequency_penalty),
-            (sampling.changes_logits, _features([sequence]).change_logits),
-        ]  # fmt: skip
-        for column, value in columns:
-            self._upload(column[row : row + 1], [value])
-        if params.has_penalties:
-            prompt, output = sequence.token_ids[: sequence.prompt_length], sequence.token_ids[sequence.prompt_length :]
-            set_penalty_history(sampling, row, prompt, output)
-        if params.has_biases:
-            set_biases(sampling, row, params.biases(sequence.prompt_length))
+        set_scalars(sampling, list(sequences), [_scalars(sequence) for sequence in sequences.values()])
+        for row, sequence in sequences.items():
+            params, length = sequence.params, sequence.prompt_length
+            if params.has_penalties:
+                set_penalty_history(sampling, row, sequence.token_ids[:length], sequence.token_ids[length:])
+            if params.has_biases:
+                set_biases(sampling, row, params.biases(length))
 
     def _upload_blocks(self, new_blocks: ListLike[tuple[int, int, int]]) -> None:
         """Write (row, column, block) entries of the block table in one copy."""
@@ -161,6 +150,22 @@ class RowAssignment:
 
     def _upload(self, target: Tensor, values: ListLike[float]) -> None:
         target[: len(values)].copy_(to_device(values, target.dtype, target.device), non_blocking=True)
+
+
+def _scalars(sequence: Sequence) -> dict[str, float]:
+    params = sequence.params
+    return {
+        "temperature": min(params.temperature, FLOAT32.max),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        # As infinity or 0 in float32, it would make NaN of some logits.
+        "repetition": min(max(params.repetition_penalty, FLOAT32.tiny), FLOAT32.max),
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "top_k": params.top_k,
+        "seeds": row_seed(params.seed),
+        "changes_logits": _features([sequence]).change_logits,
+    }
 
 
 def _features(sequences: ListLike[Sequence]) -> Features:

@@ -33,7 +33,7 @@ per row; `torch.multinomial`, whose state is a generator. Timings: docs/performa
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -42,7 +42,7 @@ from torch import Tensor
 from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES
 from tcdeploy.kernels.sampling import logprobs_triton, reference, sample_triton
 from tcdeploy.kernels.sampling.reference import Logprobs
-from tcdeploy.kernels.sampling.rows import Features, SamplingRows
+from tcdeploy.kernels.sampling.rows import FLOATS, INTEGERS, Features, SamplingRows
 
 Backend = Literal["reference", "triton"]
 COUNT_LIMIT = 2**15 - 1
@@ -54,11 +54,22 @@ def row_seed(seed: int | None) -> int:
     return bits - 2**64 if bits >= 2**63 else bits
 
 
-def to_device(values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
+def to_device(
+    values: Sequence[float] | Sequence[tuple[float, ...]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Copy through pinned memory, which torch keeps alive until the copy is done. The host does not wait."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def set_scalars(sampling: SamplingRows, rows: list[int], values: Sequence[Mapping[str, float]]) -> None:
+    """Write FLOATS and INTEGERS of some rows: two uploads for any number of rows, because each takes about 40 us."""
+    for names, target in ((FLOATS, sampling.floats), (INTEGERS, sampling.integers)):
+        # The index is sent with the values: float32 is exact up to 2^24 rows.
+        columns = [(row, *(scalars[name] for name in names)) for row, scalars in zip(rows, values, strict=True)]
+        uploaded = to_device(columns, target.dtype, target.device).T
+        target.index_copy_(1, uploaded[0].long(), uploaded[1:])
 
 
 def set_penalty_history(sampling: SamplingRows, row: int, prompt_ids: list[int], output_ids: list[int]) -> None:

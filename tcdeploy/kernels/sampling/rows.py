@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 MAX_LISTED_TOP_K = 256  # up to this k, the tokens that top-k keeps are listed (sample_triton.py)
+
+# The scalars of a row, with their values in a row that samples greedily, without penalties, filters or biases
+FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+INTEGERS = {"top_k": 0.0, "seeds": 0.0, "changes_logits": 0.0}
 
 
 class Features(NamedTuple):
@@ -30,28 +34,40 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Sampling parameters and penalty counts of each decode row."""
+    """Sampling parameters and penalty counts of each decode row.
 
-    temperature: Tensor  # [max batch + 1] float32; 0 is greedy
-    top_k: Tensor  # [max batch + 1] int64; 0 keeps all
-    top_p: Tensor  # [max batch + 1] float32
-    min_p: Tensor  # [max batch + 1] float32
-    seeds: Tensor  # [max batch + 1] int64
-    changes_logits: Tensor  # [max batch + 1] bool: the row has penalties, biases or a constraint
-    repetition: Tensor  # [max batch + 1] float32
-    presence: Tensor  # [max batch + 1] float32
-    frequency: Tensor  # [max batch + 1] float32
+    The scalars of a row are in two tensors, so that they are written, and moved with the row, in few launches.
+    """
+
+    floats: Tensor  # [len(FLOATS), max batch + 1] float32
+    integers: Tensor  # [len(INTEGERS), max batch + 1] int64
     output_counts: Tensor  # [max batch + 1, vocab] int16: occurrences in the output, at most COUNT_LIMIT
     in_prompt: Tensor  # [max batch + 1, vocab] bool
     bias_ids: Tensor  # [max batch + 1, max biases] int64
     bias_values: Tensor  # [max batch + 1, max biases] float32: added to the logit of that id
     bias_ends: Tensor  # [max batch + 1, max biases] int64: first position at which the bias no longer applies
 
+    # The rows of `floats` and `integers`, each [max batch + 1]
+    temperature: Tensor = field(init=False)  # 0 is greedy
+    top_p: Tensor = field(init=False)
+    min_p: Tensor = field(init=False)
+    repetition: Tensor = field(init=False)
+    presence: Tensor = field(init=False)
+    frequency: Tensor = field(init=False)
+    top_k: Tensor = field(init=False)  # 0 keeps all
+    seeds: Tensor = field(init=False)
+    changes_logits: Tensor = field(init=False)  # 1 with penalties, biases or a constraint, else 0
+
+    def __post_init__(self) -> None:
+        for names, columns in ((FLOATS, self.floats), (INTEGERS, self.integers)):
+            for name, column in zip(names, columns, strict=True):
+                object.__setattr__(self, name, column)
+
     def tensors_to_gather(self, features: Features) -> list[Tensor]:
-        """Tensors to gather when rows move: the one-dimensional ones, and the wide ones whose feature is used."""
+        """Tensors [max batch + 1, ...] to gather when rows move: the scalars, and those of features that are used."""
         penalties = [self.output_counts, self.in_prompt] if features.penalties else []
         biases = [self.bias_ids, self.bias_values, self.bias_ends] if features.biases else []
-        return [tensor for tensor in vars(self).values() if tensor.ndim == 1] + penalties + biases
+        return [self.floats.T, self.integers.T, *penalties, *biases]
 
 
 def make_sampling_rows(
@@ -59,22 +75,20 @@ def make_sampling_rows(
 ) -> SamplingRows:  # fmt: skip
     """Rows that sample greedily, without penalties, filters or biases."""
 
-    def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
+    def scalars(defaults: dict[str, float], dtype: torch.dtype) -> Tensor:
+        aligned = -(-num_rows // 4) * 4  # Triton loads faster from addresses that are a multiple of 16 bytes
+        values = torch.tensor([*defaults.values()], dtype=dtype, device=device)
+        return values[:, None].repeat(1, aligned)[:, :num_rows]
+
+    def zeros(dtype: torch.dtype, width: int) -> Tensor:
+        return torch.zeros(num_rows, width, dtype=dtype, device=device)
 
     return SamplingRows(
-        temperature=full(0, torch.float32),
-        top_k=full(0, torch.int64),
-        top_p=full(1, torch.float32),
-        min_p=full(0, torch.float32),
-        seeds=full(0, torch.int64),
-        changes_logits=full(False, torch.bool),
-        repetition=full(1, torch.float32),
-        presence=full(0, torch.float32),
-        frequency=full(0, torch.float32),
-        output_counts=full(0, torch.int16, vocab_size),
-        in_prompt=full(False, torch.bool, vocab_size),
-        bias_ids=full(0, torch.int64, max_biases),
-        bias_values=full(0, torch.float32, max_biases),
-        bias_ends=full(0, torch.int64, max_biases),
+        floats=scalars(FLOATS, torch.float32),
+        integers=scalars(INTEGERS, torch.int64),
+        output_counts=zeros(torch.int16, vocab_size),
+        in_prompt=zeros(torch.bool, vocab_size),
+        bias_ids=zeros(torch.int64, max_biases),
+        bias_values=zeros(torch.float32, max_biases),
+        bias_ends=zeros(torch.int64, max_biases),
     )

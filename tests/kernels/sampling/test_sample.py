@@ -30,6 +30,11 @@ def make_rows(rows: int, vocab_size: int, **values: Any) -> SamplingRows:
     return sampling
 
 
+def move(sampling: SamplingRows, device: str) -> SamplingRows:
+    stored = [field.name for field in dataclasses.fields(sampling) if field.init]
+    return SamplingRows(**{name: getattr(sampling, name).to(device) for name in stored})
+
+
 def random_logits(rows: int, vocab_size: int, scale: float = 2.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * scale
     return logits.to(dtype)
@@ -43,7 +48,7 @@ def check(
     rows = torch.arange(size).flip(0)  # the rows' parameters are not in the order of the logits
     positions = torch.arange(size) * 3 + 5
     expected = sample(logits, sampling, positions, features, rows, masks)
-    on_device = SamplingRows(**{name: tensor.to(device) for name, tensor in vars(sampling).items()})
+    on_device = move(sampling, device)
     masks = masks if masks is None else masks.to(device)
     tokens = sample(
         logits.to(device), on_device, positions.to(device), features, rows.to(device), masks, backend="triton"
@@ -158,8 +163,9 @@ def test_penalties_biases_and_masks_change_only_their_rows(device: str) -> None:
     tokens = check(device, logits, sampling, everything, masks)
     assert tokens[1] in {96, 98, 100, 102}
     assert tokens[2] == 2499
-    plain = dataclasses.replace(sampling, changes_logits=torch.zeros(size, dtype=torch.bool))
-    assert check(device, logits, plain, FILTERED)[7] == tokens[7]  # of row 0, which changes nothing
+    sampling.changes_logits.zero_()
+    assert check(device, logits, sampling, FILTERED)[7] == tokens[7]  # of row 0, which changes nothing
+    sampling.changes_logits[1:] = 1
     for features in (Features(True, False), Features(False, False, biases=True), Features(True, True, True)):
         check(device, logits, sampling, features)
 
@@ -210,7 +216,7 @@ def test_each_kernel_has_one_binary_for_all_batches(monkeypatch: pytest.MonkeyPa
 
 def test_rows_of_a_batch_draw_the_tokens_that_they_draw_alone(device: str) -> None:
     logits, sampling = random_logits(12, 700), make_rows(12, 700, **FILTERS)
-    logits, sampling = logits.to(device), SamplingRows(**{n: t.to(device) for n, t in vars(sampling).items()})
+    logits, sampling = logits.to(device), move(sampling, device)
     positions = torch.arange(12, device=device)
     together = sample(logits, sampling, positions, FILTERED, backend="triton")
     for row in (0, 1, 7, 9):
