@@ -153,8 +153,8 @@ def plans_to_pack(folder: Path) -> list[str]:
 
 def jit_and_packages(manifests: Iterable[Manifest]) -> tuple[Manifest, Manifest] | None:
     """The two plans of one model that differ only in `--programs`, jit first; None if these are other plans."""
-    by_kind = sorted(manifests, key=lambda manifest: str(manifest.plan["programs"]), reverse=True)
-    if [manifest.plan["programs"] for manifest in by_kind] != ["jit", "aot"]:
+    by_kind = sorted(manifests, key=lambda manifest: str(manifest.plan.get("programs")), reverse=True)
+    if [manifest.plan.get("programs") for manifest in by_kind] != ["jit", "aot"]:
         return None
     jit, packages = by_kind
     is_same = jit.plan["model"] == packages.plan["model"] and jit.origin.model_config == packages.origin.model_config

@@ -52,13 +52,14 @@ PLAN_CELLS: Cells = (
     (Column("plan", "name"), lambda plan: plan.plan_key),
     (Column("model", "name"), lambda plan: plan.model),
     (Column("dtype", "name", rank=2), lambda plan: plan.compute_dtype),
-    (Column("mode", "name", rank=3), lambda plan: plan.mode),
+    (Column("programs", "name", rank=3), lambda plan: plan.programs),
+    (Column("mode", "name", rank=4), lambda plan: plan.mode),
     (Column("buckets", "text", rank=1), lambda plan: " ".join(plan.buckets)),
-    (Column("files", rank=5), lambda plan: str(plan.files)),
+    (Column("files", rank=6), lambda plan: str(plan.files)),
     (Column("MB"), lambda plan: _mb(plan.bytes)),
-    (Column("unique MB", rank=6), lambda plan: _mb(plan.unique_bytes)),
+    (Column("unique MB", rank=7), lambda plan: _mb(plan.unique_bytes)),
     (Column("last start"), lambda plan: _age(plan.age_seconds)),
-    (Column("cold s", rank=4), lambda plan: f"{plan.cold_seconds:.0f}"),
+    (Column("cold s", rank=5), lambda plan: f"{plan.cold_seconds:.0f}"),
     (Column("state", "text"), lambda plan: _plan_state(plan)),
 )
 

@@ -26,6 +26,7 @@ import yaml
 
 from tcdeploy.cache.folder.layout import manifest_path
 from tcdeploy.cache.record.manifest import read_manifest
+from tcdeploy.errors import IntegrityError
 from tcdeploy.host.progress import Progress
 from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.option import ENVIRONMENT_PREFIX
@@ -58,16 +59,19 @@ def build_packages(
 
     Free the memory of that start first. `trusted_keys`: the folder of trusted public keys; None: the default.
     """
-    reason = why_not_exported(planned)
-    if not reason and cache_dir != planned.plan.cache_dir:
-        reason = f"{planned.plan.cache_dir} cannot be written"
-    if reason:
+    if reason := obstacle(planned, cache_dir):
         return PackageResult("", 0.0, 0, reason)
     progress.stage("packages")
     try:
         return PackageBuild(recipe, cache_dir, trusted_keys, on_message=progress.detail).wait()
     except OSError as error:
         return PackageResult("", 0.0, 0, f"the process cannot be started: {error}")
+
+
+def obstacle(planned: Planned, cache_dir: str) -> str:
+    """Why no process is started to build packages after a start that used the folder `cache_dir`; "" if one may be."""
+    is_read_only = cache_dir != planned.plan.cache_dir
+    return why_not_exported(planned) or (f"{planned.plan.cache_dir} cannot be written" if is_read_only else "")
 
 
 @contextlib.contextmanager
@@ -131,8 +135,9 @@ class PackageBuild:
             report = self._report.read()
         if self._process.returncode:
             return PackageResult("", seconds, 0, self._failure())
-        plan = json.loads(report)["plan"]
-        manifest = read_manifest(manifest_path(self._cache_dir, plan["key"]))
+        plan, manifest = json.loads(report)["plan"], None
+        with contextlib.suppress(IntegrityError):
+            manifest = read_manifest(manifest_path(self._cache_dir, plan["key"]))
         if manifest is None or plan["programs"] != "aot":
             return PackageResult("", seconds, 0, "the process has left none in the cache folder")
         return PackageResult(plan["key"], seconds, manifest.total_bytes)
