@@ -162,7 +162,7 @@ def next_after_compile(records: Sequence[BucketRecord]) -> str:
 def show_warm_report(deployment: StartReport, packages: PackageResult | None, as_json: bool) -> None:
     """`packages`: those that were built after the start; None if none were to be built."""
     if as_json:
-        print_report("warm", deployment, packages=packages)
+        print_report("warm", deployment, cache_bytes=deployment.cache_bytes, packages=packages)
         return
     show_table(tabulate(deployment.records, WARM_CELLS))
     show_sentence(_explain_parity(deployment.records))

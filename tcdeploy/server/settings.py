@@ -145,9 +145,9 @@ def check_package_build(settings: ServerSettings, recipe: Recipe) -> None:
         "--no-compile": (not recipe.compile, "which compiles nothing"),
         "--require-signed": (recipe.require_signed, "which uses only files of a signed bundle"),
     }
-    for option, (is_given, reason) in reasons.items():
+    for flag, (is_given, reason) in reasons.items():
         if settings.build_packages and is_given:
-            raise UsageError(f"--build-packages excludes {option}, {reason}", f"omit --build-packages, or {option}")
+            raise UsageError(f"--build-packages excludes {flag}, {reason}", f"omit --build-packages, or {flag}")
 
 
 def check_settings(settings: ServerSettings) -> None:

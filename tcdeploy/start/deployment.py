@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.manifest import read_manifest
 from tcdeploy.engine.engine import Engine, live_engines
 from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.planning.bucket_record import BucketRecord
@@ -36,6 +38,12 @@ class StartReport:
     @property
     def plan(self) -> Plan:
         return self.planned.plan
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the plan's files in the cache folder; 0 if it is not recorded."""
+        manifest = read_manifest(manifest_path(self.cache_dir, self.plan.key))
+        return manifest.total_bytes if manifest is not None else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -396,7 +396,7 @@ def test_a_warm_start_times_and_compiles_no_kernel_again(run_cli: Any, tmp_path:
     """
     folder = save_config("llama", tmp_path, hidden_size=1024, intermediate_size=2048)
     flags = ("--load-format", "dummy", "--mode", "max-autotune", "--buckets", "32", "--batch-sizes", "1")
-    flags += ("--context", "512", "--kv-blocks", "256")
+    flags += ("--context", "512", "--kv-blocks", "256", "--programs", "jit")
     here, there, timed = tmp_path / "here", tmp_path / "there", []
     for outcome, folder_used in (("miss", here), ("hit", here), ("hit", there)):
         if folder_used == there:
@@ -424,6 +424,8 @@ def test_a_moved_cache_folder_is_complete(run_cli: Any, tmp_path: Path) -> None:
         "512",
         "--kv-blocks",
         "256",
+        "--programs",
+        "jit",
     )
     cold = run_cli("warm", folder, *flags, "--cache-dir", str(tmp_path / "here"))
     assert cold.returncode == 0, cold.stderr
