@@ -62,6 +62,7 @@ def deploy(model: str, cache_dir: str, eager: bool = False, **flags: Any) -> Dep
         "context": 512,
         "kv_blocks": 256,
         "cache_dir": cache_dir,
+        "programs": "jit",  # other tests leave packages in the folder
         **flags,
     }
     return prepare(build_recipe(settings, environ={}), eager=eager, needs_model=True)
@@ -280,6 +281,28 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(
         answers = generate_tokens(started.engine, PROMPTS, SamplingParams(max_tokens=30))
     assert serving.counts.compiles == 0
     assert answers == expected
+
+
+def test_warm_leaves_packages_that_an_auto_start_uses(run_cli: Any, tmp_path: Path) -> None:
+    """`warm` frees the first process's GPU memory, and builds packages in another one. The tokens are those of jit."""
+    flags = ("--buckets", "128", "--batch-sizes", "1,4", "--context", "512", "--kv-blocks", "256")
+    folder = ("--cache-dir", str(tmp_path / "cache"))
+    warmed = run_cli("warm", "builtin:tiny", *flags, *folder, "--json")
+    assert warmed.returncode == 0, warmed.stderr
+    document = json.loads(warmed.stdout)
+    assert document["plan"]["programs"] == "jit" and document["packages"]["failure"] == "", warmed.stderr
+    answers = []
+    for programs in ("auto", "jit"):
+        prompt = ("This module provides", "--max-new-tokens", "30", "--programs", programs)
+        done = run_cli("generate", "builtin:tiny", *prompt, *flags, *folder, "--json", new=True)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    auto, jit = answers
+    assert (auto["plan"]["programs"], jit["plan"]["programs"]) == ("aot", "jit")
+    assert "transformers" not in auto["import_seconds"] and "triton" not in auto["import_seconds"]
+    assert {bucket["outcome"] for bucket in auto["buckets"]} == {"hit"}
+    assert all(bucket["captured"] for bucket in auto["buckets"])
+    assert auto["token_ids"] == jit["token_ids"]
 
 
 FAILED_CAPTURE = """
