@@ -51,8 +51,8 @@ def warm(
 ) -> None:
     """Compile, capture and check every bucket of MODEL, and keep the programs in the cache folder.
 
-    Then packages are built in another process (--programs jit: none; --programs aot: only packages). With --require-hit
-    or --no-compile, nothing is built. Safe to repeat and to run in parallel. Without a GPU nothing is captured.
+    Safe to repeat and to run in parallel. Without a GPU nothing is captured. Afterwards, ahead-of-time packages are
+    built in another process (--programs jit: none; --programs aot: only packages), but not with --require-hit.
     """
     from tcdeploy.cli import display
 
