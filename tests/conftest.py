@@ -181,7 +181,7 @@ def remove_headers(cache: Path) -> None:
 @pytest.fixture(scope="session")
 def filled_cache(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Path:
     """A cache folder with the buckets of the embedded model, filled once for all workers. Tests use copies of it."""
-    return fill_once(tmp_path_factory, run_cli_in, "filled", TINY_FLAGS)
+    return fill_once(tmp_path_factory, run_cli_in, "filled", (*TINY_FLAGS, "--programs", "jit"))
 
 
 @pytest.fixture(scope="session")

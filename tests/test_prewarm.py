@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tcdeploy.cache.trust.signing import generate_key
+from tcdeploy.cli.cache_target import read_manifests
 from tcdeploy.models.load import resolve_model_path
 from tests.conftest import ROOT, TINY, RunCLI, cli_environment
 from tests.github_actions import ActionRunner
@@ -52,6 +54,9 @@ def test_a_bundle_is_warmed_without_a_key_then_signed_and_pushed_and_later_runs_
     steps = publish.run()
     assert [step.done.returncode for step in steps] == [0, 0], steps[-1].done.stderr
     (stored,) = store.iterdir()
+    assert re.search(r"; packages: built in [\d.]+ s, [\d.]+ MB unpacked; plan", report), report
+    kinds = [plan.plan["programs"] for plan in read_manifests(stored)]
+    assert kinds == ["jit", "aot"], "the bundle has both plans, and is named after the jit programs"
     assert re.fullmatch(r"[0-9a-f]{16}-[0-9a-f]{64}\.tcb", stored.name)
 
     checked = {**inputs, "stored": str(store), "public-key": keys["public-key"]}
@@ -66,6 +71,8 @@ def test_a_bundle_is_warmed_without_a_key_then_signed_and_pushed_and_later_runs_
     cache = ("--cache-dir", str(tmp_path / "real"), "--cache-from", str(store), *trusted)
     served = run_cli("warm", str(resolve_model_path(TINY)), *SMALL, *cache, "--require-hit")
     assert served.returncode == 0, f"a cache warmed without weights must serve them: {served.stderr}"
+    planned = run_cli("serve", TINY, *SMALL, "--cache-dir", str(tmp_path / "real"), "--dry-run", "--json")
+    assert json.loads(planned.stdout)["plan"]["programs"] == "aot", "an auto start uses the fetched packages"
 
     steps = ActionRunner("prewarm", tmp_path / "third", {**checked, "budget": "0.1s"}).run()
     assert [step.done.returncode for step in steps] == [0, 6], "the stored bundle exceeds the budget"

@@ -54,7 +54,7 @@ def test_a_bundle_is_signed_verified_and_pushed_and_the_key_is_removed(
     )
     assert not list(runner.temporary.glob("keys-*")), "the secret key is gone"
     assert "PRIVATE" not in "".join(step.done.stdout + step.done.stderr for step in steps) + runner.calls.read_text()
-    assert verify_bundle(stored, keys, allow_unsigned=False).plan_key in stored.name
+    assert verify_bundle(stored, keys, allow_unsigned=False)[0].plan_key in stored.name
 
 
 @pytest.mark.parametrize(

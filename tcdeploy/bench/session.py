@@ -75,8 +75,8 @@ def run_benchmark(
     settings.check_against_plan(planned.plan)
     progress.stage("floor")
     rates = measure_rates(planned.plan.device, planned.plan.compute_dtype)
-    session = Session(recipe, settings, progress, planned, rates)
-    rows = list(measure(TCDEPLOY, session.prepare(recipe), session))
+    session = Session(planned.recipe, settings, progress, planned, rates)
+    rows = list(measure(TCDEPLOY, session.prepare(planned.recipe), session))
     for name in settings.baselines:
         release_memory()
         rows += rows_or_failure(name, session.measure_baseline(name, measure, measure_model))

@@ -113,7 +113,10 @@ def _measure_warm(words: list[str]) -> StartupRow:
     if completed.returncode:
         raise _ended(completed.returncode)
     document = json.loads(completed.stdout)
-    return StartupRow(TCDEPLOY, "cold", seconds, None, None, document["stage_seconds"], *_reads(document))
+    stages, packages = document["stage_seconds"], document.get("packages")
+    if packages:  # built after the other stages
+        stages = {**stages, "packages": packages["seconds"]}
+    return StartupRow(TCDEPLOY, "cold", seconds, None, None, stages, *_reads(document))
 
 
 def _measure_serve(words: list[str], prompt: list[int]) -> tuple[StartupRow, dict[str, Any]]:

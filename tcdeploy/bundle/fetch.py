@@ -1,7 +1,8 @@
 """Fetches the bundle of a plan into its cache folder before a start, and pushes a bundle after one.
 
-A folder of bundles is searched by plan key, so it may hold bundles of many models and machines. A bundle that is given
-by URL must have the plan that this start makes. Otherwise it is rejected with the list of differences: a cache that is
+A folder of bundles is searched by plan key, so it may hold bundles of many models and machines. With `--programs auto`,
+a bundle of packages is preferred to one of jit programs, which may hold the packages too. A bundle that is given by URL
+must have a plan that this start could use. Otherwise it is rejected with the list of differences: a cache that is
 fetched and then silently not used is the failure that this module prevents. A plan that the cache folder already has
 is not fetched again.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.why import forecast
 from tcdeploy.cache.folder.access import check_folder
 from tcdeploy.cache.folder.layout import manifest_path
+from tcdeploy.cache.record.bundle_header import Header
 from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.record.provenance import SigningPolicy, check_manifests
 from tcdeploy.cache.record.unlisted import discard_if_damaged
@@ -31,6 +33,7 @@ from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import LOCAL_SCHEMES, Address, CacheSource, parse_bundle_name
 from tcdeploy.remote.transfer import PushResult, find, pull, push
+from tcdeploy.start.auto_programs import why_not_exported, with_programs
 from tcdeploy.start.decide import decide, origin_of, with_cxx_compiler
 from tcdeploy.start.planned import PlannedModel
 
@@ -65,14 +68,17 @@ def fetch(
     """
     start, progress = time.perf_counter(), progress or NullProgress()
     trusted_keys = trusted_keys or default_trusted_keys_folder()
-    planned = decide(recipe)
+    planned = decide(recipe, policy=SigningPolicy(trusted_keys, recipe.require_signed))
     plan = planned.plan
     check_folder(plan.cache_dir, recipe.trust_cache_dir)
     if manifest_path(plan.cache_dir, plan.key).is_file():
         check_folder(plan.cache_dir, recipe.trust_cache_dir, must_exist=True)  # it may be newer than the first check
         if not _needs_refetch(plan, recipe, trusted_keys):
             return FetchResult(plan.key, "", 0, None, time.perf_counter() - start)
-    address = Address.parse(_resolve_bundle_url(cache.source, plan.key))
+    wanted = _usable_plans(planned, recipe.programs == "auto")
+    # A bundle with jit programs and packages is named after the jit programs.
+    names = [*(item.plan.key for item in wanted), with_programs(planned, "jit").plan.key]
+    address = Address.parse(_resolve_bundle_url(cache.source, list(dict.fromkeys(names))))
     with temporary_folder("fetch") as work_dir:
         path = Path(address.host_and_path)
         if address.scheme not in LOCAL_SCHEMES or parse_bundle_name(path.name):
@@ -80,12 +86,12 @@ def fetch(
         progress.detail("check and unpack the bundle")
         with _named(path, address.redacted):
             header = open_bundle(path, trusted_keys, cache.allow_unsigned).header
-            _check_compatible(planned, header.manifest, address.redacted)
+            key = _check_compatible(wanted, header, address.redacted)
             unpacked = unpack(
                 path, Path(plan.cache_dir), trusted_keys, cache.allow_unsigned, cache.allow_rollback,
                 recipe.trust_cache_dir,
             )  # fmt: skip
-    return FetchResult(header.plan_key, address.redacted, unpacked.bytes, unpacked.signer, time.perf_counter() - start)
+    return FetchResult(key, address.redacted, unpacked.bytes, unpacked.signer, time.perf_counter() - start)
 
 
 @contextlib.contextmanager
@@ -120,24 +126,44 @@ def _is_signed(plan: Plan, trusted_keys: Path) -> bool:
     return True
 
 
-def _resolve_bundle_url(source: str, plan_key: str) -> str:
-    """`source` if it is a bundle, else the newest bundle of the plan in that folder. Raises MismatchError."""
+def _usable_plans(planned: PlannedModel, is_auto: bool) -> list[PlannedModel]:
+    """The plans that the start could use, best first."""
+    if not is_auto or why_not_exported(planned):
+        return [planned]
+    return [with_programs(planned, "aot"), with_programs(planned, "jit")]
+
+
+def _resolve_bundle_url(source: str, plan_keys: Sequence[str]) -> str:
+    """`source` if it is a bundle, else the newest bundle there of the first of these plans that has one.
+
+    Raises MismatchError.
+    """
     address = Address.parse(source)
     if parse_bundle_name(address.host_and_path.rpartition("/")[2]) or (
         address.scheme in LOCAL_SCHEMES and Path(address.host_and_path).is_file()
     ):
         return source
-    urls = find(source, plan_key)
+    urls = next(filter(None, (find(source, key) for key in plan_keys)), ())
     if not urls:
         raise MismatchError(
-            f"{address.redacted} holds no bundle of the plan {plan_key} (these flags on this machine)",
+            f"{address.redacted} holds no bundle of the plan {' or '.join(plan_keys)} (these flags on this machine)",
             "push one with tcdeploy warm --cache-to (those of earlier versions of tcdeploy do not fit), or compare one "
             "with this machine: tcdeploy cache why FILE",
         )
     return urls[0]
 
 
-def _check_compatible(planned: PlannedModel, cached: Manifest, name: str) -> None:
+def _check_compatible(wanted: Sequence[PlannedModel], header: Header, name: str) -> str:
+    """The key of the first wanted plan that the bundle holds for this machine. Raises EnvironmentMismatchError."""
+    of_kind = {str(manifest.plan["programs"]): manifest for manifest in header.manifests.values()}
+    pairs = [(planned, of_kind[planned.plan.programs]) for planned in wanted if planned.plan.programs in of_kind]
+    for planned, cached in pairs[:-1]:
+        with contextlib.suppress(EnvironmentMismatchError):
+            return _check_plan(planned, cached, name)
+    return _check_plan(*(pairs[-1] if pairs else (wanted[0], header.manifest)), name)
+
+
+def _check_plan(planned: PlannedModel, cached: Manifest, name: str) -> str:
     if not planned.environment.compiler and cached.plan["programs"] == "aot":  # packages start without one
         planned = with_cxx_compiler(planned, str(cached.environment["compiler"]))
     expected = forecast(cached, planned.plan, planned.environment, origin_of(planned))
@@ -149,12 +175,15 @@ def _check_compatible(planned: PlannedModel, cached: Manifest, name: str) -> Non
             "list the buckets that would be recompiled here: tcdeploy cache why FILE",
             expected.differences,
         )
+    return str(cached.plan["key"])
 
 
-def pack_and_push(cache_dir: str, plan_key: str, destination: str, secret_key: Path | None = None) -> PushResult:
-    """Pack a plan of a cache folder, sign it if `secret_key` is given, and push it."""
+def pack_and_push(
+    cache_dir: str, plan_keys: Sequence[str], destination: str, secret_key: Path | None = None
+) -> PushResult:
+    """Pack plans of a cache folder, sign the bundle if `secret_key` is given, and push it, named after the first."""
     with temporary_folder("push") as work_dir:
         path = Path(work_dir, "bundle.tcb")
-        with _named(path, f"of plan {plan_key}"):
-            packed = warm_start_and_pack(Path(cache_dir), plan_key, path, secret_key)
-            return push(packed.path, destination, plan_key)
+        with _named(path, f"of plan {plan_keys[0]}"):
+            packed = warm_start_and_pack(Path(cache_dir), plan_keys, path, secret_key)
+            return push(packed.path, destination, plan_keys[0])

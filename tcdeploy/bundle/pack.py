@@ -1,4 +1,4 @@
-"""Packs one plan of a warmed cache folder into a bundle.
+"""Packs a plan of a warmed cache folder into a bundle, or the two plans of a model with jit programs and with packages.
 
 A bundle holds the files that the plan's last start used, and that start must have compiled nothing: then the list of
 files is complete, and it excludes the variants that lost in tuning. If the last start compiled something,
@@ -19,26 +19,30 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from tcdeploy.bundle.container import replace_signatures, write_bundle
 from tcdeploy.cache.files.records import find_damage
 from tcdeploy.cache.folder.layout import manifest_path, plan_keys
 from tcdeploy.cache.folder.leases import folder_lock
 from tcdeploy.cache.record.bundle_header import Header, Payload, header_bytes, make_portable
-from tcdeploy.cache.record.manifest import Manifest, no_plan_error, read_manifest, read_other_versions
+from tcdeploy.cache.record.manifest import (
+    Manifest,
+    no_plan_error,
+    read_manifest,
+    read_manifests,
+    read_other_versions,
+)
 from tcdeploy.cache.record.provenance import check_manifest, read_stored_bundle
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder, read_signed_header, sign, signed_header_bytes
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.host.regular_file import open_regular
-from tcdeploy.host.temporary_files import temporary_folder
-from tcdeploy.planning.option import ENVIRONMENT_PREFIX
+from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS
 from tcdeploy.remote.address import unreadable_bundle_error
+from tcdeploy.start.package_build import warm_command
 
 
 class WarmStartRequiredError(TcdeployError):
@@ -53,12 +57,14 @@ class PackResult:
     unpacked_bytes: int
     packed_bytes: int
     header_bytes: int
+    other_plans: tuple[str, ...] = ()
 
 
 def pack(
-    folder: Path, plan_key: str, target: Path, secret_key: Path | None = None, trusted_keys: Path | None = None
-) -> PackResult:
-    """Write the bundle of a plan atomically, signed if `secret_key` is given.
+    folder: Path, plan_key: str, target: Path, secret_key: Path | None = None, trusted_keys: Path | None = None,
+    other_plans: Sequence[str] = (),
+) -> PackResult:  # fmt: skip
+    """Write the bundle of a plan, and of `other_plans`, atomically, signed if `secret_key` is given.
 
     `trusted_keys`: the folder of trusted public keys, for a plan that was unpacked from a bundle; None: the default.
 
@@ -66,34 +72,42 @@ def pack(
     IntegrityError (damaged or empty files, or files that differ from the bundle that the plan was unpacked from),
     TrustError (that bundle's signature is invalid) and SpaceError.
     """
-    manifest = read_manifest(manifest_path(folder, plan_key))
-    if manifest is None:
-        raise no_plan_error(folder, plan_key)
-    bundle = read_stored_bundle(folder, plan_key, trusted_keys or default_trusted_keys_folder())
-    check_manifest(folder, plan_key, manifest, bundle)
-    _check_packable(folder, manifest)
-    manifest = _with_source_date(manifest)
+    trusted_keys = trusted_keys or default_trusted_keys_folder()
+    manifests = [_packable_manifest(folder, key, trusted_keys) for key in (plan_key, *other_plans)]
+    manifest, *others = map(make_portable, manifests)
+    header = Header(manifest, Payload(0, ""), tuple(others))
+    files = header.payload_files
+    unpacked_bytes = sum(file.bytes for file in files)
     with _translate_os_errors(target):
-        _check_free_space(target, manifest)
+        _check_free_space(target, unpacked_bytes)
         # A folder that cannot be written needs no lock: nothing removes files from it.
         with folder_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():
             payload = write_bundle(
-                target, folder, manifest.files, lambda payload: _make_signed_header(manifest, payload, secret_key)
+                target, folder, files, lambda payload: _make_signed_header(replace(header, payload=payload), secret_key)
             )
-    unpacked_bytes, packed_bytes = sum(file.bytes for file in manifest.files), target.stat().st_size
-    return PackResult(target, plan_key, len(manifest.files), unpacked_bytes, packed_bytes, packed_bytes - payload.bytes)
+    packed_bytes = target.stat().st_size
+    return PackResult(
+        target, plan_key, len(files), unpacked_bytes, packed_bytes, packed_bytes - payload.bytes, tuple(other_plans)
+    )
 
 
-def warm_start_and_pack(folder: Path, plan_key: str, target: Path, secret_key: Path | None = None) -> PackResult:
-    """`pack`, preceded by a warm start if the plan's last start compiled something.
+def warm_start_and_pack(
+    folder: Path, plan_keys: Sequence[str], target: Path, secret_key: Path | None = None
+) -> PackResult:
+    """`pack`, preceded by a warm start of each plan whose last start compiled something.
 
-    Raises what `pack` raises, and ThresholdError if that warm start fails or compiles.
+    The bundle is named after the first plan. Raises what `pack` raises, and ThresholdError if a warm start fails or
+    compiles.
     """
+    plan_key, *other_plans = plan_keys
     try:
-        return pack(folder, plan_key, target, secret_key)
+        return pack(folder, plan_key, target, secret_key, other_plans=other_plans)
     except WarmStartRequiredError:
-        run_warm_start(folder, plan_key)
-        return pack(folder, plan_key, target, secret_key)
+        for key in plan_keys:
+            manifest = read_manifest(manifest_path(folder, key))
+            if manifest is not None and not manifest.was_warm:
+                run_warm_start(folder, key)
+        return pack(folder, plan_key, target, secret_key, other_plans=other_plans)
 
 
 def run_warm_start(folder: Path, plan_key: str) -> None:
@@ -103,11 +117,7 @@ def run_warm_start(folder: Path, plan_key: str) -> None:
     settings = {name: value for name, value in manifest.origin.recipe.items() if value is not None}
     for name in ("require_signed", "compile"):  # the start may compile files that an earlier one did not use
         settings.pop(name, None)
-    with temporary_folder("pack") as work_dir:
-        recipe = Path(work_dir, "recipe.yaml")
-        recipe.write_text(yaml.safe_dump({**settings, "cache_dir": str(folder.absolute())}), encoding="utf-8")
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
-        command = [sys.executable, "-m", "tcdeploy", "warm", "--recipe", str(recipe), "--require-hit"]
+    with warm_command({**settings, "cache_dir": str(folder.absolute())}, "--require-hit") as (command, environ):
         completed = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL)
     if completed.returncode:
         raise ThresholdError(
@@ -127,9 +137,33 @@ def _with_source_date(manifest: Manifest) -> Manifest:
     return dataclasses.replace(manifest, compiled_at=int(text)) if text else manifest
 
 
-def _make_signed_header(manifest: Manifest, payload: Payload, secret_key: Path | None) -> bytes:
-    header = header_bytes(Header(make_portable(manifest), payload))
-    return signed_header_bytes(header, (sign(header, secret_key),) if secret_key is not None else ())
+def _make_signed_header(header: Header, secret_key: Path | None) -> bytes:
+    content = header_bytes(header)
+    return signed_header_bytes(content, (sign(content, secret_key),) if secret_key is not None else ())
+
+
+def plans_to_pack(folder: Path) -> list[str]:
+    """The folder's only plan; or both plans of a model, as `tcdeploy warm` leaves them. Else as `single_plan_key`."""
+    with contextlib.suppress(IntegrityError):
+        pair = jit_and_packages(read_manifests(folder).values())
+        if pair is not None:
+            return [str(manifest.plan["key"]) for manifest in pair]
+    return [single_plan_key(folder)]
+
+
+def jit_and_packages(manifests: Iterable[Manifest]) -> tuple[Manifest, Manifest] | None:
+    """The two plans of one model that differ only in `--programs`, jit first; None if these are other plans."""
+    by_kind = sorted(manifests, key=lambda manifest: str(manifest.plan.get("programs")), reverse=True)
+    if [manifest.plan.get("programs") for manifest in by_kind] != ["jit", "aot"]:
+        return None
+    jit, packages = by_kind
+    is_same = jit.plan["model"] == packages.plan["model"] and jit.origin.model_config == packages.origin.model_config
+    return (jit, packages) if is_same and _program_fields(jit) == _program_fields(packages) else None
+
+
+def _program_fields(manifest: Manifest) -> dict[str, Any]:
+    ignored = IGNORED_PLAN_FIELDS | {"programs"}
+    return {name: value for name, value in manifest.plan.items() if name not in ignored}
 
 
 def single_plan_key(folder: Path) -> str:
@@ -172,6 +206,16 @@ def _translate_os_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _packable_manifest(folder: Path, plan_key: str, trusted_keys: Path) -> Manifest:
+    """The manifest of a plan whose files are complete and intact. Raises what `pack` raises."""
+    manifest = read_manifest(manifest_path(folder, plan_key))
+    if manifest is None:
+        raise no_plan_error(folder, plan_key)
+    check_manifest(folder, plan_key, manifest, read_stored_bundle(folder, plan_key, trusted_keys))
+    _check_packable(folder, manifest)
+    return _with_source_date(manifest)
+
+
 def _check_packable(folder: Path, manifest: Manifest) -> None:
     if damage := find_damage(folder, manifest.files):
         raise IntegrityError(
@@ -190,10 +234,10 @@ def _check_packable(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_free_space(target: Path, manifest: Manifest) -> None:
+def _check_free_space(target: Path, unpacked_bytes: int) -> None:
     """Require twice the unpacked size: payload and bundle exist side by side for a moment, both at most that large."""
     free = shutil.disk_usage(target.parent).free
-    needed = 2 * sum(file.bytes for file in manifest.files)
+    needed = 2 * unpacked_bytes
     if free < needed:
         raise SpaceError(
             f"packing may need {needed} bytes in {target.parent}; {free} are free",

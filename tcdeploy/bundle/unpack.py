@@ -8,6 +8,8 @@ lists is never replaced: if a bundled file has the same path and different conte
 CONFLICTS_DIR (cache/files/records.py). A process killed at any point therefore leaves all plans intact, this one
 included. It may leave a temporary folder, and files that no manifest lists; the next unpack of the bundle deletes both.
 
+A bundle with several plans is unpacked plan by plan, and each plan gets the whole signed header.
+
 If the folder has the plan from a bundle that was compiled later (`compiled_at` of the manifest), the older bundle is
 refused, so that a release that was signed and later withdrawn cannot be installed again. Concurrent unpacks run one
 after another; all but the first find the plan present.
@@ -15,7 +17,9 @@ after another; all but the first find the plan present.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import errno
 import os
 import shutil
@@ -54,11 +58,14 @@ STAGED_MANIFEST, STAGED_HEADER = ".manifest", ".header"  # paths in a bundle nev
 
 @dataclass(frozen=True)
 class UnpackResult:
+    """`plan_key`: that the bundle is named after."""
+
     plan_key: str
     files: int
     bytes: int
     signer: TrustedKey | None
     already_present: bool
+    other_plans: tuple[str, ...] = ()
 
 
 def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> CheckedHeader:
@@ -90,19 +97,22 @@ def unpack(
     Raises TrustError, IntegrityError, SpaceError and TcdeployError.
     """
     opened = open_bundle(path, trusted_keys, allow_unsigned)
-    manifest, key = opened.header.manifest, opened.header.plan_key
-    size = sum(file.bytes for file in opened.files)
+    key, *other_plans = opened.header.manifests
+    plans = [dataclasses.replace(opened, header=opened.header.of_plan(plan)) for plan in opened.header.manifests]
+    files = opened.header.payload_files
+    size = sum(file.bytes for file in files)
     try:
         create_folder(folder, is_trusted_folder)
         with folder_lock(folder):
             # A folder that is a symbolic link would be written through.
-            check_no_links(folder, (Path(file.path).parent.as_posix() for file in manifest.files))
-            if not allow_rollback:
-                _check_not_older(path, opened, folder, trusted_keys)
-            already_present = _is_unpacked(folder, manifest, key)
-            if not already_present:
+            check_no_links(folder, (Path(file.path).parent.as_posix() for file in files))
+            for plan in () if allow_rollback else plans:
+                _check_not_older(path, plan, folder, trusted_keys)
+            present = [_is_unpacked(folder, plan.header.manifest, plan.header.plan_key) for plan in plans]
+            if not all(present):
                 _check_free_space(folder, size)
-            _stage_and_publish(path, opened, folder, already_present)
+            for plan, is_present in zip(plans, present, strict=True):
+                _stage_and_publish(path, plan, folder, is_present)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(
@@ -110,7 +120,7 @@ def unpack(
                 "free some space, or choose another folder",
             ) from error
         raise TcdeployError(f"{folder} cannot be written: {error.strerror}", "choose another folder") from error
-    return UnpackResult(key, len(manifest.files), size, opened.signer, already_present)
+    return UnpackResult(key, len(files), size, opened.signer, all(present), tuple(other_plans))
 
 
 def _check_not_older(path: Path, opened: CheckedHeader, folder: Path, trusted_keys: Path) -> None:
@@ -222,7 +232,11 @@ def _publish(folder: Path, staged: Path, target: Path) -> None:
 
 def _write_files(path: Path, opened: CheckedHeader, unpacked: Path) -> None:
     created: set[Path] = set()
-    for file, chunks in read_files(path, opened.signed_header, opened.files):
+    wanted = set(opened.files)
+    for file, chunks in read_files(path, opened.signed_header, opened.header.payload_files):
+        if file not in wanted:  # of another plan, perhaps with the same path
+            collections.deque(chunks, maxlen=0)
+            continue
         target = unpacked / file.path
         if target.parent not in created:
             make_private_folder(target.parent)

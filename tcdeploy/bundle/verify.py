@@ -7,6 +7,7 @@ the compiled buckets must reproduce them here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,13 +67,14 @@ class BucketReplay:
     reason: str = ""
 
 
-def verify_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> VerifiedPlan:
+def verify_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> list[VerifiedPlan]:
     """Verify the signature and every byte of a bundle. Raises TrustError, IntegrityError and MismatchError."""
     opened = open_bundle(path, trusted_keys, allow_unsigned)
-    for _, chunks in read_files(path, opened.signed_header, opened.files):
+    for _, chunks in read_files(path, opened.signed_header, opened.header.payload_files):
         for _ in chunks:
             pass
-    return _verified_plan(opened.header.manifest, opened)
+    plans = [dataclasses.replace(opened, header=opened.header.of_plan(key)) for key in opened.header.manifests]
+    return [_verified_plan(plan.header.manifest, plan) for plan in plans]
 
 
 def verify_folder(
@@ -125,7 +127,7 @@ def packed_manifest(folder: Path, plan_key: str) -> Manifest:
     """
     stored_header = read_stored_header(folder, plan_key)
     if stored_header is not None:
-        return parse_header(stored_header, str(stored_header_path(folder, plan_key))).manifest
+        return parse_header(stored_header, str(stored_header_path(folder, plan_key))).manifests[plan_key]
     manifest = read_manifest(manifest_path(folder, plan_key))
     assert manifest is not None, "the caller has verified this plan"
     return manifest

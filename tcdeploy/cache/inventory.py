@@ -65,6 +65,7 @@ class CachedPlan:
     plan_key: str
     model: str
     compute_dtype: str
+    programs: str  # jit or aot
     mode: str
     buckets: tuple[str, ...]
     files: int
@@ -122,7 +123,8 @@ def list_unfinished(folder: Path) -> list[UnfinishedPlan]:
 def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[FileRecord]) -> CachedPlan:
     plan, key = manifest.plan, str(manifest.plan["key"])
     return CachedPlan(
-        plan_key=key, model=plan["model"], compute_dtype=plan["compute_dtype"], mode=plan["mode"],
+        plan_key=key, model=plan["model"], compute_dtype=plan["compute_dtype"],
+        programs=plan.get("programs", "jit"), mode=plan["mode"],
         buckets=tuple(record.bucket for record in manifest.buckets), files=len(manifest.files),
         bytes=sum(file.bytes for file in manifest.files),
         unique_bytes=sum(file.bytes for file in manifest.files if plans_per_file[file] == 1),

@@ -41,7 +41,8 @@ def pack(
     """Pack everything that a warm start of MODEL needs into one file. MODEL may also be a cache folder.
 
     The bundle contains exactly the files that a start without compilation used. If the plan's last start compiled
-    something, it is started once more, and packing fails if that start compiles too.
+    something, it is started once more, and packing fails if that start compiles too. The bundle of a MODEL has its jit
+    programs and its packages, unless --programs is given.
     """
     from tcdeploy.bundle import pack as packing
     from tcdeploy.cache.folder.access import check_folder
@@ -52,30 +53,24 @@ def pack(
         check_folder(folder, recipe.trust_cache_dir, must_exist=True)
         if recipe != RecipeOptions({"model": recipe.model, "trust_cache_dir": recipe.trust_cache_dir}).build():
             raise UsageError(f"{folder} is a cache folder: recipe flags do not apply", "--plan KEY selects a plan")
-        plan_key = plan or packing.single_plan_key(folder)
+        plan_keys = [plan] if plan else packing.plans_to_pack(folder)
     else:
         if plan is not None:
             hint = "remove --plan: MODEL and flags are a plan"
             raise UsageError("--plan needs a cache folder instead of MODEL", hint)
-        folder, plan_key = _warm_model(recipe)
-    packed = packing.warm_start_and_pack(folder, plan_key, out, key)
-    cache_display.show_packed(packed, cache_target.read_single_manifest(out), json)
+        folder, plan_keys = _warm_model(recipe)
+    packed = packing.warm_start_and_pack(folder, plan_keys, out, key)
+    cache_display.show_packed(packed, cache_target.read_manifests(out), json)
 
 
-def _warm_model(recipe: Recipe) -> tuple[Path, str]:
-    """Warm the plan, and return its cache folder and key."""
+def _warm_model(recipe: Recipe) -> tuple[Path, list[str]]:
+    """Warm the plan, and with `--programs auto` build its packages. Returns the cache folder and the plans' keys."""
     from tcdeploy.cli import display
+    from tcdeploy.cli.warm import fill_cache, filled_plans
 
     with display.show_progress() as progress:
-        from tcdeploy.start.prepare import prepare
-
-        deployment = prepare(recipe, progress)
-        cache_dir, plan_key = Path(deployment.cache_dir), deployment.plan.key
-        del deployment
-        from tcdeploy.start.deployment import release_memory
-
-        release_memory()  # packing starts the plan again, in another process on the same GPU
-    return cache_dir, plan_key
+        report, packages = fill_cache(recipe, progress)
+    return Path(report.cache_dir), filled_plans(report, packages)
 
 
 def unpack(
@@ -100,8 +95,10 @@ def unpack(
     from tcdeploy.cli import cache_display
 
     trusted = trusted_keys or signing.default_trusted_keys_folder()
-    manifest = unpacking.open_bundle(file, trusted, allow_unsigned).header.manifest
-    differences = version_differences(manifest, installed_versions())
+    header = unpacking.open_bundle(file, trusted, allow_unsigned).header
+    installed = installed_versions()
+    # One plan that fits is enough: packages need fewer packages of Python than jit programs.
+    differences = min((version_differences(plan, installed) for plan in header.manifests.values()), key=len)
     if differences and not any_environment:
         cache_display.show_differences(differences, sys.stderr)
         raise MismatchError(
@@ -145,7 +142,7 @@ def verify(
     if target.is_dir():
         verified = verifying.verify_folder(target, trusted, allow_unsigned, require_signed)
     else:
-        verified = [verifying.verify_bundle(target, trusted, allow_unsigned)]
+        verified = verifying.verify_bundle(target, trusted, allow_unsigned)
     replays: dict[str, list[BucketReplay]] = {}
     if run:
         with _temporary_copy(target, trusted, allow_unsigned) as folder:

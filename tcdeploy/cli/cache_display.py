@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -52,20 +52,21 @@ PLAN_CELLS: Cells = (
     (Column("plan", "name"), lambda plan: plan.plan_key),
     (Column("model", "name"), lambda plan: plan.model),
     (Column("dtype", "name", rank=2), lambda plan: plan.compute_dtype),
-    (Column("mode", "name", rank=3), lambda plan: plan.mode),
+    (Column("programs", "name", rank=3), lambda plan: plan.programs),
+    (Column("mode", "name", rank=4), lambda plan: plan.mode),
     (Column("buckets", "text", rank=1), lambda plan: " ".join(plan.buckets)),
-    (Column("files", rank=5), lambda plan: str(plan.files)),
+    (Column("files", rank=6), lambda plan: str(plan.files)),
     (Column("MB"), lambda plan: _mb(plan.bytes)),
-    (Column("unique MB", rank=6), lambda plan: _mb(plan.unique_bytes)),
+    (Column("unique MB", rank=7), lambda plan: _mb(plan.unique_bytes)),
     (Column("last start"), lambda plan: _age(plan.age_seconds)),
-    (Column("cold s", rank=4), lambda plan: f"{plan.cold_seconds:.0f}"),
+    (Column("cold s", rank=5), lambda plan: f"{plan.cold_seconds:.0f}"),
     (Column("state", "text"), lambda plan: _plan_state(plan)),
 )
 
 
-def show_packed(packed: PackResult, manifest: Manifest, json: bool) -> None:
+def show_packed(packed: PackResult, manifests: Iterable[Manifest], json: bool) -> None:
     usage: Usage = {}
-    for file in manifest.files:
+    for file in {file for manifest in manifests for file in manifest.files}:
         files, size = usage.get(kind_of(file.path), (0, 0))
         usage[kind_of(file.path)] = (files + 1, size + file.bytes)
     if json:
@@ -74,7 +75,8 @@ def show_packed(packed: PackResult, manifest: Manifest, json: bool) -> None:
     show_table(tabulate(sorted(usage.items(), key=lambda item: -item[1][1]), USAGE_CELLS))
     show_sentence(
         f"{packed.path}: {_mb(packed.packed_bytes)} MB, of which {_mb(packed.header_bytes)} MB header; "
-        f"{packed.files} files, {_mb(packed.unpacked_bytes)} MB unpacked; plan {packed.plan_key}"
+        f"{packed.files} files, {_mb(packed.unpacked_bytes)} MB unpacked; "
+        f"{_plans(packed.plan_key, packed.other_plans)}"
     )
 
 
@@ -83,10 +85,12 @@ def show_unpacked(unpacked: UnpackResult, folder: Path, json: bool) -> None:
         print(json_document("cache unpack", **vars(unpacked)))
         return
     outcome = "already present" if unpacked.already_present else "unpacked"
-    show_sentence(
-        f"plan {unpacked.plan_key} {outcome}: {unpacked.files} files, {_mb(unpacked.bytes)} MB in {folder}; "
-        f"{_format_signer(unpacked.signer)}"
-    )
+    plans, size = _plans(unpacked.plan_key, unpacked.other_plans), f"{_mb(unpacked.bytes)} MB"
+    show_sentence(f"{plans} {outcome}: {unpacked.files} files, {size} in {folder}; {_format_signer(unpacked.signer)}")
+
+
+def _plans(plan_key: str, others: Sequence[str]) -> str:
+    return f"plans {', '.join([plan_key, *others])}" if others else f"plan {plan_key}"
 
 
 def show_fetched(fetched: FetchResult) -> None:

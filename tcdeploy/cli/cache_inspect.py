@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,11 @@ from tcdeploy.cli.options import RecipeOptions, options_command
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import MismatchError, UsageError
 
+if TYPE_CHECKING:
+    from tcdeploy.bundle.why import Forecast
+    from tcdeploy.cache.record.manifest import Manifest
+    from tcdeploy.start.planned import PlannedModel
+
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -22,31 +28,41 @@ def why(target: Target, options: RecipeOptions, json: Json = False) -> None:
     """Predict cache hits on this machine without starting anything. Exits with code 3 if a bucket would miss.
 
     For each miss: which property of the environment, model or plan differs, and the seconds that compiling will
-    take. Without MODEL, the recipe that filled the cache is used, changed by the flags; a folder with several plans
-    needs MODEL.
+    take. Without MODEL, the recipe that filled the cache is used, changed by the flags; a folder with plans of several
+    recipes needs MODEL.
     """
-    from tcdeploy.bundle.why import forecast, merge_forecasts
     from tcdeploy.cli import cache_display
 
     manifests = cache_target.read_manifests(target)
-    bundle_recipe = cache_target.original_recipe(manifests[0]) if len(manifests) == 1 else None
-    recipe = options.build(bundle_recipe=bundle_recipe)
-    from tcdeploy.start.decide import decide, origin_of, with_cxx_compiler
+    recipe = options.build(bundle_recipe=cache_target.shared_recipe(manifests))
+    from tcdeploy.start.auto_programs import why_not_exported, with_programs
+    from tcdeploy.start.decide import decide
 
-    planned = decide(recipe)
-    forecasts = []
-    for manifest in manifests:
-        assumed = planned
-        if not planned.environment.compiler and manifest.plan["programs"] == "aot":  # packages start without one
-            assumed = with_cxx_compiler(planned, str(manifest.environment["compiler"]))
-        forecasts.append(forecast(manifest, assumed.plan, assumed.environment, origin_of(assumed)))
-    merged = merge_forecasts(forecasts)
+    jit_recipe = dataclasses.replace(recipe, programs="jit")
+    planned = decide(jit_recipe if recipe.programs == "auto" else recipe)
+    merged = _forecast(planned, manifests)
+    if recipe.programs == "auto" and not why_not_exported(planned):  # a start uses packages where it finds them
+        with_packages = _forecast(with_programs(planned, "aot"), manifests)
+        merged = merged if with_packages.misses else with_packages
     cache_display.show_forecast(merged, json)
     if merged.misses:
         raise MismatchError(
             f"{len(merged.misses)} of {len(merged.buckets)} buckets would miss, about {merged.miss_seconds:.0f} s",
             "tcdeploy warm with the same flags fills the cache",
         )
+
+
+def _forecast(planned: PlannedModel, manifests: list[Manifest]) -> Forecast:
+    from tcdeploy.bundle.why import forecast, merge_forecasts
+    from tcdeploy.start.decide import origin_of, with_cxx_compiler
+
+    forecasts = []
+    for manifest in manifests:
+        assumed = planned
+        if not planned.environment.compiler and manifest.plan["programs"] == "aot":  # packages start without one
+            assumed = with_cxx_compiler(planned, str(manifest.environment["compiler"]))
+        forecasts.append(forecast(manifest, assumed.plan, assumed.environment, origin_of(assumed)))
+    return merge_forecasts(forecasts)
 
 
 def list_cache(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: Json = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +52,7 @@ def find_cache_folder(folder: Path | None, cache_dir: Path | None = None) -> Pat
 
 
 def read_manifests(target: Path) -> list[Manifest]:
-    """The manifest of a bundle, or those of all plans in a folder. Raises UsageError and MismatchError.
+    """The manifests of all plans in a bundle or a folder. Raises UsageError and MismatchError.
 
     A bundle's signature is not checked, since nothing from the bundle is executed.
     """
@@ -67,7 +68,7 @@ def read_manifests(target: Path) -> list[Manifest]:
         return manifests
     try:
         with open_regular(target, follows_links=True) as file:
-            return [parse_header(read_signed_header(file, str(target)), str(target)).manifest]
+            return list(parse_header(read_signed_header(file, str(target)), str(target)).manifests.values())
     except OSError as error:
         raise UsageError(f"{target} cannot be read: {error.strerror}", "name a bundle or a cache folder") from error
 
@@ -78,6 +79,16 @@ def read_single_manifest(target: Path) -> Manifest:
     if len(manifests) > 1:
         raise UsageError(f"{target} holds {len(manifests)} plans", "compare bundles, or folders with a single plan")
     return manifests[0]
+
+
+def shared_recipe(manifests: Sequence[Manifest]) -> dict[str, Any] | None:
+    """The recipe that filled a cache with one plan, or with jit programs and packages; None for other plans."""
+    from tcdeploy.bundle.pack import jit_and_packages
+
+    if len(manifests) == 1:
+        return original_recipe(manifests[0])
+    pair = jit_and_packages(manifests)
+    return None if pair is None else {**original_recipe(pair[0]), "programs": "auto"}
 
 
 def original_recipe(manifest: Manifest) -> dict[str, Any]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from tcdeploy.planning.bucket_record import BucketRecord
     from tcdeploy.planning.dry_run import PlanFinding
     from tcdeploy.planning.plan import Plan
-    from tcdeploy.start.deployment import Deployment
+    from tcdeploy.start.deployment import Deployment, StartReport
+    from tcdeploy.start.package_build import PackageResult
 
 BAR_WIDTH = 16
 JSON_SCHEMA = 3  # raise when a key of any report is renamed or removed
@@ -158,13 +159,19 @@ def next_after_compile(records: Sequence[BucketRecord]) -> str:
     return f"next: tcdeploy {command} {_carried_arguments()}"
 
 
-def show_warm_report(deployment: Deployment, as_json: bool) -> None:
+def show_warm_report(deployment: StartReport, packages: PackageResult | None, as_json: bool) -> None:
+    """`packages`: those that were built after the start; None if none were to be built."""
     if as_json:
-        print_report("warm", deployment)
+        print_report("warm", deployment, cache_bytes=deployment.cache_bytes, packages=packages)
         return
     show_table(tabulate(deployment.records, WARM_CELLS))
     show_sentence(_explain_parity(deployment.records))
     _print_totals(deployment)
+    if packages is not None and not packages.failure:
+        show_sentence(
+            f"packages: {packages.bytes / 1e6:.1f} MB after {packages.seconds:.1f} s; later starts load them without "
+            "tracing the model"
+        )
     print(f'next: tcdeploy generate {_carried_arguments()} "This module provides"')
 
 
@@ -217,7 +224,7 @@ def _explain_parity(records: Sequence[BucketRecord]) -> str:
     )
 
 
-def _print_totals(deployment: Deployment) -> None:
+def _print_totals(deployment: StartReport) -> None:
     records, plan, architecture = deployment.records, deployment.plan, deployment.planned.architecture
     num_layers = len(architecture.attention_layers)
     hits = sum(record.outcome == "hit" for record in records)
@@ -240,7 +247,7 @@ def _print_totals(deployment: Deployment) -> None:
     _print_folder(deployment)
 
 
-def _print_folder(deployment: Deployment) -> None:
+def _print_folder(deployment: StartReport) -> None:
     """The cache folder, and what was read and imported in all stages."""
     copied = " (read-only: used a private copy)" if deployment.cache_dir != deployment.plan.cache_dir else ""
     show_sentence(f"cache folder {deployment.plan.cache_dir}{copied}")
@@ -321,7 +328,7 @@ def draw_table(table: Table, width: int | None, out: TextIO) -> None:
         print("\n".join(wrap(f"omitted at a width of {width}: {', '.join(layout.omitted)}", width)), file=out)
 
 
-def print_report(command: str, deployment: Deployment, **more: Any) -> None:
+def print_report(command: str, deployment: StartReport, **more: Any) -> None:
     """Print the JSON document of a start, with `more` of the command."""
     start = {
         "plan": deployment.plan,

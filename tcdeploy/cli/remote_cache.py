@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.cli.cache_target import BundleFile, read_single_manifest
+from tcdeploy.cli.cache_target import BundleFile, read_manifests
 from tcdeploy.cli.help_panels import ADVANCED
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import UsageError
@@ -80,7 +80,7 @@ def push(
 
     if file.is_dir():
         raise UsageError(f"{file} is a folder", f"pack a bundle first: tcdeploy cache pack {file} -o FILE.tcb")
-    pushed = transfer.push(file, url, str(read_single_manifest(file).plan["key"]))
+    pushed = transfer.push(file, url, str(read_manifests(file)[0].plan["key"]))
     display.report("cache push", json, cache_display.format_pushed(pushed), **vars(pushed))
 
 

@@ -22,7 +22,7 @@ from tcdeploy.planning.dry_run import PlanFinding
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import CacheSource
-from tcdeploy.server.settings import ServerSettings, check_settings
+from tcdeploy.server.settings import ServerSettings, check_package_build, check_settings
 from tcdeploy.text.chat_template import start_renderer
 
 if TYPE_CHECKING:
@@ -60,8 +60,10 @@ def serve(
 
     with display.show_progress():
         from tcdeploy.start.decide import decide
+        from tcdeploy.start.planned import StartRequest
 
-        planned = decide(recipe, needs_tokenizer=True, is_dry_run=True)
+        jit_reason = StartRequest(recipe, eager=settings.start == "eager").jit_reason
+        planned = decide(recipe, needs_tokenizer=True, is_dry_run=True, jit_reason=jit_reason)
     display.show_plan(planned.plan, [*planned.findings, *_missing_extras(settings)], json)
 
 
@@ -73,6 +75,7 @@ def complete_settings(settings: ServerSettings, recipe: Recipe) -> ServerSetting
         # A variable without a key, perhaps from an empty file, must not open the server.
         settings = dataclasses.replace(settings, api_keys=("",))
     check_settings(settings)
+    check_package_build(settings, recipe)
     return settings
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,9 @@ from tcdeploy.errors import CompileError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
-    from tcdeploy.start.deployment import Deployment
+    from tcdeploy.host.progress import Progress
+    from tcdeploy.start.deployment import StartReport
+    from tcdeploy.start.package_build import PackageResult
 
 MissedShapes = Annotated[
     str | None,
@@ -48,7 +51,8 @@ def warm(
 ) -> None:
     """Compile, capture and check every bucket of MODEL, and keep the programs in the cache folder.
 
-    Safe to repeat and to run in parallel. Without a GPU nothing is captured.
+    Safe to repeat and to run in parallel. Without a GPU nothing is captured. Afterwards, ahead-of-time packages are
+    built in another process (--programs jit: none; --programs aot: only packages), but not with --require-hit.
     """
     from tcdeploy.cli import display
 
@@ -68,28 +72,54 @@ def warm(
         if dry_run:
             from tcdeploy.start.decide import decide
 
-            planned = decide(recipe, is_dry_run=True)
+            planned = decide(recipe, is_dry_run=True, jit_reason="packages are built afterwards")
         else:
-            from tcdeploy.start.prepare import prepare
-
-            deployment = prepare(recipe, progress, trusted_keys=trusted_keys)
+            report, packages = fill_cache(recipe, progress, trusted_keys, builds=not require_hit)
     if dry_run:
         display.show_plan(planned.plan, planned.findings, json)
         return
-    display.show_warm_report(deployment, json)
+    display.show_warm_report(report, packages, json)
     if require_hit:
-        _enforce_hits(deployment)
-    _require_record(deployment)
-    enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
+        _enforce_hits(report)
+    _require_record(report)
+    enforce_budget({**report.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
     if cache_to is not None:
-        cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
-        del deployment
         from tcdeploy.bundle.fetch import pack_and_push
         from tcdeploy.cli.cache_display import format_pushed
-        from tcdeploy.start.deployment import release_memory
 
-        release_memory()  # packing starts the plan again, in another process on the same GPU
-        print(f"cache: {format_pushed(pack_and_push(cache_dir, plan_key, cache_to, key))}", file=sys.stderr)
+        pushed = pack_and_push(report.cache_dir, filled_plans(report, packages), cache_to, key)
+        print(f"cache: {format_pushed(pushed)}", file=sys.stderr)
+
+
+def fill_cache(
+    recipe: Recipe, progress: Progress, trusted_keys: Path | None = None, builds: bool = True
+) -> tuple[StartReport, PackageResult | None]:
+    """Start the recipe, and free its memory. With `--programs auto`, start with jit, and then build packages.
+
+    `builds`: whether packages may be built. Returns None for them if none were to be built.
+    """
+    from tcdeploy.start.prepare import prepare
+
+    is_auto = recipe.programs == "auto"
+    started = dataclasses.replace(recipe, programs="jit") if is_auto else recipe
+    deployment = prepare(started, progress, trusted_keys=trusted_keys)
+    report = deployment.report()
+    del deployment
+    from tcdeploy.start.deployment import release_memory
+    from tcdeploy.start.package_build import build_packages
+
+    release_memory()  # building and packing start the model again, in another process on the same GPU
+    if not (builds and is_auto and recipe.compile and not recipe.require_signed and report.is_recorded):
+        return report, None
+    packages = build_packages(recipe, report.planned, report.cache_dir, progress, trusted_keys)
+    if packages.failure:
+        progress.message(f"warning: later starts use jit programs: packages were not built: {packages.failure}")
+    return report, packages
+
+
+def filled_plans(report: StartReport, packages: PackageResult | None) -> list[str]:
+    """The keys of the plans that `fill_cache` has left in the cache folder."""
+    return [report.plan.key, *([packages.plan_key] if packages is not None and packages.plan_key else [])]
 
 
 def _with_missed_shapes(recipe: Recipe, path: str, dry_run: bool) -> Recipe:
@@ -99,7 +129,7 @@ def _with_missed_shapes(recipe: Recipe, path: str, dry_run: bool) -> Recipe:
     return with_missed_shapes(recipe, decide(recipe, is_dry_run=dry_run).plan, read_missed_shapes(path))
 
 
-def _enforce_hits(deployment: Deployment) -> None:
+def _enforce_hits(deployment: StartReport) -> None:
     missed = [
         record.bucket if record.cache_misses else f"{record.bucket} (only {record.kernels_compiled} kernels)"
         for record in deployment.records
@@ -118,7 +148,7 @@ def _enforce_hits(deployment: Deployment) -> None:
         )
 
 
-def _require_record(deployment: Deployment) -> None:
+def _require_record(deployment: StartReport) -> None:
     if not deployment.is_recorded:
         names = [record.bucket for record in deployment.records if record.outcome == "uncached"]
         raise CompileError(

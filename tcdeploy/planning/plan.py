@@ -19,7 +19,17 @@ from tcdeploy.planning.backends import BACKENDS, Phase
 from tcdeploy.planning.decision import Decision, Decisions, decide_inputs, warn_about_packages
 from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment, find_cache_dir
 from tcdeploy.planning.keys import CACHE_EPOCH
-from tcdeploy.planning.recipe import Attention, CompileUnit, Device, DType, Graphs, LoadFormat, Mode, Programs, Recipe
+from tcdeploy.planning.recipe import (
+    Attention,
+    CompileUnit,
+    Device,
+    DType,
+    Graphs,
+    LoadFormat,
+    Mode,
+    ProgramKind,
+    Recipe,
+)
 from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, candidate_variants
 
 # Fields that no program depends on: where the weights come from, so that CI can fill the cache without them (with
@@ -68,7 +78,7 @@ class Plan:
     alternative_attention: tuple[Attention, ...]  # prefill backends that `--mode auto` may time in long buckets
     region: CompileUnit
     mode: Mode
-    programs: Programs
+    programs: ProgramKind
     graphs: Graphs
     is_hopper: bool  # compute capability 9.0, for which the kernels in kernels/linear/ were written
     tune_seconds: float
@@ -134,11 +144,14 @@ class Plan:
 
 
 def make_plan(
-    recipe: Recipe, environment: Environment, architecture: Architecture, model_decisions: tuple[Decision, ...] = ()
-) -> Plan:
+    recipe: Recipe, environment: Environment, architecture: Architecture, model_decisions: tuple[Decision, ...] = (),
+    programs_reason: str = "",
+) -> Plan:  # fmt: skip
     """Resolves every choice. Raises UsageError for contradictory requests, SpaceError if memory does not suffice.
 
-    `model_decisions` were made while the model's files were read; the printed plan ends with them.
+    `model_decisions` were made while the model's files were read; the printed plan ends with them. `programs_reason`:
+    why start/auto_programs.py has chosen the recipe's `programs`; "" if it was requested. `auto` that is not resolved
+    is planned as jit.
     """
     decisions = Decisions()
     warn_about_packages(environment, decisions)
@@ -171,7 +184,7 @@ def make_plan(
         alternative_attention=attention.decide_alternative_attention(inputs, decisions),
         region=recipe.region,
         mode=recipe.mode,
-        programs=_decide_programs(recipe, environment, decisions),
+        programs=_decide_programs(recipe, environment, programs_reason, decisions),
         graphs=graphs,
         is_hopper=inputs.device == "cuda" and environment.gpu_capability == (9, 0),
         tune_seconds=recipe.tune_seconds,
@@ -211,18 +224,24 @@ def _plan_key(plan: Plan, architecture: Architecture) -> str:
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 
 
-def _decide_programs(recipe: Recipe, environment: Environment, decisions: Decisions) -> Programs:
+def _decide_programs(recipe: Recipe, environment: Environment, reason: str, decisions: Decisions) -> ProgramKind:
     """The recipe's `programs`, or "jit" if this torch has no packages. Raises UsageError where "aot" cannot be used."""
-    if recipe.programs == "jit":
-        return "jit"
+    if recipe.programs != "aot":
+        return decisions.add("programs", "jit", reason) if reason else "jit"
     if recipe.region != "layer":
         message = f"--programs aot requires --region layer, not {recipe.region}"
         raise UsageError(message, "omit --region, or use --programs jit")
-    missing = [name for name in (AOT_PACKAGES, DYNAMIC_SIZES) if name in dict(environment.missing_internals)]
-    if missing:
-        reason = f"--programs aot needs a private interface that this torch lacks: see the warning '{missing[0]}'"
+    if missing := missing_for_packages(environment):
+        reason = f"--programs aot needs a private interface that this torch lacks: see the warning '{missing}'"
         return decisions.add("programs", "jit", reason, is_fallback=True)
-    return decisions.add("programs", "aot", "requested; later starts load packages without tracing the model")
+    reason = reason or "requested; later starts load packages without tracing the model"
+    return decisions.add("programs", "aot", reason)
+
+
+def missing_for_packages(environment: Environment) -> str:
+    """The name of a private interface of torch that packages need and that is missing; "" if none is."""
+    missing = dict(environment.missing_internals)
+    return next((name for name in (AOT_PACKAGES, DYNAMIC_SIZES) if name in missing), "")
 
 
 def _explain_region_and_mode(recipe: Recipe, decisions: Decisions) -> None:

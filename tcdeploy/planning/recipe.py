@@ -41,7 +41,8 @@ MixedSteps = Literal["on", "off"]
 Attention = Literal["reference", "triton", "torch-flash", "flash-attn-2", "flash-attn-4"]
 CompileUnit = Literal["layer", "blocks"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "auto"]
-Programs = Literal["jit", "aot"]
+Programs = Literal["auto", "jit", "aot"]
+ProgramKind = Literal["jit", "aot"]  # what `Programs` is resolved to (start/auto_programs.py)
 Graphs = Literal["step", "region", "none"]
 Shapes = Literal["bucket", "dynamic"]
 OnBadCache = Literal["refuse", "rebuild"]
@@ -79,9 +80,9 @@ class Recipe:
         "auto", "torch.compile mode; auto: for each bucket the variant known to be fastest, or timed by --tune-seconds"
     )
     programs: Programs = _plan(
-        "jit",
+        "auto",
         "jit: torch.compile, which traces the model at each start; aot: ahead-of-time packages, which later starts "
-        "load without the model's code",
+        "load without the model's code; auto: aot if the cache folder has packages of this plan, otherwise jit",
     )
     tune_seconds: float = _advanced(
         0.0, "seconds that --mode auto may spend on timing the variants of all buckets; 0: use the first without timing"

@@ -20,7 +20,7 @@ from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.remote.address import CacheSource
 from tcdeploy.scale.replica import ReplicaSettings
-from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings, check_settings
+from tcdeploy.server.settings import SERVER_VARIABLES, ServerSettings, check_package_build, check_settings
 
 GATEWAY_HINT = (
     "deploy each model from a file of its own, with a path of its own (route_prefix: /NAME) if they share a cluster; "
@@ -170,6 +170,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> ReplicaSettings:
         raise UsageError(f"settings.{local[0]} has no effect on Ray Serve", f"omit {local[0]}")
     server = _validate(ServerSettings, "settings", {"model": recipe.model, **settings})
     check_settings(server)
+    check_package_build(server, recipe)
     cache = arguments.get("cache")
     trusted_keys = arguments.get("trusted_keys")
     return ReplicaSettings(

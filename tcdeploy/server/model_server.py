@@ -34,6 +34,7 @@ from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.observe.status import INTERVAL_S
 from tcdeploy.server.observe.telemetry import Telemetry
+from tcdeploy.server.package_builder import PackageBuilder
 from tcdeploy.server.service import ServerState, Service, build_service
 from tcdeploy.server.settings import ServerSettings
 
@@ -81,6 +82,7 @@ class ModelServer:
             self.state.telemetry = Telemetry(settings.otlp_endpoint, settings.model)
         self.app = make_app(self.state)
         self._history_task: asyncio.Task[None] | None = None
+        self._package_builder: PackageBuilder | None = None
 
     def start(self) -> None:
         """Start to load the model."""
@@ -117,6 +119,8 @@ class ModelServer:
         self.engine_thread.stop()
         if self.engine_thread.swaps is not None:
             self.engine_thread.swaps.stop()
+        if self._package_builder is not None:
+            self._package_builder.stop()
         if self.state.telemetry is not None:
             self.state.telemetry.close()
 
@@ -168,6 +172,9 @@ class ModelServer:
         self.admission.open(deployment.plan.decode_buckets[-1].size)
         self._on_ready(deployment)
         await build_grammar_tables_when_idle(service)
+        if self.settings.build_packages:
+            self._package_builder = PackageBuilder(deployment, self.admission)
+            await self._package_builder.run()
 
     def _on_engine_death(self, error: BaseException) -> None:
         self.admission.close("dead")

@@ -14,6 +14,7 @@ from typing import Literal
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.option import check_ranges, option, variables_of
+from tcdeploy.planning.recipe import Recipe
 from tcdeploy.text.chat_template import ChatTemplate, read_chat_template
 from tcdeploy.text.tool_formats import REASONING_PARSERS, TOOL_PARSERS
 
@@ -106,6 +107,12 @@ class ServerSettings:
         "warm: answer once all programs are compiled or loaded; eager: answer with uncompiled steps at once, and "
         "replace them by programs while serving",
     )
+    build_packages: bool = _option(
+        False,
+        "With --programs auto, and if the cache has no packages of this plan: build them in a process of the lowest "
+        "priority while no request is open; takes minutes of a compiler, and memory for a second copy of the model",
+        is_advanced=True,
+    )
     max_body_bytes: int = 8 << 20
     max_waiting_bytes: int = 32 << 20  # of all large bodies that are being received, parsed or tokenized
     log_requests: RequestLogFormat = _option(
@@ -129,6 +136,18 @@ class ServerSettings:
 
 
 SERVER_VARIABLES = set(variables_of(ServerSettings))
+
+
+def check_package_build(settings: ServerSettings, recipe: Recipe) -> None:
+    """Raise UsageError for a recipe whose server would build no packages, although the settings request it."""
+    reasons = {
+        f"--programs {recipe.programs}": (recipe.programs != "auto", "which is fixed for all starts"),
+        "--no-compile": (not recipe.compile, "which compiles nothing"),
+        "--require-signed": (recipe.require_signed, "which uses only files of a signed bundle"),
+    }
+    for flag, (is_given, reason) in reasons.items():
+        if settings.build_packages and is_given:
+            raise UsageError(f"--build-packages excludes {flag}, {reason}", f"omit --build-packages, or {flag}")
 
 
 def check_settings(settings: ServerSettings) -> None:

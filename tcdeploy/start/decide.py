@@ -15,11 +15,14 @@ from tcdeploy.models.unused_packages import import_transformers
 import_transformers()  # before other modules import it
 
 import dataclasses
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
 from tcdeploy.cache.record.manifest import Origin
+from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.engine.generation_defaults import read_model_defaults
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config
 from tcdeploy.models.probe import ProbedModel, probe_model
@@ -28,9 +31,10 @@ from tcdeploy.models.sources import model_sources
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
 from tcdeploy.planning.environment import Environment, detect_environment
-from tcdeploy.planning.plan import make_plan
+from tcdeploy.planning.plan import Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.passes.post_grad import op_source_digests
+from tcdeploy.start.auto_programs import resolve_planned
 from tcdeploy.start.planned import PlannedModel
 from tcdeploy.text.tokenizer import load_tokenizer
 from tcdeploy.torch_compat.inductor.settings import settings_digest, torch_settings
@@ -44,12 +48,15 @@ NO_COMPILER = PlanFinding(
 )
 
 
-def decide(recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = False) -> PlannedModel:
+def decide(
+    recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = False, jit_reason: str = "",
+    policy: SigningPolicy | None = None,
+) -> PlannedModel:  # fmt: skip
     """Decide everything before the weights are loaded. Of those on disk, only headers of safetensors files are read.
 
     `needs_tokenizer`: load the tokenizer too, and add its end-of-sequence token to the stop tokens. `is_dry_run`:
-    report what this machine lacks in `findings` instead of raising an error. Raises ModelError with all reasons if the
-    model cannot be served.
+    report what this machine lacks in `findings` instead of raising an error. `jit_reason`, `policy`: for `--programs
+    auto` (start/auto_programs.py). Raises ModelError with all reasons if the model cannot be served.
     """
     environment, digest = detect_environment(recipe.device), settings_digest(torch_settings())
     environment = dataclasses.replace(environment, missing_internals=missing_internals(), torch_settings=digest)
@@ -67,10 +74,17 @@ def decide(recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = Fal
             findings = (*findings, NO_COMPILER)
     else:
         plan = make_plan(recipe, environment, architecture, decisions)
-    return PlannedModel(
+    planned = PlannedModel(
         recipe=recipe, environment=environment, architecture=architecture, plan=plan, generation_defaults=defaults,
         config=config, fake_model=model.probed.model, model_decisions=decisions, tokenizer=tokenizer, findings=findings,
     )  # fmt: skip
+    return resolve_planned(planned, partial(_package_folder, planned), jit_reason, policy)
+
+
+def _package_folder(planned: PlannedModel, plan: Plan) -> Path:
+    from tcdeploy.programs.aot import package_folder  # imports torch.export, which most starts do not need here
+
+    return package_folder(plan.cache_dir, plan.key, op_source_digests(), torch_settings(), planned.fake_model)
 
 
 class _ModelFacts(NamedTuple):

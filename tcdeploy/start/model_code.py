@@ -55,6 +55,7 @@ from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.aot import PackageExchange
 from tcdeploy.programs.stances import naming_refusal
+from tcdeploy.start.auto_programs import may_use_packages
 from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.eager import ProgramSwaps, check_eager_steps, eager_check_buckets, start_worker
 from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, count_start, warm
@@ -95,9 +96,13 @@ class ModelCode:
         self._uses_stored_reference = False
 
     def decide(self) -> PlannedModel:
-        recipe = self._request.recipe
-        self._factors = start_factors(recipe, local_folder(recipe.model, recipe.revision))
-        self.planned = decide(recipe, self._request.needs_tokenizer)
+        request, recipe = self._request, self._request.recipe
+        packaged = dataclasses.replace(recipe, programs="aot") if may_use_packages(request) else recipe
+        factors = start_factors(packaged, local_folder(recipe.model, recipe.revision))
+        self.planned = decide(
+            recipe, request.needs_tokenizer, jit_reason=request.jit_reason, policy=request.signing_policy
+        )
+        self._factors = factors if self.planned.plan.programs == "aot" else None
         self.prompts = _check_prompts(self.planned)
         return self.planned
 

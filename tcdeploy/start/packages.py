@@ -45,7 +45,7 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.early_gpu import initializing_gpu
 from tcdeploy.engine.warm.tuning import CompiledVariant
 from tcdeploy.engine.warm.warmup import prepare_buckets
-from tcdeploy.errors import CompileError, MismatchError, SpaceError, TcdeployError, UsageError
+from tcdeploy.errors import CompileError, MismatchError, SpaceError, TcdeployError, TrustError, UsageError
 from tcdeploy.host.regular_file import read_regular
 from tcdeploy.kernels.attention import ops  # noqa: F401 - registers the ops that packages call
 from tcdeploy.kernels.attention.kv_cache import allocate_kv_cache
@@ -93,7 +93,7 @@ def start_from_packages(request: StartRequest) -> Deployment | None:
     """A deployment without transformers; None if there is no record, or if it does not fit.
 
     Raises TcdeployError, for example for a damaged cache. Where transformers is not installed, raises UsageError or
-    MismatchError instead of returning None.
+    MismatchError instead of returning None. With `--programs auto`, None also if the packages are not trusted.
     """
     kind: type[TcdeployError] = UsageError
     hint = RECORD_HINT + install_command("compile")
@@ -108,6 +108,10 @@ def start_from_packages(request: StartRequest) -> Deployment | None:
             kind, hint = MismatchError, error.hint
         if is_installed("transformers"):
             log.warning("the model is loaded with transformers, because its packages cannot be used: %s", reason)
+    except TrustError as error:
+        if request.recipe.programs != "auto" or not is_installed("transformers"):
+            raise
+        log.debug("jit programs may be trusted: %s", error.message)  # resolve_planned says why packages are not used
     if not is_installed("transformers"):
         raise kind(
             f"the packages of {request.recipe.model} cannot be used: {reason}; and transformers, which could load the "

@@ -32,6 +32,14 @@ class StartRequest:
     trusted_keys: Path | None = None
     needs_tokenizer: bool = False
     eager: bool = False
+    needs_model: bool = False
+
+    @property
+    def jit_reason(self) -> str:
+        """Why `--programs auto` is jit in this start, whatever the cache folder has; "" if packages may be used."""
+        if self.eager:
+            return "--start eager compiles them while the server runs"
+        return "their steps are compared with uncompiled ones" if self.measure else ""
 
     @property
     def signing_policy(self) -> SigningPolicy:

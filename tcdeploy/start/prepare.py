@@ -1,7 +1,8 @@
 """`prepare`: from a recipe to a running deployment.
 
-With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone
-(start/packages.py). Every other start needs the model's code (start/model_code.py). Both run start/sequence.py, and
+If an earlier start has left packages and a record of them, and `--programs` is not jit (start/auto_programs.py), a
+deployment starts from the packages alone (start/packages.py). Every other start needs the model's code
+(start/model_code.py). Both run start/sequence.py, and
 import torch first. Meanwhile threads create the CUDA context and read the weights into the page cache. In a start with
 the model's code on a GPU, threads then copy the weights to the GPU while that code is imported
 (models/weights/early_weights.py). Does not import torch.
@@ -59,17 +60,19 @@ def prepare(
     if eager:
         check_eager_start(recipe)
     with default_progress() if progress is None else nullcontext(progress) as shown:
-        return _prepare(StartRequest(recipe, shown, measure, trusted_keys, needs_tokenizer, eager), needs_model)
+        return _prepare(StartRequest(recipe, shown, measure, trusted_keys, needs_tokenizer, eager, needs_model))
 
 
-def _prepare(request: StartRequest, needs_model: bool) -> Deployment:
+def _prepare(request: StartRequest) -> Deployment:
     recipe = request.recipe
     if recipe.device != "cpu":
         start_context()
     folder = local_folder(recipe.model, recipe.revision) if recipe.load_format == "auto" else None
     if folder is not None:
         start_read_ahead(weight_files(folder))
-    if recipe.programs == "aot" and not (request.measure or needs_model):
+    from tcdeploy.start.auto_programs import may_use_packages  # after the threads have begun
+
+    if may_use_packages(request) and not (request.measure or request.needs_model):
         from tcdeploy.start.packages import start_from_packages
 
         deployment = start_from_packages(request)

@@ -136,10 +136,10 @@ def test_a_downsampled_timeline_keeps_its_last_point() -> None:
     assert throughput._downsample(timeline[:1]) == (timeline[0],)
 
 
-def test_the_region_baseline_changes_three_fields_of_the_recipe() -> None:
+def test_the_region_baseline_changes_three_fields_of_the_recipe_and_runs_jit_programs() -> None:
     recipe = Recipe(model="m", region="layer", mode="default", batch_sizes=(2,))
     assert region_recipe(recipe) == Recipe(
-        model="m", region="blocks", graphs="region", mode="reduce-overhead", batch_sizes=(2,)
+        model="m", region="blocks", graphs="region", mode="reduce-overhead", programs="jit", batch_sizes=(2,)
     )
 
 

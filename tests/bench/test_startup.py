@@ -65,6 +65,11 @@ def test_the_commands_are_those_of_the_readme(monkeypatch: pytest.MonkeyPatch) -
     assert "TCDEPLOY_API_KEY" not in default_environment() and default_environment()["TCDEPLOY_DEBUG"] == "1"
 
 
+def test_the_seconds_of_packages_are_a_stage_of_warm() -> None:
+    words = [sys.executable, "-c", f"print({json.dumps({**DOCUMENT, 'packages': {'seconds': 41.5}})!r})"]
+    assert startup._measure_warm(words).stage_seconds == {**DOCUMENT["stage_seconds"], "packages": 41.5}
+
+
 @pytest.fixture
 def recipes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Recipe]]:
     """Name and recipe of each command, which the small ones replace."""

@@ -237,7 +237,7 @@ def test_a_killed_pack_leaves_no_bundle_or_a_complete_signed_one(
             absent += not target.exists()
             interrupted += any(path.name.startswith(f".{target.name}-") for path in tmp_path.iterdir())
             if target.exists():
-                assert verify_bundle(target, keys.trusted).signer is not None
+                assert verify_bundle(target, keys.trusted)[0].signer is not None
                 assert target.read_bytes() == packed.bundle.read_bytes()
     assert absent == 0 if target_exists else absent < 10
     pack(packed.folder, packed.key, tmp_path / "next.tcb")
@@ -338,7 +338,7 @@ def test_signing_later_gives_the_same_bytes_as_signing_while_packing(small: Pack
     assert (tmp_path / "x.tcb").read_bytes() == small.bundle.read_bytes()
     generate_key(tmp_path / "other")
     add_signature(tmp_path / "x.tcb", tmp_path / "other.key")
-    assert verify_bundle(tmp_path / "x.tcb", keys.trusted).files == len(KINDS)
+    assert verify_bundle(tmp_path / "x.tcb", keys.trusted)[0].files == len(KINDS)
 
 
 def test_a_read_only_cache_can_be_packed(small: Packed, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.conftest import ROOT, TINY, RunCLI, cli_environment
 from tests.fork_server import ForkServer
 
 pytestmark = pytest.mark.usefixtures("with_instruction_probes")
-SMALL = ("--buckets", "32", "--batch-sizes", "4")  # kernels that `filled_cache` has too
+SMALL = ("--buckets", "32", "--batch-sizes", "4", "--programs", "jit")  # kernels that `filled_cache` has too
 PROMPT = "This module provides"
 ENTER_NAMESPACE = """
 import ctypes, os, subprocess

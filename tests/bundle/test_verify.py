@@ -65,7 +65,7 @@ def regions(bundle: Path) -> tuple[int, int, int]:
 
 
 def test_a_packed_bundle_verifies_and_names_its_signer(packed: Packed, keys: Keys) -> None:
-    verified = verify_bundle(packed.bundle, keys.trusted)
+    (verified,) = verify_bundle(packed.bundle, keys.trusted)
     assert (verified.plan_key, verified.model, verified.files) == (
         packed.key,
         "someone/model",
@@ -84,7 +84,7 @@ def test_flipped_bits_of_a_bundle_are_detected(small: Packed, keys: Keys, tmp_pa
             check = lambda: verify_bundle(target, keys.trusted)  # noqa: E731
             with flipped_on_disk(target, source.randrange(start * 8, end * 8)):
                 error_types[outcome_of(check, (TrustError, IntegrityError), str(target))] += 1
-    assert verify_bundle(target, keys.trusted).files == len(KINDS)
+    assert verify_bundle(target, keys.trusted)[0].files == len(KINDS)
     assert error_types == {"IntegrityError": 3 * FLIPS_PER_REGION}, (
         "a random change never looks like a signature of another key"
     )
@@ -102,7 +102,7 @@ def test_flipped_bits_of_a_bundle_without_a_trusted_signer_are_detected(
         generate_key(tmp_path / "unknown")
         add_signature(target, tmp_path / "unknown.key")
     bounds = (0, *regions(target))
-    assert verify_bundle(target, keys.trusted, allow_unsigned=True).files == len(KINDS)
+    assert verify_bundle(target, keys.trusted, allow_unsigned=True)[0].files == len(KINDS)
     for _ in range(60):
         bit = source.randrange(bounds[region] * 8, bounds[region + 1] * 8)
         check = lambda: verify_bundle(target, keys.trusted, allow_unsigned=True)  # noqa: E731

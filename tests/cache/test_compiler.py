@@ -23,7 +23,7 @@ def recipe_arguments(cache: Path, prefill: str = "16") -> list[str]:
 
 
 def warm(cache: Path, *more: str, prefill: str = "16") -> list[str]:
-    return ["warm", *recipe_arguments(cache, prefill), "--json", *more]
+    return ["warm", *recipe_arguments(cache, prefill), "--programs", "jit", "--json", *more]
 
 
 def outcomes(result: subprocess.CompletedProcess[str]) -> list[str]:

@@ -22,7 +22,7 @@ from tests.conftest import COMPILER_CACHE_VARIABLE, RunCLI, cli_command, cli_env
 from tests.fork_server import ForkServer
 from tests.model_families import save_config
 
-BUCKETS = ("--buckets", "16,48", "--batch-sizes", "3")  # kernels that test_why.py compiles too
+BUCKETS = ("--buckets", "16,48", "--batch-sizes", "3", "--programs", "jit")  # kernels that test_why.py compiles too
 NUMBER_OF_BUCKETS = 3
 COMPILES = {COMPILER_CACHE_VARIABLE: ""}  # no cached kernels: the process is killed while g++ runs
 

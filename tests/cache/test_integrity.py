@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def warm(model: str, cache: Path, *more: str, prefill: str = "16") -> list[str]:
-    buckets = ("--buckets", prefill, "--batch-sizes", "1")
+    buckets = ("--buckets", prefill, "--batch-sizes", "1", "--programs", "jit")
     return ["warm", model, "--load-format", "dummy", *buckets, "--cache-dir", str(cache), "--json", *more]
 
 

@@ -183,7 +183,7 @@ def test_one_trusted_signer_of_two_is_enough(small: Packed, keys: Keys, tmp_path
     assert len(signed_header_of(tmp_path / "x.tcb").signatures) == 2
     trust("second", tmp_path / "second.pub", tmp_path / "only-second")
     for folder, name in ((keys.trusted, "ci"), (tmp_path / "only-second", "second")):
-        signer = verify_bundle(tmp_path / "x.tcb", folder).signer
+        signer = verify_bundle(tmp_path / "x.tcb", folder)[0].signer
         assert signer is not None and signer.name == name
     with pytest.raises(TrustError):
         verify_bundle(tmp_path / "x.tcb", tmp_path / "no keys")

@@ -21,7 +21,7 @@ import pytest
 from tests.conftest import ROOT, TINY, cli_environment
 
 BUCKETS = ("prefill:32", "decode:1")
-RECIPE = (TINY, "--buckets", "32", "--batch-sizes", "1")
+RECIPE = (TINY, "--buckets", "32", "--batch-sizes", "1", "--programs", "jit")
 RUN_STARTS = """
 import contextlib, io, json, os, sys
 import torch, transformers

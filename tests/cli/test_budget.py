@@ -48,7 +48,7 @@ def test_a_command_that_starts_nothing_takes_no_budget() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ("warm", "--json"), ("serve", "--port", "0"),
+        ("warm", "--json", "--programs", "jit"), ("serve", "--port", "0"),
         *(pytest.param(command, marks=pytest.mark.long) for command in (("compile", "--json"), ("generate",))),
     ],
 )  # fmt: skip

@@ -62,6 +62,7 @@ def deploy(model: str, cache_dir: str, eager: bool = False, **flags: Any) -> Dep
         "context": 512,
         "kv_blocks": 256,
         "cache_dir": cache_dir,
+        "programs": "jit",  # other tests leave packages in the folder
         **flags,
     }
     return prepare(build_recipe(settings, environ={}), eager=eager, needs_model=True)
@@ -282,6 +283,28 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(
     assert answers == expected
 
 
+def test_warm_leaves_packages_that_an_auto_start_uses(run_cli: Any, tmp_path: Path) -> None:
+    """`warm` frees the first process's GPU memory, and builds packages in another one. The tokens are those of jit."""
+    flags = ("--buckets", "128", "--batch-sizes", "1,4", "--context", "512", "--kv-blocks", "256")
+    folder = ("--cache-dir", str(tmp_path / "cache"))
+    warmed = run_cli("warm", "builtin:tiny", *flags, *folder, "--json")
+    assert warmed.returncode == 0, warmed.stderr
+    document = json.loads(warmed.stdout)
+    assert document["plan"]["programs"] == "jit" and document["packages"]["failure"] == "", warmed.stderr
+    answers = []
+    for programs in ("auto", "jit"):
+        prompt = ("This module provides", "--max-new-tokens", "30", "--programs", programs)
+        done = run_cli("generate", "builtin:tiny", *prompt, *flags, *folder, "--json", new=True)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    auto, jit = answers
+    assert (auto["plan"]["programs"], jit["plan"]["programs"]) == ("aot", "jit")
+    assert "transformers" not in auto["import_seconds"] and "triton" not in auto["import_seconds"]
+    assert {bucket["outcome"] for bucket in auto["buckets"]} == {"hit"}
+    assert all(bucket["captured"] for bucket in auto["buckets"])
+    assert auto["token_ids"] == jit["token_ids"]
+
+
 FAILED_CAPTURE = """
 import torch
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
@@ -396,7 +419,7 @@ def test_a_warm_start_times_and_compiles_no_kernel_again(run_cli: Any, tmp_path:
     """
     folder = save_config("llama", tmp_path, hidden_size=1024, intermediate_size=2048)
     flags = ("--load-format", "dummy", "--mode", "max-autotune", "--buckets", "32", "--batch-sizes", "1")
-    flags += ("--context", "512", "--kv-blocks", "256")
+    flags += ("--context", "512", "--kv-blocks", "256", "--programs", "jit")
     here, there, timed = tmp_path / "here", tmp_path / "there", []
     for outcome, folder_used in (("miss", here), ("hit", here), ("hit", there)):
         if folder_used == there:
@@ -424,6 +447,8 @@ def test_a_moved_cache_folder_is_complete(run_cli: Any, tmp_path: Path) -> None:
         "512",
         "--kv-blocks",
         "256",
+        "--programs",
+        "jit",
     )
     cold = run_cli("warm", folder, *flags, "--cache-dir", str(tmp_path / "here"))
     assert cold.returncode == 0, cold.stderr

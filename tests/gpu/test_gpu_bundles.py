@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.gpu
-SMALL = ("--buckets", "16,48", "--batch-sizes", "1,3", "--kv-blocks", "256")
+SMALL = ("--buckets", "16,48", "--batch-sizes", "1,3", "--kv-blocks", "256", "--programs", "jit")
 PROMPT = "This module provides"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -117,7 +117,7 @@ def test_the_description_adds_up() -> None:
 
 
 def test_a_start_reports_the_packages_that_it_imported(run_cli: RunCLI, cache_dir: str) -> None:
-    done = run_cli("warm", TINY, *TINY_FLAGS, "--cache-dir", cache_dir, "--json", new=True)
+    done = run_cli("warm", TINY, *TINY_FLAGS, "--programs", "jit", "--cache-dir", cache_dir, "--json", new=True)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     imports = document["import_seconds"]

@@ -466,7 +466,7 @@ def run(source: random.Random, count: int) -> dict[str, Any]:
     """Start a server and attack it. A p99 of the canary above MAX_CANARY_P99_MS counts as a successful attack."""
     with tempfile.TemporaryDirectory() as folder:
         home, cache, figures = Path(folder), Path(folder) / "cache", Path(folder) / "figures.json"
-        warm = [*cli_command("warm", TINY, *TINY_FLAGS, "--cache-dir", str(cache))]
+        warm = [*cli_command("warm", TINY, *TINY_FLAGS, "--programs", "jit", "--cache-dir", str(cache))]
         subprocess.run(
             warm, env=cli_environment(home), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ("--buckets", "32", "--batch-sizes", "1", "--context", "128")
+FLAGS = ("--buckets", "32", "--batch-sizes", "1", "--context", "128", "--programs", "jit")
 OTHER_COMPILER = "OTHER_COMPILER"  # stands for the path of a second g++
 
 

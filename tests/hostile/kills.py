@@ -31,8 +31,17 @@ from tests.fork_server import ForkServer
 DEFAULT_COUNT = 220
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"r": "rename", "u": "remove", "w": "write", "f": "fsync", "l": "link", "m": "mkdir"}
-START = ("warm", "builtin:tiny", "--buckets", "16", "--batch-sizes", "1")
-OTHER_START = ("warm", "builtin:tiny", "--buckets", "32", "--batch-sizes", "1")  # its decode:1 is the same program
+START = ("warm", "builtin:tiny", "--buckets", "16", "--batch-sizes", "1", "--programs", "jit")
+OTHER_START = (
+    "warm",
+    "builtin:tiny",
+    "--buckets",
+    "32",
+    "--batch-sizes",
+    "1",
+    "--programs",
+    "jit",
+)  # its decode:1 is the same program
 COUNTING = "import os; os.environ.update(KILL_PID=str(os.getpid()), {})"
 
 

@@ -15,8 +15,8 @@ import pytest
 from tests.conftest import TINY, TINY_FLAGS
 from tests.hostile.kills import Campaign, campaign, choose
 
-START = ("warm", TINY, *TINY_FLAGS)
-OTHER_START = ("warm", TINY, "--buckets", "32", "--batch-sizes", "1")
+START = ("warm", TINY, *TINY_FLAGS, "--programs", "jit")
+OTHER_START = ("warm", TINY, "--buckets", "32", "--batch-sizes", "1", "--programs", "jit")
 
 
 @pytest.fixture(scope="module")

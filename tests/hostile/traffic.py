@@ -265,7 +265,7 @@ def run(source: random.Random, count: int) -> dict[str, Any]:
     """Start both servers from one cache folder, and compare their answers."""
     with tempfile.TemporaryDirectory() as folder:
         home, cache = Path(folder), Path(folder) / "cache"
-        command = cli_command("warm", TINY, *TINY_FLAGS, "--cache-dir", str(cache))
+        command = cli_command("warm", TINY, *TINY_FLAGS, "--programs", "jit", "--cache-dir", str(cache))
         subprocess.run(
             command, env=cli_environment(home), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

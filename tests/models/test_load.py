@@ -29,7 +29,7 @@ from tests.model_families import save_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port: connections are refused
-WARM = ("--buckets", "16", "--batch-sizes", "1")
+WARM = ("--buckets", "16", "--batch-sizes", "1", "--programs", "jit")
 
 
 class _FakeHub(http.server.BaseHTTPRequestHandler):

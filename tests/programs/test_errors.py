@@ -110,7 +110,8 @@ def test_a_cold_start_names_the_error_of_its_compiler(run_cli: Any, tmp_path: Pa
     )
     compiler.chmod(0o755)
     result = run_cli(
-        "warm", TINY, "--buckets", "16", "--batch-sizes", "1", "--cache-dir", str(tmp_path / "cache"),
+        "warm", TINY, "--buckets", "16", "--batch-sizes", "1", "--programs", "jit",
+        "--cache-dir", str(tmp_path / "cache"),
         PATH=f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
     )  # fmt: skip
     [message, hint] = result.stderr.splitlines()[-2:]

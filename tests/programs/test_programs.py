@@ -125,7 +125,7 @@ def test_a_number_that_differs_between_layers_costs_a_program_per_layer(
     with torch.compiler.set_stance("default", force_backend="eager"):
         deployment = deploy(folder, cache_dir, buckets=(16,), batch_sizes=(1,))
     assert [record.programs for record in deployment.records] == [20, 20]
-    show_warm_report(deployment, as_json=False)
+    show_warm_report(deployment, None, as_json=False)
     assert "each layer has its own program" in capsys.readouterr().out
 
 

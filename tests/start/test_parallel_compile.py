@@ -65,7 +65,7 @@ def warm(fork_server: ForkServer, tmp_path: Path) -> Any:
 
     def run(script: str, *flags: str) -> tuple[list[str], dict[str, Any]]:
         environ = cli_environment(tmp_path)
-        arguments = ("warm", TINY, *flags, "--cache-dir", str(tmp_path / "cache"), "--json")
+        arguments = ("warm", TINY, "--programs", "jit", *flags, "--cache-dir", str(tmp_path / "cache"), "--json")
         done = fork_server.run(*arguments, environ=environ, script=script)
         assert done.returncode == 0, done.stderr
         buckets = {bucket["bucket"]: bucket for bucket in json.loads(done.stdout)["buckets"]}
@@ -165,7 +165,7 @@ def test_workers_end_with_the_first_process(number: signal.Signals, fork_server:
     environ = cli_environment(tmp_path)
     if not fork_server.supports(environ):
         pytest.skip("needs the fork server")
-    arguments = ("warm", TINY, *TINY_FLAGS, "--cache-dir", str(tmp_path / "cache"))
+    arguments = ("warm", TINY, *TINY_FLAGS, "--programs", "jit", "--cache-dir", str(tmp_path / "cache"))
     process = fork_server.popen(*arguments, environ=environ, script=TWO_WORKERS)
     deadline = time.monotonic() + 60
     while len(workers := compile_workers(process.pid)) < 2:

@@ -12,7 +12,7 @@ from tcdeploy.torch_compat.inductor.settings import disabling_settings
 from tests.conftest import TINY, TINY_FLAGS, RunCLI, cli_environment
 from tests.fork_server import ForkServer
 
-WARM = ("warm", TINY, *TINY_FLAGS)
+WARM = ("warm", TINY, *TINY_FLAGS, "--programs", "jit")
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -28,7 +28,8 @@ sys.addaudithook(report)
 def test_no_variable_is_added_while_kernels_are_compiled(tmp_path: Path, fork_server: ForkServer) -> None:
     report = tmp_path / "report"
     done = fork_server.run(
-        "warm", TINY, "--buckets", "16", "--batch-sizes", "1", "--cache-dir", str(tmp_path / "cache"),
+        "warm", TINY, "--buckets", "16", "--batch-sizes", "1", "--programs", "jit",
+        "--cache-dir", str(tmp_path / "cache"),
         environ=cli_environment(tmp_path), script=REPORT_ADDED_VARIABLES % os.fspath(report),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

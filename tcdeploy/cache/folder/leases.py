@@ -3,7 +3,8 @@
 A process that runs from a plan holds a shared flock on the plan's lease file until it exits, so that garbage collection
 keeps the plan. The kernel releases the lock even after `kill -9`, which a PID file would not survive. Unpacking,
 publishing, garbage collection and discarding hold the folder's lock while they add or remove files; verification shares
-it. A lease is taken under that lock, so it waits for a collection in progress.
+it. A lease is taken under that lock, so it waits for a collection in progress. Of the servers that could build packages
+while idle, the one that does holds a lock of its own.
 
 Lease files are never deleted: a process that has opened the deleted file would hold a lock that no other process sees.
 Does not import torch.
@@ -16,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
@@ -72,6 +73,35 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
     with file:
         _lock(file, fcntl.LOCK_EX, folder)
         yield
+
+
+def is_folder_locked(folder: str | Path) -> bool:
+    """Whether a process holds `folder_lock`. False if that cannot be seen, as on a file system without locks."""
+    try:
+        with open_regular(Path(folder) / LOCK_FILE) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+@contextmanager
+def build_lock(folder: str | Path, plan_key: str) -> Iterator[bool]:
+    """Whether this process may build the packages that belong to a plan: no other process builds them in this block.
+
+    False also if the lock cannot be taken, for example in a folder that cannot be written.
+    """
+    path = Path(folder) / LEASES_DIR / f"{plan_key}.packages"
+    with ExitStack() as cleanup:
+        try:
+            file = cleanup.enter_context(open_regular(path, "ab", permissions=0o600))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""The bundle header: the manifest of one plan, made portable, and the size and sha256 of the payload.
+"""The bundle header: the manifest of a plan, made portable, and the size and sha256 of the payload.
+
+A bundle of a plan's jit programs may also hold the plan of the same model with packages: `header.manifests` then has
+both, each with its own files. The payload holds a file that both list once.
 
 The manifest has the same format as in a cache folder, so unpacking and warming give equal folders. Paths of the packing
 machine and timings of single warm starts are removed, so that a cache packs to the same bytes in any folder. (Compiled
@@ -35,12 +38,34 @@ class Payload:
 
 @dataclass(frozen=True)
 class Header:
+    """`manifest`: of the plan that the bundle is named after. `others`: of its other plans."""
+
     manifest: Manifest
     payload: Payload
+    others: tuple[Manifest, ...] = ()
 
     @property
     def plan_key(self) -> str:
         return str(self.manifest.plan["key"])
+
+    @property
+    def manifests(self) -> dict[str, Manifest]:
+        """By plan key."""
+        return {str(manifest.plan["key"]): manifest for manifest in (self.manifest, *self.others)}
+
+    @property
+    def payload_files(self) -> tuple[FileRecord, ...]:
+        """In the order of the payload. Two plans may have different files with the same path."""
+        if not self.others:
+            return self.manifest.files
+        files = {file for manifest in self.manifests.values() for file in manifest.files}
+        return tuple(sorted(files, key=lambda file: (file.path, file.sha256)))
+
+    def of_plan(self, plan_key: str) -> Header:
+        """The same bundle, with this plan as its `manifest`. Raises KeyError."""
+        manifests = self.manifests
+        manifest = manifests.pop(plan_key)
+        return Header(manifest, self.payload, tuple(manifests.values()))
 
 
 @dataclass(frozen=True)
@@ -85,7 +110,10 @@ def _blank_paths(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def header_bytes(header: Header) -> bytes:
-    return json.dumps({"payload": asdict(header.payload), "manifest": manifest_text(header.manifest)}).encode()
+    document: dict[str, Any] = {"payload": asdict(header.payload), "manifest": manifest_text(header.manifest)}
+    if header.others:
+        document["other_manifests"] = [manifest_text(manifest) for manifest in header.others]
+    return json.dumps(document).encode()
 
 
 def parse_header(signed_header: SignedHeader, name: str) -> Header:
@@ -93,14 +121,19 @@ def parse_header(signed_header: SignedHeader, name: str) -> Header:
     try:
         document = json.loads(signed_header.header)
         payload = Payload(int(document["payload"]["bytes"]), str(document["payload"]["sha256"]))
-        header = Header(parse_packed_manifest(document["manifest"], Path(name)), payload)
-        key = header.plan_key
-        parse_environment(header.manifest.environment).cache_factors()  # which starts compare
+        texts = [document["manifest"], *document.get("other_manifests", ())]
+        manifest, *others = (parse_packed_manifest(text, Path(name)) for text in texts)
+        header = Header(manifest, payload, tuple(others))
+        for manifest in header.manifests.values():
+            parse_environment(manifest.environment).cache_factors()  # which starts compare
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise IntegrityError(f"the bundle {name} has an invalid header: {error}", "fetch it again") from error
-    if len(key) != 16 or not set(key) <= set("0123456789abcdef"):
-        raise IntegrityError(f"the bundle {name} has an invalid plan key: {key!r:.50}", "fetch it again")
-    check_files(header.manifest.files, name)
+    for key, manifest in header.manifests.items():
+        if len(key) != 16 or not set(key) <= set("0123456789abcdef"):
+            raise IntegrityError(f"the bundle {name} has an invalid plan key: {key!r:.50}", "fetch it again")
+        check_files(manifest.files, name)
+    if len(header.manifests) != len(texts):
+        raise damaged_error(name, "it lists a plan twice")
     return header
 
 

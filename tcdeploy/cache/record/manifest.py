@@ -69,6 +69,11 @@ class Manifest:
         """
         return self.is_first_start and all(record.outcome in ("hit", "reused") for record in self.buckets)
 
+    @property
+    def total_bytes(self) -> int:
+        """Of the files in the cache folder."""
+        return sum(file.bytes for file in self.files)
+
     def cold_seconds(self) -> dict[str, float]:
         """Compile seconds of the run that missed, by bucket: the time that the cache saves."""
         return {record.bucket: record.cold_seconds for record in self.buckets if record.cold_seconds is not None}

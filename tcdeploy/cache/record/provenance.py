@@ -76,9 +76,9 @@ def read_stored_bundle(
     if importlib.util.find_spec("cryptography") or not allow_unsigned:
         signer = verify_signature(signed_header, name, trusted_keys, allow_unsigned)
     header = parse_header(signed_header, name)
-    if header.plan_key != plan_key:
+    if plan_key not in header.manifests:
         raise IntegrityError(f"the stored header {name} belongs to plan {header.plan_key}", "unpack the bundle again")
-    return CheckedHeader(header, signed_header, signer)
+    return CheckedHeader(header.of_plan(plan_key), signed_header, signer)
 
 
 def read_stored_header(folder: str | Path, plan_key: str) -> SignedHeader | None:

@@ -48,16 +48,17 @@ def discard_if_damaged(folder: str, plan_key: str, trusted_keys: Path | None = N
     It is if its manifest or a file is missing or changed, or does not match the signed header of its bundle.
     """
     trusted_keys = trusted_keys or default_trusted_keys_folder()
-    if not _is_damaged(folder, plan_key, trusted_keys):
+    if not is_damaged(folder, plan_key, trusted_keys):
         return False
     with folder_lock(folder):
-        if not _is_damaged(folder, plan_key, trusted_keys):  # another process has replaced it meanwhile
+        if not is_damaged(folder, plan_key, trusted_keys):  # another process has replaced it meanwhile
             return False
         discard_plan(folder, plan_key)
     return True
 
 
-def _is_damaged(folder: str, plan_key: str, trusted_keys: Path) -> bool:
+def is_damaged(folder: str, plan_key: str, trusted_keys: Path) -> bool:
+    """Whether a start would refuse the plan, or discard it with `--on-bad-cache rebuild`."""
     with contextlib.suppress(IntegrityError, TrustError):
         manifest = read_manifest(manifest_path(folder, plan_key))
         if manifest is not None and not find_damage(folder, manifest.files):

@@ -33,7 +33,7 @@ from tcdeploy.planning.environment import (
 )
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.plan import Plan, make_plan
-from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.auto_programs import PACKAGES_FOUND
 from tcdeploy.start.planned import Planned, StartRequest
 from tcdeploy.start.record.factors import (
     NoStartRecordError,
@@ -83,7 +83,7 @@ def find_record(request: StartRequest) -> FoundRecord:
     hardware, versions or tcdeploy's source files are the reason, and TrustError or IntegrityError if the folder, the
     record or its plan is not trusted or damaged.
     """
-    recipe = request.recipe
+    recipe = dataclasses.replace(request.recipe, programs="aot")
     folder = local_folder(recipe.model, recipe.revision)
     try:
         factors = require_start_factors(recipe, folder)
@@ -102,7 +102,7 @@ def find_record(request: StartRequest) -> FoundRecord:
         try:
             record, recorded = _parse(listed, factors.key), _environment_of(listed)
             assumed = _assume_recorded(environment, recorded)
-            plan = _plan(listed, record, recipe, assumed, defaults)
+            plan = _plan(listed, record, request, assumed, defaults)
             if mismatch := _mismatch(record, assumed, recorded, plan, cache_dir):
                 raise mismatch
         except (DoesNotFit, MismatchError, IntegrityError) as reason:
@@ -164,12 +164,14 @@ def _assume_recorded(environment: Environment, recorded: Environment) -> Environ
     )
 
 
-def _plan(listed: ListedFile, record: StartRecord, recipe: Recipe, environment: Environment, name: str) -> Plan:
+def _plan(listed: ListedFile, record: StartRecord, request: StartRequest, environment: Environment, name: str) -> Plan:
     """`name`: the entry of the record's decisions. Raises DoesNotFit, and IntegrityError if no plan can be made."""
+    recipe = dataclasses.replace(request.recipe, programs="aot")
+    reason = PACKAGES_FOUND if request.recipe.programs == "auto" else ""
     if name not in record.decisions or name not in record.defaults:
         raise DoesNotFit(f"{listed.path} has no tokenizer, because none could be loaded when it was written")
     try:
-        return make_plan(recipe, environment, record.architecture, record.decisions[name])
+        return make_plan(recipe, environment, record.architecture, record.decisions[name], reason)
     except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise _invalid(listed, f"no plan can be made from it: {type(error).__name__}: {error}") from error
 

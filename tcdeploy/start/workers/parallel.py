@@ -136,15 +136,18 @@ def make_short_copy(model: nn.Module, planned: PlannedModel) -> ShortCopy:
 
 
 def worker_recipe(planned: PlannedModel, prompts: CheckPrompts) -> Recipe:
-    """The recipe of a worker: the plan's choices that programs depend on, random weights, and few KV blocks."""
+    """The recipe of a worker: `few_blocks_recipe` with random weights."""
+    recipe = few_blocks_recipe(planned, prompts)
+    return dataclasses.replace(recipe, revision=None, load_format="dummy", generation_config="none")
+
+
+def few_blocks_recipe(planned: PlannedModel, prompts: CheckPrompts) -> Recipe:
+    """The plan's choices that programs depend on, with as few KV blocks as warming needs."""
     plan = planned.plan
     checked = max(map(prompts.blocks_needed, plan.buckets))
     blocks = max(checked, plan.decode_buckets[-1].size, -(-plan.prefill_buckets[-1].size // plan.block_size)) + 1
     return dataclasses.replace(
         planned.recipe,
-        revision=None,
-        load_format="dummy",
-        generation_config="none",
         device=plan.device,
         graphs=plan.graphs,
         shapes="dynamic" if plan.prefill_buckets[0].min_size else "bucket",

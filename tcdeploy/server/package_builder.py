@@ -1,0 +1,105 @@
+"""`serve --build-packages`: builds the packages of the served model while no request is open.
+
+A child process builds them (start/package_build.py), at the lowest priority, and is stopped (SIGSTOP) while requests
+are open. It loads the model once more: on a CPU into the host's memory, on a GPU into the memory that
+`--memory-fraction` has left. The server continues with its jit programs; the next start uses the packages. Of the
+replicas that share a cache folder, the first one builds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, cast
+
+from tcdeploy.cache.folder.leases import build_lock, is_folder_locked
+from tcdeploy.server.generate.admission import Admission
+
+if TYPE_CHECKING:
+    from tcdeploy.planning.recipe import Recipe
+    from tcdeploy.start.deployment import Deployment
+    from tcdeploy.start.package_build import PackageBuild
+    from tcdeploy.start.planned import PlannedModel
+
+IDLE_S = 5.0  # without requests, before a build begins or continues
+POLL_S = 0.1
+log = logging.getLogger("tcdeploy.server")
+
+
+class PackageBuilder:
+    """Builds the packages of a deployment with jit programs. `run` and `stop` are called on the event loop."""
+
+    def __init__(self, deployment: Deployment, admission: Admission) -> None:
+        self._deployment, self._admission = deployment, admission
+        self._build: PackageBuild | None = None
+
+    async def run(self) -> None:
+        """Returns when the packages are built, or will not be. A failure is logged as one warning."""
+        plan = self._deployment.plan
+        if plan.programs != "jit":
+            return
+        with build_lock(plan.cache_dir, plan.key) as is_first:
+            if not is_first:
+                log.info("another process builds the packages of plan %s", plan.key)
+                return
+            failure, seconds = await self._build_when_idle()
+        if failure:
+            log.warning("packages were not built, so later starts use jit programs: %s", failure)
+        else:
+            log.info("the packages of plan %s were built in %.0f s; the next start uses them", plan.key, seconds)
+
+    def stop(self) -> None:
+        """Kill the build."""
+        if self._build is not None:
+            self._build.stop()
+
+    async def _build_when_idle(self) -> tuple[str, float]:
+        """The reason of a failure, "" if there is none, and the seconds of the build."""
+        from tcdeploy.start.package_build import PackageBuild, obstacle
+
+        planned, cache_dir = self._deployment.planned, self._deployment.cache_dir
+        if reason := obstacle(planned, cache_dir):
+            return reason, 0.0
+        await self._wait_until_idle()
+        try:
+            recipe = await asyncio.to_thread(_recipe_of_build, self._deployment)
+            self._build = build = PackageBuild(recipe, cache_dir, is_background=True)
+        except OSError as error:
+            return f"the process cannot be started: {error}", 0.0
+        while build.is_running:
+            if self._admission.num_admitted and _pause(build, cache_dir):
+                await self._wait_until_idle()
+                build.resume()
+            await asyncio.sleep(POLL_S)
+        result = await asyncio.to_thread(build.wait)
+        return result.failure, result.seconds
+
+    async def _wait_until_idle(self) -> None:
+        """Wait for IDLE_S without requests and without compilations of an eager start."""
+        idle_s, swaps = 0.0, self._deployment.swaps
+        while idle_s < IDLE_S:
+            await asyncio.sleep(POLL_S)
+            is_busy = self._admission.num_admitted or (swaps is not None and not swaps.is_finished)
+            idle_s = 0.0 if is_busy or self._admission.closed_reason else idle_s + POLL_S
+
+
+def _pause(build: PackageBuild, cache_dir: str) -> bool:
+    """Stop the build, unless it may hold the lock of the cache folder, for which other processes would wait."""
+    build.pause()
+    if is_folder_locked(cache_dir):
+        build.resume()
+        return False
+    return True
+
+
+def _recipe_of_build(deployment: Deployment) -> Recipe:
+    """On a CPU the recipe of the deployment, whose start record then fits. On a GPU, one with few KV blocks."""
+    planned = cast("PlannedModel", deployment.planned)  # of every start with jit programs
+    if planned.plan.device == "cpu":
+        return planned.recipe
+    from tcdeploy.engine.check.check_prompts import CheckPrompts  # torch and transformers are loaded by now
+    from tcdeploy.engine.check.parity_check import FIRST_SEED
+    from tcdeploy.start.workers.parallel import few_blocks_recipe
+
+    prompts = CheckPrompts(planned.plan, planned.architecture, planned.config, FIRST_SEED)
+    return few_blocks_recipe(planned, prompts)

@@ -1,0 +1,144 @@
+"""Packages that another process builds: after the jit programs of `warm`, and beside a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcdeploy.cache.folder.layout import LEASES_DIR
+from tcdeploy.cache.folder.leases import build_lock, folder_lock, is_folder_locked
+from tcdeploy.cache.record.manifest import read_manifests
+from tcdeploy.host.progress import NullProgress
+from tcdeploy.planning.environment import AOT_PACKAGES
+from tcdeploy.planning.plan import make_plan
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.package_build import PackageBuild, build_packages
+from tcdeploy.start.planned import Planned
+from tests.conftest import TINY, RunCLI
+from tests.machines import LAPTOP, LLAMA_8B, make_recipe
+
+FLAGS = ("--device", "cpu", "--buckets", "32", "--batch-sizes", "4")  # of the packages, without --programs
+
+
+def planned_for(recipe: Recipe, **environment: Any) -> Planned:
+    machine = dataclasses.replace(LAPTOP, **environment)
+    plan = make_plan(recipe, machine, LLAMA_8B)
+    return Planned(
+        recipe=recipe, environment=machine, architecture=LLAMA_8B, plan=plan, generation_defaults=None,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_warm_starts_with_jit_programs_and_leaves_packages_too(
+    run_cli: RunCLI, filled_packages: Path, tmp_path: Path
+) -> None:
+    """The folder has the packages already, so this test builds none; tests/test_prewarm.py does."""
+    folder = shutil.copytree(filled_packages, tmp_path / "cache")
+    arguments = ("warm", TINY, *FLAGS, "--cache-dir", str(folder), "--json")
+    done = run_cli(*arguments)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["plan"]["programs"] == "jit"
+    assert {bucket["outcome"] for bucket in document["buckets"]} == {"miss"}
+    manifests = {manifest.plan["programs"]: manifest for manifest in read_manifests(folder).values()}
+    packages = document["packages"]
+    assert (packages["plan_key"], packages["failure"]) == (manifests["aot"].plan["key"], "")
+    assert packages["bytes"] == manifests["aot"].total_bytes and packages["seconds"] > 0
+    assert [line.split()[0] for line in done.stderr.splitlines()].count("packages") >= 1, "a stage of the progress"
+    assert document["cache_bytes"] == manifests["jit"].total_bytes
+
+    again = json.loads(run_cli(*arguments, "--require-hit").stdout)
+    assert again["packages"] is None, "with --require-hit nothing is built"
+
+
+def test_a_build_that_fails_gives_the_message_of_its_error(tmp_path: Path) -> None:
+    recipe = Recipe(model=str(tmp_path / "missing"), device="cpu", buckets=(32,))
+    lines: list[str] = []
+    result = PackageBuild(recipe, str(tmp_path / "cache"), on_message=lines.append).wait()
+    assert "missing" in result.failure and not result.failure.startswith("error")
+    assert (result.plan_key, result.bytes) == ("", 0) and any(line.startswith("error: ") for line in lines)
+
+
+def test_a_model_without_packages_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcdeploy.start.package_build.PackageBuild", None)
+    recipe = make_recipe(cache_dir=str(tmp_path))
+
+    def reason(planned: Planned, folder: str = str(tmp_path)) -> str:
+        return build_packages(planned.recipe, planned, folder, NullProgress()).failure
+
+    assert "--region layer" in reason(planned_for(dataclasses.replace(recipe, region="blocks")))
+    assert AOT_PACKAGES in reason(planned_for(recipe, missing_internals=((AOT_PACKAGES, "none"),)))
+    assert reason(planned_for(recipe), "/private/copy") == f"{tmp_path} cannot be written"
+
+
+@pytest.fixture
+def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackageBuild]:
+    """A build whose process, and a child of it, sleep."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nsleep 600 & echo $! >&2; wait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    lines: list[str] = []
+    build = PackageBuild(Recipe(model=TINY), str(tmp_path), is_background=True, on_message=lines.append)
+    while not lines:
+        time.sleep(0.01)
+    build.child = int(lines[0])  # type: ignore[attr-defined]
+    yield build
+    build.stop()
+
+
+def state(pid: int) -> str:
+    """R, S, T (stopped), Z (a zombie), or "" after its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def wait_for_state(pid: int, states: str) -> None:
+    deadline = time.monotonic() + 30
+    while (state(pid) or "-") not in states:
+        assert time.monotonic() < deadline, state(pid)
+        time.sleep(0.01)
+
+
+def test_a_background_build_has_the_lowest_priority_and_is_paused_and_killed_with_its_children(sleeping: Any) -> None:
+    pid, child = sleeping._process.pid, sleeping.child
+    assert os.getpriority(os.PRIO_PROCESS, pid) == 19 and os.sched_getscheduler(pid) == os.SCHED_IDLE
+    assert os.getpgid(pid) == pid == os.getpgid(child)
+    sleeping.pause()
+    for each in (pid, child):
+        wait_for_state(each, "T")
+    assert sleeping.is_running
+    sleeping.resume()
+    for each in (pid, child):
+        wait_for_state(each, "SR")
+    sleeping.pause()
+    sleeping.stop()
+    wait_for_state(child, "-Z")
+    assert sleeping.wait().failure == f"the process was killed by signal {signal.SIGKILL:d}"
+
+
+def test_one_process_builds_the_packages_of_a_plan(tmp_path: Path) -> None:
+    (tmp_path / LEASES_DIR).mkdir()
+    with build_lock(tmp_path, "a") as first, build_lock(tmp_path, "a") as second, build_lock(tmp_path, "b") as other:
+        assert (first, second, other) == (True, False, True)
+    with build_lock(tmp_path, "a") as later:
+        assert later
+    with build_lock(tmp_path / "none", "a") as unwritable:
+        assert not unwritable
+
+
+def test_the_lock_of_a_folder_is_seen(tmp_path: Path) -> None:
+    assert not is_folder_locked(tmp_path)
+    with folder_lock(tmp_path):
+        assert is_folder_locked(tmp_path)
+    assert not is_folder_locked(tmp_path)
