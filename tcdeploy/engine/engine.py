@@ -56,6 +56,7 @@ class Engine:
         # Without a graph of the whole step, a launch is too long to wait for: on a CPU it computes the step.
         self._launch_guard = self.launch_lock if plan.graphs == "step" else contextlib.nullcontext()
         self._timed_sizes: set[int] = set()  # sizes of prefill steps that were timed while idle
+        self.save_costs: Callable[[StepCosts], None] | None = None  # called once all sizes are captured and timed
         self.clock: StepClock | None = None
         self.launch_timer = LaunchTimer()
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
@@ -82,6 +83,8 @@ class Engine:
         """Predict and measure steps with these costs from now on. No step may be in flight."""
         self.clock = StepClock(StepPredictor(costs, self.runner.step_sizes)) if costs else None
         self.scheduler.predictor = self.clock.predictor if self.clock else None
+        self._timed_sizes = set(costs.idle_sizes) if costs else set()
+        self._saved_costs = costs
         self.runner.graphs.skip_sizes(costs.slow_sizes if costs else frozenset())
 
     @contextlib.contextmanager
@@ -158,7 +161,12 @@ class Engine:
         """
         assert not self.has_work and self.runner.row_assignment.is_empty, "the step may run before its capture"
         with fail_on_recompile():
-            return self._time_next_size(must_stop) or self.runner.graphs.capture_next(must_stop)
+            is_left = self._time_next_size(must_stop) or self.runner.graphs.capture_next(must_stop)
+        costs = self.clock.predictor.costs if self.clock else None
+        if not is_left and costs and costs != self._saved_costs and self.save_costs:
+            self._saved_costs = costs
+            self.save_costs(costs)
+        return is_left
 
     def _time_next_size(self, must_stop: Callable[[], bool]) -> bool:
         """Time a prefill step of one captured size. False if all are timed."""

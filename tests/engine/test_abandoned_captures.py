@@ -134,6 +134,25 @@ def test_the_timing_of_a_size_stops_between_two_steps(engine: Engine, monkeypatc
     assert engine.capture_next_graph(StopAfter(3)) and engine._timed_sizes
 
 
+def test_costs_are_saved_once_when_all_sizes_are_captured_and_timed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last timings are those with which no size was left."""
+    assert engine.clock is not None
+    saved: list[StepCosts] = []
+    engine.save_costs = saved.append
+    engine._timed_sizes.clear()
+    while engine.capture_next_graph():
+        assert not saved
+    assert not engine.capture_next_graph()
+    [costs] = saved
+    assert costs == engine.clock.predictor.costs
+    assert costs.idle_sizes == engine.plan.step_sizes(engine.plan.prefill_buckets[0])
+    engine.use_costs(costs)
+    assert engine._timed_sizes == {*costs.idle_sizes} and not engine.capture_next_graph(), "nothing is timed again"
+    assert len(saved) == 1
+
+
 class Clock:
     """`time`, of which the test moves `monotonic`."""
 
