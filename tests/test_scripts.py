@@ -212,6 +212,20 @@ def test_the_starts_of_two_checkouts_alternate_and_the_first_ones_are_not_measur
     assert measured == [(name, str(tmp_path / f"{name}-jit")) for name in ("base", "head", "head", "base")]
 
 
+def test_captures_are_profiled_at_the_sizes_of_the_plan_the_largest_first() -> None:
+    from tcdeploy.planning.plan import make_plan
+    from tests.machines import H100, LLAMA_8B, make_recipe
+
+    script = load_script("profile-capture")
+    plan = make_plan(make_recipe(shapes="dynamic", buckets=(512,), batch_sizes=(1, 32)), H100, LLAMA_8B)
+    keys = script.keys_to_capture(plan, 0, None)
+    sizes = [key.tokens for key in keys]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 512 and sizes[-1] == 1
+    assert {key.row_slots for key in keys} == {0}
+    chosen = script.keys_to_capture(plan, 32, [1, 64])
+    assert [(key.bucket.is_prefill, key.tokens, key.row_slots) for key in chosen] == [(True, 64, 32), (False, 1, 0)]
+
+
 def run_script(script: str, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
