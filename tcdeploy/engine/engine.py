@@ -83,7 +83,8 @@ class Engine:
         """Predict and measure steps with these costs from now on. No step may be in flight."""
         self.clock = StepClock(StepPredictor(costs, self.runner.step_sizes)) if costs else None
         self.scheduler.predictor = self.clock.predictor if self.clock else None
-        self._timed_sizes = set(costs.idle_sizes) if costs else set()
+        # A size that an earlier server found slow is timed again, because that timing may have been interrupted.
+        self._timed_sizes = set(costs.idle_sizes) - costs.slow_sizes if costs else set()
         self._saved_costs = costs
         self.runner.graphs.skip_sizes(costs.slow_sizes if costs else frozenset())
 

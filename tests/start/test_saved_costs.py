@@ -15,7 +15,7 @@ from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.prepare import prepare
 from tests.conftest import TINY, TINY_BATCH_SIZES
 
-SLOW = 64  # tokens
+FAST, SLOW = 32, 64  # tokens
 
 
 def start(cache_dir: str) -> Deployment:
@@ -44,11 +44,13 @@ def save(deployment: Deployment, costs: StepCosts) -> None:
 
 def test_the_next_start_knows_the_sizes_that_an_idle_server_has_timed(cache_dir: str) -> None:
     first = start(cache_dir)
-    costs = costs_of(first).with_prefill_ms(SLOW, 1e4)  # slower than the largest size
+    least = min(ms for _, ms in costs_of(first).prefill_ms)
+    costs = costs_of(first).with_prefill_ms(SLOW, 1e4).with_prefill_ms(FAST, least)
     save(first, costs)
     second = start(cache_dir)
-    assert costs_of(second) == costs and costs.idle_sizes == (SLOW,)
-    assert SLOW in second.engine.runner.graphs._skipped_sizes and second.engine._timed_sizes == {SLOW}
+    assert costs_of(second) == costs and costs.idle_sizes == (FAST, SLOW)
+    assert SLOW in second.engine.runner.graphs._skipped_sizes and FAST in second.engine._timed_sizes
+    assert SLOW not in second.engine._timed_sizes, "it is timed again, in case that its timing was interrupted"
     before = manifest_of(second, cache_dir)
     save(second, dataclasses.replace(costs, decode_context_ms=costs.decode_context_ms + 1))
     assert manifest_of(second, cache_dir) == before, "another process has measured the other costs"
