@@ -67,8 +67,9 @@ COMPILING_PATHS = (
 
 # What scripts/test --quick leaves out besides them: these take two thirds of the time of the tests without the marker.
 SLOW_PATHS = (
-    "bundle/", "cache/test_manifest.py", "deploy/", "doctor/", "engine/test_sampling.py",
-    "engine/test_scheduler_costs.py", "engine/test_step_size.py", "engine/test_stored_reference.py", "hostile/",
+    "bundle/", "cache/test_manifest.py", "deploy/", "doctor/", "engine/test_abandoned_captures.py",
+    "engine/test_sampling.py", "engine/test_scheduler_costs.py", "engine/test_step_size.py",
+    "engine/test_stored_reference.py", "hostile/",
     "kernels/sampling/test_sample.py", "models/", "remote/", "server/test_chat_templates.py", "test_scripts.py",
     "test_sign_and_push.py",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -173,6 +175,55 @@ def test_only_the_known_source_distribution_of_flash_attn_is_built(tmp_path: Pat
     (tmp_path / script.SDIST).write_bytes(b"other")
     with pytest.raises(SystemExit, match="is not the source distribution of flash-attn 2.8.3"):
         script.unpack(tmp_path / script.SDIST, tmp_path)
+
+
+def test_the_first_minute_is_measured_beside_a_later_time() -> None:
+    load_script("bench-starts")  # finds its modules
+    import first_minute
+
+    fake = FakeServer()
+    with run_in_thread(fake) as url:
+        measured = first_minute.measure(url, first_minute.Periods(minute=0.9, idle=0.0, later=0.3))
+    assert {name: (result.requests, result.failed) for name, result in measured.items()} == {
+        "minute": (3, 0),
+        "later": (1, 0),
+    }
+    assert all(0 < result.median <= result.p99 for result in measured.values())
+    assert len({tuple(body["prompt"]) for body in fake.bodies}) == 4, "none is in the prefix cache"
+    [settings] = {(len(body["prompt"]), body["max_tokens"], body["temperature"]) for body in fake.bodies}
+    assert settings == (512, 16, 1.0)
+
+
+def test_the_starts_of_two_checkouts_alternate_and_the_first_ones_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = load_script("bench-starts")
+    started = []
+
+    @contextlib.contextmanager
+    def started_server(command: list[str], *_: object, cwd: Path, **__: object) -> Iterator[str]:
+        started.append(cwd.name)
+        yield command[command.index("--cache-dir") + 1]
+
+    monkeypatch.setattr(script, "started_server", started_server)
+    starts = script.Starts({"base": Path("old"), "head": Path("new")}, "jit", ["model"], tmp_path)
+    measured = list(starts.in_turn(2, [3]))
+    assert started == ["new", "old", "old", "new", "new", "old"]
+    assert measured == [(name, str(tmp_path / f"{name}-jit")) for name in ("base", "head", "head", "base")]
+
+
+def test_captures_are_profiled_at_the_sizes_of_the_plan_the_largest_first() -> None:
+    from tcdeploy.planning.plan import make_plan
+    from tests.machines import H100, LLAMA_8B, make_recipe
+
+    script = load_script("profile-capture")
+    plan = make_plan(make_recipe(shapes="dynamic", buckets=(512,), batch_sizes=(1, 32)), H100, LLAMA_8B)
+    keys = script.keys_to_capture(plan, 0, None)
+    sizes = [key.tokens for key in keys]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 512 and sizes[-1] == 1
+    assert {key.row_slots for key in keys} == {0}
+    chosen = script.keys_to_capture(plan, 32, [1, 64])
+    assert [(key.bucket.is_prefill, key.tokens, key.row_slots) for key in chosen] == [(True, 64, 32), (False, 1, 0)]
 
 
 def run_script(script: str, *arguments: str) -> str:

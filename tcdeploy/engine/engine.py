@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.scheduler import Scheduler, SchedulerConfig
@@ -31,6 +31,7 @@ from tcdeploy.engine.step.in_flight import (
 )
 from tcdeploy.engine.step.launch_timer import LaunchLock, LaunchTimer
 from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.engine.step.step_graphs import never
 from tcdeploy.engine.warm.timing import time_next_size
 from tcdeploy.errors import UsageError
 from tcdeploy.kernels.sampling.reference import Logprobs
@@ -55,6 +56,7 @@ class Engine:
         # Without a graph of the whole step, a launch is too long to wait for: on a CPU it computes the step.
         self._launch_guard = self.launch_lock if plan.graphs == "step" else contextlib.nullcontext()
         self._timed_sizes: set[int] = set()  # sizes of prefill steps that were timed while idle
+        self.save_costs: Callable[[StepCosts], None] | None = None  # called once all sizes are captured and timed
         self.clock: StepClock | None = None
         self.launch_timer = LaunchTimer()
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
@@ -81,6 +83,9 @@ class Engine:
         """Predict and measure steps with these costs from now on. No step may be in flight."""
         self.clock = StepClock(StepPredictor(costs, self.runner.step_sizes)) if costs else None
         self.scheduler.predictor = self.clock.predictor if self.clock else None
+        # A size that an earlier server found slow is timed again, because that timing may have been interrupted.
+        self._timed_sizes = set(costs.idle_sizes) - costs.slow_sizes if costs else set()
+        self._saved_costs = costs
         self.runner.graphs.skip_sizes(costs.slow_sizes if costs else frozenset())
 
     @contextlib.contextmanager
@@ -148,21 +153,30 @@ class Engine:
         tokens, self._buffered_tokens = self._buffered_tokens, []
         return tokens
 
-    def capture_next_graph(self) -> bool:
+    def capture_next_graph(self, must_stop: Callable[[], bool] = never) -> bool:
         """Capture one more CUDA graph, or time a captured size, while no request is open. False if nothing is left.
 
-        If the capture fails or would compile, a warning is logged. Exceptions of a timed step are raised.
+        Gives up, and returns True, soon after `must_stop` returns True: a capture before its next program, a timing
+        after its present step. If the capture fails or would compile, a warning is logged. Exceptions of a timed step
+        are raised.
         """
         assert not self.has_work and self.runner.row_assignment.is_empty, "the step may run before its capture"
         with fail_on_recompile():
-            return self._time_next_size() or self.runner.graphs.capture_next()
+            is_left = self._time_next_size(must_stop) or self.runner.graphs.capture_next(must_stop)
+        costs = self.clock.predictor.costs if self.clock else None
+        if not is_left and costs and costs != self._saved_costs and self.save_costs:
+            self._saved_costs = costs
+            self.save_costs(costs)
+        return is_left
 
-    def _time_next_size(self) -> bool:
+    def _time_next_size(self, must_stop: Callable[[], bool]) -> bool:
         """Time a prefill step of one captured size. False if all are timed."""
         if self.clock is None:
             return False
         with self.runner.uncounted_steps():
-            costs = time_next_size(self.runner, self.clock.predictor.costs, self.allocator, self._timed_sizes)
+            costs = time_next_size(
+                self.runner, self.clock.predictor.costs, self.allocator, self._timed_sizes, must_stop
+            )
         if costs is not None:
             self.clock.predictor.costs = costs
             self.runner.graphs.skip_sizes(costs.slow_sizes)
@@ -173,13 +187,14 @@ class Engine:
         """Whether `capture_wanted_graph` can capture a CUDA graph that would reduce the padding of served steps."""
         return self.runner.graphs.can_capture_wanted
 
-    def capture_wanted_graph(self) -> None:
+    def capture_wanted_graph(self, must_stop: Callable[[], bool] = never) -> None:
         """Capture the missing CUDA graph that most served steps would have replayed. Requests may be open.
 
-        Waits for the step in flight first. If the capture fails or would compile, a warning is logged.
+        Waits for the step in flight first. Gives up before the next program once `must_stop` returns True. If the
+        capture fails or would compile, a warning is logged.
         """
         with fail_on_recompile():
-            self.runner.graphs.capture_wanted()
+            self.runner.graphs.capture_wanted(must_stop)
         self.launch_timer.step_started(None, None)  # the capture took longer than the step in flight
 
     def _launch_and_collect(self) -> None:

@@ -72,7 +72,8 @@ class PackagedForward:
         key = StepProgramKey(inputs.step.bucket, inputs.step.variant, inputs.selects_in_last_layer)
         if key not in self._steps:
             self._load(key, inputs)
-        logits = self._steps[key].run({f"step/{name}": tensor for name, tensor in step_tensors(inputs).items()})[0]
+        tensors = {f"step/{name}": tensor for name, tensor in step_tensors(inputs).items()}
+        logits = self._steps[key].run(tensors, inputs.step.before_program)[0]
         if rows is None:
             return logits
         return logits[rows] if inputs.rows is None else logits[: rows.numel()]

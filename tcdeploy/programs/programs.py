@@ -59,6 +59,7 @@ def compile_in_place(regions: list[Region], table: ProgramTable, step_holder: St
             step = step_holder.step
             if step is None or not _is_compiled(region, step):
                 return run_uncompiled(module, *args, **kwargs)
+            step.before_program()
             rows = step.last_token_rows if region.is_last else None
             kind = region.kind if rows is None else region.kind + LAST_ROWS
             # Uncompiled code makes the tensors before the region, so its call is the first place that sees them.

@@ -110,14 +110,18 @@ class LoadedStep:
         self._checked: set[tuple[torch.Size, ...]] = set()  # shapes of step inputs that fit
         self._check_inputs(self._constants)
 
-    def run(self, step_inputs: Mapping[str, Tensor]) -> Tensor:
-        """Logits [1, outputs, vocab]. Raises MismatchError if an input does not fit its program."""
+    def run(self, step_inputs: Mapping[str, Tensor], before_program: Callable[[], None]) -> Tensor:
+        """Logits [1, outputs, vocab]. Raises MismatchError if an input does not fit its program.
+
+        `before_program`: as in `Step`.
+        """
         shapes = tuple(tensor.shape for tensor in step_inputs.values())
         if shapes not in self._checked:  # AOTInductor does not check: a wrong shape would be read out of bounds
             self._check_inputs(step_inputs)
             self._checked.add(shapes)
         values = {**self._constants, **step_inputs}
         for call, last_used in zip(self._step_program.calls, self._last_uses, strict=True):
+            before_program()
             outputs = self._programs[call.program]([values[name] for name in call.inputs])
             values.update(zip(call.outputs, outputs, strict=True))
             del outputs

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,7 @@ from tcdeploy.cache.staging.recording import (
     mark_started,
     publish,
     record_finished_bucket,
+    replace_step_costs,
 )
 from tcdeploy.cache.staging.restore import remove_published_folders
 from tcdeploy.engine.check.parity_check import ParityChecker
@@ -35,6 +37,7 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.warm.timing import measure_step_costs
 from tcdeploy.engine.warm.tuning import CompiledVariant
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets
+from tcdeploy.errors import TcdeployError
 from tcdeploy.host.stages import StageTimer, describe_missing_bytecode, import_timer
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.keys import combined_digest
@@ -157,6 +160,25 @@ def _recorded_costs(start: LoadedStart, records: list[BucketRecord]) -> StepCost
         return None
 
 
+def save_costs(staging: StagingFolder, plan_key: str, costs: StepCosts) -> None:
+    """Store the times that an idle server has measured, so that the next start does not pad to slow sizes.
+
+    In a thread, because a synchronised write to a disk takes long. A failure is logged.
+    """
+
+    def save() -> None:
+        try:
+            replace_step_costs(staging, plan_key, _costs_in_manifest(costs))
+        except (TcdeployError, OSError) as error:
+            log.warning("the times of steps are not stored: %s", error)
+
+    threading.Thread(target=save, name="step-costs", daemon=True).start()
+
+
+def _costs_in_manifest(costs: StepCosts) -> dict[str, Any]:
+    return {**asdict(costs), SOURCES: _cost_sources()}
+
+
 @cache
 def _cost_sources() -> str:
     """A digest of the code that measures costs and gives them their meaning.
@@ -213,7 +235,7 @@ def _make_manifest(
         workspace_bytes=workspace_bytes,
         is_first_start=is_first_start(),
         compiled_at=compilation_date(warmed.records, start.earlier),
-        step_costs={**asdict(warmed.costs), SOURCES: _cost_sources()},
+        step_costs=_costs_in_manifest(warmed.costs),
     )
 
 

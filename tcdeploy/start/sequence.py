@@ -8,6 +8,7 @@ each stage are written to the manifest. Does not import transformers.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tcdeploy.cache.files.records import FileRecord
@@ -22,7 +23,15 @@ from tcdeploy.host.stages import StageTimer, import_timer
 from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.programs.stances import refuse_compilation
 from tcdeploy.start.deployment import Deployment
-from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, count_start, previous_run, publish_manifest
+from tcdeploy.start.loaded_start import (
+    FilesToList,
+    LoadedStart,
+    Warmed,
+    count_start,
+    previous_run,
+    publish_manifest,
+    save_costs,
+)
 from tcdeploy.start.planned import Planned, StartRequest
 
 if TYPE_CHECKING:
@@ -117,9 +126,11 @@ def run_start(source: Source, request: StartRequest) -> Deployment:
                 results["workspace_bytes"] = publish_manifest(start, warmed, source.files_to_list(start, warmed))
             results |= {"records": tuple(warmed.records), "is_recorded": not warmed.uncached_buckets}
             costs = warmed.costs
+        engine = Engine(source.runner, costs)
+        engine.save_costs = partial(save_costs, staging, plan.key)
         seconds = dict(stages.seconds)  # an eager start adds the seconds of its swaps to the original
         return Deployment(
-            planned=planned, engine=Engine(source.runner, costs), stage_seconds=seconds, swaps=swaps,
+            planned=planned, engine=engine, stage_seconds=seconds, swaps=swaps,
             import_seconds=import_timer.sorted_seconds(), cache_dir=staging.target, weights_read=source.weights_read,
             loaded_tokenizer=source.tokenizer, **results,
         )  # fmt: skip

@@ -44,12 +44,12 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._num_steps)
 
-    def capture_next_graph(self) -> bool:
+    def capture_next_graph(self, must_stop: Callable[[], bool]) -> bool:
         assert not self.has_work
         self.graphs_left -= 1
         return self.graphs_left > 0
 
-    def capture_wanted_graph(self) -> None:
+    def capture_wanted_graph(self, must_stop: Callable[[], bool] = lambda: False) -> None:
         assert self.wants_graph
         self.captured_at.append(time.monotonic())
 

@@ -51,7 +51,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGraph]]:
     """The graphs that are captured, in order. Prefill steps of a dynamic bucket are captured."""
     made: list[FakeGraph] = []
 
-    def capture_graph(step: Callable[[], StepOutput], pool: Any) -> Any:
+    def capture_graph(step: Callable[[], StepOutput], pool: Any, is_abandonable: bool = False) -> Any:
         made.append(FakeGraph(step))
         return made[-1]
 
@@ -88,7 +88,7 @@ def fail_captures(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int 
     """Let the next `times` captures raise `error`. Returns a list that receives the pools of these captures."""
     capture_graph, pools = step_graphs.capture_graph, []
 
-    def fail(step: Any, pool: Any) -> Any:
+    def fail(step: Any, pool: Any, is_abandonable: bool = False) -> Any:
         if len(pools) == times:
             return capture_graph(step, pool)
         pools.append(pool)
@@ -103,9 +103,9 @@ def count_forward_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> lis
     keys: list[GraphKey] = []
     forward = engine.runner.graphs._forward
 
-    def counted(buffers: StepBuffers) -> StepOutput:
+    def counted(buffers: StepBuffers, before_program: Callable[[], None]) -> StepOutput:
         keys.append(buffers.key)
-        return forward(buffers)
+        return forward(buffers, before_program)
 
     monkeypatch.setattr(engine.runner.graphs, "_forward", counted)
     return keys
@@ -358,10 +358,10 @@ def test_an_idle_engine_times_each_size_that_it_has_captured(engine: Engine, mon
     timed: list[int] = []
     measure = timing._measure_prefill_ms
 
-    def measure_and_check(runner: Any, bucket: Bucket, size: int, allocator: Any) -> float:
+    def measure_and_check(runner: Any, bucket: Bucket, size: int, *rest: Any) -> float | None:
         timed.append(size)
         assert GraphKey(bucket, size, 0) in runner.graphs
-        return measure(runner, bucket, size, allocator)
+        return measure(runner, bucket, size, *rest)
 
     written: set[int] = set()
     fill = PrefillBuffers.fill
@@ -482,7 +482,7 @@ def test_a_capture_that_fails_twice_ends_late_captures(
 def test_a_capture_that_would_compile_does_not_end_the_server(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def compile_something(step: Any, pool: Any) -> Any:
+    def compile_something(step: Any, pool: Any, is_abandonable: bool) -> Any:
         return torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
 
     monkeypatch.setattr(step_graphs, "capture_graph", compile_something)
@@ -530,7 +530,7 @@ def test_a_failed_capture_leaves_its_pool(engine: Engine, monkeypatch: pytest.Mo
     used: list[Any] = []
     capture_graph = step_graphs.capture_graph
 
-    def capture(step: Any, pool: Any) -> Any:
+    def capture(step: Any, pool: Any, is_abandonable: bool) -> Any:
         used.append(pool)
         if len(used) == 2:
             raise RuntimeError("invalid")

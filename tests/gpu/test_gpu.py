@@ -270,7 +270,7 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(
     recipe = build_recipe({**settings, "cache_dir": cache_dir}, environ={})
     forward, warm, events = ModelRunner._forward, packaged_start.warm, list[str]()
     monkeypatch.setattr(
-        ModelRunner, "_forward", lambda runner, buffers: (events.append("forward"), forward(runner, buffers))[1]
+        ModelRunner, "_forward", lambda runner, *rest: (events.append("forward"), forward(runner, *rest))[1]
     )
     monkeypatch.setattr(packaged_start, "warm", lambda *arguments: (events.append("checks"), warm(*arguments))[1])
     started = start_from_packages(StartRequest(recipe))
@@ -343,6 +343,39 @@ def test_after_a_failed_capture_pools_can_be_freed() -> None:
     """Without `end_allocation`, torch 2.11 ends the process when the next pool is freed."""
     done = subprocess.run([sys.executable, "-c", FAILED_CAPTURE], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "failed\nfreed\n"), done.stderr
+
+
+ABANDONMENTS = 50
+
+
+@pytest.mark.parametrize("programs", ["jit", "aot"])
+def test_an_abandoned_capture_leaves_no_memory_and_the_next_one_succeeds(programs: str, cache_dir: str) -> None:
+    """It is abandoned before each program of the step in turn, with and without a run before the capture."""
+    flags: dict[str, Any] = {"shapes": "dynamic", "dtype": "float32", "programs": programs}
+    engine = deploy("builtin:tiny", cache_dir, **flags).engine
+    graphs, params = engine.runner.graphs, SamplingParams(max_tokens=20, temperature=1.0, seed=3)
+    expected = generate_tokens(engine, PROMPTS, params)
+    engine._timed_sizes.update(range(1000))  # so that each call captures
+    num_graphs, memory = len(graphs), list[tuple[int, int, int]]()
+    for number in range(ABANDONMENTS):
+        left = iter(range(number % 4))
+        graphs._needs_first_run = number % 2 == 1
+        assert engine.capture_next_graph(lambda left=left: next(left, None) is None)
+        torch.cuda.synchronize()
+        memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), -torch.cuda.mem_get_info()[0]))
+    assert graphs.abandoned_captures == ABANDONMENTS and len(graphs) == num_graphs
+    settled, last = memory[ABANDONMENTS // 5], memory[-1]
+    assert last[:2] == settled[:2], memory
+    assert last[2] - settled[2] < 16 << 20, "other tests may use the GPU, but no graph was kept"
+    graphs._needs_first_run = False
+    assert generate_tokens(engine, PROMPTS, params) == expected
+    while engine.capture_next_graph():
+        pass
+    assert len(graphs) > num_graphs and graphs._captures_late
+    uncaptured = graphs.uncaptured_runs
+    engine.allocator.reset_prefix_cache()
+    assert generate_tokens(engine, PROMPTS, params) == expected
+    assert graphs.uncaptured_runs == uncaptured
 
 
 @pytest.mark.parametrize("shapes", ["bucket", "dynamic"])

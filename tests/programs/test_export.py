@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warm.program_setup import traced_layers
 from tcdeploy.errors import MismatchError
+from tcdeploy.kernels.attention.metadata import do_nothing
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.programs import aot, export
 from tcdeploy.programs.graph_parts import cut_at_layers, layer_operator
@@ -49,10 +51,10 @@ class ExportingForward:
         tensors = {f"step/{name}": tensor for name, tensor in step_tensors(inputs).items()}
         for earlier in self.loaded:
             if earlier._step_program.programs == step_program.programs:  # exported for a step of another size
-                torch.testing.assert_close(earlier.run(tensors)[0], expected)
+                torch.testing.assert_close(earlier.run(tensors, do_nothing)[0], expected)
                 self.num_reused += 1
         self.loaded.append(loaded)
-        self.steps.append((inputs, step_program, expected, loaded.run(tensors)[0]))
+        self.steps.append((inputs, step_program, expected, loaded.run(tensors, do_nothing)[0]))
         return expected
 
     def uncompiled(self, program: Any) -> Any:
@@ -271,8 +273,24 @@ PROGRAMS = {"double": lambda tensors: [2 * tensors[0]], "add": lambda tensors: [
 def test_values_are_freed_after_their_last_use() -> None:
     assert DOUBLE.last_uses() == [[], ["value/0"], ["value/1"]]
     loaded = LoadedStep(DOUBLE, PROGRAMS, {"weight/bias": torch.tensor([1.0, 2.0]), "weight/other": torch.ones(9)})
-    assert loaded.run({"step/x": torch.ones(1, 2)}).tolist() == [[6.0, 8.0]]
-    assert loaded.run({"step/x": torch.zeros(2, 2)}).tolist() == [[2.0, 4.0]] * 2
+    assert loaded.run({"step/x": torch.ones(1, 2)}, do_nothing).tolist() == [[6.0, 8.0]]
+    assert loaded.run({"step/x": torch.zeros(2, 2)}, do_nothing).tolist() == [[2.0, 4.0]] * 2
+
+
+def test_a_step_can_be_abandoned_before_each_program() -> None:
+    """An idle capture gives way to a request."""
+    loaded = LoadedStep(DOUBLE, PROGRAMS, {"weight/bias": torch.ones(2)})
+    for number in range(3):
+        answers = iter([*[None] * number, RuntimeError("abandoned")])
+
+        def before_program(answers: Iterator[RuntimeError | None] = answers) -> None:
+            if error := next(answers):
+                raise error
+
+        with pytest.raises(RuntimeError, match="abandoned"):
+            loaded.run({"step/x": torch.ones(1, 2)}, before_program)
+        assert next(answers, "none left") == "none left", "it was asked before each program until then"
+    assert loaded.run({"step/x": torch.ones(1, 2)}, do_nothing).tolist() == [[6.0, 6.0]]
 
 
 @pytest.mark.parametrize(
@@ -293,7 +311,7 @@ def test_values_are_freed_after_their_last_use() -> None:
 def test_an_input_that_does_not_fit_its_program_is_refused(bias: Tensor | None, x: Tensor, message: str) -> None:
     constants = {} if bias is None else {"weight/bias": bias}
     with pytest.raises(MismatchError, match=message):
-        LoadedStep(DOUBLE, PROGRAMS, constants).run({"step/x": x})
+        LoadedStep(DOUBLE, PROGRAMS, constants).run({"step/x": x}, do_nothing)
 
 
 def test_values_between_programs_are_contiguous() -> None:

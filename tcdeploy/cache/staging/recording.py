@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
+from dataclasses import replace
+from typing import Any
 
 from tcdeploy.cache.files.records import FileRecord, hash_files
 from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.cache.folder.access import translate_os_errors
 from tcdeploy.cache.folder.layout import AUTOTUNE_DIR, REFERENCES_DIR, manifest_path
 from tcdeploy.cache.folder.leases import folder_lock
-from tcdeploy.cache.record.manifest import Manifest, read_manifests, write_manifest
+from tcdeploy.cache.record.manifest import Manifest, read_manifest, read_manifests, write_manifest
 from tcdeploy.cache.record.provenance import has_bundle_changed
 from tcdeploy.cache.record.unlisted import remove_unlisted, stored_paths
 from tcdeploy.cache.staging.folder import StagingFolder
 from tcdeploy.planning.bucket_record import BucketRecord
+
+IDLE_TIMES = ("prefill_ms", "idle_sizes")  # fields of StepCosts that an idle server measures
 
 
 def record_finished_bucket(
@@ -51,6 +56,24 @@ def publish(staging: StagingFolder, manifest: Manifest) -> None:
             write_manifest(manifest_path(folder, key), manifest)
             remove_unlisted(folder, replaced)
         staging.discard_journal()
+
+
+def replace_step_costs(staging: StagingFolder, plan_key: str, step_costs: dict[str, Any]) -> None:
+    """Store the times of prefill steps that a server has measured since its start, in the plan's manifest.
+
+    Does nothing if the manifest has other costs beside these times: then another process has measured them, perhaps
+    with other programs. Raises SpaceError, TcdeployError and OSError.
+    """
+    folder = staging.target
+    with folder_lock(folder), translate_os_errors(folder):
+        manifest = read_manifest(path := manifest_path(folder, plan_key))
+        if manifest is None or manifest.step_costs is None:
+            return
+        times = dict.fromkeys(IDLE_TIMES)
+        # Compared as JSON: the parsed manifest has lists where the new costs have tuples.
+        before, after = (json.dumps({**costs, **times}, sort_keys=True) for costs in (manifest.step_costs, step_costs))
+        if before == after:
+            write_manifest(path, replace(manifest, step_costs=step_costs))
 
 
 def mark_started(staging: StagingFolder, plan_key: str) -> None:

@@ -50,6 +50,9 @@ class StepCosts:
     decode_context_ms: float = 0.0  # of decode attention per token in the KV cache
     prefix_pair_ms: float = 0.0  # of prefill attention per pair of a chunk token and a prefix token
     prefix_token_ms: float = 0.0  # additional ms of prefill attention per prefix token, whatever the chunk's size
+    idle_sizes: tuple[
+        int, ...
+    ] = ()  # tokens of the prefill steps that were timed while idle, by this or an earlier start
 
     def __post_init__(self) -> None:
         """Raises ValueError: the values may come from a file."""
@@ -59,6 +62,8 @@ class StepCosts:
         times = [ms for _, ms in (*self.prefill_ms, *self.decode_ms_by_rows)]
         if not all(0 < ms < math.inf for ms in times):
             raise ValueError(f"times must be positive and finite: {times}")
+        if not {*self.idle_sizes} <= dict(self.prefill_ms).keys():
+            raise ValueError(f"{self.idle_sizes} are not all timed")
         factors = (self.decode_context_ms, self.prefix_pair_ms, self.prefix_token_ms)
         if not all(0 <= factor < math.inf for factor in factors):
             raise ValueError(f"factors must be finite and not negative: {factors}")
@@ -85,8 +90,9 @@ class StepCosts:
         return self.size_ms(size) + self.decode_context_ms * row_context + prefix_ms
 
     def with_prefill_ms(self, size: int, ms: float) -> StepCosts:
-        """These costs, with the time of a prefill step of `size` tokens added or replaced."""
-        return replace(self, prefill_ms=tuple(sorted({**dict(self.prefill_ms), size: ms}.items())))
+        """These costs, with the time of a prefill step of `size` tokens, timed while idle, added or replaced."""
+        times = tuple(sorted({**dict(self.prefill_ms), size: ms}.items()))
+        return replace(self, prefill_ms=times, idle_sizes=tuple(sorted({*self.idle_sizes, size})))
 
     @cached_property
     def slow_sizes(self) -> frozenset[int]:
@@ -115,7 +121,7 @@ class StepCosts:
 def parse_step_costs(values: Mapping[str, Any]) -> StepCosts:
     """StepCosts from its fields as JSON holds them, in lists. Raises ValueError, KeyError or TypeError for others."""
     times = {name: tuple(map(tuple, values[name])) for name in ("prefill_ms", "decode_ms_by_rows")}
-    return StepCosts(**{**values, **times})
+    return StepCosts(**{**values, **times, "idle_sizes": tuple(values["idle_sizes"])})
 
 
 class StepEstimate(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -30,7 +30,7 @@ from tcdeploy.engine.step.batch import (
 )
 from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.engine.step.step_graphs import StepGraphs
-from tcdeploy.kernels.attention.metadata import AttentionConfig, Step, StepHolder
+from tcdeploy.kernels.attention.metadata import AttentionConfig, Step, StepHolder, do_nothing
 from tcdeploy.kernels.attention.ops import HOST_SCALARS, choose_decode_splits
 from tcdeploy.kernels.sampling.reference import Logprobs
 from tcdeploy.kernels.sampling.rows import Features
@@ -278,9 +278,9 @@ class ModelRunner:
         return PrefillBuffers(self.plan, bucket, tokens, self.decode_rows, self.split_counters)
 
     @torch.no_grad()
-    def _forward(self, buffers: StepBuffers) -> StepOutput:
+    def _forward(self, buffers: StepBuffers, before_program: Callable[[], None] = do_nothing) -> StepOutput:
         in_last_layer = self.variants[buffers.bucket].last_token_rows and buffers.logits_indices is not None
-        logits = self._logits(buffers, buffers.logits_indices, in_last_layer)
+        logits = self._logits(buffers, buffers.logits_indices, in_last_layer, before_program)
         self._logits_dtype = logits.dtype
         if buffers.bucket.is_prefill and self.plan.uses_cuda_graph(buffers.bucket):
             logits = self._share_logits(logits)
@@ -303,7 +303,10 @@ class ModelRunner:
             self._prefill_logits = logits.new_empty(max_outputs, vocab_size)
         return self._prefill_logits[:outputs].copy_(logits)
 
-    def _logits(self, buffers: StepBuffers, rows: Tensor | None, in_last_layer: bool) -> Tensor:
+    def _logits(
+        self, buffers: StepBuffers, rows: Tensor | None, in_last_layer: bool,
+        before_program: Callable[[], None] = do_nothing,
+    ) -> Tensor:  # fmt: skip
         """Logits [outputs, vocab] of `rows`, which are selected in the last layer or at the head."""
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
@@ -312,10 +315,12 @@ class ModelRunner:
         input_ids = buffers.input_ids
         if buffers.token_sources is not None:
             input_ids = torch.cat([self.decode_rows.token_ids, input_ids[0]])[buffers.token_sources][None]
-        step = self._make_step(buffers, rows if in_last_layer else None)
+        step = self._make_step(buffers, rows if in_last_layer else None, before_program)
         return self.forward(StepInputs(input_ids, buffers.position_ids, step, rows, in_last_layer))
 
-    def _make_step(self, buffers: StepBuffers, last_token_rows: Tensor | None) -> Step:
+    def _make_step(
+        self, buffers: StepBuffers, last_token_rows: Tensor | None, before_program: Callable[[], None]
+    ) -> Step:
         bucket, variant = buffers.bucket, self.variants[buffers.bucket]
         attention = AttentionConfig(
             prefill_backend=variant.attention or self.plan.prefill_attention,
@@ -323,7 +328,7 @@ class ModelRunner:
             decode_splits=1 if bucket.is_prefill else choose_decode_splits(bucket.size, self.split_counters),
         )
         is_compiled = bucket not in self.eager_buckets
-        return Step(bucket, variant, buffers.metadata, attention, last_token_rows, is_compiled)
+        return Step(bucket, variant, buffers.metadata, attention, last_token_rows, is_compiled, before_program)
 
     @torch.no_grad()
     def reference_logits(self, token_ids: list[list[int]], positions: list[int], attn_implementation: str) -> Tensor:

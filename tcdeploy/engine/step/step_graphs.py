@@ -7,6 +7,10 @@ several numbers of row slots. Capturing all of them takes several seconds, so st
 but not captured, its graph is counted as wanted. The remaining graphs are captured while the engine is idle
 (`capture_next`), and occasionally while requests run (`capture_wanted`), which delays the next step by about 0.05 s.
 
+An idle capture gives way to a request: before each program is launched, `must_stop` is asked, and StepAbandoned ends
+the capture. Its graph is dropped before it is instantiated, and its memory returns to the pool. A later call captures
+the size again.
+
 A capture executes no kernels and compiles nothing, but may load kernels, so a step can be captured at a size at which
 it has not run. Its program must have run at one size: autotuning times kernels, which is not possible in a capture. If
 a capture fails, the step runs once without a graph before the next attempt, which is possible only during start-up and
@@ -32,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tcdeploy.engine.step.batch import GraphKey, StepBuffers, StepOutput
+from tcdeploy.kernels.attention.metadata import do_nothing
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.sizes import DYNAMIC_STEP_TOKENS
 from tcdeploy.torch_compat.failed_capture import end_allocation
@@ -39,6 +44,15 @@ from tcdeploy.torch_compat.failed_capture import end_allocation
 # In tokens. These sizes and the largest are captured before the first request, with all numbers of row slots.
 EARLY_SIZES = (64, 128, 256, 512, 1024)
 log = logging.getLogger("tcdeploy.engine")
+
+
+class StepAbandoned(Exception):
+    """Raised between two programs of a step that gives way to a request."""
+
+
+def never() -> bool:
+    """A `must_stop` that lets every capture complete."""
+    return False
 
 
 class StepGraph(NamedTuple):
@@ -52,27 +66,32 @@ class StepGraph(NamedTuple):
         return self.output
 
 
-def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
+def capture_graph(step: Callable[[], StepOutput], pool: Any, is_abandonable: bool = False) -> StepGraph:
     """Capture `step` with its tensors in `pool`, a torch.cuda.MemPool that outlives the graphs of all variants.
 
     Raises the exceptions of `step`, and RuntimeError if the capture fails. `torch.cuda.graph` is not used, because it
     calls `torch.cuda.empty_cache` first, and in some versions `gc.collect`: requests would wait for these and for the
-    next steps' allocations.
+    next steps' allocations. `is_abandonable`: a capture that `step` ends with StepAbandoned is not instantiated. Only
+    then, because the nodes of the graph stay in host memory.
     """
-    graph, stream = torch.cuda.CUDAGraph(), _capture_stream()
+    graph, stream = torch.cuda.CUDAGraph(keep_graph=is_abandonable), _capture_stream()
     torch.cuda.synchronize()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool.id, capture_error_mode="relaxed")
         try:
             output = step()
-        except BaseException:
+        except BaseException as error:
             try:
                 graph.capture_end()
             except RuntimeError:  # the capture is invalid; the step's own error is raised below
                 end_allocation(pool, stream.device_index)
+                if isinstance(error, StepAbandoned):
+                    raise  # a failure after all
             raise
         graph.capture_end()
+    if is_abandonable:
+        graph.instantiate()
     torch.cuda.current_stream().wait_stream(stream)
     return StepGraph(graph, output)
 
@@ -84,17 +103,19 @@ def _capture_stream() -> torch.cuda.Stream:
 
 
 class StepGraphs:
-    """`forward` runs a step without a graph. `make_buffers(key, True)` returns its buffers filled with padding.
+    """`forward` runs a step without a graph; its second argument is `Step.before_program`. `make_buffers(key, True)`
+    returns the buffers of a step filled with padding.
 
     All graphs share one memory pool, and are captured from the largest to the smallest, which reuse its memory.
     """
 
     def __init__(
-        self, plan: Plan, forward: Callable[[StepBuffers], StepOutput],
+        self, plan: Plan, forward: Callable[[StepBuffers, Callable[[], None]], StepOutput],
         make_buffers: Callable[[GraphKey, bool], StepBuffers],
     ) -> None:  # fmt: skip
         self.uncaptured_runs = 0  # forward passes of captured buckets that replayed no graph: prompt logprobs
         self.late_captures = 0  # since warm-up
+        self.abandoned_captures = 0  # since warm-up
         self.longest_late_capture_seconds = 0.0
         self.wanted: Counter[GraphKey] = Counter()  # since warm-up: steps that would have replayed a missing graph
         self._plan, self._forward, self._make_buffers = plan, forward, make_buffers
@@ -175,7 +196,7 @@ class StepGraphs:
         if graph is not None:
             return graph.replay()
         self.uncaptured_runs += self._is_warm and self.is_captured(buffers.bucket)
-        return self._forward(buffers)
+        return self._forward(buffers, do_nothing)
 
     def capture(self, bucket: Bucket) -> None:
         """Capture the bucket's step, which must have run before; of a dynamic bucket only the early sizes.
@@ -195,24 +216,31 @@ class StepGraphs:
                 runs_first = True
                 self._capture(key, runs_first)
 
-    def capture_next(self) -> bool:
+    def capture_next(self, must_stop: Callable[[], bool] = never) -> bool:
         """Capture one of the graphs that `capture` left out, the most wanted first. False if none can be captured.
 
-        The decode rows must be empty, because the step may run before its capture.
+        The decode rows must be empty, because the step may run before its capture. The capture and this run are
+        abandoned between two programs once `must_stop` returns True.
         """
         key = self._next_key()
         if key is None or not self._captures_late:
             return False
-        is_captured = not self._needs_first_run and self._capture_late(key)
-        if not is_captured and self._captures_late:
-            self._capture_late(key, runs_first=True)
+        try:
+            is_captured = not self._needs_first_run and self._capture_late(key, must_stop)
+            if not is_captured and self._captures_late:
+                self._capture_late(key, must_stop, runs_first=True)
+        except StepAbandoned:
+            self.abandoned_captures += 1
         return self._captures_late
 
-    def capture_wanted(self) -> None:
-        """Capture the most wanted graph while requests run. Executes no kernels."""
+    def capture_wanted(self, must_stop: Callable[[], bool] = never) -> None:
+        """Capture the most wanted graph while requests run, unless `must_stop` returns True. Executes no kernels."""
         assert self.can_capture_wanted
         [(key, _)] = self.wanted.most_common(1)
-        self._capture_late(key)
+        try:
+            self._capture_late(key, must_stop)
+        except StepAbandoned:
+            self.abandoned_captures += 1
 
     def drop(self, bucket: Bucket) -> None:
         """Drop the graphs of a bucket, whose variant has changed."""
@@ -244,11 +272,16 @@ class StepGraphs:
         )
         return next((key for key in keys if key not in self._graphs), None)
 
-    def _capture_late(self, key: GraphKey, runs_first: bool = False) -> bool:
-        """Capture a graph after warm-up. False: it failed, which is logged, and changes how later ones are captured."""
+    def _capture_late(self, key: GraphKey, must_stop: Callable[[], bool], runs_first: bool = False) -> bool:
+        """Capture a graph after warm-up. False: it failed, which is logged, and changes how later ones are captured.
+
+        Raises StepAbandoned.
+        """
         start = time.perf_counter()
         try:
-            self._capture(key, runs_first)
+            self._capture(key, runs_first, must_stop)
+        except StepAbandoned:
+            raise
         except torch.OutOfMemoryError:
             self._stop("no memory for another CUDA graph")
         except Exception as error:  # from torch, Triton or CUDA; not fatal, since steps can use a larger graph
@@ -263,15 +296,21 @@ class StepGraphs:
             return True
         return False
 
-    def _capture(self, key: GraphKey, runs_first: bool = False) -> None:
+    def _capture(self, key: GraphKey, runs_first: bool = False, must_stop: Callable[[], bool] = never) -> None:
+        def before_program() -> None:
+            if must_stop():
+                raise StepAbandoned
+
+        before_program()
         buffers = self._make_buffers(key, runs_first)
         if runs_first:
-            self._forward(buffers)
+            self._forward(buffers, before_program)
         if not self._pools:
             self._pools.append(torch.cuda.MemPool())
         try:
-            self._graphs[key] = capture_graph(functools.partial(self._forward, buffers), self._pools[-1])
-        except torch.OutOfMemoryError:
+            step = functools.partial(self._forward, buffers, before_program)
+            self._graphs[key] = capture_graph(step, self._pools[-1], is_abandonable=must_stop is not never)
+        except (torch.OutOfMemoryError, StepAbandoned):
             raise
         except Exception:  # torch 2.11 may still allocate from the pool of an invalid capture
             self._pools.append(torch.cuda.MemPool())

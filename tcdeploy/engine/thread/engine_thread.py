@@ -2,10 +2,11 @@
 
 The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue, which
 the thread reads until the next step is due (engine/step/launch_timer.py). The tokens of a step leave in one callback of
-the event loop. While no request is open, the thread captures and times the remaining CUDA graphs
-(engine/step/step_graphs.py) and runs the canary; it reads the queue after each of these steps. After an eager start it
-also replaces eager steps by programs, one bucket at a time (start/eager.py). An exception in a step is fatal, because
-the state of the device is unknown afterwards: every open request fails with EngineDeadError, and no more are accepted.
+the event loop. After a second without a request, the thread captures and times the remaining CUDA graphs
+(engine/step/step_graphs.py), one at a time, and abandons a capture when a message arrives. It also runs the canary, and
+reads the queue after each of its steps. After an eager start it also replaces eager steps by programs, one bucket at a
+time (start/eager.py). An exception in a step is fatal, because the state of the device is unknown afterwards: every
+open request fails with EngineDeadError, and no more are accepted.
 
 The server (server/model_server.py) and `AsyncLLM` (llm/async_llm.py) run the engine by this thread.
 """
@@ -31,8 +32,9 @@ if TYPE_CHECKING:  # importing torch takes seconds; a server's socket answers be
     from tcdeploy.start.eager import ProgramSwaps
 
 STOP = None  # inbox message that ends the thread
-# A capture delays the next request by about 0.05 s (the longest one measured took 0.28 s), and a timing by three steps.
-CAPTURE_AFTER_IDLE_S = 0.2
+# An abandoned capture delays a request until its present program is launched, and a timing by one step. Requests that
+# follow each other more closely than this are not delayed at all.
+CAPTURE_AFTER_IDLE_S = 1.0
 CAPTURE_INTERVAL_S = 5.0  # under load; such rare pauses do not affect the 99th percentile of gaps between tokens
 SWAP_POLL_S = 0.25  # between two looks at the process that compiles programs
 FIRST_TOKEN_SLEEP_S = 0.0002  # releases the GIL: the event loop sends first tokens at once, not up to 5 ms later
@@ -136,6 +138,7 @@ class EngineThread:
             loaded = self._load()
             self.launch_lock = loaded.engine.launch_lock
             self._loop.call_soon_threadsafe(self._on_loaded, loaded)
+            self._busy_at = time.monotonic()
             self._serve(loaded.engine)
         except BaseException as error:
             self.failure = error
@@ -195,16 +198,26 @@ class EngineThread:
             self._capture_due_at = now + CAPTURE_INTERVAL_S
 
     def _capture_if_due(self, engine: Engine) -> None:
-        """Capture a CUDA graph that steps would use, at most one every CAPTURE_INTERVAL_S."""
+        """Capture a CUDA graph that steps would use, at most one every CAPTURE_INTERVAL_S.
+
+        Between two requests, the capture gives way to the next one. While requests run, it completes: otherwise it
+        would be abandoned again and again where requests arrive more often than it takes.
+        """
         if self._busy_at >= self._capture_due_at and engine.wants_graph:
-            engine.capture_wanted_graph()
+            if engine.has_work:
+                engine.capture_wanted_graph()
+            else:
+                engine.capture_wanted_graph(self._has_message)
             self._capture_due_at = time.monotonic() + CAPTURE_INTERVAL_S
 
     def _capture_if_idle(self, engine: Engine) -> None:
         """Capture or time one CUDA graph, unless there was a request just now or a case of the canary is running."""
         is_taken = self._is_swapping or (self.canary and self.canary.is_running)
         if self._captures_when_idle and not is_taken and time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S:
-            self._captures_when_idle = engine.capture_next_graph()
+            self._captures_when_idle = engine.capture_next_graph(self._has_message)
+
+    def _has_message(self) -> bool:
+        return not self._inbox.empty()
 
     def _process_inbox(self, engine: Engine) -> bool:
         """Process messages until the next step, a capture or the canary is due, or a request arrives. False: stop."""

@@ -16,6 +16,7 @@ from tcdeploy.engine.schedule.sequence import Chunk
 from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.engine.step.step_graphs import never
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.programs.stances import force_eager
 
@@ -80,28 +81,39 @@ def measure_step_ms(
 
 
 def time_next_size(
-    runner: ModelRunner, costs: StepCosts, allocator: BlockAllocator, timed: set[int]
-) -> StepCosts | None:
+    runner: ModelRunner, costs: StepCosts, allocator: BlockAllocator, timed: set[int],
+    must_stop: Callable[[], bool] = never,
+) -> StepCosts | None:  # fmt: skip
     """`costs` with the time of one more captured size, which is added to `timed`; None if all that fit are in it.
 
-    The sizes that were timed at start-up are timed again, because an idle GPU has higher clocks.
+    The sizes that were timed at start-up are timed again, because an idle GPU has higher clocks. Between two steps,
+    `must_stop` is asked whether to give up; then `costs` are unchanged, and the size is timed by a later call.
     """
     fitting = allocator.num_allocatable * allocator.block_size
     for bucket in runner.plan.prefill_buckets:
         if bucket.min_size and runner.graphs.is_captured(bucket):
             for size in runner.graphs.captured_sizes(bucket, 0):
                 if size <= fitting and size not in timed:
+                    ms = _measure_prefill_ms(runner, bucket, size, allocator, must_stop)
+                    if ms is None:
+                        return costs
                     timed.add(size)
-                    return costs.with_prefill_ms(size, _measure_prefill_ms(runner, bucket, size, allocator))
+                    return costs.with_prefill_ms(size, ms)
     return None
 
 
-def _measure_prefill_ms(runner: ModelRunner, bucket: Bucket, size: int, allocator: BlockAllocator) -> float:
-    """Milliseconds of a prefill step of `size` tokens: the smaller of two times, after a run that is not timed."""
+def _measure_prefill_ms(
+    runner: ModelRunner, bucket: Bucket, size: int, allocator: BlockAllocator, must_stop: Callable[[], bool]
+) -> float | None:
+    """Milliseconds of a prefill step of `size` tokens: the smallest of three times. None if it must stop before."""
     batch = make_timing_batch(runner, bucket, size, allocator)
     try:
-        batch.run()
-        return min(_seconds(batch.run) for _ in range(2)) * 1e3
+        seconds = []
+        for _ in range(3):
+            if must_stop():
+                return None
+            seconds.append(_seconds(batch.run))
+        return min(seconds) * 1e3
     finally:
         for sequence in batch.sequences:
             allocator.release(sequence.blocks)

@@ -12,6 +12,7 @@ dataclass, and two variants that share a program would then compile it twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,12 +63,17 @@ class AttentionConfig(NamedTuple):
     decode_splits: int  # programs that share each sequence's keys
 
 
+def do_nothing() -> None:
+    """The default of `Step.before_program`."""
+
+
 @dataclass(eq=False)
 class Step:
     """One forward pass: which bucket and variant run, and what attention reads. Not modified once it is built.
 
     `last_token_rows` [outputs] int64 are the rows that the last layer returns; None: all rows. `is_compiled`: whether
-    modules run the step's programs, or their own code.
+    modules run the step's programs, or their own code. `before_program` is called before each program of the step is
+    launched, and may raise to abandon the step.
     """
 
     bucket: Bucket
@@ -76,6 +82,7 @@ class Step:
     attention_config: AttentionConfig
     last_token_rows: Tensor | None = None
     is_compiled: bool = True
+    before_program: Callable[[], None] = do_nothing
 
 
 class StepHolder:
