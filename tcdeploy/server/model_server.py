@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the app answers before
 SWITCH_INTERVAL_S = 0.0005
 DRAIN_POLL_S, DRAIN_REPORT_S = 0.05, 5.0
 ERROR_DELIVERY_S = 1.0  # time for the last error events to reach the clients
-GRAMMAR_IDLE_S = 1.0
+GRAMMAR_IDLE_S = 10.0  # a request that arrives while they are built waits for them
 IDLE_POLL_S = 0.1
 log = logging.getLogger("tcdeploy.server")
 SHORT_AND_SEEDED = {"max_tokens": 4, "seed": 0}
@@ -202,13 +202,12 @@ async def build_grammar_tables_when_idle(service: Service) -> None:
     """Build the grammar tables once no request has been open for GRAMMAR_IDLE_S, unless a request has built them, the
     server drains or fails, or grammars are not available.
     """
-    admission, idle_s = service.admission, 0.0
+    admission = service.admission
     while service.structured_output.needs_tables and not admission.closed_reason:
-        if idle_s >= GRAMMAR_IDLE_S:
+        if admission.idle_seconds() >= GRAMMAR_IDLE_S:
             await service.structured_output.build_tables()
             return
         await asyncio.sleep(IDLE_POLL_S)
-        idle_s = 0.0 if admission.num_admitted else idle_s + IDLE_POLL_S
 
 
 def _requests(count: int) -> str:

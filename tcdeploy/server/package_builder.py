@@ -75,12 +75,10 @@ class PackageBuilder:
         return result.failure, result.seconds
 
     async def _wait_until_idle(self) -> None:
-        """Wait for IDLE_S without requests and without compilations of an eager start."""
-        idle_s, swaps = 0.0, self._deployment.swaps
-        while idle_s < IDLE_S:
+        """Wait for IDLE_S without requests, and for the end of the compilations of an eager start."""
+        admission, swaps = self._admission, self._deployment.swaps
+        while admission.closed_reason or admission.idle_seconds() < IDLE_S or (swaps and not swaps.is_finished):
             await asyncio.sleep(POLL_S)
-            is_busy = self._admission.num_admitted or (swaps is not None and not swaps.is_finished)
-            idle_s = 0.0 if is_busy or self._admission.closed_reason else idle_s + POLL_S
 
 
 def _pause(build: PackageBuild, cache_dir: str) -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 from tcdeploy.host.progress import NullProgress
 from tcdeploy.server import model_server
+from tcdeploy.server.generate import admission as admission_module
 from tcdeploy.server.generate.admission import Admission
 from tcdeploy.server.observe.metrics import Metrics
 from tcdeploy.server.service import Service
@@ -71,13 +72,13 @@ async def build_tables(service: Service, events: dict[int, Callable[[], None]]) 
 
     `events`: callbacks by the number of the poll during which they are called.
     """
-    polls, builds = 0, []
+    polls, builds, now = 0, [], 0.0
 
     async def sleep(seconds: float) -> None:
-        nonlocal polls
-        polls += 1
+        nonlocal polls, now
+        polls, now = polls + 1, now + seconds
         events.get(polls, lambda: None)()
-        assert polls < 30
+        assert polls < 300
 
     async def build() -> None:
         assert not service.admission.num_admitted
@@ -86,17 +87,26 @@ async def build_tables(service: Service, events: dict[int, Callable[[], None]]) 
     service.structured_output.build_tables = build  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(model_server.asyncio, "sleep", sleep)
+        monkeypatch.setattr(admission_module, "time", SimpleNamespace(monotonic=lambda: now))
+        service.admission.release(0)  # idle from time 0 on
         await model_server.build_grammar_tables_when_idle(service)
     return polls, len(builds)
 
 
-def test_grammar_tables_are_built_when_the_server_has_been_idle() -> None:
+def test_grammar_tables_are_built_when_the_server_has_been_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that begins and ends between two polls counts: polls that missed such requests built the tables between
+    them, and the next ones waited for 0.4 to 0.9 s."""
+    monkeypatch.setattr(model_server, "GRAMMAR_IDLE_S", 10 * model_server.IDLE_POLL_S)
     service = service_with(None, needs_tables=True)
     service.admission.open(1)
-    admission = service.admission
-    events = {2: lambda: admission.acquire(1), 5: lambda: admission.release(1)}
-    polls, builds = asyncio.run(build_tables(service, events))
-    assert builds == 1 and polls in (14, 15), "ten polls without a request, from the fifth on"
+
+    def short_request() -> None:
+        service.admission.acquire(1)
+        service.admission.release(1)
+
+    events = {2: lambda: service.admission.acquire(1), 5: lambda: service.admission.release(1)}
+    polls, builds = asyncio.run(build_tables(service, {**events, 9: short_request, 18: short_request}))
+    assert builds == 1 and polls in (28, 29), "ten polls without a request, from the 18th on"
 
 
 def test_grammar_tables_are_not_built_if_the_server_drains_or_a_request_has_built_them() -> None:

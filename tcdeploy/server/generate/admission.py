@@ -7,6 +7,7 @@ that two requests with n = 128 do not fill a queue of 256.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Self
 
@@ -30,6 +31,7 @@ class Admission:
         self.num_admitted = self.num_waiting_bytes = 0
         self.rejections = Counter(dict.fromkeys(REJECTION_REASONS, 0))
         self.closed_reason = "loading"  # "" once requests are admitted
+        self._idle_since = time.monotonic()
 
     def open(self, max_running: int) -> None:
         """Admit requests. `max_running` is the engine's largest decode batch. No effect after `close`."""
@@ -58,6 +60,11 @@ class Admission:
 
     def release(self, count: int) -> None:
         self.num_admitted -= count
+        self._idle_since = time.monotonic()
+
+    def idle_seconds(self) -> float:
+        """Seconds since the last request ended; 0 while one is open."""
+        return 0.0 if self.num_admitted else time.monotonic() - self._idle_since
 
     def reject(self, reason: str, message: str) -> None:
         self.rejections[reason] += 1
