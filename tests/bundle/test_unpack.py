@@ -1167,14 +1167,14 @@ def test_a_hundred_megabytes_are_restored(keys: Keys, tmp_path: Path, record_pro
     cache = tmp_path / "cache"
     manifest = manifest_for(cache, fill(cache, {f"6n/{number:03}.so": 1 << 20 for number in range(100)}))
     write_manifest(path_of(cache, manifest), manifest)
-    steps: dict[str, Callable[[], Any]] = {
-        "pack": lambda: pack(cache, key_of(manifest), tmp_path / "x.tcb", keys.secret),
-        "verify": lambda: verify_bundle(tmp_path / "x.tcb", keys.trusted),
-        "unpack": lambda: unpack(tmp_path / "x.tcb", tmp_path / "folder", keys.trusted),
+    steps: dict[str, Callable[[], int]] = {
+        "pack": lambda: pack(cache, key_of(manifest), tmp_path / "x.tcb", keys.secret).files,
+        "verify": lambda: sum(plan.files for plan in verify_bundle(tmp_path / "x.tcb", keys.trusted)),
+        "unpack": lambda: unpack(tmp_path / "x.tcb", tmp_path / "folder", keys.trusted).files,
     }
     for name, step in steps.items():
         started = time.perf_counter()
-        assert step().files == 100
+        assert step() == 100
         record_property(f"{name} seconds", round(time.perf_counter() - started, 2))
         print(f"{name}: {time.perf_counter() - started:.2f} s")
     print(f"{(tmp_path / 'x.tcb').stat().st_size / 1e6:.1f} MB")

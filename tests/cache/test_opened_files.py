@@ -27,7 +27,6 @@ OPENING = {
 STAGING = "in the private staging folder, whose files were compared during the copy"
 SOURCES = "source files of this package"
 ALLOWED = {
-    ("bundle.pack", "write_text"): "the recipe of a subprocess, in a temporary folder",
     ("cache.staging.activate", "TemporaryFile"): "a new file with a random name",
     ("cache.trust.signing", "read_bytes"): "keys that the user names, which may come from a pipe",
     ("cache.trust.signing", "fdopen"): "a new secret key, opened with O_EXCL",

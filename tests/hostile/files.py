@@ -49,6 +49,7 @@ from tcdeploy.errors import TcdeployError
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.plan import make_plan
 from tcdeploy.server.observe.missed_shapes import MissedShapes, read_missed_shapes
+from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.record.factors import StartFactors
 from tcdeploy.start.record.lookup import DoesNotFit, _factor_mismatch, _parse, _plan, environment_mismatch
 from tcdeploy.start.record.record import WITHOUT_TOKENIZER, StartRecord, find_records, to_json
@@ -186,7 +187,7 @@ def find_start(folder: Path, target: Target) -> None:
 def use_record(listed: ListedFile) -> None:
     record = _parse(listed, FACTORS.key)
     with suppress(DoesNotFit):
-        _plan(listed, record, RECIPE, as_installed(), WITHOUT_TOKENIZER)
+        _plan(listed, record, StartRequest(RECIPE), as_installed(), WITHOUT_TOKENIZER)
 
 
 def predict(folder: Path) -> None:

@@ -35,6 +35,7 @@ OPTIONS = (
     "host", "port", "api_key", "served_model_name", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile",
     "max_queued", "stall_timeout", "drain_timeout", "canary_interval", "canary_strict", "start", "log_requests",
     "log_level", "log_prompts", "otlp_endpoint", "metrics_prefix", "chat_template", "tool_parser", "reasoning_parser",
+    "build_packages",
 )  # fmt: skip
 
 

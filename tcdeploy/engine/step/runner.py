@@ -319,7 +319,7 @@ class ModelRunner:
         return self.forward(StepInputs(input_ids, buffers.position_ids, step, rows, in_last_layer))
 
     def _make_step(
-        self, buffers: StepBuffers, last_token_rows: Tensor | None, before_program: Callable[[], None]
+        self, buffers: StepBuffers, last_token_rows: Tensor | None, before_program: Callable[[], None] = do_nothing
     ) -> Step:
         bucket, variant = buffers.bucket, self.variants[buffers.bucket]
         attention = AttentionConfig(
