@@ -17,7 +17,7 @@ PREFIXES = (
     "start.record.lookup", "start.packages", "server.observe.missed_shapes", "engine.check.stored_reference",
     "programs.packages", "programs.aot", "text.stored_tokenizer", "doctor.cache_folder", "cli.cache",
     "cli.remote_cache", "torch_compat.triton.cache", "start.loaded_start", "start.model_code", "start.workers.process",
-    "start.workers.worker",
+    "start.workers.worker", "start.package_build",
 )  # fmt: skip
 OPENING = {
     "open", "fdopen", "read_text", "read_bytes", "write_text", "write_bytes", "copy", "copy2", "copyfile", "copytree",
@@ -34,6 +34,8 @@ ALLOWED = {
     ("cache.trust.signing", "write_bytes"): "a new public key beside it, in a folder that the user names",
     ("cache.staging.folder", "open"): "the lock of a new staging folder, opened with O_EXCL",
     ("cli.cache_bundle", "copytree"): "copies with `copy_regular`",
+    ("start.package_build", "write_text"): "the recipe of a subprocess, in a temporary folder",
+    ("start.package_build", "TemporaryFile"): "the report of a subprocess, a new file with a random name",
     ("start.workers.process", "write_text"): "config.json for a worker, in a temporary folder",
     ("start.workers.process", "open"): "a pipe",
     ("start.workers.worker", "open"): "a pipe",
