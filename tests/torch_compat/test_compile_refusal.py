@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import cpu_vec_isa
 
+from tcdeploy.cache.files import usage
 from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.programs.jit import inductor_options  # noqa: F401 - imports Inductor, as a start does
 from tcdeploy.torch_compat.dynamo import compile_refusal
@@ -42,6 +44,27 @@ def test_the_cpp_compiler_is_refused_before_it_runs(tmp_path: Path) -> None:
             subprocess.run([*command, str(elsewhere)], check=True)
         subprocess.run([*command, str(library)], check=True)
     assert library.exists() and elsewhere.exists()
+
+
+def test_a_test_of_vector_extensions_is_neither_refused_nor_counted_as_a_program(tmp_path: Path) -> None:
+    """On a CPU with AMX, Inductor runs some that are among the files of no plan."""
+    source, library = tmp_path / "a.cpp", tmp_path / "a.so"
+    source.write_text('extern "C" int __amx_chk_kernel() { return 1; }\n')
+    with FileAccessTracker(tmp_path).track(), refusing():
+        counted = usage.libraries_compiled
+        subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    assert library.exists() and usage.libraries_compiled == counted
+
+
+def test_all_tests_of_vector_extensions_are_recognised() -> None:
+    codes = [
+        code
+        for extension in vars(cpu_vec_isa).values()
+        if isinstance(extension, type) and issubclass(extension, cpu_vec_isa.VecISA)
+        for code in vars(extension).values()
+        if isinstance(code, str) and 'extern "C"' in code
+    ]
+    assert len(codes) >= 4 and all(usage.VECTOR_TEST.decode() in code for code in codes)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
