@@ -48,7 +48,8 @@ def test_the_next_start_knows_the_sizes_that_an_idle_server_has_timed(cache_dir:
     costs = costs_of(first).with_prefill_ms(SLOW, 1e4).with_prefill_ms(FAST, least)
     save(first, costs)
     second = start(cache_dir)
-    assert costs_of(second) == costs and costs.idle_sizes == (FAST, SLOW)
+    # Another test may have timed further sizes of this plan in the shared folder.
+    assert costs_of(second) == costs and {FAST, SLOW} <= set(costs.idle_sizes)
     assert SLOW in second.engine.runner.graphs._skipped_sizes and FAST in second.engine._timed_sizes
     assert SLOW not in second.engine._timed_sizes, "it is timed again, in case that its timing was interrupted"
     before = manifest_of(second, cache_dir)
