@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 from pathlib import Path
 
 from tcdeploy.cache.folder.access import check_folder, folder_error
-from tcdeploy.cache.folder.layout import LOCK_FILE, MANIFESTS_DIR, UNPACKING_PREFIX
+from tcdeploy.cache.folder.layout import MANIFESTS_DIR, UNPACKING_PREFIX
+from tcdeploy.cache.folder.leases import is_folder_locked
 from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.staging.journal import abandoned_folders
 from tcdeploy.doctor.host import existing_parent, is_noexec, write_test_file
 from tcdeploy.doctor.result import Request, Result, blocking, note, ok, unchecked
 from tcdeploy.errors import IntegrityError, TcdeployError
-from tcdeploy.host.regular_file import open_regular
 from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings, parse_environment
 from tcdeploy.planning.memory import gib
 
@@ -131,7 +130,7 @@ def check_leftovers(request: Request) -> Result:
     """Staging folders of processes that were killed. Running ones hold a lock."""
     folder = Path(request.cache_folder)
     folders = abandoned_folders(folder)
-    if not _is_being_written(folder):
+    if not is_folder_locked(folder, if_unknown=True):  # as an unpack does
         folders += folder.glob(f"{UNPACKING_PREFIX}*")
     if not folders:
         return ok("none")
@@ -140,15 +139,3 @@ def check_leftovers(request: Request) -> Result:
         f"{len(folders)} folders of starts or unpacks that did not finish, {gib(size)}; a start reuses what it can",
         f"tcdeploy cache gc {folder} deletes them",
     )
-
-
-def _is_being_written(folder: Path) -> bool:
-    """Whether a process holds the folder's lock, as an unpack does."""
-    try:
-        with open_regular(folder / LOCK_FILE) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False

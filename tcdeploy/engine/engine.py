@@ -48,7 +48,11 @@ class Engine:
     the GIL (thread/request_group.py).
     """
 
-    def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, costs: StepCosts | None = None,
+        save_costs: Callable[[StepCosts], None] = lambda costs: None,
+    ) -> None:  # fmt: skip
+        """`save_costs` is called when all sizes have been captured and timed, if their times are new."""
         self.runner = runner
         self.runner.graphs.end_warmup()
         self.plan = plan = runner.plan
@@ -56,7 +60,7 @@ class Engine:
         # Without a graph of the whole step, a launch is too long to wait for: on a CPU it computes the step.
         self._launch_guard = self.launch_lock if plan.graphs == "step" else contextlib.nullcontext()
         self._timed_sizes: set[int] = set()  # sizes of prefill steps that were timed while idle
-        self.save_costs: Callable[[StepCosts], None] | None = None  # called once all sizes are captured and timed
+        self.save_costs = save_costs
         self.clock: StepClock | None = None
         self.launch_timer = LaunchTimer()
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
@@ -164,7 +168,7 @@ class Engine:
         with fail_on_recompile():
             is_left = self._time_next_size(must_stop) or self.runner.graphs.capture_next(must_stop)
         costs = self.clock.predictor.costs if self.clock else None
-        if not is_left and costs and costs != self._saved_costs and self.save_costs:
+        if not is_left and costs and costs != self._saved_costs:
             self._saved_costs = costs
             self.save_costs(costs)
         return is_left

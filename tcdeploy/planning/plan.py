@@ -166,8 +166,7 @@ def make_plan(
     demand = sizes.decide_demand(inputs, graphs, prefill_attention, lengths, context, mixed_steps, decisions)
     workspace_bytes, memory = sizes.decide_memory(inputs, demand, decisions)
     _explain_region_and_mode(recipe, decisions)
-    cache_dir, reason = find_cache_dir(recipe.cache_dir, environment)
-    decisions.add("cache folder", cache_dir, reason)
+    cache_dir = decisions.add("cache folder", *find_cache_dir(recipe.cache_dir, environment))
     min_size = sizes.DYNAMIC_MIN_SIZE if inputs.recipe.shapes == "dynamic" else 0
     prefill_buckets = tuple(Bucket("prefill", length, min_size) for length in lengths)
     plan = Plan(

@@ -54,7 +54,7 @@ class PackageBuilder:
             self._build.stop()
 
     async def _build_when_idle(self) -> tuple[str, float]:
-        """The reason of a failure, "" if there is none, and the seconds of the build."""
+        """(why no packages were built, or "" if they were; seconds of the build)."""
         from tcdeploy.start.package_build import PackageBuild, obstacle
 
         planned, cache_dir = self._deployment.planned, self._deployment.cache_dir

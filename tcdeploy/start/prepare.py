@@ -2,10 +2,9 @@
 
 If an earlier start has left packages and a record of them, and `--programs` is not jit (start/auto_programs.py), a
 deployment starts from the packages alone (start/packages.py). Every other start needs the model's code
-(start/model_code.py). Both run start/sequence.py, and
-import torch first. Meanwhile threads create the CUDA context and read the weights into the page cache. In a start with
-the model's code on a GPU, threads then copy the weights to the GPU while that code is imported
-(models/weights/early_weights.py). Does not import torch.
+(start/model_code.py). Both run start/sequence.py, and import torch first. Meanwhile threads create the CUDA context and
+read the weights into the page cache. In a start with the model's code on a GPU, threads then copy the weights to the
+GPU while that code is imported (models/weights/early_weights.py). Does not import torch.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ def manifest_of(deployment: Deployment, cache_dir: str) -> Manifest:
 
 
 def save(deployment: Deployment, costs: StepCosts) -> None:
-    assert deployment.engine.save_costs is not None
     deployment.engine.save_costs(costs)
     for thread in threading.enumerate():
         if thread.name == "step-costs":

@@ -16,6 +16,7 @@ from tcdeploy.cache.files.usage import FileAccessTracker
 from tcdeploy.programs.jit import inductor_options  # noqa: F401 - imports Inductor, as a start does
 from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.dynamo.compile_refusal import CompilationRefused, refusing
+from tcdeploy.torch_compat.inductor.vector_tests import FUNCTION_SUFFIX
 
 
 def test_inductor_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +65,7 @@ def test_all_tests_of_vector_extensions_are_recognised() -> None:
         for code in vars(extension).values()
         if isinstance(code, str) and 'extern "C"' in code
     ]
-    assert len(codes) >= 4 and all(usage.VECTOR_TEST.decode() in code for code in codes)
+    assert len(codes) >= 4 and all(FUNCTION_SUFFIX.decode() in code for code in codes)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tcdeploy.cache.files.records import is_cache_file
 from tcdeploy.cache.folder.layout import TRITON_DIR
-from tcdeploy.host.regular_file import read_regular
 from tcdeploy.torch_compat.dynamo import compile_refusal
+from tcdeploy.torch_compat.inductor.vector_tests import is_vector_test
 
 
 class FileAccessTracker:
@@ -73,7 +73,6 @@ def untracked() -> Iterator[None]:
         _active_tracker = tracker
 
 
-VECTOR_TEST = b"_chk_kernel"  # in the names of the functions of Inductor's tests of CPU vector extensions
 libraries_compiled = 0  # by C++ compilers that this process started inside `track()`; precompiled headers do not count
 _active_tracker: FileAccessTracker | None = None
 _is_hook_installed = False
@@ -92,26 +91,13 @@ def _audit_hook(event: str, args: tuple[object, ...]) -> None:
 
 
 def _count_outputs(command: object, folder: str) -> None:
-    """Count a library that a C++ compiler is about to write into the folder. Raises CompilationRefused.
-
-    Inductor's tests of CPU vector extensions (`torch._inductor.cpu_vec_isa`) are no programs. Which of them run depends
-    on the CPU and on what the process has compiled before; on a CPU with AMX, some are not in any plan's files.
-    """
+    """Count a library that a C++ compiler is about to write into the folder. Raises CompilationRefused."""
     global libraries_compiled
     words = [os.fsdecode(word) for word in command] if isinstance(command, list | tuple) else []
     outputs = words[words.index("-o") + 1 :][:1] if "-o" in words else []
-    if any(path.startswith(folder) for path in outputs) and not any(map(_tests_vector_extension, words)):
+    if any(path.startswith(folder) for path in outputs) and not any(map(is_vector_test, words)):
         compile_refusal.check("a C++ library")
         libraries_compiled += outputs[0].endswith(".so")
-
-
-def _tests_vector_extension(word: str) -> bool:
-    if not word.endswith(".cpp"):
-        return False
-    try:
-        return VECTOR_TEST in read_regular(word)
-    except OSError:
-        return False
 
 
 def _companion_files(root: Path, path: Path) -> Iterator[Path]:

@@ -75,15 +75,17 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
         yield
 
 
-def is_folder_locked(folder: str | Path) -> bool:
-    """Whether a process holds `folder_lock`. False if that cannot be seen, as on a file system without locks."""
+def is_folder_locked(folder: str | Path, if_unknown: bool = False) -> bool:
+    """Whether a process holds `folder_lock`. `if_unknown`: the result where locks cannot be seen or do not exist."""
     try:
         with open_regular(Path(folder) / LOCK_FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return if_unknown
     return False
 
 

@@ -50,9 +50,7 @@ class StepCosts:
     decode_context_ms: float = 0.0  # of decode attention per token in the KV cache
     prefix_pair_ms: float = 0.0  # of prefill attention per pair of a chunk token and a prefix token
     prefix_token_ms: float = 0.0  # additional ms of prefill attention per prefix token, whatever the chunk's size
-    idle_sizes: tuple[
-        int, ...
-    ] = ()  # tokens of the prefill steps that were timed while idle, by this or an earlier start
+    idle_sizes: tuple[int, ...] = ()  # of prefill_ms: those that a server timed while idle, in this or an earlier start
 
     def __post_init__(self) -> None:
         """Raises ValueError: the values may come from a file."""

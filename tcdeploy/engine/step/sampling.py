@@ -64,7 +64,7 @@ def to_device(
 
 
 def set_scalars(sampling: SamplingRows, rows: list[int], values: Sequence[Mapping[str, float]]) -> None:
-    """Write FLOATS and INTEGERS of some rows: two uploads for any number of rows, because each takes about 40 us."""
+    """Write FLOATS and INTEGERS of some rows, in two uploads for any number of rows."""
     for names, target in ((FLOATS, sampling.floats), (INTEGERS, sampling.integers)):
         # The index is sent with the values: float32 is exact up to 2^24 rows.
         columns = [(row, *(scalars[name] for name in names)) for row, scalars in zip(rows, values, strict=True)]
