@@ -36,26 +36,16 @@ def write(results: dict[str, Any], readme: Path = ROOT / "README.md") -> None:
 
 def table(results: dict[str, Any]) -> str:
     """Four rows of results in Markdown."""
-    ours, packages, other = servers(results)
+    ours, other = results["servers"]
     rows = [
         (results["model"], "tcdeploy", other["name"]),
         ("---", "---", "---"),
-        (
-            "restart to the first token, everything cached",
-            f"{restarts(ours)}; {restarts(packages)} from packages",
-            restarts(other),
-        ),
+        ("restart to the first token, everything cached", restarts(ours), restarts(other)),
         ("1 client: first token; then per token", one_client(ours), one_client(other)),
         ("12 requests/s: first token, median / p99; then per token", arrivals(ours), arrivals(other)),
         ("256 requests at once", at_once(ours), at_once(other)),
     ]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def servers(results: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """tcdeploy, tcdeploy from packages, and the other server."""
-    ours, packages, other = results["servers"]
-    return ours, packages, other
 
 
 def restarts(server: dict[str, Any]) -> str:
@@ -79,10 +69,9 @@ def at_once(server: dict[str, Any]) -> str:
 
 
 def groups(results: dict[str, Any]) -> Iterator[Bars]:
-    ours, packages, other = servers(results)
+    ours, other = results["servers"]
     names = {"tcdeploy": ours, other["name"]: other}
-    starts = {"tcdeploy": ours, "tcdeploy, packages": packages, other["name"]: other}
-    seconds = {name: min(server["restart_seconds"]) for name, server in starts.items()}
+    seconds = {name: min(server["restart_seconds"]) for name, server in names.items()}
     yield Bars(
         "Restart to the first token, everything cached, the fastest",
         {name: (value, f"{value:.1f} s") for name, value in seconds.items()},

@@ -134,29 +134,29 @@ class ModelServer:
         if deployment.swaps is not None:
             self.engine_thread.start_swaps(deployment.swaps, partial(self._on_warm, deployment))
         else:
-            self._record_canary(deployment)
+            self._start_canary(deployment)
         return build_service(deployment, self.settings, self.engine_thread, self.admission, self.metrics)
 
     def _on_warm(self, deployment: Deployment) -> None:
         """In the engine thread, once all eager steps are replaced: the canary compares results of programs."""
-        self._record_canary(deployment)
+        self._start_canary(deployment)
         self._progress.finish()
         self._progress.message("all buckets run their programs")
         freeze_gc_after_startup()
 
-    def _record_canary(self, deployment: Deployment) -> None:
-        """Record the canary, if it is on, right after the parity checks. Raises CompileError if it needs a case."""
+    def _start_canary(self, deployment: Deployment) -> None:
+        """Schedule the canary, if it is on; with --canary-strict, also record it. Raises CompileError if that fails."""
         if not self.settings.canary_interval:
             return
         from tcdeploy.engine.check.canary import Canary  # imports torch, which is loaded by now
 
-        self._progress.stage("canary")
-        start = time.perf_counter()
-        canary = Canary(deployment.engine, self._progress)
-        deployment.stage_seconds["canary"] = time.perf_counter() - start
-        self.engine_thread.canary = CanarySchedule(canary, self.settings.canary_interval)
+        canary = CanarySchedule(Canary(deployment.engine), self.settings.canary_interval)
         if self.settings.canary_strict:
-            self.engine_thread.canary.require_cases()
+            self._progress.stage("canary")
+            start = time.perf_counter()
+            canary.record()
+            deployment.stage_seconds["canary"] = time.perf_counter() - start
+        self.engine_thread.canary = canary
 
     def _on_loaded(self, service: Service) -> None:
         self.state.service = service

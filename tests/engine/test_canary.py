@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,14 @@ def run_case(canary: Canary, number: int) -> CanaryDifference | None:
             next(check)
         except StopIteration as end:
             return end.value
+
+
+def recorded_canary(engine: Engine) -> Canary:
+    canary = Canary(engine)
+    while canary.unrecorded:
+        for _ in canary.record_next():
+            pass
+    return canary
 
 
 def max_blocks(canary: Canary) -> int:
@@ -59,7 +68,7 @@ def engine(tiny_deployment: Any) -> Engine:
 
 @pytest.fixture
 def canary(engine: Engine) -> Canary:
-    return Canary(engine)
+    return recorded_canary(engine)
 
 
 def test_every_bucket_and_a_chunked_prompt_have_a_case(canary: Canary, engine: Engine) -> None:
@@ -118,6 +127,21 @@ def test_an_interrupted_case_frees_blocks_and_rows_after_every_step(canary: Cana
     assert run_round(canary) == []
 
 
+def test_an_interrupted_recording_starts_again_and_frees_blocks_and_rows(engine: Engine) -> None:
+    canary, expected = Canary(engine), [case.name for case in recorded_canary(engine).cases]
+    while canary.unrecorded:
+        name = canary.unrecorded[0].name
+        for steps in itertools.count(1):
+            recording = canary.record_next()
+            if not all(next(recording, "ended") is None for _ in range(steps)):
+                break
+            recording.close()
+            assert canary.unrecorded[0].name == name
+            assert_idle(engine.allocator)
+    assert [case.name for case in canary.cases] == expected and not canary.unrepeatable
+    assert run_round(canary) == []
+
+
 def test_the_prefix_cache_is_neither_read_nor_extended(canary: Canary, engine: Engine) -> None:
     prompt = list(canary.cases[1].prompts[0])
     generate_tokens(engine, [prompt], SamplingParams(max_tokens=2))
@@ -128,7 +152,7 @@ def test_the_prefix_cache_is_neither_read_nor_extended(canary: Canary, engine: E
 
 
 def test_prefixes_are_evicted_only_if_no_block_is_free(engine: Engine) -> None:
-    canary, block = Canary(engine), engine.plan.block_size
+    canary, block = recorded_canary(engine), engine.plan.block_size
     prompt = [3 + position % 900 for position in range(20 * block)]
     generate_tokens(engine, [prompt], SamplingParams(max_tokens=2))
     before = len(engine.allocator._registry)
@@ -231,7 +255,7 @@ def ties(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float
 def test_a_near_tie_that_goes_the_other_way_is_no_difference(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows then continue with another token, so their later log-probabilities are not compared."""
     with ties(engine, monkeypatch) as distance:
-        canary = Canary(engine)
+        canary = recorded_canary(engine)
         assert run_round(canary) == [] and not canary.unrepeatable
         distance[0] = 5e-5
         assert run_round(canary) == []
@@ -239,7 +263,7 @@ def test_a_near_tie_that_goes_the_other_way_is_no_difference(engine: Engine, mon
 
 def test_another_token_beyond_a_near_tie_is_a_difference(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with ties(engine, monkeypatch) as distance:
-        canary = Canary(engine)
+        canary = recorded_canary(engine)
         distance[0] = 1e-2
         differences = run_round(canary)
     assert {difference.case.name for difference in differences} == {case.name for case in canary.cases}
@@ -261,7 +285,7 @@ def test_the_other_rows_of_a_batch_with_a_near_tie_are_still_compared(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ties(engine, monkeypatch) as distance:
-        canary = Canary(engine)
+        canary = recorded_canary(engine)
         distance[:] = [5e-5, 1.0]
         differences = run_round(canary)
     assert [difference.case.name for difference in differences] == ["decode:4"]
@@ -287,7 +311,7 @@ def test_a_case_whose_first_runs_differ_is_not_used(engine: Engine, monkeypatch:
         return logits(buffers, *arguments) * scale
 
     monkeypatch.setattr(runner, "_logits", noisy)
-    canary = Canary(engine)
+    canary = recorded_canary(engine)
     assert [difference.case.name for difference in canary.unrepeatable] == ["decode:4"]
     assert "decode:4" not in {case.name for case in canary.cases}
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.engine.check.canary import Canary
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.schedule.step_costs import StepCosts
@@ -28,6 +27,7 @@ from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.start.prepare import prepare
 from tests.conftest import TINY, TINY_BATCH_SIZES, prepare_tiny
+from tests.engine.test_canary import recorded_canary
 from tests.engine_loop import generate_tokens
 from tests.machines import H100, LLAMA_8B, make_recipe
 
@@ -333,7 +333,7 @@ def test_a_canary_step_has_the_same_size_before_and_after_a_capture(
     keys: list[GraphKey] = []
     run = graphs.run
     monkeypatch.setattr(graphs, "run", lambda buffers: keys.append(buffers.key) or run(buffers))
-    canary = Canary(engine)
+    canary = recorded_canary(engine)
     recorded = [*keys]
     assert {key.tokens for key in recorded if key.bucket.is_prefill} <= set(EARLY) and not graphs.wanted
     while engine.capture_next_graph():
@@ -588,7 +588,7 @@ def test_the_canary_runs_its_steps_at_sizes_that_do_not_change_while_graphs_are_
                 pass
         return [key.tokens for key in ran if key.bucket == bucket and key.row_slots == 0]
 
-    canary = Canary(engine)
+    canary = recorded_canary(engine)
     sizes = sizes_of_prefill_steps()
     assert sizes[:4] == [128, 320, 64, 64], "the prompt, at the largest size, and in two chunks"
     while engine.capture_next_graph():

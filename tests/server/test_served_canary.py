@@ -29,8 +29,8 @@ FLIP_A_BIT = """
 import pathlib, threading, time, torch
 from tcdeploy.engine.check import canary
 init = canary.Canary.__init__
-def init_and_watch(self, engine, progress):
-    init(self, engine, progress)
+def init_and_watch(self, engine):
+    init(self, engine)
     def flip():
         while not pathlib.Path({path!r}).exists():
             time.sleep(0.01)
@@ -45,11 +45,21 @@ class FakeCanary:
     """Cases of two steps. `differences` are the results of the next cases."""
 
     num_steps = 0
-    unrepeatable: tuple[str, ...] = ()
 
-    def __init__(self, num_cases: int = 3) -> None:
+    def __init__(self, num_cases: int = 3, num_unrecorded: int = 0) -> None:
         self.cases, self.ran, self.closed = list(range(num_cases)), [], 0  # type: ignore[var-annotated]
+        self.unrecorded = list(range(num_cases, num_cases + num_unrecorded))
         self.differences: list[str | None] = []
+        self.unrepeatable: list[str] = []
+
+    def record_next(self) -> Generator[None, None, str | None]:
+        difference = yield from self.check(self.unrecorded[0])
+        number = self.unrecorded.pop(0)
+        if difference:
+            self.unrepeatable.append(difference)
+        else:
+            self.cases.append(number)
+        return difference
 
     def check(self, number: int) -> Generator[None, None, str | None]:
         try:
@@ -79,8 +89,15 @@ def run_until_not_due(schedule: CanarySchedule) -> None:
 
 
 def make_schedule(canary: FakeCanary, interval: float) -> CanarySchedule:
+    """Of cases that are recorded."""
+    num_cases, canary.cases = len(canary.cases), []
+    canary.unrecorded = list(range(num_cases))
     unchecked: Any = canary
-    return CanarySchedule(unchecked, interval)
+    schedule = CanarySchedule(unchecked, interval)
+    if num_cases:
+        schedule.record()
+    canary.num_steps, canary.ran = 0, []
+    return schedule
 
 
 def test_a_round_runs_every_case_once_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +144,33 @@ def test_a_difference_is_counted_and_logged_and_the_last_success_stays(
     assert (schedule.stats.rounds, schedule.stats.failures, schedule.stats.last_success) == (2, 1, clock.now)
 
 
+def test_cases_are_recorded_after_a_second_without_requests_in_the_first_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, canary = Clock(monkeypatch), FakeCanary(0, num_unrecorded=3)
+    unchecked: Any = canary
+    schedule = CanarySchedule(unchecked, 600)
+    for _ in range(100):  # requests in the first half minute
+        clock.now += 0.3
+        assert schedule.seconds_until_due() > 0
+        schedule.interrupt()
+    assert schedule.seconds_until_due() == pytest.approx(1)
+    clock.now += 31
+    schedule.interrupt()
+    assert schedule.seconds_until_due() == pytest.approx(canary_module.IDLE_S), "a server that is seldom idle for long"
+    clock.now += 0.2
+    for _ in range(4):  # ends case 0 and starts case 1
+        schedule.run_step_if_due()
+    schedule.interrupt()
+    assert canary.closed == 1 and schedule.stats.cases_used == 1 and schedule.stats.last_success == 0
+    canary.differences = ["token 5 instead of 4"]
+    clock.now += 0.2
+    run_until_not_due(schedule)
+    assert (schedule.stats.cases_used, schedule.stats.cases_not_repeatable, schedule.stats.rounds) == (2, 1, 0)
+    assert "two runs differ: token 5 instead of 4" in caplog.text
+    assert schedule.stats.last_success == clock.now and schedule.seconds_until_due() == 600
+
+
 def test_nothing_is_due_without_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     schedule = make_schedule(FakeCanary(0), 0.001)
@@ -136,15 +180,17 @@ def test_nothing_is_due_without_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 NOISE = """
 import itertools
 from tcdeploy.engine.step.runner import ModelRunner
-logits, calls, record = ModelRunner._logits, itertools.count(), {canary}.Canary._record
+logits, calls, record = ModelRunner._logits, itertools.count(), {canary}.Canary.record_next
 def noisy(self, buffers, *arguments):
     noise = 0.01 * next(calls) if buffers.bucket.name in {buckets} else 0
     return logits(self, buffers, *arguments) * (1 + noise)
-def record_with_noise(self, case):
+def record_with_noise(self):
     ModelRunner._logits = noisy
-    record(self, case)
-    ModelRunner._logits = logits
-{canary}.Canary._record = record_with_noise
+    try:
+        return (yield from record(self))
+    finally:
+        ModelRunner._logits = logits
+{canary}.Canary.record_next = record_with_noise
 """
 
 
@@ -165,8 +211,9 @@ ALL_BUCKETS = ("prefill:32", "prefill:128", "decode:1", "decode:4")
 
 def test_a_server_whose_canary_has_no_case_starts(serve: Callable[..., Any]) -> None:
     with serve(script=noise_in(*ALL_BUCKETS)) as server:
+        wait_for(lambda: server.metric("canary_cases", state="not_repeatable") == 5)
         assert server.metric("canary_cases", state="used") == 0
-        assert server.metric("canary_cases", state="not_repeatable") == 5
+        assert server.metric("canary_last_success_timestamp_seconds") == 0
 
 
 @pytest.mark.long  # compiles a plan of its own
@@ -239,6 +286,7 @@ def test_canaries_change_neither_tokens_nor_the_metrics_of_requests(serve: Calla
         assert server.metric("canary_steps_total") == 0
     with serve("--canary-interval", "0.001") as server:
         wait_for(lambda: server.metric("canary_runs_total") >= 2)
+        assert server.metric("canary_cases", state="used") == 5
         recorded = server.metric("canary_steps_total")
         assert [complete(server, number) for number in range(12)] == alone
         assert server.steps == steps, "the canary is in no metric of buckets"

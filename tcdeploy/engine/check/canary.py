@@ -1,4 +1,4 @@
-"""Reruns fixed prompts through the warmed buckets and compares the results with those recorded after warm-up.
+"""Reruns fixed prompts through the warmed buckets and compares the results with those recorded before.
 
 This is a known-answer test. The same program on the same inputs gives the same logits, so a later difference means that
 weights, programs, KV blocks or the device have changed: a flipped bit in GPU memory, a block table that points to
@@ -25,7 +25,6 @@ import torch
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.step.batch import StepOutput
-from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.stances import fail_on_recompile
 
@@ -100,43 +99,43 @@ class CanaryDifference(NamedTuple):
 class Canary:
     """The cases of an engine and their recorded results. The engine must be idle while a case is recorded or runs."""
 
-    def __init__(self, engine: Engine, progress: Progress | None = None) -> None:
-        """Record all cases, each twice. A case whose two results differ is in `unrepeatable`, and is not used."""
+    def __init__(self, engine: Engine) -> None:
         self._engine, self._runner = engine, engine.runner
         self._tolerance = LOGPROB_TOLERANCE[engine.plan.compute_dtype]
-        self.cases: list[CanaryCase] = []
-        self.unrepeatable: list[CanaryDifference] = []
+        self.unrecorded = make_cases(engine.plan, engine.vocab_size, engine.allocator.capacity)
+        self.cases: list[CanaryCase] = []  # recorded
+        self.unrepeatable: list[CanaryDifference] = []  # of cases that are not used
         self.num_steps = 0  # since the start, recording included
         self._recorded: list[list[StepResult]] = []
-        progress = progress or NullProgress()
-        cases = make_cases(engine.plan, engine.vocab_size, engine.allocator.capacity)
-        for number, case in enumerate(cases, 1):
-            progress.step(number, len(cases), case.name)
-            self._record(case)
+
+    def record_next(self) -> Generator[None, None, CanaryDifference | None]:
+        """Runs the first unrecorded case twice, and yields after each step. If the results differ, it is not used.
+
+        Closing the generator has the same effect as for `check`; the case is then still unrecorded.
+        """
+        case, results = self.unrecorded[0], list[StepResult]()
+        with contextlib.closing(self._run(case)) as steps:
+            for step in steps:
+                results.append(step.result())
+                yield
+        difference = yield from self._compare(case, results)
+        self.unrecorded.pop(0)
+        if difference is not None:
+            self.unrepeatable.append(difference)
+        else:
+            self.cases.append(case)
+            self._recorded.append(results)
+        return difference
 
     def check(self, number: int) -> Generator[None, None, CanaryDifference | None]:
-        """Runs case `number` and yields after each step. Returns the first difference, or None.
+        """Runs recorded case `number` and yields after each step. Returns the first difference, or None.
 
         Closing the generator between two steps releases blocks and rows, so the engine can run a request at once.
         Raises RecompileError if a step would compile.
         """
-        with contextlib.closing(self._compare(self.cases[number], self._recorded[number])) as comparison:
-            for difference in comparison:
-                if difference is not None:
-                    return difference
-                yield
-        return None
+        return self._compare(self.cases[number], self._recorded[number])
 
-    def _record(self, case: CanaryCase) -> None:
-        recorded = [step.result() for step in self._run(case)]
-        with contextlib.closing(self._compare(case, recorded)) as comparison:
-            differences = [difference for difference in comparison if difference is not None]
-        self.unrepeatable += differences
-        if not differences:
-            self.cases.append(case)
-            self._recorded.append(recorded)
-
-    def _compare(self, case: CanaryCase, recorded: list[StepResult]) -> Generator[CanaryDifference | None]:
+    def _compare(self, case: CanaryCase, recorded: list[StepResult]) -> Generator[None, None, CanaryDifference | None]:
         """Run a case and compare each step, up to the first difference.
 
         After a near tie that went the other way, a row has another context, and is not compared any more.
@@ -148,11 +147,11 @@ class Canary:
                 differing = self._differing_rows(expected, result, step) - diverged
                 if differing:
                     row = min(differing)
-                    yield CanaryDifference(case, step.phase, number, row, expected[row], result[row])
-                    return
+                    return CanaryDifference(case, step.phase, number, row, expected[row], result[row])
                 if step.feeds_next:
                     diverged |= {row for row in range(step.rows) if expected[row][0] != result[row][0]}
-                yield None
+                yield
+        return None
 
     def _differing_rows(self, expected: StepResult, result: StepResult, step: CanaryStep) -> set[int]:
         """Rows whose token's log-probability differs, or that have another token and no near tie.
