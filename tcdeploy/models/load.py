@@ -7,11 +7,13 @@ if `trust_remote_code` was requested.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import gc
 import importlib.util
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, SpaceError, TcdeployError, UnknownModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, model_class, remote_class
+from tcdeploy.models.convert.packed_linears import pack_linears
 from tcdeploy.models.convert.quantisation import cast_experts, is_dequantised
 from tcdeploy.models.convert.static_rope import freeze_rope
+from tcdeploy.models.convert.traced_tensor import Trace, TracedTensor
 from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load_errors import first_line, translate_error
 from tcdeploy.models.location import BUILTIN_MODELS, local_folder, read_config_file
@@ -31,9 +35,12 @@ from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights import checkpoint
 from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
 from tcdeploy.models.weights.early_weights import EarlyWeights, PreloadedSlice
+from tcdeploy.models.weights.reader import StoredTensor
+from tcdeploy.models.weights.sources import Source, WeightNotInCheckpointError
 from tcdeploy.planning.extras import check_interpreter
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.torch_compat.tensors_without_storage import supported as can_trace
 from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors
 
 DUMMY_SEED = 0
@@ -164,6 +171,31 @@ def load_model(
     return model.eval()
 
 
+def trace_weights(
+    plan: Plan,
+    config: PreTrainedConfig,
+    stored: Mapping[str, StoredTensor],
+    packed_linears: tuple[tuple[str, ...], ...],
+) -> dict[str, Source]:
+    """The sources of the model's tensors in its checkpoint `stored`, by name after `pack_linears`.
+
+    Loads the model with tensors that have no values (convert/traced_tensor.py). Tensors that are not from the
+    checkpoint are left out. Raises WeightNotInCheckpointError.
+    """
+    if not can_trace():
+        raise WeightNotInCheckpointError(f"its weights cannot be traced with torch {torch.__version__}")
+    trace, dtype = Trace(stored), getattr(torch, plan.weight_dtype)
+    on_cpu = dataclasses.replace(plan, device="cpu")
+    try:
+        with quiet_transformers(), torch.no_grad():
+            model = _pretrained_model(on_cpu, copy.deepcopy(config), dtype, "eager", trace.tensors())
+            pack_linears(model, packed_linears)
+    except Exception as error:  # transformers raises many types
+        raise WeightNotInCheckpointError(trace.problem or first_line(error)) from error
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.source for name, tensor in named if isinstance(tensor, TracedTensor)}
+
+
 def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
     """Random weights, created on the device; equal for equal config, device and torch version.
 
@@ -207,7 +239,7 @@ def _pretrained_model(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     attn_implementation: str,
-    tensors: dict[str, PreloadedSlice] | None = None,
+    tensors: Mapping[str, PreloadedSlice | torch.Tensor] | None = None,
 ) -> PreTrainedModel:
     """The model, from `tensors` on the device or, if None, from the checkpoint's files.
 
@@ -220,9 +252,11 @@ def _pretrained_model(
         placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
     else:  # an auto class needs a path, which a state dict does not have
         loader_class = model_class(config, trust_remote_code=False)
-        if loader_class is None or loader_class.config_class is not type(config):  # it takes the text model's config
+        if loader_class is None:
             message = f"{config.model_type} cannot be loaded from a state dict"
             raise UnsupportedModelError(message, "load it from its files")
+        if loader_class.config_class is type(config.get_text_config()):
+            config = config.get_text_config()  # as an auto class does
     model, report = loader_class.from_pretrained(
         path,
         state_dict=tensors,

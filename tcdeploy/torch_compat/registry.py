@@ -12,15 +12,15 @@ import importlib.metadata
 from tcdeploy.torch_compat.internal import Internal
 
 MODULES = (
-    "failed_capture", "torch_flash", "dynamo.body_forward", "dynamo.compile_counters", "dynamo.compile_errors",
-    "dynamo.compile_refusal", "dynamo.compile_threads", "dynamo.compile_trace", "dynamo.compiled_call",
-    "dynamo.dispatch_mode", "dynamo.eager_input_vals", "dynamo.fake_tensors", "dynamo.mark_dynamic",
-    "dynamo.operation_trace", "inductor.aot_package", "inductor.aot_pdl", "inductor.autotune_cache",
-    "inductor.benchmarker",
-    "inductor.compiler_queries", "inductor.custom_graph_pass", "inductor.graph_cache_keys",
-    "inductor.installation_hashes", "inductor.kernel_environment", "inductor.package_builds", "inductor.pdl",
-    "inductor.precompiled_headers", "inductor.settings", "transformers.fast_import", "transformers.float32_tensors",
-    "triton.cache", "triton.platform_key", "triton.source", "triton.stored_kernels", "uvicorn.protocol",
+    "failed_capture", "tensors_without_storage", "torch_flash", "dynamo.body_forward", "dynamo.compile_counters",
+    "dynamo.compile_errors", "dynamo.compile_refusal", "dynamo.compile_threads", "dynamo.compile_trace",
+    "dynamo.compiled_call", "dynamo.dispatch_mode", "dynamo.eager_input_vals", "dynamo.fake_tensors",
+    "dynamo.mark_dynamic", "dynamo.operation_trace", "inductor.aot_package", "inductor.aot_pdl",
+    "inductor.autotune_cache", "inductor.benchmarker", "inductor.compiler_queries", "inductor.custom_graph_pass",
+    "inductor.graph_cache_keys", "inductor.installation_hashes", "inductor.kernel_environment",
+    "inductor.package_builds", "inductor.pdl", "inductor.precompiled_headers", "inductor.settings",
+    "transformers.fast_import", "transformers.float32_tensors", "triton.cache", "triton.platform_key",
+    "triton.source", "triton.stored_kernels", "uvicorn.protocol",
 )  # fmt: skip
 INTERNALS: tuple[Internal, ...] = tuple(
     importlib.import_module(f"tcdeploy.torch_compat.{module}").supported for module in MODULES

@@ -14,6 +14,7 @@ import pytest
 
 from tests.coverage.campaign import Result, check_type, model_types, table
 from tests.coverage.small_configs import LAYERS, representative, small_config
+from tests.coverage.weights import check_weights
 
 SERVED = {
     "llama": "RMSNorm, rotary embedding, grouped queries, gated MLP",
@@ -65,6 +66,12 @@ def with_marks(model_type: str) -> Any:
 def test_a_type_generates_the_tokens_of_transformers(model_type: str, tmp_path: Path) -> None:
     result = check_type(model_type, str(tmp_path), compiles=False)
     assert result.verdict == ("served as text only" if model_type in TEXT_ONLY else "served"), result.reason
+
+
+@pytest.mark.parametrize("model_type", map(with_marks, [*SERVED, *TEXT_ONLY]))
+def test_the_weights_of_a_type_are_found_in_its_checkpoint(model_type: str) -> None:
+    result = check_weights(model_type)
+    assert result.verdict == "equal", result.reason
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -16,9 +16,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,12 +50,23 @@ class StoredTensor(NamedTuple):
     begin: int
     end: int
 
+    def rows(self, begin: int, end: int) -> StoredTensor:
+        """Rows [begin, end) of the first dimension."""
+        row_bytes = (self.end - self.begin) // self.shape[0]
+        first = self.begin + begin * row_bytes
+        return self._replace(shape=(end - begin, *self.shape[1:]), begin=first, end=first + (end - begin) * row_bytes)
+
 
 class Copy(NamedTuple):
-    """Read `source` into `target`, which has the same shape; convert it if the dtypes differ."""
+    """Read `source` into `target`, which has the same shape; convert it if the dtypes differ.
+
+    evaluate: if not None, what to write instead of `source`, which is only one of the stored tensors that it reads. It
+        is called in a thread.
+    """
 
     source: StoredTensor
     target: Tensor
+    evaluate: Callable[[], Tensor] | None = None
 
 
 @dataclass
@@ -125,7 +137,7 @@ def copying_tensors(copies: Iterable[Copy], stop: threading.Event | None = None)
     total, num_bytes = ReadTotal(), 0
     for copy in sorted(copies, key=lambda copy: (copy.source.path, copy.source.begin)):
         targets.append(copy.target)
-        num_bytes += copy.source.end - copy.source.begin
+        num_bytes += copy.target.nbytes if copy.evaluate else copy.source.end - copy.source.begin
         for task in _tasks(copy):
             tasks.put(task)
     if not targets:
@@ -165,19 +177,19 @@ def _synchronize(device: torch.device) -> None:
 class _Task(NamedTuple):
     """Copy the file's bytes from `begin` into `target`, which is a view [bytes] uint8.
 
-    With `converts`, `target` is the tensor itself, and the whole source is read and converted.
+    With `evaluate`, `target` is the tensor itself, which gets the result.
     """
 
     source: StoredTensor
     begin: int
     target: Tensor
-    converts: bool = False
+    evaluate: Callable[[], Tensor] | None = None
 
 
 def _tasks(copy: Copy) -> Iterator[_Task]:
-    source, target = copy
-    if target.dtype != source.dtype or not target.is_contiguous():
-        yield _Task(source, source.begin, target, converts=True)
+    source, target, evaluate = copy
+    if evaluate or target.dtype != source.dtype or not target.is_contiguous():
+        yield _Task(source, source.begin, target, evaluate or partial(read_tensor, source))
         return
     content = target.view(-1).view(torch.uint8)
     for start in range(0, len(content), CHUNK_BYTES):
@@ -196,15 +208,15 @@ def _run_tasks(
         try:
             while not stop.is_set():
                 try:
-                    source, begin, target, converts = tasks.get_nowait()
+                    source, begin, target, evaluate = tasks.get_nowait()
                 except queue.Empty:
                     break
                 if source.path not in descriptors:
                     descriptors[source.path] = os.open(source.path, os.O_RDONLY)
                     stack.callback(os.close, descriptors[source.path])
                 descriptor = descriptors[source.path]
-                if converts:
-                    target.copy_(read_tensor(source))
+                if evaluate is not None:
+                    target.copy_(evaluate())
                 elif staging is not None:
                     staging.read(descriptor, target, begin, source.path)
                 else:

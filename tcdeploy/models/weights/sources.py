@@ -1,34 +1,44 @@
-"""Describes where a loaded model's tensors are in its checkpoint, so that they can be loaded without its code.
+"""Describes where a model's tensors are in its checkpoint, so that they can be loaded without its code.
 
-transformers renames, merges and casts tensors while it loads them, and `pack_linears` packs layers. What they did is
-found by comparing values. Where several tensors of the checkpoint have the same values, such as biases of zeros, names
-decide; otherwise the description would be wrong for another checkpoint of the same shapes. Buffers that are computed,
-such as rotary frequencies, are stored beside the description.
+transformers renames, merges and casts tensors while it loads them, and `pack_linears` packs layers. What they do is
+recorded on tensors without values (convert/traced_tensor.py). Buffers that are computed, such as rotary frequencies,
+are stored beside the description.
 
 A source is one of, as JSON:
 
-    ["tensor", NAME]     a tensor of the checkpoint
-    ["cat", [...]]       sources, joined along the first dimension
-    ["stack", [...]]     sources, as the elements of the first dimension
-    ["same", NAME]       another tensor of the model, whose memory it shares
-    ["stored", NAME]     a tensor that is stored beside the description
+    ["tensor", NAME]                      a tensor of the checkpoint
+    ["cat", DIM, [...]]                   sources, joined along a dimension
+    ["stack", DIM, [...]]                 sources, as the elements of a new dimension
+    ["slice", DIM, BEGIN, END, SOURCE]    elements [BEGIN, END) of a dimension
+    ["permute", DIMS, SOURCE]             the dimensions in another order
+    ["reshape", SHAPE, SOURCE]            the same elements in another shape
+    ["same", NAME]                        another tensor of the model, whose memory it shares
+    ["stored", NAME]                      a tensor that is stored beside the description
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from tcdeploy.models.weights.reader import THREADS, Copy, ReadTotal, StoredTensor, copying_tensors, read_elements
+from tcdeploy.models.weights.reader import (
+    THREADS,
+    Copy,
+    ReadTotal,
+    StoredTensor,
+    copying_tensors,
+    read_elements,
+    read_tensor,
+)
 
-FINGERPRINT_ELEMENTS = 32
 CHUNK_ELEMENTS = 4 << 20
 MAX_STORED_BYTES = 64 << 20
 ALIGNMENT_BYTES = 512  # as in torch's CUDA caching allocator
@@ -54,33 +64,38 @@ class LoadingWeights(NamedTuple):
 
 
 class WeightNotInCheckpointError(Exception):
-    """A tensor of the model is not in the checkpoint, or several tensors of the checkpoint have its values."""
+    """A tensor of the model does not come from the checkpoint alone, or has other values."""
 
 
 def describe_weights(
-    model: nn.Module, checkpoint: Mapping[str, StoredTensor], packed_linears: Iterable[tuple[str, ...]] = ()
+    model: nn.Module, traced: Mapping[str, Source], checkpoint: Mapping[str, StoredTensor]
 ) -> DescribedWeights:
-    """Find all parameters and buffers of `model` in its checkpoint. Reads the checkpoint once.
+    """Describe all parameters and buffers of `model`, and compare their values with the checkpoint, which is read once.
 
-    `packed_linears`: groups of module paths whose weights `pack_linears` has joined. Raises WeightNotInCheckpointError.
+    traced: the sources of those that come from the checkpoint, by name. Raises WeightNotInCheckpointError.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors: dict[str, Tensor] = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
     names: dict[tuple[object, ...], str] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(_memory(name, tensor), name)
-    found = _find_all({name: tensors[name] for name in names.values()}, checkpoint, packed_linears)
     sources: dict[str, WeightSource] = {}
     stored: dict[str, Tensor] = {}
+    compared: list[tuple[str, Copy]] = []
     for name, tensor in tensors.items():
-        first = names[_memory(name, tensor)]
-        source: Source | None = found[name] if first == name else ["same", first]
-        if source is None:
+        first = names.setdefault(_memory(name, tensor), name)
+        source: Source = ["same", first] if first != name else traced.get(name, ["stored", name])
+        if source[0] == "stored":
             if name in parameters or tensor.nbytes + sum(item.nbytes for item in stored.values()) > MAX_STORED_BYTES:
-                message = f"{name} is not in the checkpoint, or is equal to several tensors of it"
-                raise WeightNotInCheckpointError(message)
-            stored[name], source = tensor.detach().cpu().contiguous(), ["stored", name]
+                raise WeightNotInCheckpointError(f"{name} is not in the checkpoint")
+            stored[name] = tensor.detach().cpu().contiguous()
+        elif source[0] != "same":
+            if not tensor.is_contiguous():
+                raise WeightNotInCheckpointError(f"{name} is not contiguous")
+            compared += [(name, copy) for copy in _copies(source, tensor.detach(), checkpoint)]
         sources[name] = WeightSource(_dtype_name(tensor.dtype), tuple(tensor.shape), source)
+    with ThreadPoolExecutor(THREADS) as threads:  # in one thread, the 16 GB of an 8B model took 31 s (H100 machine)
+        for (name, _), is_equal in zip(compared, threads.map(lambda item: _is_equal(item[1]), compared), strict=True):
+            if not is_equal:
+                raise WeightNotInCheckpointError(f"{name} has other values than the checkpoint")
     return DescribedWeights(sources, stored)
 
 
@@ -89,14 +104,20 @@ def _memory(name: str, tensor: Tensor) -> tuple[object, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
 
 
-def _find_all(
-    tensors: Mapping[str, Tensor], checkpoint: Mapping[str, StoredTensor], packed_linears: Iterable[tuple[str, ...]]
-) -> dict[str, Source | None]:
-    """Find tensors in several threads: in one, the 16 GB of an 8B model took 31 s (H100 machine)."""
-    finder = _Finder(checkpoint, packed_linears, {tensor.dtype for tensor in tensors.values()})
-    with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(finder.find, tensors, tensors.values())
-        return dict(zip(tensors, found, strict=True))
+def _is_equal(copy: Copy) -> bool:
+    """Whether the target has the values of the source.
+
+    In chunks for which the allocator keeps its memory, because page faults took longer than reading.
+    """
+    stored, target, evaluate = copy
+    if evaluate is not None or not target.is_contiguous():
+        return torch.equal((evaluate or partial(read_tensor, stored))().to(target.dtype), target.cpu())
+    elements = target.reshape(-1)
+    for first in range(0, elements.numel(), CHUNK_ELEMENTS):
+        chunk = elements[first : first + CHUNK_ELEMENTS].cpu()
+        if not torch.equal(read_elements(stored, first, CHUNK_ELEMENTS).to(target.dtype), chunk):
+            return False
+    return True
 
 
 @contextlib.contextmanager
@@ -148,128 +169,64 @@ def _allocate(sources: Mapping[str, WeightSource], device: str) -> dict[str, Ten
     return tensors
 
 
-def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTensor]) -> Iterator[Copy]:
-    kind, value = source
-    if kind == "tensor":
-        if checkpoint[value].shape != tuple(target.shape):
-            raise ValueError(f"{value} has the shape {list(checkpoint[value].shape)}, not {list(target.shape)}")
-        yield Copy(checkpoint[value], target)
-    elif kind == "stack":
-        for part, element in zip(value, target, strict=True):
-            yield from _copies(part, element, checkpoint)
+def evaluate(source: Source, read: Callable[[str], Tensor]) -> Tensor:
+    """The tensor that a source describes. `read` returns a tensor of the checkpoint."""
+    match source:
+        case ["tensor", name]:
+            return read(name)
+        case ["cat", dim, parts]:
+            return torch.cat([evaluate(part, read) for part in parts], dim)
+        case ["stack", dim, parts]:
+            return torch.stack([evaluate(part, read) for part in parts], dim)
+        case ["slice", dim, begin, end, inner]:
+            return evaluate(inner, read).narrow(dim, begin, end - begin)
+        case ["permute", dims, inner]:
+            return evaluate(inner, read).permute(dims)
+        case ["reshape", shape, inner]:
+            return evaluate(inner, read).reshape(shape)
+    raise ValueError(f"unknown source {source[:1]}")
+
+
+def stored_names(source: Source) -> Iterator[str]:
+    """The tensors of the checkpoint in a source."""
+    if source[0] == "tensor":
+        yield source[1]
     else:
-        start = 0
-        for part in value:
-            rows = checkpoint[part[1]].shape[0]
-            yield from _copies(part, target[start : start + rows], checkpoint)
-            start += rows
-        if start != target.shape[0]:
-            raise ValueError(f"{value} have {start} rows together, not {target.shape[0]}")
+        for part in source[2] if source[0] in ("cat", "stack") else source[-1:]:
+            yield from stored_names(part)
 
 
-class _Finder:
-    """Finds tensors of a checkpoint by their first elements, and then compares all."""
-
-    def __init__(
-        self,
-        checkpoint: Mapping[str, StoredTensor],
-        packed_linears: Iterable[tuple[str, ...]],
-        dtypes: Iterable[torch.dtype],
-    ) -> None:
-        """`dtypes`: of the tensors that will be searched for."""
-        self._checkpoint = checkpoint
-        self._groups = {path: group for group in packed_linears for path in group}
-        self._names = {dtype: self._index(dtype) for dtype in dtypes}  # by dtype after conversion, and fingerprint
-
-    def find(self, name: str, tensor: Tensor) -> Source | None:
-        """Where a contiguous tensor of the model comes from; None if nothing has its values, or if several do."""
-        if not tensor.numel() or not tensor.is_contiguous():
-            return None
-        path, _, leaf = name.rpartition(".")
-        tensor = tensor.detach()
-        if path in self._groups and leaf.startswith("packed_"):
-            parts = [f"{part}.{leaf.removeprefix('packed_')}" for part in self._groups[path]]
-            if source := self._joined(tensor, parts):
-                return source
-        return self._joined(tensor, [name]) or self._stacked(tensor)
-
-    def _joined(self, tensor: Tensor, names: Sequence[str] = ()) -> Source | None:
-        """The tensor of the checkpoint, or those that are joined. `names`: in the model, to choose among equal ones.
-
-        Several names are those of the parts of a packed layer.
-        """
-        parts: list[Source] = []
-        start = 0
-        while not parts or start < tensor.shape[0]:
-            rest = tensor[start:] if tensor.ndim else tensor
-            equal = [item for item in self._candidates(rest) if self._begins_with(item, rest)]
-            if not parts and len(names) < 2:  # a tensor with all values is preferred to those with the first
-                equal = [item for item in equal if self._checkpoint[item].shape == tuple(tensor.shape)] or equal
-            if len(equal) > 1:
-                named = self._named(names[len(parts)]) if len(parts) < len(names) else None
-                equal = [item for item in equal if item == named]
-            if not equal:
-                return None
-            parts.append(["tensor", equal[0]])
-            if (shape := self._checkpoint[equal[0]].shape) == tuple(tensor.shape):
-                return parts[0]
-            start += shape[0]
-        return ["cat", parts]
-
-    def _stacked(self, tensor: Tensor) -> Source | None:
-        if tensor.ndim < 2:
-            return None
-        parts: list[Source] = []
-        for element in tensor:
-            if (source := self._joined(element)) is None:  # usually at the first of perhaps 100,000 elements
-                return None
-            parts.append(source)
-        return ["stack", parts]
-
-    def _named(self, name: str) -> str | None:
-        """The tensor of this name, with another prefix if there is only one such tensor."""
-        if name in self._checkpoint:
-            return name
-        matching = [item for item in self._checkpoint if item.endswith(f".{name}") or name.endswith(f".{item}")]
-        return matching[0] if len(matching) == 1 else None
-
-    def _candidates(self, tensor: Tensor) -> list[str]:
-        """Tensors that begin with the same elements."""
-        fingerprint = _fingerprint(tensor.reshape(-1)[:FINGERPRINT_ELEMENTS])
-        names, size = self._names[tensor.dtype], tensor.element_size()
-        # A stored tensor with fewer elements than a fingerprint has a shorter one.
-        lengths = range(size, len(fingerprint) + size, size)
-        return [item for length in lengths for item in names.get(fingerprint[:length], ())]
-
-    def _index(self, dtype: torch.dtype) -> dict[bytes, list[str]]:
-        names: defaultdict[bytes, list[str]] = defaultdict(list)
-        for name, stored in self._checkpoint.items():
-            if stored.dtype.is_floating_point == dtype.is_floating_point:
-                names[_fingerprint(read_elements(stored, 0, FINGERPRINT_ELEMENTS).to(dtype))].append(name)
-        return names
-
-    def _begins_with(self, name: str, tensor: Tensor) -> bool:
-        """Whether the first rows of a tensor, or all of it, are a tensor of the checkpoint."""
-        stored = self._checkpoint[name]
-        if stored.shape != tuple(tensor.shape):
-            if not (tensor.ndim and stored.shape and 0 < stored.shape[0] < tensor.shape[0]):
-                return False
-            tensor = tensor[: stored.shape[0]]
-        return stored.shape == tuple(tensor.shape) and _is_equal(stored, tensor)
+def _shape(source: Source, checkpoint: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+    return tuple(evaluate(source, lambda name: torch.empty(checkpoint[name].shape, device="meta")).shape)
 
 
-def _is_equal(stored: StoredTensor, tensor: Tensor) -> bool:
-    """In chunks for which the allocator keeps its memory, because page faults took longer than reading."""
-    elements = tensor.reshape(-1)
-    for first in range(0, elements.numel(), CHUNK_ELEMENTS):
-        chunk = elements[first : first + CHUNK_ELEMENTS].cpu()
-        if not torch.equal(read_elements(stored, first, CHUNK_ELEMENTS).to(tensor.dtype), chunk):
-            return False
-    return True
+def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTensor]) -> Iterator[Copy]:
+    """Copies that fill `target`. Parts are written to their places in it; what has none is evaluated in host memory.
 
-
-def _fingerprint(elements: Tensor) -> bytes:
-    return bytes(elements.contiguous().view(torch.uint8).cpu().numpy())
+    Raises KeyError, or ValueError if the shapes differ.
+    """
+    if (shape := _shape(source, checkpoint)) != tuple(target.shape):
+        names = ", ".join(itertools.islice(stored_names(source), 3))
+        raise ValueError(f"{names} has the shape {[*shape]}, not {[*target.shape]}")
+    match source:
+        case ["tensor", name]:
+            yield Copy(checkpoint[name], target)
+        case ["cat", dim, parts]:
+            sizes = [_shape(part, checkpoint)[dim] for part in parts]
+            for part, piece in zip(parts, target.split(sizes, dim), strict=True):
+                yield from _copies(part, piece, checkpoint)
+        case ["stack", dim, parts]:
+            for part, piece in zip(parts, target.unbind(dim), strict=True):
+                yield from _copies(part, piece, checkpoint)
+        case ["slice", 0, begin, end, ["tensor", name]]:
+            yield Copy(checkpoint[name].rows(begin, end), target)
+        case ["permute", dims, inner]:
+            yield from _copies(inner, target.permute([dims.index(dim) for dim in range(len(dims))]), checkpoint)
+        case ["reshape", _, inner] if target.is_contiguous():
+            yield from _copies(inner, target.view(_shape(inner, checkpoint)), checkpoint)
+        case _:
+            first = next(stored_names(source))
+            yield Copy(checkpoint[first], target, partial(evaluate, source, lambda name: read_tensor(checkpoint[name])))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from tcdeploy.engine.check.stored_reference import reference_digest, write_refer
 from tcdeploy.engine.generation_defaults import read_model_defaults
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import ModelError, TcdeployError
-from tcdeploy.models.load import config_to_dict
+from tcdeploy.models.load import config_to_dict, trace_weights
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.sources import digest_sources, record_executed_files, source_files
 from tcdeploy.models.weights.reader import stored_tensors
@@ -80,7 +80,8 @@ class StartRecorder:
             return []
         try:
             checkpoint = stored_tensors(weight_files(folder))
-            weights = describe_weights(runner.model, checkpoint, architecture.packed_linears)
+            traced = trace_weights(planned.plan, planned.config, checkpoint, architecture.packed_linears)
+            weights = describe_weights(runner.model, traced, checkpoint)
             sources = digest_sources(self._files | source_files(runner.model))
         except (WeightNotInCheckpointError, ModelError, OSError) as reason:
             log.warning("later starts load this model with transformers, and not from its packages alone: %s", reason)

@@ -1,0 +1,176 @@
+"""Finds where each tensor of a model is in its checkpoint, by letting transformers load tensors that only record.
+
+A `TracedTensor` has the shape and dtype of a tensor of the checkpoint, and no values. Operations that move elements,
+such as those of transformers' conversions and of `pack_linears`, return other traced tensors, whose `source`
+(weights/sources.py) says which elements they have. An operation that computes values is an error, which transformers
+reports without its text; `Trace.problem` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcdeploy.models.weights.reader import StoredTensor, read_tensor
+from tcdeploy.models.weights.sources import Source, evaluate, stored_names
+from tcdeploy.torch_compat.tensors_without_storage import make_wrapper
+
+PLACEMENT = {"device", "layout", "pin_memory", "non_blocking"}  # arguments that do not change a traced tensor
+_aten = torch.ops.aten
+
+
+class UnknownOperationError(Exception):
+    """An operation that computes values, or that no rule describes."""
+
+
+class Trace:
+    """The checkpoint of a set of traced tensors. problem: the first operation without a rule; "" if there is none."""
+
+    def __init__(self, checkpoint: Mapping[str, StoredTensor]) -> None:
+        self.checkpoint, self.problem = checkpoint, ""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """A traced tensor for each tensor of the checkpoint."""
+        return {
+            name: TracedTensor(["tensor", name], torch.empty(stored.shape, dtype=stored.dtype, device="meta"), self)
+            for name, stored in self.checkpoint.items()
+        }
+
+
+class TracedTensor(Tensor):
+    """A tensor without values, which claims to be on the CPU. `origin`: torch.Tensor has a method `trace`."""
+
+    source: Source
+    origin: Trace
+
+    @staticmethod
+    def __new__(cls, source: Source, like: Tensor, trace: Trace) -> TracedTensor:
+        """`like`: has the shape, strides and dtype."""
+        tensor = make_wrapper(cls, like, "cpu")
+        tensor.source, tensor.origin = source, trace
+        return tensor
+
+    def read(self) -> Tensor:
+        """The values, from the files."""
+        return evaluate(self.source, lambda name: read_tensor(self.origin.checkpoint[name])).to(self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        trace = next(item.origin for item in (first, *args) if isinstance(item, TracedTensor))
+        try:
+            return _apply(func, trace, args, kwargs or {})
+        except UnknownOperationError as error:
+            trace.problem = trace.problem or str(error)
+            raise
+
+
+def _apply(func: Any, trace: Trace, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func is _aten.equal.default:  # transformers compares tied tensors if a checkpoint has both
+        first, second = map(_traced, args)
+        return first.source == second.source or torch.equal(first.read(), second.read())
+    rule = RULES.get(func.overloadpacket)
+    if rule is None:
+        raise UnknownOperationError(f"{func} computes values of weights")
+    inputs = [*map(_without_values, args[0])] if isinstance(args[0], list) else _without_values(args[0])
+    result = func(inputs, *args[1:], **{name: kwargs[name] for name in kwargs.keys() - PLACEMENT})
+    if isinstance(result, Tensor):
+        return TracedTensor(rule(result, *args), result, trace)
+    return [TracedTensor(source, part, trace) for source, part in zip(rule(result, *args), result, strict=True)]
+
+
+def _traced(tensor: Tensor) -> TracedTensor:
+    if not isinstance(tensor, TracedTensor):
+        raise UnknownOperationError("a weight is combined with a tensor that is not in the checkpoint")
+    return tensor
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    _traced(tensor)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _same(result: Tensor, tensor: TracedTensor, *_: Any) -> Source:
+    return tensor.source
+
+
+def _cast(result: Tensor, tensor: TracedTensor, *_: Any) -> Source:
+    """Values are cast once, when they are written, so the tensor must still have the dtype of the checkpoint."""
+    stored = {tensor.origin.checkpoint[name].dtype for name in stored_names(tensor.source)}
+    if result.dtype != tensor.dtype and stored != {tensor.dtype}:
+        raise UnknownOperationError(f"weights are cast to {tensor.dtype}, and then to {result.dtype}")
+    return tensor.source
+
+
+def _pad(result: Tensor, tensor: TracedTensor, *_: Any) -> Source:
+    """transformers pads the bias of an output layer to the vocabulary, usually by nothing."""
+    if result.shape != tensor.shape:
+        raise UnknownOperationError("weights are padded")
+    return tensor.source
+
+
+def _reshape(result: Tensor, tensor: TracedTensor, *_: Any) -> Source:
+    return tensor.source if result.shape == tensor.shape else ["reshape", [*result.shape], tensor.source]
+
+
+def _join(kind: str) -> Callable[..., Source]:
+    def join(result: Tensor, tensors: list[TracedTensor], dim: int = 0) -> Source:
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise UnknownOperationError("weights of different dtypes are joined")
+        return tensors[0].source if kind == "cat" and len(tensors) == 1 else [
+            kind, dim % result.ndim, [tensor.source for tensor in tensors]
+        ]  # fmt: skip
+
+    return join
+
+
+def _permute(result: Tensor, tensor: TracedTensor, dims: list[int]) -> Source:
+    return ["permute", [dim % tensor.ndim for dim in dims], tensor.source]
+
+
+def _transpose(result: Tensor, tensor: TracedTensor, first: int = 0, second: int = 1) -> Source:
+    dims = [*range(tensor.ndim)]
+    dims[first], dims[second] = dims[second], dims[first]
+    return _permute(result, tensor, dims)
+
+
+def _part(tensor: TracedTensor, dim: int, begin: int, length: int) -> Source:
+    if length == tensor.shape[dim]:
+        return tensor.source
+    return ["slice", dim % tensor.ndim, begin, begin + length, tensor.source]
+
+
+def _slice(
+    result: Tensor, tensor: TracedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Source:
+    if step != 1:
+        raise UnknownOperationError("every second element of weights, or fewer, are taken")
+    begin, _, _ = slice(start, end).indices(tensor.shape[dim])
+    return _part(tensor, dim, begin, result.shape[dim])
+
+
+def _split(results: list[Tensor], tensor: TracedTensor, sizes: Any, dim: int = 0) -> list[Source]:
+    begins = [sum(part.shape[dim] for part in results[:index]) for index in range(len(results))]
+    return [_part(tensor, dim, begin, part.shape[dim]) for begin, part in zip(begins, results, strict=True)]
+
+
+def _select(result: Tensor, tensor: TracedTensor, dim: int, index: int) -> Source:
+    return ["reshape", [*result.shape], _part(tensor, dim, index % tensor.shape[dim], 1)]
+
+
+def _unbind(results: list[Tensor], tensor: TracedTensor, dim: int = 0) -> list[Source]:
+    return [_select(result, tensor, dim, index) for index, result in enumerate(results)]
+
+
+# By operation: (result, arguments of the operation) to the source of the result, or to those of several results.
+RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((_aten.alias, _aten.detach, _aten.clone, _aten.lift_fresh), _same), _aten._to_copy: _cast,
+    _aten.constant_pad_nd: _pad,
+    **dict.fromkeys((_aten.view, _aten._unsafe_view, _aten._reshape_alias, _aten.unsqueeze, _aten.squeeze), _reshape),
+    _aten.cat: _join("cat"), _aten.stack: _join("stack"), _aten.permute: _permute, _aten.transpose: _transpose,
+    _aten.t: _transpose, _aten.slice: _slice, _aten.split: _split, _aten.split_with_sizes: _split,
+    _aten.select: _select, _aten.unbind: _unbind,
+}  # fmt: skip
