@@ -19,7 +19,6 @@ from tcdeploy.models.weights.sources import Source, evaluate, stored_names
 from tcdeploy.torch_compat.tensors_without_storage import make_wrapper
 
 PLACEMENT = {"device", "layout", "pin_memory", "non_blocking"}  # arguments that do not change a traced tensor
-_aten = torch.ops.aten
 
 
 class UnknownOperationError(Exception):
@@ -69,10 +68,10 @@ class TracedTensor(Tensor):
 
 
 def _apply(func: Any, trace: Trace, args: Any, kwargs: dict[str, Any]) -> Any:
-    if func is _aten.equal.default:  # transformers compares tied tensors if a checkpoint has both
+    if func is torch.ops.aten.equal.default:  # transformers compares tied tensors if a checkpoint has both
         first, second = map(_traced, args)
         return first.source == second.source or torch.equal(first.read(), second.read())
-    rule = RULES.get(func.overloadpacket)
+    rule = RULES.get(str(func.overloadpacket))
     if rule is None:
         raise UnknownOperationError(f"{func} computes values of weights")
     inputs = [*map(_without_values, args[0])] if isinstance(args[0], list) else _without_values(args[0])
@@ -166,11 +165,11 @@ def _unbind(results: list[Tensor], tensor: TracedTensor, dim: int = 0) -> list[S
 
 
 # By operation: (result, arguments of the operation) to the source of the result, or to those of several results.
-RULES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((_aten.alias, _aten.detach, _aten.clone, _aten.lift_fresh), _same), _aten._to_copy: _cast,
-    _aten.constant_pad_nd: _pad,
-    **dict.fromkeys((_aten.view, _aten._unsafe_view, _aten._reshape_alias, _aten.unsqueeze, _aten.squeeze), _reshape),
-    _aten.cat: _join("cat"), _aten.stack: _join("stack"), _aten.permute: _permute, _aten.transpose: _transpose,
-    _aten.t: _transpose, _aten.slice: _slice, _aten.split: _split, _aten.split_with_sizes: _split,
-    _aten.select: _select, _aten.unbind: _unbind,
+RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("aten.alias", "aten.detach", "aten.clone", "aten.lift_fresh"), _same), "aten._to_copy": _cast,
+    "aten.constant_pad_nd": _pad,
+    **dict.fromkeys(("aten.view", "aten._unsafe_view", "aten.unsqueeze", "aten.squeeze"), _reshape),
+    "aten.cat": _join("cat"), "aten.stack": _join("stack"), "aten.permute": _permute, "aten.transpose": _transpose,
+    "aten.t": _transpose, "aten.slice": _slice, "aten.split": _split, "aten.split_with_sizes": _split,
+    "aten.select": _select, "aten.unbind": _unbind,
 }  # fmt: skip

@@ -197,7 +197,25 @@ def stored_names(source: Source) -> Iterator[str]:
 
 
 def _shape(source: Source, checkpoint: Mapping[str, StoredTensor]) -> tuple[int, ...]:
-    return tuple(evaluate(source, lambda name: torch.empty(checkpoint[name].shape, device="meta")).shape)
+    """Not by `evaluate` on meta tensors, for which torch imports its compiler."""
+    match source:
+        case ["tensor", name]:
+            return checkpoint[name].shape
+        case ["cat", dim, parts]:
+            shapes = [_shape(part, checkpoint) for part in parts]
+            return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+        case ["stack", dim, parts]:
+            shape = _shape(parts[0], checkpoint)
+            return (*shape[:dim], len(parts), *shape[dim:])
+        case ["slice", dim, begin, end, inner]:
+            shape = _shape(inner, checkpoint)
+            return (*shape[:dim], end - begin, *shape[dim + 1 :])
+        case ["permute", dims, inner]:
+            shape = _shape(inner, checkpoint)
+            return tuple(shape[dim] for dim in dims)
+        case ["reshape", shape, _]:
+            return tuple(shape)
+    raise ValueError(f"unknown source {source[:1]}")
 
 
 def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTensor]) -> Iterator[Copy]:
