@@ -1,1 +1,1 @@
-"""Changes of a model between its checkpoint and its programs: packed tensors, traces of conversions, quantised weights, RoPE."""
+"""Changes of a model between its checkpoint and its programs: packing, traces of conversions, quantised weights, RoPE."""
