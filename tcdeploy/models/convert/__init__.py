@@ -1,1 +1,1 @@
-"""Changes of a model between its checkpoint and its programs: packing, traces of conversions, quantised weights, RoPE."""
+"""What changes a model between its checkpoint and its programs: packing, conversions, quantised weights, RoPE."""
