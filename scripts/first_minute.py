@@ -36,7 +36,7 @@ class FirstTokens(NamedTuple):
     """Milliseconds to the first token; `failed` requests had none."""
 
     median: float
-    p99: float  # the nearest rank
+    p99: float  # by the nearest-rank method
     requests: int
     failed: int
 
@@ -46,7 +46,7 @@ def random_prompt(source: random.Random) -> list[int]:
 
 
 def measure(url: str, periods: Periods) -> dict[str, FirstTokens]:
-    """First tokens in the minute after /ready, which is now, and later."""
+    """First tokens of a server that has just become ready: in the minute after /ready, and later."""
     source, model = random.Random(0), served_model(url)
     minute = send_requests(url, model, periods.minute, source)
     time.sleep(periods.idle)
@@ -54,6 +54,7 @@ def measure(url: str, periods: Periods) -> dict[str, FirstTokens]:
 
 
 def send_requests(url: str, model: str, seconds: float, source: random.Random) -> FirstTokens:
+    """Send a request every INTERVAL_S for `seconds`, and wait for all. Exits if none is answered."""
     count = max(1, round(seconds / INTERVAL_S))
     bodies = [json.dumps(request(model, random_prompt(source))) for _ in range(count)]
     first_tokens: list[float | None] = [None] * count
@@ -73,7 +74,7 @@ def send_requests(url: str, model: str, seconds: float, source: random.Random) -
         thread.join()
     answered = [value * 1e3 for value in first_tokens if value is not None]
     if not answered:
-        raise SystemExit("no request was answered")
+        raise SystemExit("error: no request was answered; the reasons are above")
     p99 = sorted(answered)[math.ceil(0.99 * len(answered)) - 1]
     return FirstTokens(round(statistics.median(answered), 2), round(p99, 2), count, count - len(answered))
 
@@ -84,7 +85,10 @@ def request(model: str, prompt: list[int]) -> dict[str, object]:
 
 
 def first_token_seconds(url: str, body: str) -> float:
-    """Seconds from before the connection until the first token. Reads the whole answer."""
+    """Seconds from before the connection to the first token. Reads the whole answer.
+
+    Raises OSError and HTTPException.
+    """
     address = urlsplit(url)
     assert address.hostname is not None
     connection = http.client.HTTPConnection(address.hostname, address.port, timeout=TIMEOUT_S)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the app answers before
 SWITCH_INTERVAL_S = 0.0005
 DRAIN_POLL_S, DRAIN_REPORT_S = 0.05, 5.0
 ERROR_DELIVERY_S = 1.0  # time for the last error events to reach the clients
-GRAMMAR_IDLE_S = 10.0  # a request that arrives while they are built waits for them
+GRAMMAR_IDLE_S = 10.0  # a request that arrives while the grammar tables are built waits for them
 IDLE_POLL_S = 0.1
 log = logging.getLogger("tcdeploy.server")
 SHORT_AND_SEEDED = {"max_tokens": 4, "seed": 0}
@@ -145,7 +145,10 @@ class ModelServer:
         freeze_gc_after_startup()
 
     def _start_canary(self, deployment: Deployment) -> None:
-        """Schedule the canary, if it is on; with --canary-strict, also record it. Raises CompileError if that fails."""
+        """Schedule the canary, if it is on; with --canary-strict, also record it.
+
+        Raises CompileError if no case is repeatable.
+        """
         if not self.settings.canary_interval:
             return
         from tcdeploy.engine.check.canary import Canary  # imports torch, which is loaded by now

@@ -1,8 +1,8 @@
 """`serve --build-packages`: builds the packages of the served model while no request is open.
 
 A child process builds them (start/package_build.py), at the lowest priority, and is stopped (SIGSTOP) while requests
-are open. It loads the model once more: on a CPU into the host's memory, on a GPU into the memory that
-`--memory-fraction` has left. The server continues with its jit programs; the next start uses the packages. Of the
+are open. It loads the model again: on a CPU into host memory, on a GPU into the memory that `--memory-fraction` leaves
+free. The server continues with its jit programs; the next start uses the packages. Of the
 replicas that share a cache folder, the first one builds.
 """
 
@@ -34,15 +34,19 @@ class PackageBuilder:
         self._build: PackageBuild | None = None
 
     async def run(self) -> None:
-        """Returns when the packages are built, or will not be. A failure is logged as one warning."""
-        plan = self._deployment.plan
+        """Build the packages, or return at once if they are not needed. A failure is logged as one warning."""
+        from tcdeploy.start.package_build import obstacle
+
+        plan, seconds = self._deployment.plan, 0.0
         if plan.programs != "jit":
             return
-        with build_lock(plan.cache_dir, plan.key) as is_first:
-            if not is_first:
-                log.info("another process builds the packages of plan %s", plan.key)
-                return
-            failure, seconds = await self._build_when_idle()
+        failure = obstacle(self._deployment.planned, self._deployment.cache_dir)
+        if not failure:
+            with build_lock(plan.cache_dir, plan.key) as is_first:
+                if not is_first:
+                    log.info("plan %s: another process builds its packages, or the lock cannot be taken", plan.key)
+                    return
+                failure, seconds = await self._build_when_idle()
         if failure:
             log.warning("packages were not built, so later starts use jit programs: %s", failure)
         else:
@@ -55,11 +59,9 @@ class PackageBuilder:
 
     async def _build_when_idle(self) -> tuple[str, float]:
         """(why no packages were built, or "" if they were; seconds of the build)."""
-        from tcdeploy.start.package_build import PackageBuild, obstacle
+        from tcdeploy.start.package_build import PackageBuild
 
-        planned, cache_dir = self._deployment.planned, self._deployment.cache_dir
-        if reason := obstacle(planned, cache_dir):
-            return reason, 0.0
+        cache_dir = self._deployment.cache_dir
         await self._wait_until_idle()
         try:
             recipe = await asyncio.to_thread(_recipe_of_build, self._deployment)
@@ -82,7 +84,7 @@ class PackageBuilder:
 
 
 def _pause(build: PackageBuild, cache_dir: str) -> bool:
-    """Stop the build, unless it may hold the lock of the cache folder, for which other processes would wait."""
+    """Stop the build; but return False, and let it run, if it may hold the folder's lock: others would wait for it."""
     build.pause()
     if is_folder_locked(cache_dir):
         build.resume()
@@ -91,8 +93,8 @@ def _pause(build: PackageBuild, cache_dir: str) -> bool:
 
 
 def _recipe_of_build(deployment: Deployment) -> Recipe:
-    """On a CPU the recipe of the deployment, whose start record then fits. On a GPU, one with few KV blocks."""
-    planned = cast("PlannedModel", deployment.planned)  # of every start with jit programs
+    """On a CPU the deployment's recipe, so that later starts fit the start record. On a GPU, few KV blocks."""
+    planned = cast("PlannedModel", deployment.planned)  # true of every start with jit programs
     if planned.plan.device == "cpu":
         return planned.recipe
     from tcdeploy.engine.check.check_prompts import CheckPrompts  # torch and transformers are loaded by now

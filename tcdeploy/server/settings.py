@@ -109,7 +109,7 @@ class ServerSettings:
     )
     build_packages: bool = _option(
         False,
-        "With --programs auto, and if the cache has no packages of this plan: build them in a process of the lowest "
+        "With --programs auto, and if this server runs jit programs: build packages in a process of the lowest "
         "priority while no request is open; takes minutes of a compiler, and memory for a second copy of the model",
         is_advanced=True,
     )

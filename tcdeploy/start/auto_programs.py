@@ -10,7 +10,7 @@ A start is resolved at the first of these points that decides it:
 
 Everything after this sees `jit` or `aot`, in the recipe and in the plan, and so do start records and manifests: what
 `--programs aot` has written, `auto` finds, and the reverse. A start that is resolved to `aot` compiles no packages,
-because the manifest is written when all buckets have run. Does not import torch.
+because a manifest is written only after all buckets have run. Does not import torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def may_use_packages(request: StartRequest) -> bool:
 
 
 def with_programs(planned: PlannedModel, programs: ProgramKind, reason: str = "") -> PlannedModel:
-    """The same model, planned for other programs. `reason`: why, in the printed plan."""
+    """The same model, planned for other programs. `reason`: shown with the choice in the printed plan."""
     recipe = dataclasses.replace(planned.recipe, programs=programs)
     plan = make_plan(recipe, planned.environment, planned.architecture, planned.model_decisions, reason)
     return dataclasses.replace(planned, recipe=recipe, plan=plan)
@@ -58,10 +58,10 @@ def resolve_planned(
     planned: PlannedModel, package_folder: Callable[[Plan], Path], jit_reason: str = "",
     policy: SigningPolicy | None = None,
 ) -> PlannedModel:  # fmt: skip
-    """The model as planned for packages or for jit, if its recipe says `auto`.
+    """The model planned for packages or for jit if its recipe says `auto`, otherwise `planned` itself.
 
-    `package_folder`: where a plan's packages are on this machine. `jit_reason`: of the request. `policy`: which
-    packages are trusted. Raises IntegrityError if the manifest of the packages is damaged.
+    `package_folder`: where a plan's packages are on this machine. `jit_reason`: that of the StartRequest. `policy`:
+    which packages are trusted; None: the recipe's. Raises IntegrityError if the manifest of the packages is damaged.
     """
     if planned.recipe.programs != "auto":
         return planned
@@ -110,5 +110,5 @@ def _why_unusable(packaged: PlannedModel, package_folder: Callable[[Plan], Path]
 
 
 def _lists_packages(manifest: Manifest, folder: Path) -> bool:
-    """Whether the manifest lists packages in this folder: the sources that they were made from have not changed."""
+    """Whether the manifest lists packages in this folder, which is another one if the sources have changed."""
     return any(file.path.startswith(f"{AOT_DIR}/{folder.name}/") for file in manifest.files)

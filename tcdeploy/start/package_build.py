@@ -1,8 +1,8 @@
 """Builds the packages of a model in another process, which runs `tcdeploy warm --programs aot` with the same recipe.
 
-A process of its own, because the build loads the model once more: this one can free its memory first (`warm`), or keep
-serving while the other runs at the lowest priority (`serve --build-packages`). A build that fails is a value with a
-reason, not an error: jit programs work without packages. Does not import torch.
+The build loads the model again. In another process, the caller can free its own copy first (`warm`), or keep serving
+while the build runs at the lowest priority (`serve --build-packages`). A failed build is returned with its reason and
+raises nothing, because jit programs work without packages. Does not import torch.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from tcdeploy.start.auto_programs import why_not_exported
 from tcdeploy.start.planned import Planned
 
 LOWEST_PRIORITY = 19
-KEPT_LINES = 20  # of the messages; an error is among the last
+KEPT_LINES = 20  # of stderr, whose last lines contain the error
 JOIN_TIMEOUT_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class PackageResult:
-    """What a build has left in the cache folder. `bytes`: of all files of its plan.
+    """What a build has left in the cache folder. `bytes`: of all files of its plan. `seconds`: of the process.
 
-    failure: why there are no packages, "" if there are. `plan_key` is then empty, and `bytes` is 0.
+    `failure`: why there are no packages, "" if there are. If it is set, `plan_key` is empty and `bytes` is 0.
     """
 
     plan_key: str
@@ -76,9 +76,9 @@ def obstacle(planned: Planned, cache_dir: str) -> str:
 
 @contextlib.contextmanager
 def warm_command(settings: Mapping[str, Any], *flags: str) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """A command that warms a plan, and its variables. `settings`: the keys of its recipe, without those to leave out.
+    """A command that warms a plan, and its environment variables. `settings`: the values of the recipe that are set.
 
-    The block must contain the run, because the recipe is a temporary file.
+    Run the command inside the block, because the recipe is a temporary file.
     """
     with temporary_folder("warm") as folder:
         recipe = Path(folder, "recipe.yaml")
@@ -99,9 +99,10 @@ class PackageBuild:
         self, recipe: Recipe, cache_dir: str, trusted_keys: Path | None = None, is_background: bool = False,
         on_message: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        """`cache_dir`: of the plan. `is_background`: at the lowest priority, in a session that `pause` can stop.
+        """Start the process. `cache_dir`: the plan's cache folder.
 
-        `on_message`: gets each line that the process prints, in a thread. Raises OSError.
+        `is_background`: run at the lowest priority, in a new session, whose processes `pause` stops. `on_message`:
+        called in a thread with each line of the process's stderr. Raises OSError if the process cannot be started.
         """
         fields = dataclasses.asdict(dataclasses.replace(recipe, programs="aot", cache_dir=os.path.abspath(cache_dir)))
         settings = {name: value for name, value in fields.items() if value is not None}
@@ -123,12 +124,12 @@ class PackageBuild:
         self._reader.start()
 
     def wait(self) -> PackageResult:
-        """Wait for the end of the process. It is killed if this is interrupted."""
+        """Wait for the end of the process, and return its result. An exception during the wait kills the process."""
         try:
             self._process.wait()
         finally:
             self.stop()
-        self._reader.join(JOIN_TIMEOUT_S)  # it ends with the process, unless a compiler of it still runs
+        self._reader.join(JOIN_TIMEOUT_S)  # it ends with the process, unless a compiler still holds stderr
         seconds = time.monotonic() - self._started_at
         with self._cleanup:
             self._report.seek(0)
@@ -139,7 +140,7 @@ class PackageBuild:
         with contextlib.suppress(IntegrityError):
             manifest = read_manifest(manifest_path(self._cache_dir, plan["key"]))
         if manifest is None or plan["programs"] != "aot":
-            return PackageResult("", seconds, 0, "the process has left none in the cache folder")
+            return PackageResult("", seconds, 0, "the process left no packages in the cache folder")
         return PackageResult(plan["key"], seconds, manifest.total_bytes)
 
     @property
@@ -180,7 +181,7 @@ class PackageBuild:
 
 
 def _lower_priority(pid: int) -> None:
-    """Give the process only the time that others leave. Its children inherit that."""
+    """Give the process only the CPU time that others leave. Its children inherit the priority."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, LOWEST_PRIORITY)
         if hasattr(os, "SCHED_IDLE"):  # Linux

@@ -150,7 +150,8 @@ def test_nothing_is_built_where_another_replica_builds_or_packages_run(
     asyncio.run(packaged.builder.run())
     assert not server.builds and not packaged.builds and not caplog.records
     server.deployment.cache_dir = "/private/copy"
-    asyncio.run(server.builder.run())
+    with build_lock(tmp_path, server.deployment.plan.key):  # as in a folder where no lock can be made
+        asyncio.run(server.builder.run())
     assert not server.builds and "cannot be written" in caplog.records[0].getMessage()
 
 

@@ -222,7 +222,7 @@ def test_a_strict_server_whose_canary_has_no_case_does_not_start(tmp_path: Path,
     process: Any = start_cli(tmp_path, "serve", TINY, *flags, script=noise_in(*ALL_BUCKETS))
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 1 and "ready: " not in stdout and "Traceback" not in stderr
-    assert "error: --canary-strict has nothing to check: each known prompt gave two results" in stderr
+    assert "error: --canary-strict has nothing to check: the two runs of each case differ" in stderr
     assert "hint: find the operation that is not deterministic" in stderr
 
 

@@ -1,4 +1,4 @@
-"""Reruns fixed prompts through the warmed buckets and compares the results with those recorded before.
+"""Reruns fixed prompts through the warmed buckets and compares the results with recorded ones.
 
 This is a known-answer test. The same program on the same inputs gives the same logits, so a later difference means that
 weights, programs, KV blocks or the device have changed: a flipped bit in GPU memory, a block table that points to
@@ -61,7 +61,7 @@ class CanaryStep(NamedTuple):
     feeds_next: bool  # whether the tokens are inputs of the next step
 
     def result(self) -> StepResult:
-        """Waits for the step."""
+        """The result of the step, for which the host waits."""
         tokens = self.output.tokens[: self.rows]
         return list(zip(tokens.tolist(), self.logprobs(tokens), strict=True))
 
@@ -111,7 +111,8 @@ class Canary:
     def record_next(self) -> Generator[None, None, CanaryDifference | None]:
         """Runs the first unrecorded case twice, and yields after each step. If the results differ, it is not used.
 
-        Closing the generator has the same effect as for `check`; the case is then still unrecorded.
+        Returns the first difference, or None. Raises RecompileError if a step would compile. Closing the generator has
+        the same effect as for `check`; the case is then still unrecorded.
         """
         case, results = self.unrecorded[0], list[StepResult]()
         with contextlib.closing(self._run(case)) as steps:

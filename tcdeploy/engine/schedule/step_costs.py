@@ -1,4 +1,4 @@
-"""Predicts the milliseconds of a step from steps that were timed at start-up, and measures it. Does not import torch.
+"""Predicts the milliseconds of a step from steps that were timed before, and measures it. Does not import torch.
 
 A step is padded to a size in tokens. Its GEMMs take as long as that size requires, however many of its tokens are
 padding. Its attention also depends on the tokens in the KV cache. The predicted time of a step is

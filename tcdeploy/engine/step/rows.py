@@ -153,12 +153,13 @@ class RowAssignment:
 
 
 def _scalars(sequence: Sequence) -> dict[str, float]:
+    """The values of FLOATS and INTEGERS (kernels/sampling/rows.py) for a row, within the range of float32."""
     params = sequence.params
     return {
         "temperature": min(params.temperature, FLOAT32.max),
         "top_p": params.top_p,
         "min_p": params.min_p,
-        # As infinity or 0 in float32, it would make NaN of some logits.
+        # A penalty that float32 rounds to infinity or 0 would turn some logits into NaN.
         "repetition": min(max(params.repetition_penalty, FLOAT32.tiny), FLOAT32.max),
         "presence": params.presence_penalty,
         "frequency": params.frequency_penalty,

@@ -69,7 +69,7 @@ class ModelRunner:
         self._decode_buffers = {b: decode_buffers(b, self.decode_rows, split_counters) for b in plan.decode_buckets}
         self._prefill_buffers: dict[tuple[Bucket, int], PrefillBuffers] = {}  # by bucket and tokens
         uses_triton = BACKENDS[plan.decode_attention].uses_triton
-        self._backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"  # of what ends a step
+        self._backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"  # of kernels/sampling
         self.variants = dict.fromkeys(plan.buckets, DEFAULT)  # works for every model; warm-up sets the others
         self.eager_buckets: set[Bucket] = set()  # run without programs, graphs and padding of prompts
         self.reserved_blocks: tuple[int, ...] | None = None  # for batches of the warm-up; None: all blocks
@@ -180,8 +180,8 @@ class ModelRunner:
     def launch_sampling_kernels(self) -> None:
         """Launch every kernel of sampling on the padding row, so that none is compiled or loaded during a request.
 
-        A step must have run without a graph before: the kernels are compiled for the dtype of its logits. Without
-        Triton, nothing is launched.
+        A step must have run without a graph before, because the kernels are compiled for the dtype of its logits. Does
+        nothing with the reference backend.
         """
         if self._backend == "reference":
             return

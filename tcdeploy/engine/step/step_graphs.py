@@ -7,9 +7,9 @@ several numbers of row slots. Capturing all of them takes several seconds, so st
 but not captured, its graph is counted as wanted. The remaining graphs are captured while the engine is idle
 (`capture_next`), and occasionally while requests run (`capture_wanted`), which delays the next step by about 0.05 s.
 
-An idle capture gives way to a request: before each program is launched, `must_stop` is asked, and StepAbandoned ends
-the capture. Its graph is dropped before it is instantiated, and its memory returns to the pool. A later call captures
-the size again.
+A capture can be abandoned for a request: before each program is launched, `must_stop()` is called, and if it returns
+True, StepAbandoned ends the capture. The graph is not instantiated, and its memory returns to the pool. A later call
+captures the size again.
 
 A capture executes no kernels and compiles nothing, but may load kernels, so a step can be captured at a size at which
 it has not run. Its program must have run at one size: autotuning times kernels, which is not possible in a capture. If
@@ -47,7 +47,7 @@ log = logging.getLogger("tcdeploy.engine")
 
 
 class StepAbandoned(Exception):
-    """Raised between two programs of a step that gives way to a request."""
+    """Raised between two programs of a step, to end its capture because a request has arrived."""
 
 
 def never() -> bool:
@@ -71,8 +71,8 @@ def capture_graph(step: Callable[[], StepOutput], pool: Any, is_abandonable: boo
 
     Raises the exceptions of `step`, and RuntimeError if the capture fails. `torch.cuda.graph` is not used, because it
     calls `torch.cuda.empty_cache` first, and in some versions `gc.collect`: requests would wait for these and for the
-    next steps' allocations. `is_abandonable`: a capture that `step` ends with StepAbandoned is not instantiated. Only
-    then, because the nodes of the graph stay in host memory.
+    next steps' allocations. `is_abandonable`: `step` may raise StepAbandoned; the graph is then not instantiated.
+    This is not the default, because it keeps the nodes of the graph in host memory.
     """
     graph, stream = torch.cuda.CUDAGraph(keep_graph=is_abandonable), _capture_stream()
     torch.cuda.synchronize()
@@ -87,7 +87,7 @@ def capture_graph(step: Callable[[], StepOutput], pool: Any, is_abandonable: boo
             except RuntimeError:  # the capture is invalid; the step's own error is raised below
                 end_allocation(pool, stream.device_index)
                 if isinstance(error, StepAbandoned):
-                    raise  # a failure after all
+                    raise  # the RuntimeError: an invalid capture counts as a failure
             raise
         graph.capture_end()
     if is_abandonable:
@@ -234,7 +234,10 @@ class StepGraphs:
         return self._captures_late
 
     def capture_wanted(self, must_stop: Callable[[], bool] = never) -> None:
-        """Capture the most wanted graph while requests run, unless `must_stop` returns True. Executes no kernels."""
+        """Capture the most wanted graph while requests run. Executes no kernels.
+
+        The capture is abandoned between two programs once `must_stop` returns True.
+        """
         assert self.can_capture_wanted
         [(key, _)] = self.wanted.most_common(1)
         try:
@@ -297,6 +300,8 @@ class StepGraphs:
         return False
 
     def _capture(self, key: GraphKey, runs_first: bool = False, must_stop: Callable[[], bool] = never) -> None:
+        """Capture a graph. Raises StepAbandoned once `must_stop` returns True, and what `capture_graph` raises."""
+
         def before_program() -> None:
             if must_stop():
                 raise StepAbandoned

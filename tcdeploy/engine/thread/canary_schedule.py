@@ -1,14 +1,14 @@
 """Records the canary (engine/check/canary.py) and runs it while the engine is idle, one step at a time.
 
-Recording takes about a second on an 8B, so it follows /ready instead of delaying it, except with `--canary-strict`. A
+Recording takes about 1 s (8B, H100), so it follows /ready instead of delaying it, except with `--canary-strict`. A
 round then runs every case once; it is due `interval` seconds after the previous one ended. A step runs only if the
-engine has had no request for IDLE_S, so the short gaps between one client's requests are not used. In the first minute
-recording waits longer, because a request that arrives during a step waits for it. An interrupted case restarts from its
-first step when the engine is idle again. A server that is never idle runs no canaries; the timestamp of the last
-success then stops advancing.
+engine has had no request for IDLE_S, so the short gaps between one client's requests are not used. In the first minute,
+recording waits for FIRST_MINUTE_IDLE_S, because a request that arrives during a step waits for the step. An interrupted
+case restarts from its first step when the engine is idle again. A server that is never idle runs no canaries; the
+timestamp of the last success then stops advancing.
 
 A case whose first two runs differ is left out and counted. With `--canary-strict`, a server without a case does not
-start, because it would report a health that nothing checks.
+start, because nothing would check the health that it reports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; a server's socket answers be
     from tcdeploy.engine.check.canary import Canary, CanaryDifference
 
 IDLE_S = 0.1
-FIRST_MINUTE_S, FIRST_MINUTE_IDLE_S = 60.0, 1.0  # the latter as CAPTURE_AFTER_IDLE_S of engine_thread.py
+FIRST_MINUTE_S, FIRST_MINUTE_IDLE_S = 60.0, 1.0  # the second is CAPTURE_AFTER_IDLE_S of engine_thread.py
 log = logging.getLogger("tcdeploy.engine")
 
 
@@ -40,7 +40,10 @@ class CanaryStats(NamedTuple):
 
 
 class CanarySchedule:
-    """Used by the engine thread. Other threads may read `stats`, which is replaced at each change."""
+    """Used by the engine thread. Other threads may read `stats`, which is replaced at each change.
+
+    `interval`: seconds from the end of a round until the next one is due.
+    """
 
     def __init__(self, canary: Canary, interval: float) -> None:
         self.stats = CanaryStats()
@@ -62,7 +65,7 @@ class CanarySchedule:
             self._run_step()
         if not self._canary.cases:
             raise CompileError(
-                f"--canary-strict has nothing to check: each known prompt gave two results, the first one "
+                f"--canary-strict has nothing to check: the two runs of each case differ. The first difference: "
                 f"{self._canary.unrepeatable[0]}",
                 "find the operation that is not deterministic, or start without --canary-strict",
             )
@@ -103,7 +106,7 @@ class CanarySchedule:
 
     def _finish_recording(self, difference: CanaryDifference | None) -> None:
         if difference is not None:
-            log.warning("a canary is not used, because its first two runs differ: %s", difference)
+            log.warning("a canary case is not used, because its first two runs differ: %s", difference)
         used, unused = len(self._canary.cases), len(self._canary.unrepeatable)
         self.stats = self.stats._replace(cases_used=used, cases_not_repeatable=unused)
         if used and not self._canary.unrecorded:

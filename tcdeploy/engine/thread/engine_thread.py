@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # importing torch takes seconds; a server's socket answers be
     from tcdeploy.start.eager import ProgramSwaps
 
 STOP = None  # inbox message that ends the thread
-# An abandoned capture delays a request until its present program is launched, and a timing by one step. Requests that
-# follow each other more closely than this are not delayed at all.
+# An idle capture delays a request until the program that it is launching is launched; a timing delays it by one step.
+# Requests that follow each other more closely than this are delayed by neither.
 CAPTURE_AFTER_IDLE_S = 1.0
 CAPTURE_INTERVAL_S = 5.0  # under load; such rare pauses do not affect the 99th percentile of gaps between tokens
 SWAP_POLL_S = 0.25  # between two looks at the process that compiles programs
@@ -200,8 +200,8 @@ class EngineThread:
     def _capture_if_due(self, engine: Engine) -> None:
         """Capture a CUDA graph that steps would use, at most one every CAPTURE_INTERVAL_S.
 
-        Between two requests, the capture gives way to the next one. While requests run, it completes: otherwise it
-        would be abandoned again and again where requests arrive more often than it takes.
+        Between two requests, the capture is abandoned when a message arrives. While requests run, it completes:
+        otherwise it would be abandoned each time if requests arrive at shorter intervals than it takes.
         """
         if self._busy_at >= self._capture_due_at and engine.wants_graph:
             if engine.has_work:

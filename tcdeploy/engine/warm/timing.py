@@ -86,8 +86,8 @@ def time_next_size(
 ) -> StepCosts | None:  # fmt: skip
     """`costs` with the time of one more captured size, which is added to `timed`; None if all that fit are in it.
 
-    The sizes that were timed at start-up are timed again, because an idle GPU has higher clocks. Between two steps,
-    `must_stop` is asked whether to give up; then `costs` are unchanged, and the size is timed by a later call.
+    The sizes that were timed at start-up are timed again, because an idle GPU has higher clocks. Once `must_stop`
+    returns True, no further step is timed: `costs` are returned unchanged, and a later call times the size.
     """
     fitting = allocator.num_allocatable * allocator.block_size
     for bucket in runner.plan.prefill_buckets:

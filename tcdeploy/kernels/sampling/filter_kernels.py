@@ -1,8 +1,8 @@
 """The Triton kernels that bracket the limit of top-k and top-p. sample_triton.py launches and describes them.
 
-`row` is a row of the logits, `decode_row` its entry of the sampling parameters, `part` one tile of TILE tokens. Every
-kernel returns at once for a row that does not need it. `is_count`: the launch searches the limit of top-k, which counts
-tokens; otherwise that of top-p, which adds units.
+`row` is a row of the logits, `decode_row` the index of its sampling parameters, `part` a tile of TILE tokens. Every
+kernel returns at once for a row that does not need it. `is_count`: the launch searches the limit of top-k, and counts
+tokens; otherwise it searches that of top-p, and adds units.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PIVOTS = tl.constexpr(32)
 MAX_PIVOT_STEP = tl.constexpr(4.0)
 MAX_SCALE = tl.constexpr(1e38)  # finite in float32: 0 times infinity would be NaN
 MARGIN = tl.constexpr(2e-5)  # of sums in float32, whose relative error is below 1e-5
-# Of each row: the sum over all tokens, over those at or above the upper end of the bracket, and over those at or above
-# its lower end; the number of listed tokens.
+# Indices of a row's measures: the sum over all tokens, the sum at or above the upper end of the bracket, the sum at or
+# above its lower end, and the number of candidates, which may exceed CAPACITY.
 TOTAL, ABOVE, AT_LEAST, LISTED = (tl.constexpr(index) for index in range(4))
 MEASURES = tl.constexpr(4)
 
@@ -53,8 +53,8 @@ def _top_k_and_p(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Returns (k, p, whether top-k applies, whether top-p needs a search of its own).
 
-    It does if top-k leaves more than LISTED_K tokens. A k of at most LISTED_K applies in every vocabulary, because
-    `Features` depend on k alone.
+    Top-p needs one if top-k leaves more than LISTED_K tokens. A k of at most LISTED_K applies even if the vocabulary is
+    smaller, because `Features` depend on k alone.
     """
     k, p = tl.load(top_k + decode_row), tl.load(top_p + decode_row)
     has_k = (k > 0) & ((k < VOCAB) | (k <= LISTED_K))
@@ -114,7 +114,10 @@ def _store_bracket(bounds, row, level, low, high, LEVELS: tl.constexpr):  # type
 def _load_kept(  # type: ignore[no-untyped-def]
     logits, changed, is_changed, row, ids, limits, is_count, has_k, VOCAB: tl.constexpr
 ):  # fmt: skip
-    """Scores of tokens. NaN, which is in no bracket, beyond the vocabulary and, for top-p, where top-k excludes."""
+    """Scores of tokens, and NaN, which is in no bracket, for those to leave out.
+
+    These are ids beyond the vocabulary and, if the launch searches the limit of top-p, tokens that top-k excludes.
+    """
     scores = tl.where(ids < VOCAB, _load_scores(logits, changed, is_changed, row, ids, VOCAB), float("nan"))
     if (is_count == 0) & has_k:
         scores = tl.where(_ranks(scores, ids) >= tl.load(limits + row), scores, float("nan"))
@@ -132,7 +135,7 @@ def _sample_search_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, SEARCH_TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     LEVELS: tl.constexpr, LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """One level, `tiles` tiles of one row: count the tokens, or add weights in float32, at or above each pivot."""
+    """One level, `tiles` tiles of one row: count the tokens at or above each pivot, or add their weights in float32."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     decode_row, is_changed, _, top, row_temperature, is_drawn = _row_state(
         logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
@@ -170,7 +173,7 @@ def _sample_measure_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, SEARCH_TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     BITS: tl.constexpr, LEVELS: tl.constexpr, LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens, or add the units, at or above each end of the last bracket, in `tiles` tiles of one row."""
+    """`tiles` tiles of one row: count the tokens at or above each end of the last bracket, or add their units."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     decode_row, is_changed, _, top, row_temperature, is_drawn = _row_state(
         logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
@@ -259,9 +262,9 @@ def _sample_collect_kernel(  # type: ignore[no-untyped-def]
     VOCAB: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     LEVELS: tl.constexpr, LISTED_K: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """List the ranks of one part's tokens in the bracket, up to CAPACITY in a row.
+    """List the candidates of one part: the ranks of its tokens in the bracket, up to CAPACITY in a row.
 
-    The order of the list varies, as it is that in which programs add to it. The limit does not depend on it.
+    The order of the list varies with the order of the programs. The limit does not depend on it.
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     decode_row, is_changed, _, top, _, is_drawn = _row_state(

@@ -34,7 +34,7 @@ def _sum_at_least(  # type: ignore[no-untyped-def]
     rank, candidates, logits, changed, is_changed, row, length, is_listed, is_count, top, scale,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """The number, or the units, of the tokens of at least this rank, in the list or in the whole row."""
+    """The number (`is_count`) or the units of the tokens of at least this rank, in the list or in the whole row."""
     total = row * 0
     for start in range(0, length, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -59,7 +59,7 @@ def _limit_of_few(  # type: ignore[no-untyped-def]
     target, above, candidates, row, length, is_count, top, scale,
     BITS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """As `_limit`, of a list of at most FEW ranks: each is compared with each."""
+    """As `_limit`, for a list of at most FEW ranks, each of which is compared with all."""
     index = tl.arange(0, FEW)
     ranks = tl.load(candidates + row * CAPACITY + index, mask=index < length, other=LOWEST)
     sums = tl.zeros((FEW,), tl.int64) + above
@@ -81,7 +81,7 @@ def _limit(  # type: ignore[no-untyped-def]
     target, above, low, high, candidates, logits, changed, is_changed, row, length, is_listed, is_count, top, scale,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, CAPACITY: tl.constexpr, ID_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The highest rank for which `above`, and the sum over the tokens of at least this rank, exceed `target`.
+    """The highest rank for which `above` plus the sum over the tokens of at least this rank exceeds `target`.
 
     It is found bit by bit. Its score is from `low` to `high`, so their common leading bits are not tried.
     """
@@ -117,7 +117,7 @@ def _sample_select_kernel(  # type: ignore[no-untyped-def]
     LEVELS: tl.constexpr, LISTED_K: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr, COLUMNS: tl.constexpr,
     ID_BITS: tl.constexpr,
 ):  # fmt: skip
-    """One row: the rank of the last token that the filter keeps; with a small k, also of top-p among these."""
+    """One row: the rank of the last token that the filter keeps. With a small k, top-p is applied too."""
     row = tl.program_id(0).to(tl.int64)
     decode_row, is_changed, _, top, row_temperature, is_drawn = _row_state(
         logits, bests, greedy, rows, changes, temperature, has_changes, row, VOCAB, PARTS, PARTS_PADDED
@@ -134,7 +134,7 @@ def _sample_select_kernel(  # type: ignore[no-untyped-def]
         target = _top_p_target(p, tl.load(row_measures + TOTAL))
         if (above > target) | (tl.load(row_measures + AT_LEAST) <= target):  # the approximate sums were too far off
             low, high = top * 0.0 + float("-inf"), top
-            number = row * 0 + (CAPACITY + 1)  # as if the list were full
+            number = row * 0 + (CAPACITY + 1)  # as if the list had overflowed
     high = tl.minimum(high, top)
     is_listed = number <= CAPACITY
     length = tl.where(is_listed, number, VOCAB).to(tl.int32)

@@ -2,7 +2,7 @@
 
 The first finds the largest logit of each tile (`advance_triton.ARGMAX`). The second sums each tile's weights in integer
 units relative to the row's largest logit, and lists the tile's k best tokens. The third adds the units, merges the
-lists and takes the logarithm. Equal bits on a CPU and a GPU, as in sampling.
+lists and takes the logarithm. As in sampling, the results have the same bits on a CPU and on a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling in plain torch: the reference of the Triton kernels, and the backend of CPUs.
+"""Sampling and log-probabilities in plain torch: the reference of the Triton kernels, and the backend of CPUs.
 
 The cumulative distribution is built in two short levels. The limit of top-k and top-p is found by sorting.
 """
@@ -22,10 +22,12 @@ from tcdeploy.kernels.sampling.weights import (
 
 MAX_ROWS_PER_PASS = 64  # bounds temporary memory
 CHUNK = 256  # tokens per chunk of the two-level cumulative distribution
-MAX_TOKEN_ID = 2**31 - 1  # the lower 32 bits of a rank are MAX_TOKEN_ID - id
+MAX_TOKEN_ID = 2**31 - 1  # the lower 32 bits of a rank (row_kernels.py) are MAX_TOKEN_ID - id
 
 
 class Logprobs(NamedTuple):
+    """Natural logarithms of probabilities, of n rows and k alternatives each."""
+
     chosen: Tensor  # [n] float32
     top_ids: Tensor  # [n, k] int64, most likely first, then lowest id
     top_logprobs: Tensor  # [n, k] float32
@@ -94,17 +96,17 @@ def _filter_mask(scores: Tensor, weights: Tensor, sampling: SamplingRows, rows: 
     Drawing in that order makes a row's tokens independent of whether other rows have filters.
     """
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    ranks = token_ids = torch.arange(scores.shape[1], device=scores.device)  # of `ordered`, and of `scores`
+    places = token_ids = torch.arange(scores.shape[1], device=scores.device)  # in `ordered`, and in `scores`
     top_k, top_p = sampling.top_k[rows, None], sampling.top_p[rows, None]
     limit = torch.where(top_k > 0, top_k, scores.shape[1]).clamp(max=scores.shape[1])
-    last = torch.where(top_p < 1, _top_p_last_rank(weights.gather(1, ids) * (ranks < limit), top_p), limit - 1)
+    last = torch.where(top_p < 1, _top_p_last_place(weights.gather(1, ids) * (places < limit), top_p), limit - 1)
     edge, edge_id = ordered.gather(1, last), ids.gather(1, last)
     is_kept = (scores > edge) | ((scores == edge) & (token_ids <= edge_id))
     return is_kept & (weights >= sampling.min_p[rows, None])
 
 
-def _top_p_last_rank(ordered: Tensor, top_p: Tensor) -> Tensor:
-    """First rank at which the sorted weights [n, vocab] sum to the fraction top_p [n, 1], as [n, 1]."""
+def _top_p_last_place(ordered: Tensor, top_p: Tensor) -> Tensor:
+    """First index in sorted order at which the weights [n, vocab] sum to the fraction top_p [n, 1], as [n, 1]."""
     cumulative = accumulate(ordered)
     target = (top_p.double() * cumulative.total.double()).ceil().long() - 1
     return cumulative.first_exceeding(target.clamp(min=0))

@@ -23,7 +23,7 @@ INFINITE_BITS = tl.constexpr(0x7F800000)  # of float32
 @ignore_comments
 @triton.jit
 def _relative_weights(scores, top, scale):  # type: ignore[no-untyped-def]
-    """As weights.relative_weights, of `_scale(temperature)`."""
+    """As weights.relative_weights; `scale` is `_scale(temperature)`."""
     exponent = tl.maximum((scores.to(tl.float64) - top.to(tl.float64)) * scale, SMALLEST_EXPONENT)
     shifted = exponent + ROUNDING
     fraction = exponent - (shifted - ROUNDING)
@@ -64,6 +64,7 @@ def _ranks(scores, ids):  # type: ignore[no-untyped-def]
 @ignore_comments
 @triton.jit
 def _score_of(rank):  # type: ignore[no-untyped-def]
+    """The float32 score in the upper half of a rank."""
     order = (rank >> 32).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

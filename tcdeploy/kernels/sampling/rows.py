@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_LISTED_TOP_K = 256  # up to this k, the tokens that top-k keeps are listed (sample_triton.py)
+MAX_LISTED_TOP_K = 256  # up to this k, the tokens that top-k keeps are in the list of candidates (sample_triton.py)
 
 # The scalars of a row, with their values in a row that samples greedily, without penalties, filters or biases
 FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
@@ -23,9 +23,9 @@ class Features(NamedTuple):
     biases: bool = False
     masks: bool = False  # constrained rows
     # Of the filters, for the Triton kernels:
-    small_top_k: bool = True  # of at most MAX_LISTED_TOP_K
-    large_top_k: bool = True
-    wide_top_p: bool = True  # top-p in a row without top-k, or with one above MAX_LISTED_TOP_K
+    small_top_k: bool = True  # a k of at most MAX_LISTED_TOP_K
+    large_top_k: bool = True  # a larger k
+    wide_top_p: bool = True  # top-p in a row without top-k, or with a k above MAX_LISTED_TOP_K
 
     @property
     def change_logits(self) -> bool:
@@ -41,7 +41,7 @@ class SamplingRows:
 
     floats: Tensor  # [len(FLOATS), max batch + 1] float32
     integers: Tensor  # [len(INTEGERS), max batch + 1] int64
-    output_counts: Tensor  # [max batch + 1, vocab] int16: occurrences in the output, at most COUNT_LIMIT
+    output_counts: Tensor  # [max batch + 1, vocab] int16: occurrences in the output, at most 2^15 - 1
     in_prompt: Tensor  # [max batch + 1, vocab] bool
     bias_ids: Tensor  # [max batch + 1, max biases] int64
     bias_values: Tensor  # [max batch + 1, max biases] float32: added to the logit of that id

@@ -1,6 +1,6 @@
 """The Triton kernels that change logits and draw tokens. sample_triton.py launches and describes them.
 
-`row` is a row of the logits, `decode_row` its entry of the sampling parameters, `part` one tile of TILE tokens. Every
+`row` is a row of the logits, `decode_row` the index of its sampling parameters, `part` a tile of TILE tokens. Every
 kernel returns at once for a row that does not need it.
 """
 

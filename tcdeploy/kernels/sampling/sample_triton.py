@@ -1,19 +1,20 @@
 """Sampling in Triton kernels, without a sort: two launches for rows that only draw.
 
-`_weigh` sums the weights of each tile of a row, in integer units, and `_draw` inverts the cumulative distribution: one
-program per row finds the tile, and then the token in it. Biases, penalties and masks are one launch before
-(`_change`), which writes changed logits in float32 and the largest of each tile. Only rows that need them are changed.
+WEIGH sums the weights of each tile of a row, in integer units, and DRAW inverts the cumulative distribution: one
+program per row finds the tile, and then the token in it. An earlier launch, CHANGE, applies biases, penalties and masks
+to the rows that have any: it writes the changed logits in float32, and the largest rank of each tile.
 
 Top-k and top-p need a limit: the rank of the last token that is kept, where a rank orders tokens by logit, and equal
-logits by id. First the limit is bracketed. For a k of at most LISTED_K the k-th largest of the maxima of some thousand
-groups is a lower end with few tokens above it (`_group`, `_bound`). For a larger k, and for top-p, `_search` counts the
-tokens, or adds the weights in float32, at or above 32 pivots; a second launch divides the bracket, and `_measure` adds
-the exact units at or above each of its ends. Then `_collect` lists the tokens in the bracket, and `_select` finds the
-limit among them. If more than CAPACITY tokens are in it, or the approximate sums were wrong, `_select` reads the whole
-row, which takes milliseconds: with thousands of equal logits at the limit, and with a top-p within 2e-5 of 1.
+logits by id. First the limit is bracketed. For a k of at most LISTED_K, the tokens are divided into 1,000 to 2,000
+groups, and the k-th largest of the groups' maxima is a lower end with few tokens above it (GROUP, BOUND). For a larger
+k, and for top-p, SEARCH counts the tokens at or above 32 pivots, or adds their weights in float32; a second SEARCH
+divides the bracket, and MEASURE adds the exact units at or above each of its ends. Then COLLECT lists the tokens in the
+bracket, the candidates, and SELECT finds the limit among them. If there are more than CAPACITY, or the approximate sums
+were wrong, SELECT reads the whole row, which takes milliseconds. This happens with thousands of equal logits at the
+limit, and with a top-p within 2e-5 of 1.
 
-Whether a launch is needed is decided by the batch's `Features`, and whether a row takes part by its parameters, which
-the kernels read. The constants do not depend on the batch, so each kernel is compiled once for a model.
+The batch's `Features` decide which launches are needed. In a launch, the kernel decides from a row's parameters whether
+to process it. The constants do not depend on the batch, so each kernel is compiled once for a model.
 
 Rejected: sorting (docs/performance-log.md), and one launch with a barrier between programs, which Triton lacks.
 """
@@ -35,16 +36,16 @@ GROUP, BOUND = Kernel(FILTERS, "_sample_group_kernel"), Kernel(FILTERS, "_sample
 CHANGE = Kernel(MODULE, "_sample_change_kernel")
 WEIGH, DRAW = Kernel(MODULE, "_sample_weigh_kernel"), Kernel(MODULE, "_sample_draw_kernel")
 TILE = 2048  # tokens that one program reads
-BLOCK = 1024  # candidates that `_select` reads at once
+BLOCK = 1024  # candidates that SELECT reads at once
 LEVELS = 2
 PIVOTS, MEASURES = 32, 4  # as in filter_kernels.py
 SEARCH_TILE = 1024  # tokens that one warp of the search reads at once
-TARGET_PROGRAMS = 16384
+TARGET_PROGRAMS = 16384  # per launch of the search: in a large batch each program reads several tiles
 MAX_TILES = 8
 CAPACITY = 4096  # candidates of a row
 LISTED_K = MAX_LISTED_TOP_K
 MIN_GROUPS = 1024  # groups of tokens whose maxima bound a small k
-FEW = 256  # candidates that are compared with each other at once, COLUMNS of them in each step
+FEW = 256  # up to this number, each candidate is compared with all, COLUMNS of them at a time
 COLUMNS = 32
 # Weights must have the same bits on every device, so multiplications and additions are not contracted.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -105,7 +106,7 @@ def _find_limits(
     limits: Tensor, source: tuple[Tensor, ...], row_columns: tuple[Tensor, ...], features: Features,
     constants: tuple[int, ...], is_count: int,
 ) -> None:  # fmt: skip
-    """Write the rank of the last token that top-k (`is_count`) or top-p keeps, of rows to which it applies."""
+    """Write the rank of the last token that top-k (`is_count`) or top-p keeps, of rows to which the filter applies."""
     size, device, (vocab_size, _, parts, parts_padded) = len(limits), limits.device, constants
     bits, num_sums = unit_bits(vocab_size), size * LEVELS * PIVOTS
     has_small_k, has_search = is_count and features.small_top_k, not is_count or features.large_top_k
@@ -135,7 +136,7 @@ def _find_limits(
 
 
 def _bound_small_k(bounds: Tensor, inputs: tuple[Tensor | int, ...], constants: tuple[int, ...]) -> None:
-    """Write the bracket of each row with a k of at most LISTED_K."""
+    """Write to `bounds` the bracket of each row with a k of at most LISTED_K."""
     size, device, (vocab_size, _, parts, parts_padded) = len(bounds), bounds.device, constants
     group = 1 << max(0, (vocab_size // MIN_GROUPS).bit_length() - 1)
     groups = -(-vocab_size // group)

@@ -3,7 +3,8 @@
 A token that is drawn on a GPU must be the token that is drawn on a CPU, so the libraries' exponentials and logarithms,
 which differ in the last bits, are not used. These functions consist of IEEE additions, multiplications and divisions
 in float64, in a fixed order, and of integer operations. A backend must not contract a multiplication and an addition
-into one operation. The Triton kernels (sample_kernels.py) have the same constants and the same order.
+into one operation. The Triton kernels use the same constants and the same order: `_relative_weights` in
+row_kernels.py, `_uniform` in sample_kernels.py, `_natural_log` in logprob_kernels.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ EXP2_COEFFICIENTS = (
     0.6931471805599453, 0.2402265069581299, 0.055504108664760424, 0.009618129159402558, 0.0013333558179043112,
     0.00015403455452853838, 1.525268684626772e-05, 1.3255224878668817e-06, 1.0203121063391729e-07,
 )  # fmt: skip
-CACHED_ELEMENTS = 32768  # of float64 that a CPU core's cache holds, and torch's smallest share of a thread
+CACHED_ELEMENTS = 32768  # float64 values that fit in a CPU core's cache; also the least that torch gives to a thread
 LOG_TERMS = 10  # of the series of the logarithm: an error below 1e-16
 SQRT_2 = math.sqrt(2)
 
@@ -31,8 +32,8 @@ SQRT_2 = math.sqrt(2)
 def relative_weights(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     """exp((score - top) / temperature) in float64, of scores [n, vocab] with the row maxima `top` [n, 1] float64.
 
-    `temperature` [n, 1] float64 is above 0. 1 for the top score; at least 2^-64. Relative error below 1e-13, and below
-    1e-16 times the exponent from the scaled difference.
+    `temperature` [n, 1] float64 is above 0. The result [n, vocab] float64 is 1 for the top score, and at least 2^-64.
+    Relative error: below 1e-13, plus 1e-16 times the exponent, because the scaled difference is rounded.
     """
     scale = LOG2_E / temperature
     if scores.is_cuda:

@@ -206,7 +206,9 @@ def _server_metrics(figures: ServerFigures) -> Iterator[Metric]:
     yield _counter("canary_failures", "Canary cases whose result differed from the recorded one", canary.failures)
     yield _counter("canary_steps", "Steps run by the canary; not counted in other metrics", canary.steps)
     yield _gauge(
-        "canary_last_success_timestamp_seconds", "Unix time of the last round that passed", canary.last_success
+        "canary_last_success_timestamp_seconds",
+        "Unix time of the last round that passed, or of the recording",
+        canary.last_success,
     )
     yield _gauge("canary_cases", "Canary cases; one whose first two runs differ is not used", cases, "state")
     if figures.model is not None:
