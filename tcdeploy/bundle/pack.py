@@ -143,12 +143,12 @@ def _make_signed_header(header: Header, secret_key: Path | None) -> bytes:
 
 
 def plans_to_pack(folder: Path) -> list[str]:
-    """The folder's only plan; or both plans of a model, as `tcdeploy warm` leaves them. Else as `single_plan_key`."""
-    with contextlib.suppress(IntegrityError):
-        pair = jit_and_packages(read_manifests(folder).values())
-        if pair is not None:
-            return [str(manifest.plan["key"]) for manifest in pair]
-    return [single_plan_key(folder)]
+    """The folder's only plan; or both plans of a model, as `tcdeploy warm` leaves them. Else as `single_plan_key`.
+
+    Raises IntegrityError for a damaged manifest, because its plan might be one of the two.
+    """
+    pair = jit_and_packages(read_manifests(folder).values())
+    return [single_plan_key(folder)] if pair is None else [str(manifest.plan["key"]) for manifest in pair]
 
 
 def jit_and_packages(manifests: Iterable[Manifest]) -> tuple[Manifest, Manifest] | None:

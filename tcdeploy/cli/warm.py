@@ -12,7 +12,7 @@ import typer
 from tcdeploy.cli.options import options_command
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, CacheFrom, TrustedKeys, cache_source, fetch_cache
 from tcdeploy.cli.report_options import Budget, DryRun, Json, enforce_budget, parse_budget, warn_if_busy
-from tcdeploy.errors import CompileError, ThresholdError, UsageError
+from tcdeploy.errors import CompileError, IntegrityError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def fill_cache(
 ) -> tuple[StartReport, PackageResult | None]:
     """Start the recipe, and free its memory. With `--programs auto`, start with jit, and then build packages.
 
-    `builds`: whether packages may be built. Returns None for them if none were to be built.
+    `builds`: whether packages may be built. Returns None for them if none were to be built. Raises IntegrityError if
+    the folder has damaged packages, which later starts would refuse.
     """
     from tcdeploy.start.prepare import prepare
 
@@ -112,6 +113,10 @@ def fill_cache(
     if not (builds and is_auto and recipe.compile and not recipe.require_signed and report.is_recorded):
         return report, None
     packages = build_packages(recipe, report.planned, report.cache_dir, progress, trusted_keys)
+    if packages.is_damaged:
+        raise IntegrityError(
+            packages.failure, "later starts fail too; to build the packages again: --on-bad-cache rebuild"
+        )
     if packages.failure:
         progress.message(f"warning: later starts use jit programs: packages were not built: {packages.failure}")
     return report, packages

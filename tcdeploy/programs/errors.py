@@ -48,7 +48,8 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
     if _is_disk_full(error, cache_dir):
         free = shutil.disk_usage(cache_dir).free
         return SpaceError(
-            f"the disk of the cache folder {cache_dir} is full ({free} bytes free)",
+            f"the disk of the cache folder {cache_dir} is full, or was in the step that failed "
+            f"({free / 1e6:.0f} MB are free now)",
             "cached programs are intact: free some space, or pass another --cache-dir, and run again",
         )
     text = str(error).strip()

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ import yaml
 from tcdeploy.cache.folder.layout import manifest_path
 from tcdeploy.cache.record.manifest import read_manifest
 from tcdeploy.errors import IntegrityError
+from tcdeploy.host.die_with_parent import command
 from tcdeploy.host.progress import Progress
 from tcdeploy.host.temporary_files import temporary_folder
 from tcdeploy.planning.option import ENVIRONMENT_PREFIX
@@ -44,12 +44,14 @@ class PackageResult:
     """What a build has left in the cache folder. `bytes`: of all files of its plan. `seconds`: of the process.
 
     `failure`: why there are no packages, "" if there are. If it is set, `plan_key` is empty and `bytes` is 0.
+    `is_damaged`: they are in the folder and damaged, so later starts fail too, except with `--on-bad-cache rebuild`.
     """
 
     plan_key: str
     seconds: float
     bytes: int
     failure: str = ""
+    is_damaged: bool = False
 
 
 def build_packages(
@@ -78,7 +80,8 @@ def obstacle(planned: Planned, cache_dir: str) -> str:
 def warm_command(settings: Mapping[str, Any], *flags: str) -> Iterator[tuple[list[str], dict[str, str]]]:
     """A command that warms a plan, and its environment variables. `settings`: the values of the recipe that are set.
 
-    Run the command inside the block, because the recipe is a temporary file.
+    Run the command inside the block, because the recipe is a temporary file. Its process ends with the thread that
+    starts it, also if that is killed.
     """
     with temporary_folder("warm") as folder:
         recipe = Path(folder, "recipe.yaml")
@@ -89,7 +92,7 @@ def warm_command(settings: Mapping[str, Any], *flags: str) -> Iterator[tuple[lis
             for name, value in os.environ.items()
             if not name.startswith(ENVIRONMENT_PREFIX) or name in SHARED_VARIABLES
         }
-        yield [sys.executable, "-m", "tcdeploy", "warm", "--recipe", str(recipe), *flags], environ
+        yield command("tcdeploy", "warm", "--recipe", str(recipe), *flags), environ
 
 
 class PackageBuild:
@@ -111,10 +114,10 @@ class PackageBuild:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._started_at = time.monotonic()
         with contextlib.ExitStack() as cleanup:
-            command, environ = cleanup.enter_context(warm_command(settings, "--json", *keys))
+            words, environ = cleanup.enter_context(warm_command(settings, "--json", *keys))
             self._report = cleanup.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
             self._process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stdout=self._report, stderr=subprocess.PIPE, text=True,
+                words, env=environ, stdin=subprocess.DEVNULL, stdout=self._report, stderr=subprocess.PIPE, text=True,
                 errors="replace", start_new_session=is_background,
             )  # fmt: skip
             self._cleanup = cleanup.pop_all()
@@ -135,7 +138,8 @@ class PackageBuild:
             self._report.seek(0)
             report = self._report.read()
         if self._process.returncode:
-            return PackageResult("", seconds, 0, self._failure())
+            is_damaged = self._process.returncode == IntegrityError.exit_code
+            return PackageResult("", seconds, 0, self._failure(), is_damaged)
         plan, manifest = json.loads(report)["plan"], None
         with contextlib.suppress(IntegrityError):
             manifest = read_manifest(manifest_path(self._cache_dir, plan["key"]))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ import pytest
 from tcdeploy.cache.folder.layout import LEASES_DIR
 from tcdeploy.cache.folder.leases import build_lock, folder_lock, is_folder_locked
 from tcdeploy.cache.record.manifest import read_manifests
+from tcdeploy.host import die_with_parent
 from tcdeploy.host.progress import NullProgress
 from tcdeploy.planning.environment import AOT_PACKAGES
 from tcdeploy.planning.plan import make_plan
@@ -125,6 +129,62 @@ def test_a_background_build_has_the_lowest_priority_and_is_paused_and_killed_wit
     sleeping.stop()
     wait_for_state(child, "-Z")
     assert sleeping.wait().failure == f"the process was killed by signal {signal.SIGKILL:d}"
+
+
+PAUSED_BUILD = """
+import sys, time
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.package_build import PackageBuild
+lines = []
+build = PackageBuild(Recipe(model={model!r}), {folder!r}, is_background=True, on_message=lines.append)
+while not lines:
+    time.sleep(0.01)
+build.pause()
+print(build._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_build_ends_with_the_process_that_started_it_even_while_paused(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    script = PAUSED_BUILD.format(model=TINY, folder=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        wait_for_state(pid, "T")
+        parent.send_signal(number)
+    try:
+        wait_for_state(pid, "-Z")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def test_a_child_whose_parent_has_ended_already_does_nothing() -> None:
+    not_the_parent = str(os.getppid())
+    words = [sys.executable, "-m", "tcdeploy.host.die_with_parent", not_the_parent, "tcdeploy", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    words = die_with_parent.command("tcdeploy", "--version")
+    assert subprocess.run(words, capture_output=True, text=True).stdout.startswith("tcdeploy ")
+
+
+def test_warm_fails_if_the_folder_has_damaged_packages_which_later_starts_refuse(
+    run_cli: RunCLI, filled_packages: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(filled_packages, tmp_path / "cache")
+    package = min(folder.glob("aot/*/*.pt2"))
+    content = bytearray(package.read_bytes())
+    content[len(content) // 2] ^= 1
+    package.write_bytes(content)
+    done = run_cli("warm", TINY, *FLAGS, "--cache-dir", str(folder))
+    assert done.returncode == 5, done.stderr
+    assert f"{package.name} does not match its recorded sha256" in done.stderr
+    assert "to build the packages again: --on-bad-cache rebuild" in done.stderr
+    served = run_cli("generate", TINY, "x", *FLAGS, "--cache-dir", str(folder))
+    assert served.returncode == 5, "so a warning of `warm` would not be enough"
 
 
 def test_one_process_builds_the_packages_of_a_plan(tmp_path: Path) -> None:

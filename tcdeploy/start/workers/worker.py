@@ -7,17 +7,16 @@ the bucket's files are in the journal of its staging folder by then. Its message
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import logging
 import os
-import signal
 import sys
 from functools import partial
 from typing import IO, TYPE_CHECKING
 
 from tcdeploy.errors import TcdeployError
+from tcdeploy.host.die_with_parent import die_with_parent
 from tcdeploy.host.gc_policy import relax_gc_for_startup
 from tcdeploy.models.unused_packages import enable_fast_transformers_import
 from tcdeploy.planning.environment import lists_to_tuples
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from tcdeploy.planning.bucket_record import BucketRecord
 
 PRIORITY = 10  # added to the nice value of the other process
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 log = logging.getLogger("tcdeploy.start")
 
 
@@ -46,7 +44,7 @@ def main() -> None:
     null for the cache folder.
     """
     request = json.load(sys.stdin)
-    _die_with(request["parent"])
+    die_with_parent(request["parent"])
     os.nice(PRIORITY)
     relax_gc_for_startup()
     enable_fast_transformers_import()
@@ -63,12 +61,3 @@ def main() -> None:
     except TcdeployError as error:
         log.error("%s", error.message)
         sys.exit(error.exit_code)
-
-
-def _die_with(parent: int) -> None:
-    """Make a Linux kernel kill this process when the parent ends. Exits if the parent has ended already."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        sys.exit(1)
