@@ -101,6 +101,12 @@ def test_a_parameter_that_the_checkpoint_lacks_is_an_error(tmp_path: Path) -> No
         describe(tmp_path, {"w": w}, model_of({"w": w.clone(), "other": w.clone()}))
 
 
+def test_a_parameter_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    w = torch.randn(8, 8)
+    with pytest.raises(WeightNotInCheckpointError, match="w has another shape than in the checkpoint"):
+        describe(tmp_path, {"w": w}, model_of({"w": w[:4].clone()}))
+
+
 def test_a_parameter_that_is_not_contiguous_is_an_error(tmp_path: Path) -> None:
     w = torch.randn(8, 8)
     with pytest.raises(WeightNotInCheckpointError, match="w is not contiguous"):

@@ -90,7 +90,10 @@ def describe_weights(
         elif source[0] != "same":
             if not tensor.is_contiguous():
                 raise WeightNotInCheckpointError(f"{name} is not contiguous")
-            compared += [(name, copy) for copy in _copies(source, tensor.detach(), checkpoint)]
+            try:
+                compared += [(name, copy) for copy in _copies(source, tensor.detach(), checkpoint)]
+            except ValueError as error:
+                raise WeightNotInCheckpointError(f"{name} has another shape than in the checkpoint: {error}") from error
         sources[name] = WeightSource(_dtype_name(tensor.dtype), tuple(tensor.shape), source)
     with ThreadPoolExecutor(THREADS) as threads:  # in one thread, the 16 GB of an 8B model took 31 s (H100 machine)
         for (name, _), is_equal in zip(compared, threads.map(lambda item: _is_equal(item[1]), compared), strict=True):
