@@ -1,9 +1,9 @@
-"""Ends a process when the one that started it ends, however that ends. Linux only; elsewhere it goes on.
+"""Lets the kernel kill a child process when its parent ends, also if the parent is killed.
 
     python -m tcdeploy.host.die_with_parent PARENT MODULE ARGUMENTS...
 
-runs a module as `python -m` does, after `die_with_parent`. The kernel's signal is for the end of the thread that
-started the process.
+calls `die_with_parent`, and then runs MODULE as `python -m` does. The kernel sends the signal when the thread that
+started the child ends, so start it in a thread that lives long enough. On systems other than Linux the child survives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Runs a module in a child of this process that ends with the thread which starts it."""
+    """The command line of a child of this process that runs a module and is killed as described above."""
     return [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
 
 

@@ -138,6 +138,12 @@ def test_a_folder_with_the_two_plans_of_a_model_is_packed_without_choosing_one(t
         plans_to_pack(two.folder)
 
 
+def test_a_damaged_manifest_of_one_of_the_two_is_named(two: TwoPlans) -> None:
+    path_of(two.folder, two.packages).write_text("")
+    with pytest.raises(IntegrityError, match=key_of(two.packages)):
+        plans_to_pack(two.folder)
+
+
 def test_each_plan_that_compiled_is_started_once_more(
     two: TwoPlans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ def test_parts_of_a_weight_are_read_to_their_places(trace: Trace) -> None:
 COMPUTED: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "sum": (lambda t: t["a"] + t["b"], "aten.add.Tensor computes values of weights"),
     "scale": (lambda t: t["a"] * 2, "aten.mul.Tensor computes values of weights"),
-    "every second row": (lambda t: t["a"][::2], "every second element of weights, or fewer, are taken"),
+    "every second row": (lambda t: t["a"][::2], "weights are sliced with a step"),
     "zeros": (lambda t: torch.nn.functional.pad(t["a"], (0, 1)), "weights are padded"),
     "foreign": (
         lambda t: torch.cat([t["a"], torch.ones(1, 4)]),

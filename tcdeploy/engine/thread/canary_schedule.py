@@ -48,7 +48,8 @@ class CanarySchedule:
     def __init__(self, canary: Canary, interval: float) -> None:
         self.stats = CanaryStats()
         self._canary, self._interval = canary, interval
-        self._started_at = self._busy_at = time.monotonic()  # when the engine last had work
+        self._started_at = time.monotonic()
+        self._busy_at = self._started_at  # when the engine last had work
         self._due_at = 0.0  # of the round
         self._case = 0  # index of the next case of the round
         self._round_failures = 0

@@ -26,7 +26,10 @@ class UnknownOperationError(Exception):
 
 
 class Trace:
-    """The checkpoint of a set of traced tensors. problem: the first operation without a rule; "" if there is none."""
+    """The checkpoint that traced tensors come from.
+
+    problem: the message of the first UnknownOperationError, "" if there was none.
+    """
 
     def __init__(self, checkpoint: Mapping[str, StoredTensor]) -> None:
         self.checkpoint, self.problem = checkpoint, ""
@@ -146,7 +149,7 @@ def _slice(
     result: Tensor, tensor: TracedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Source:
     if step != 1:
-        raise UnknownOperationError("every second element of weights, or fewer, are taken")
+        raise UnknownOperationError("weights are sliced with a step")
     begin, _, _ = slice(start, end).indices(tensor.shape[dim])
     return _part(tensor, dim, begin, result.shape[dim])
 
