@@ -11,6 +11,7 @@ from pathlib import Path
 
 import transformers
 
+from tcdeploy.host.python_source import parse_source
 from tcdeploy.text.template_form import TemplateForm
 
 CALLS_AS_JSON = """{% for c in m.tool_calls %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}"""
@@ -170,7 +171,7 @@ def templates_of_transformers() -> dict[str, str]:
         source = path.read_text(encoding="utf-8")
         if "{%" not in source or "messages" not in source:
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse_source(source)):
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str) and "{%" in text and "in messages" in text:
                 found[f"{path.stem}:{node.lineno}"] = text

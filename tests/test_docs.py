@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tcdeploy.host.python_source import parse_source
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / ".github").glob("*.md"))]
@@ -48,7 +49,7 @@ def test_a_missing_file_and_a_missing_heading_are_found(tmp_path: Path) -> None:
 
 def named_documents(source: str) -> set[str]:
     """Names of Markdown files in the strings of a module that are not docstrings: messages, hints and help texts."""
-    tree = ast.parse(source)
+    tree = parse_source(source)
     documented = (node.body[0] for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and node.body)
     docstrings = {id(first.value) for first in documented if isinstance(first, ast.Expr)}
     strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))

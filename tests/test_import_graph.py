@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 
 import tcdeploy
+from tcdeploy.host.python_source import parse_source
 from tcdeploy.torch_compat.registry import MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,7 +91,7 @@ class Import(NamedTuple):
 
 @functools.cache
 def parse(source: str) -> ast.Module:
-    return ast.parse(source)
+    return parse_source(source)
 
 
 def modules_of(root: Path) -> dict[str, ast.Module]:

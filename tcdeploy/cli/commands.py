@@ -29,6 +29,7 @@ from typer.main import get_command, get_group
 from tcdeploy.cli.foreign_errors import PARSER_ERROR
 from tcdeploy.cli.help_panels import ADVANCED, help_all_option, write_panels
 from tcdeploy.errors import UsageError
+from tcdeploy.host.python_source import parse_source
 from tcdeploy.planning.extras import WITHOUT_DOCSTRINGS
 from tcdeploy.planning.option import OF_VLLM, REMOVED, RENAMED, field_type
 from tcdeploy.planning.recipe import recipe_names
@@ -168,6 +169,6 @@ def restore_docstring(function: Callable[..., Any]) -> None:
     if sys.flags.optimize < WITHOUT_DOCSTRINGS:
         return
     with contextlib.suppress(OSError, SyntaxError):  # installed without sources
-        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[function.__module__]))):
+        for node in ast.walk(parse_source(inspect.getsource(sys.modules[function.__module__]))):
             if isinstance(node, ast.FunctionDef) and node.name == function.__name__:
                 function.__doc__ = ast.get_docstring(node)

@@ -13,6 +13,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tcdeploy.host.python_source import parse_source
+
 # Raise by one with every change that alters programs or tokens without altering a hashed source
 # (programs/passes/post_grad.py lists them), a setting of torch or a shape. Examples: a region is traced in another way,
 # weights are packed in another layout, sampling draws other random numbers.
@@ -25,7 +27,7 @@ def source_digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
     """The digest of each file, by its path relative to `root`, in sorted order. Raises OSError and SyntaxError."""
     digests: dict[str, str] = {}
     for path in sorted(paths):
-        drop_docstrings(tree := ast.parse(path.read_bytes()))
+        drop_docstrings(tree := parse_source(path.read_bytes()))
         digests[path.relative_to(root).as_posix()] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
     return digests
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from tcdeploy.host.python_source import parse_source
 from tests.conftest import ROOT
 
 CACHE = ROOT / "tcdeploy" / "cache"
@@ -15,7 +16,7 @@ def imported_rooms(room: str) -> Iterator[tuple[str, str]]:
     """(file, room) of each import of a module of the cache."""
     files = [CACHE / f"{room}.py", *(CACHE / room).glob("*.py")]
     for path in (path for path in files if path.is_file()):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse_source(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tcdeploy.cache"):
                 names = [*(node.module or "").split(".")[2:], node.names[0].name]
                 yield path.name, names[0]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tcdeploy.host.python_source import parse_source
 from tests.conftest import ROOT, TINY, cli_environment
 
 BUCKETS = ("prefill:32", "decode:1")
@@ -86,7 +87,7 @@ def reword_everything(package: Path) -> None:
 def insert_statement(path: Path, is_target: Callable[[ast.FunctionDef], bool]) -> None:
     """Put a statement at the end of the first function that fits."""
     text = path.read_text()
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in ast.walk(parse_source(text)) if isinstance(node, ast.FunctionDef)]
     last = next(node for node in functions if is_target(node)).body[-1]
     lines = text.splitlines(keepends=True)
     lines.insert(last.lineno - 1, f"{' ' * last.col_offset}assert True\n")

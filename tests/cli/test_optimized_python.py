@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tcdeploy.host.python_source import parse_source
 from tcdeploy.planning.keys import source_digests
 from tests.conftest import PACKAGES, ROOT
 
@@ -58,7 +59,7 @@ def test_no_assertion_has_an_effect_that_is_lost_without_it() -> None:
     effects = [
         (path.relative_to(ROOT).as_posix(), *effect)
         for path in SOURCES
-        for effect in effects_in_assertions(ast.parse(path.read_text(encoding="utf-8")))
+        for effect in effects_in_assertions(parse_source(path.read_text(encoding="utf-8")))
     ]
     assert not effects
 

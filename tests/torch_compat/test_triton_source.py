@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tcdeploy.host.python_source import parse_source
 from tcdeploy.torch_compat.triton import source as triton_source
 from tcdeploy.torch_compat.triton.source import ignore_comments, supported
 
@@ -105,7 +106,7 @@ def test_code_changes_the_key(tmp_path: Path, edit: tuple[str, str]) -> None:
 
 def test_the_kernel_keeps_its_code(tmp_path: Path) -> None:
     def code(source: str) -> str:
-        tree = ast.parse(source)
+        tree = parse_source(source)
         triton_source.drop_docstrings(tree)
         return ast.dump(tree)
 
@@ -147,7 +148,7 @@ def test_an_interpreted_function_is_left_alone(tmp_path: Path, monkeypatch: pyte
 def test_every_kernel_of_the_package_ignores_comments() -> None:
     decorators = {}
     for path in Path(triton_source.__file__).parents[2].rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse_source(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
                 decorators[f"{path.stem}.{node.name}"] = [ast.unparse(item) for item in node.decorator_list]
     kernels = {name for name, items in decorators.items() if any(item.startswith("triton.jit") for item in items)}

@@ -18,6 +18,7 @@ import ast
 import functools
 from typing import Any, TypeVar
 
+from tcdeploy.host.python_source import parse_source
 from tcdeploy.planning.extras import is_installed
 from tcdeploy.planning.keys import drop_docstrings
 from tcdeploy.torch_compat.internal import internal
@@ -75,7 +76,7 @@ def _replace_source(kernel: Any) -> None:
 
 def _normalise(source: str) -> str:
     """The same function without comments, docstring and formatting."""
-    tree = ast.parse(source)
+    tree = parse_source(source)
     drop_docstrings(tree)
     return ast.unparse(tree)
 
