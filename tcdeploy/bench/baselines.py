@@ -21,7 +21,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Pre
 
 from tcdeploy.bench.timing import Timestamps
 from tcdeploy.errors import TcdeployError
-from tcdeploy.models.load import load_model, quiet_transformers
+from tcdeploy.models.load import quiet_transformers
+from tcdeploy.models.load_model import load_model
 from tcdeploy.planning.plan import Plan
 
 ATTN_IMPLEMENTATION = "sdpa"

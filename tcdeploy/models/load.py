@@ -1,4 +1,4 @@
-"""Loads a model: a Hub id, a local folder, `builtin:tiny`, or a config with random weights.
+"""Finds a model, a Hub id, a local folder or `builtin:tiny`, and reads its config and the headers of its weights.
 
 Errors of other libraries are raised as TcdeployErrors with the next command. Modelling code from a repository runs only
 if `trust_remote_code` was requested.
@@ -7,10 +7,6 @@ if `trust_remote_code` was requested.
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import gc
-import importlib.util
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -18,32 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, Mxfp4Config, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, SpaceError, TcdeployError, UnknownModelError, UnsupportedModelError
-from tcdeploy.models.auto_classes import auto_class, model_class, remote_class
-from tcdeploy.models.convert.packed_linears import pack_linears
-from tcdeploy.models.convert.quantisation import cast_experts, is_dequantised
-from tcdeploy.models.convert.static_rope import freeze_rope
-from tcdeploy.models.convert.traced_tensor import Trace, TracedTensor
+from tcdeploy.models.auto_classes import auto_class, remote_class
 from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load_errors import first_line, translate_error
-from tcdeploy.models.location import BUILTIN_MODELS, local_folder, read_config_file
+from tcdeploy.models.location import BUILTIN_MODELS, read_config_file
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights import checkpoint
-from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
-from tcdeploy.models.weights.early_weights import EarlyWeights, PreloadedSlice
-from tcdeploy.models.weights.reader import StoredTensor
-from tcdeploy.models.weights.sources import Source, WeightNotInCheckpointError
+from tcdeploy.models.weights.files import Checkpoint
 from tcdeploy.planning.extras import check_interpreter
-from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.torch_compat.tensors_without_storage import supported as can_trace
-from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors
 
-DUMMY_SEED = 0
 HUB_URLS = ("https://huggingface.co/", "http://huggingface.co/", "https://hf.co/")
 # Planning builds every layer on fake tensors, in 20 ms each. Llama 3.1 405B has 126 layers.
 MAX_LAYERS = 512
@@ -82,7 +67,7 @@ def load_config(recipe: Recipe, refusals: Refusals | None = None) -> PreTrainedC
     collected = refusals or Refusals(recipe.model)
     check_interpreter()
     path = resolve_model_path(recipe.model)
-    with _translate_errors(recipe.model):
+    with translating_errors(recipe.model):
         local_config = Path(path, "config.json")
         if local_config.is_file():  # check it before transformers creates a list with one entry per layer
             _check_layer_count(recipe.model, read_config_file(local_config))
@@ -115,20 +100,21 @@ def _read_config(path: str, recipe: Recipe) -> PreTrainedConfig:
         raise
 
 
-def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: checkpoint.ExpectedTensors) -> str:
-    """Check the tensors of a model's downloaded files against its config, before they are loaded (checkpoint.py).
+def read_checkpoint(
+    recipe: Recipe, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> Checkpoint | None:
+    """The headers of a model's downloaded safetensors files, after their first checks (weights/checkpoint.py).
 
-    Returns the dtype in which they are stored, or "" if it is not known, or nothing is loaded. Raises ModelError.
+    `shapes`: of the model's tensors, by name. None if they are in another format or not downloaded, or if the weights
+    will be random. Raises ModelError.
     """
-    if recipe.model in BUILTIN_MODELS or recipe.load_format == "dummy":
-        return ""
-    transformers_logging.disable_progress_bar()
-    with quiet_transformers(), _translate_errors(recipe.model):
-        tensors = checkpoint.read_stored_tensors(recipe.model, recipe.revision, config)
-        if tensors is None:
-            return ""
-        checkpoint.check_tensors(recipe.model, config, tensors, expected, recipe.trust_remote_code)
-        return checkpoint.stored_dtype(tensors)
+    if recipe.load_format == "dummy":
+        return None
+    with translating_errors(recipe.model):
+        found = checkpoint.read_stored_tensors(resolve_model_path(recipe.model), recipe.revision, config)
+        if found is not None:
+            checkpoint.check_tensors(recipe.model, config, found.tensors, shapes, recipe.trust_remote_code)
+        return found
 
 
 def _check_layer_count(model: str, config: Any) -> None:
@@ -149,135 +135,6 @@ def config_to_dict(config: PreTrainedConfig) -> dict[str, Any]:
     return values
 
 
-def load_model(
-    plan: Plan, config: PreTrainedConfig, attn_implementation: str, early_weights: EarlyWeights | None = None
-) -> PreTrainedModel:
-    """The model in eval mode, on the plan's device and in its weight_dtype.
-
-    `early_weights`: of the plan's checkpoint; used by the first call only. Raises ModelError, NetworkError, SpaceError.
-    """
-    transformers_logging.disable_progress_bar()
-    dtype = getattr(torch, plan.weight_dtype)
-    with quiet_transformers(), _translate_errors(plan.model):
-        model = None
-        if plan.load_format == "dummy":
-            model = _dummy_model(plan, config, dtype, attn_implementation)
-        elif early_weights is not None:
-            model = _model_from_early_weights(plan, config, dtype, attn_implementation, early_weights)
-        if model is None:
-            model = _pretrained_model(plan, config, dtype, attn_implementation)
-    model.requires_grad_(False)
-    freeze_rope(model)
-    return model.eval()
-
-
-def trace_weights(
-    plan: Plan,
-    config: PreTrainedConfig,
-    stored: Mapping[str, StoredTensor],
-    packed_linears: tuple[tuple[str, ...], ...],
-) -> dict[str, Source]:
-    """The sources of the model's tensors in its checkpoint `stored`, by name after `pack_linears`.
-
-    Loads the model with tensors that have no values (convert/traced_tensor.py). Tensors that are not from the
-    checkpoint are left out. Raises WeightNotInCheckpointError.
-    """
-    if not can_trace():
-        raise WeightNotInCheckpointError(f"its weights cannot be traced with torch {torch.__version__}")
-    trace, dtype = Trace(stored), getattr(torch, plan.weight_dtype)
-    on_cpu = dataclasses.replace(plan, device="cpu")
-    try:
-        with quiet_transformers(), torch.no_grad():
-            model = _pretrained_model(on_cpu, copy.deepcopy(config), dtype, "eager", trace.tensors())
-            pack_linears(model, packed_linears)
-    except Exception as error:  # transformers raises many types
-        raise WeightNotInCheckpointError(trace.problem or first_line(error)) from error
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: tensor.source for name, tensor in named if isinstance(tensor, TracedTensor)}
-
-
-def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """Random weights, created on the device; equal for equal config, device and torch version.
-
-    They have the dtypes of loaded weights, so that both run the same programs.
-    """
-    torch.manual_seed(DUMMY_SEED)
-    with torch.device(plan.device):
-        model: PreTrainedModel = auto_class(config, plan.trust_remote_code).from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=plan.trust_remote_code
-        )
-    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    for name in float32_tensors(model, dtype):
-        tensors[name].data = tensors[name].data.float()
-    draw_dummy_weights(model)
-    return model
-
-
-def _model_from_early_weights(
-    plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, early_weights: EarlyWeights
-) -> PreTrainedModel | None:
-    """The model with tensors that have been read already; None if that is not possible.
-
-    After any error the model is loaded from its files, so that the error is the same as without early reading.
-    """
-    model = None
-    if tensors := early_weights.take(local_folder(plan.model, plan.revision), plan.device, dtype):
-        try:
-            model = _pretrained_model(plan, config, dtype, attn_implementation, tensors)
-        except Exception as error:  # logged as text: a handler may keep the record, and the error refers to the tensors
-            log.info("the model is loaded from its files, not from tensors that were read early: %s", str(error))
-            early_weights.weights_read = None
-    del tensors
-    if model is None:
-        gc.collect()
-    torch.cuda.empty_cache()  # release cached blocks of tensors that were converted or not used
-    return model
-
-
-def _pretrained_model(
-    plan: Plan,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attn_implementation: str,
-    tensors: Mapping[str, PreloadedSlice | torch.Tensor] | None = None,
-) -> PreTrainedModel:
-    """The model, from `tensors` on the device or, if None, from the checkpoint's files.
-
-    Files are read directly to the device if accelerate is installed; otherwise through host memory.
-    """
-    loader_class, path, is_local, placement = auto_class(config, plan.trust_remote_code), None, False, {}
-    if tensors is None:
-        path = resolve_model_path(plan.model)
-        is_local = uses_local_files_only(path, plan.revision)
-        placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
-    else:  # an auto class needs a path, which a state dict does not have
-        loader_class = model_class(config, trust_remote_code=False)
-        if loader_class is None:
-            message = f"{config.model_type} cannot be loaded from a state dict"
-            raise UnsupportedModelError(message, "load it from its files")
-        if loader_class.config_class is type(config.get_text_config()):
-            config = config.get_text_config()  # as an auto class does
-    model, report = loader_class.from_pretrained(
-        path,
-        state_dict=tensors,
-        config=config,
-        revision=plan.revision,
-        local_files_only=is_local,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=plan.trust_remote_code,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in the report, and refused below with their names
-        generation_config=GenerationConfig(),  # otherwise its file is read, see generation_config.py
-        **placement,
-        **({"quantization_config": Mxfp4Config(dequantize=True)} if is_dequantised(config) else {}),
-    )
-    if is_dequantised(config):
-        cast_experts(model, dtype)
-    checkpoint.check_loading_report(plan.model, model, report)
-    return model.to(plan.device)
-
-
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Log only transformers' errors: it warns at length about configs that work."""
@@ -290,7 +147,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _translate_errors(model: str) -> Iterator[None]:
+def translating_errors(model: str) -> Iterator[None]:
+    """Raise errors of libraries in the block as ModelError, NetworkError or SpaceError."""
     try:
         yield
     except TcdeployError:

@@ -32,7 +32,6 @@ from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.probe_failure import CONFIG_HINT, UnexplainedFailureError, describe_exception, explaining_failures
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.weights.checkpoint import ExpectedTensors, expected_tensors
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.planning.memory import DTYPE_BYTES
 from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
@@ -61,12 +60,11 @@ class _LinearRecorder:
 
 class ProbedModel(NamedTuple):
     architecture: Architecture
-    tensors: ExpectedTensors
     model: nn.Module  # with fake tensors
 
 
 def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> ProbedModel:
-    """The Architecture, the tensors that a checkpoint contains, and the model with fake tensors.
+    """The Architecture, and the model with fake tensors.
 
     Raises UnsupportedModelError.
     """
@@ -114,7 +112,7 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool, refusals: Refusals
         packed_linears=_find_packed_linears(model, linear_recorder),
         config_digest=digest_config(config_to_dict(config)),
     )
-    return ProbedModel(architecture, expected_tensors(model), model)
+    return ProbedModel(architecture, model)
 
 
 def _record_attention(

@@ -24,10 +24,15 @@ from transformers import PreTrainedConfig
 from tcdeploy.cache.record.manifest import Origin
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.engine.generation_defaults import read_model_defaults
-from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config
+from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
+from tcdeploy.models.load import config_to_dict, load_config, read_checkpoint
 from tcdeploy.models.probe import ProbedModel, probe_model
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.sources import model_sources
+from tcdeploy.models.traced_model import TracedModel, trace_model
+from tcdeploy.models.weights.checkpoint import stored_dtype, tensor_shapes
+from tcdeploy.models.weights.files import Checkpoint
+from tcdeploy.models.weights.sources import WeightNotInCheckpointError
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
 from tcdeploy.planning.environment import Environment, detect_environment
@@ -63,10 +68,10 @@ def decide(
     model = _read_model(recipe, environment, needs_tokenizer, is_dry_run)
     config, architecture, tokenizer = model.config, model.probed.architecture, model.tokenizer
     defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
-    if model.stored_dtype and not architecture.dtype:
-        architecture = dataclasses.replace(architecture, dtype=model.stored_dtype)
+    if model.checkpoint and not architecture.dtype and (dtype := stored_dtype(model.checkpoint.tensors)):
+        architecture = dataclasses.replace(architecture, dtype=dtype)
         reason = "dtype of the first floating-point tensor; config.json states none"
-        decisions += (Decision("checkpoint dtype", model.stored_dtype, reason),)
+        decisions += (Decision("checkpoint dtype", dtype, reason),)
     findings: tuple[PlanFinding, ...] = ()
     if is_dry_run:
         plan, recipe, environment, findings = plan_with_findings(recipe, environment, architecture, decisions)
@@ -76,9 +81,36 @@ def decide(
         plan = make_plan(recipe, environment, architecture, decisions)
     planned = PlannedModel(
         recipe=recipe, environment=environment, architecture=architecture, plan=plan, generation_defaults=defaults,
-        config=config, fake_model=model.probed.model, model_decisions=decisions, tokenizer=tokenizer, findings=findings,
+        config=config, fake_model=model.probed.model, checkpoint=model.checkpoint,
+        model_decisions=decisions, tokenizer=tokenizer, findings=findings,
     )  # fmt: skip
-    return resolve_planned(planned, partial(_package_folder, planned), jit_reason, policy)
+    planned = resolve_planned(planned, partial(_package_folder, planned), jit_reason, policy)
+    return planned if recipe.load_format == "dummy" else _with_traced_weights(planned)
+
+
+def trace_weights(planned: PlannedModel) -> TracedModel:
+    """Find where the model's tensors are in its checkpoint.
+
+    Raises ModelError if the checkpoint does not fit the model, and WeightNotInCheckpointError if transformers must load
+    it.
+    """
+    if planned.checkpoint is None:
+        raise WeightNotInCheckpointError("it has no safetensors files, or they are not downloaded yet")
+    register_attention()
+    return trace_model(
+        planned.plan, planned.config, planned.checkpoint, tensor_shapes(planned.fake_model), ATTN_IMPLEMENTATION,
+        planned.architecture.packed_linears,
+    )  # fmt: skip
+
+
+def _with_traced_weights(planned: PlannedModel) -> PlannedModel:
+    """The plan says why, if transformers must load the weights."""
+    try:
+        return dataclasses.replace(planned, traced_model=trace_weights(planned))
+    except WeightNotInCheckpointError as error:
+        decision = Decision("loading", "by transformers", str(error))
+        plan = dataclasses.replace(planned.plan, decisions=(*planned.plan.decisions, decision))
+        return dataclasses.replace(planned, plan=plan)
 
 
 def _package_folder(planned: PlannedModel, plan: Plan) -> Path:
@@ -88,11 +120,11 @@ def _package_folder(planned: PlannedModel, plan: Plan) -> Path:
 
 
 class _ModelFacts(NamedTuple):
-    """What `decide` reads of a model, on fake tensors. stored_dtype: of the checkpoint, "" if it is not known."""
+    """What `decide` reads of a model. checkpoint: None if there are no downloaded safetensors files."""
 
     config: PreTrainedConfig
     probed: ProbedModel
-    stored_dtype: str
+    checkpoint: Checkpoint | None
     tokenizer: Any
 
 
@@ -101,12 +133,12 @@ def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool,
 
     Too little memory is one of them, unless in a dry run: the model may be planned for another machine.
     """
-    refusals, probed, stored_dtype, tokenizer = Refusals(recipe.model), None, "", None
+    refusals, probed, checkpoint, tokenizer = Refusals(recipe.model), None, None, None
     config = load_config(recipe, refusals)
     with refusals.collecting():
         probed = probe_model(config, recipe.trust_remote_code)
         if not refusals.reasons:  # a quantised checkpoint, for example, has other tensors than the probed model
-            stored_dtype = check_checkpoint(recipe, config, probed.tensors)
+            checkpoint = read_checkpoint(recipe, config, tensor_shapes(probed.model))
     with refusals.collecting():
         tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
     if refusals.reasons and probed is not None and not is_dry_run:
@@ -114,7 +146,7 @@ def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool,
             make_plan(recipe, environment, probed.architecture)
     refusals.raise_all()
     assert probed is not None
-    return _ModelFacts(config, probed, stored_dtype, tokenizer)
+    return _ModelFacts(config, probed, checkpoint, tokenizer)
 
 
 def with_cxx_compiler(planned: PlannedModel, version: str) -> PlannedModel:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from tcdeploy.cache.files.records import FileRecord
 from tcdeploy.cache.files.usage import FileAccessTracker
@@ -37,7 +38,7 @@ from tcdeploy.engine.check.check_prompts import CheckPrompts
 from tcdeploy.engine.check.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.check.stored_reference import read_reference, reference_path, stores_references, write_reference
 from tcdeploy.engine.step.runner import ModelRunner
-from tcdeploy.engine.warm.early_gpu import compiling_kernels_of
+from tcdeploy.engine.warm.early_gpu import compiling_kernels_of, initializing_gpu
 from tcdeploy.engine.warm.program_setup import install_programs
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets, warmup_order
 from tcdeploy.errors import UsageError
@@ -45,10 +46,8 @@ from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, bind_attention, register_attention
 from tcdeploy.kernels.attention.kv_cache import allocate_kv_cache
 from tcdeploy.kernels.attention.metadata import StepHolder, make_split_counters
-from tcdeploy.models.convert.packed_linears import pack_linears
-from tcdeploy.models.load import load_model
+from tcdeploy.models.load_model import load_model, loading_model
 from tcdeploy.models.location import local_folder
-from tcdeploy.models.weights.early_weights import EarlyWeights
 from tcdeploy.models.weights.reader import ReadTotal
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Bucket, Plan
@@ -78,10 +77,10 @@ _import_stage.end()
 log = logging.getLogger("tcdeploy.start")
 
 
-def start_from_code(request: StartRequest, early_weights: EarlyWeights | None = None) -> Deployment:
-    """A deployment whose model transformers has loaded. The caller closes `early_weights`. Raises TcdeployError."""
+def start_from_code(request: StartRequest) -> Deployment:
+    """A deployment with the model's code. Raises TcdeployError."""
     with ExitStack() as cleanup:
-        return run_start(ModelCode(request, cleanup, early_weights), request)
+        return run_start(ModelCode(request, cleanup), request)
 
 
 class ModelCode:
@@ -90,12 +89,17 @@ class ModelCode:
     runner: ModelRunner
     checker: ParityChecker
 
-    def __init__(self, request: StartRequest, cleanup: ExitStack, early_weights: EarlyWeights | None) -> None:
-        """`cleanup` ends the compile workers and the recording of kernels."""
-        self._request, self._cleanup, self._early_weights = request, cleanup, early_weights
+    def __init__(self, request: StartRequest, cleanup: ExitStack) -> None:
+        """`cleanup` ends the threads that initialise the GPU and read the weights, the compile workers, and more."""
+        self._request, self._cleanup = request, cleanup
+        self._gpu_setup, self._weight_reading = (cleanup.enter_context(ExitStack()) for _ in range(2))
+        self._model: PreTrainedModel | None = None  # until the runner has it
+        self._weights_read: ReadTotal | None = None
         self._uses_stored_reference = False
 
     def decide(self) -> PlannedModel:
+        if self._request.recipe.device != "cpu":
+            self._gpu_setup.enter_context(initializing_gpu())
         request, recipe = self._request, self._request.recipe
         packaged = dataclasses.replace(recipe, programs="aot") if may_use_packages(request) else recipe
         factors = start_factors(packaged, local_folder(recipe.model, recipe.revision))
@@ -107,11 +111,14 @@ class ModelCode:
         return self.planned
 
     def open_cache(self) -> StagingFolder:
-        """Make torch use a staging folder of the plan's cache folder, and lease the plan."""
-        plan = self.planned.plan
+        """Lease the plan. The weights are read from here on, unless transformers must load them."""
+        plan, traced = self.planned.plan, self.planned.traced_model
         _require_caches(plan)
         start_hashing()
         self._staging = _activate(self.planned, plan.key)
+        self._gpu_setup.close()
+        if traced is not None:
+            self._model, self._weights_read = self._weight_reading.enter_context(loading_model(traced, plan))
         return self._staging
 
     def is_deferred(self, file: FileRecord) -> bool:
@@ -129,19 +136,18 @@ class ModelCode:
         use_precompiled_headers(compiles_here, staging.headers_folder)
         self._workers = CompileWorkers(staging)
         if compiles_here and not staging.is_private_copy:
-            early_bytes = self._early_weights.num_bytes if self._early_weights is not None else 0
-            self._workers = start_workers(planned, self.prompts, staging, early_bytes)
+            self._workers = start_workers(planned, self.prompts, staging)
             self._cleanup.callback(self._workers.stop)
         self._recorder = StartRecorder(self._factors if self._may_add_files else None)
         self._cleanup.callback(stop_recording_kernels)
-        with self._recorder.recording_sources():
-            self.runner = load_runner(planned, self._early_weights)
+        self.runner, self._model = load_runner(planned, self._model), None
         if request.eager:  # before kernels are precompiled: eager buckets need none for CUDA graphs
             for bucket in planned.plan.buckets:
                 self.runner.run_eagerly(bucket)
 
     def finish_loading(self, stages: StageTimer, tracker: FileAccessTracker) -> None:
-        """Nothing is left: `load` waits for the weights."""
+        with stages.stage("weights"):
+            self._weight_reading.close()
 
     def make_checker(self, tracker: FileAccessTracker) -> None:
         """Read the reference, or compute it."""
@@ -212,7 +218,7 @@ class ModelCode:
     @property
     def weights_read(self) -> ReadTotal | None:
         """By our reader threads."""
-        return None if self._early_weights is None else self._early_weights.weights_read
+        return self._weights_read
 
     @property
     def _is_cold(self) -> bool:
@@ -302,12 +308,12 @@ def _package_exchange(staging: StagingFolder, plan_key: str) -> PackageExchange:
     return PackageExchange(partial(copy_finished_buckets, staging), publish)
 
 
-def load_runner(planned: PlannedModel, early_weights: EarlyWeights | None = None) -> ModelRunner:
-    """Load the weights and bind them to a KV cache. Nothing is compiled yet."""
+def load_runner(planned: PlannedModel, model: PreTrainedModel | None = None) -> ModelRunner:
+    """Bind the model to a KV cache. None: load its weights first. Nothing is compiled yet."""
     plan, architecture = planned.plan, planned.architecture
     register_attention()
-    model = load_model(plan, planned.config, ATTN_IMPLEMENTATION, early_weights)
-    pack_linears(model, architecture.packed_linears)
+    if model is None:
+        model = load_model(plan, planned.config, ATTN_IMPLEMENTATION, planned.traced_model, architecture.packed_linears)
     step_holder = StepHolder()
     bind_attention(model, architecture, allocate_kv_cache(plan, architecture), step_holder)
     return ModelRunner(model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # `prepare` imports this module before its threads begin
 
     from tcdeploy.cache.record.provenance import SigningPolicy
     from tcdeploy.engine.generation_defaults import GenerationDefaults
+    from tcdeploy.models.traced_model import TracedModel
+    from tcdeploy.models.weights.files import Checkpoint
     from tcdeploy.planning.architecture import Architecture
     from tcdeploy.planning.decision import Decision
     from tcdeploy.planning.dry_run import PlanFinding
@@ -66,6 +68,8 @@ class PlannedModel(Planned):
 
     config: PreTrainedConfig
     fake_model: nn.Module  # without weights (models/probe.py)
+    checkpoint: Checkpoint | None  # None: there are no safetensors files yet, or the weights are random
     model_decisions: tuple[Decision, ...]  # made while the model's files were read
     tokenizer: Any = None  # None: not loaded by `decide`
+    traced_model: TracedModel | None = None  # None: transformers loads the weights, or they are random
     findings: tuple[PlanFinding, ...] = ()  # of a dry run: what this machine lacks

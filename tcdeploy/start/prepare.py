@@ -3,13 +3,12 @@
 If an earlier start has left packages and a record of them, and `--programs` is not jit (start/auto_programs.py), a
 deployment starts from the packages alone (start/packages.py). Every other start needs the model's code
 (start/model_code.py). Both run start/sequence.py, and import torch first. Meanwhile threads create the CUDA context and
-read the weights into the page cache. In a start with the model's code on a GPU, threads then copy the weights to the
-GPU while that code is imported (models/weights/early_weights.py). Does not import torch.
+read the weights into the page cache. Does not import torch.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from tcdeploy.errors import UsageError
 from tcdeploy.host.cuda_context import start_context
 from tcdeploy.host.plain_progress import default_progress
 from tcdeploy.host.progress import Progress
-from tcdeploy.host.stages import ImportStage
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.weights.read_ahead import start_read_ahead
 from tcdeploy.planning.recipe import Recipe
@@ -25,7 +23,6 @@ from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.record.factors import weight_files
 
 if TYPE_CHECKING:
-    from tcdeploy.models.weights.early_weights import EarlyWeights
     from tcdeploy.start.deployment import Deployment
 
 
@@ -78,21 +75,9 @@ def _prepare(request: StartRequest) -> Deployment:
         if deployment is not None:
             return deployment
     request.progress.detail("import transformers")
-    with _early_weights(recipe, folder) as early_weights:
-        from tcdeploy.start import model_code
+    from tcdeploy.start import model_code
 
-        return model_code.start_from_code(request, early_weights)
-
-
-def _early_weights(recipe: Recipe, folder: Path | None) -> AbstractContextManager[EarlyWeights | None]:
-    """Import torch, timed, and start to read the weights to the GPU. A null context if they are not read early."""
-    if folder is None or recipe.device == "cpu":
-        return nullcontext()
-    import_stage = ImportStage()
-    from tcdeploy.models.weights.early_weights import start_reading
-
-    import_stage.end()
-    return start_reading(recipe, folder, weight_files(folder)) or nullcontext()
+    return model_code.start_from_code(request)
 
 
 def check_eager_start(recipe: Recipe) -> None:

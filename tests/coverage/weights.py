@@ -1,4 +1,4 @@
-"""Compares the weights that a model's description names with those that `from_pretrained` loads, bit by bit.
+"""Compares the weights that starts load from their files with those that `from_pretrained` loads, bit by bit.
 
 Each type's small random model is saved in the layout of published checkpoints and in that of the model, and loaded in
 two dtypes. scripts/coverage --weights runs all types that are served.
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from tcdeploy.errors import ModelError
+from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.models.auto_classes import auto_class
-from tcdeploy.models.convert.packed_linears import pack_linears
-from tcdeploy.models.load import load_model, trace_weights
+from tcdeploy.models.load_model import load_model
 from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
-from tcdeploy.models.weights.reader import stored_tensors
 from tcdeploy.models.weights.sources import copy_stored, describe_weights, loading_weights
 from tcdeploy.planning.recipe import build_recipe
-from tcdeploy.start.decide import decide
+from tcdeploy.start.decide import decide, trace_weights
 from tests.coverage.campaign import BUCKETS, Result
 from tests.coverage.small_configs import small_config
 
@@ -33,7 +32,7 @@ DTYPES = ("float32", "bfloat16")
 def check_weights(model_type: str) -> Result:
     """Save, describe and load a small model of the type.
 
-    verdict: "equal", "refused" (before weights are read), "not described" (so that each start needs transformers), or
+    verdict: "equal", "refused" (before weights are read), "not traced" (so that transformers loads them), or
         "wrong". reason: of the refusal, or the first exception or difference with its layout and dtype.
     """
     start = time.perf_counter()
@@ -62,31 +61,36 @@ def _check_weights(model_type: str) -> tuple[str, str]:
                 try:
                     difference = _difference(planned, Path(folder))
                 except Exception as error:
-                    return "not described", f"{layout} layout, {dtype}: {type(error).__name__}: {error}"
+                    return "not traced", f"{layout} layout, {dtype}: {type(error).__name__}: {error}"
                 if difference:
                     return "wrong", f"{layout} layout, {dtype}: {difference}"
     return "equal", ""
 
 
 def _difference(planned: Any, folder: Path) -> str:
-    """The first tensor that differs from the one of `from_pretrained`; "" if all are equal."""
-    stored = stored_tensors(sorted(folder.glob("*.safetensors")))
+    """The first tensor that differs from the one of `from_pretrained`; "" if all are equal.
+
+    The weights are loaded as by a start with the model's code, and as by one from packages.
+    """
     groups = planned.architecture.packed_linears
-    model = load_model(planned.plan, planned.config, "eager")
-    pack_linears(model, groups)
-    expected = _tensors(model)
-    described = describe_weights(model, trace_weights(planned.plan, planned.config, stored, groups), stored)
-    with loading_weights(described.sources, stored, "cpu") as loading:
+    expected = _tensors(load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, None, groups))
+    traced = trace_weights(planned)
+    loaded = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, traced)
+    described = describe_weights(loaded, traced.sources, traced.checkpoint)
+    with loading_weights(described.sources, traced.checkpoint, "cpu") as loading:
         pass
     copy_stored(described, loading.tensors)
-    if loading.tensors.keys() != expected.keys():
-        return f"other names: {loading.tensors.keys() ^ expected.keys()}"
+    return _compare(_tensors(loaded), expected) or _compare(loading.tensors, expected)
+
+
+def _compare(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    if loaded.keys() != expected.keys():
+        return f"other names: {loaded.keys() ^ expected.keys()}"
     for name, tensor in expected.items():
-        loaded = loading.tensors[name]
-        if loaded.dtype != tensor.dtype or not torch.equal(_bytes(loaded), _bytes(tensor)):
+        if loaded[name].dtype != tensor.dtype or not torch.equal(_bytes(loaded[name]), _bytes(tensor)):
             return name
     addresses = {name: tensor.data_ptr() for name, tensor in expected.items() if tensor.numel()}
-    loaded_addresses = {name: loading.tensors[name].data_ptr() for name in addresses}
+    loaded_addresses = {name: loaded[name].data_ptr() for name in addresses}
     tied, loaded_tied = (len(set(each.values())) for each in (addresses, loaded_addresses))
     return "" if tied == loaded_tied else f"{loaded_tied} tensors that are not tied, not {tied}"
 

@@ -163,14 +163,13 @@ def test_a_later_start_computes_no_reference_and_finds_the_same_distances(starts
 def test_other_weights_have_a_reference_of_their_own(starts: Starts) -> None:
     starts.start()
     stored = starts.stored()
-    load_model = model_code.load_model
+    finish_loading = model_code.ModelCode.finish_loading
 
-    def load_and_change(*args: Any) -> Any:
-        model = load_model(*args)
-        model.get_input_embeddings().weight.data[3, 5] += 1
-        return model
+    def finish_and_change(source: model_code.ModelCode, *args: Any) -> None:
+        finish_loading(source, *args)
+        source.runner.model.get_input_embeddings().weight.data[3, 5] += 1
 
-    with mock.patch.object(model_code, "load_model", load_and_change):
+    with mock.patch.object(model_code.ModelCode, "finish_loading", finish_and_change):
         starts.start()
         assert starts.computed == 1
         assert len(starts.stored()) == 1 and starts.stored() != stored
@@ -226,17 +225,17 @@ def test_a_model_that_differs_from_the_stored_reference_is_loaded_and_checked_ag
     starts: Starts, caplog: pytest.LogCaptureFixture
 ) -> None:
     starts.start()
-    load_model, models = model_code.load_model, []
+    load_runner, models = model_code.load_runner, []
 
     def load_one_at_a_time(*args: Any) -> Any:
         assert not [model for model in models if model() is not None], "the first model is freed before"
-        model = load_model(*args)
-        models.append(weakref.ref(model))
-        return model
+        runner = load_runner(*args)
+        models.append(weakref.ref(runner.model))
+        return runner
 
     with (
         shift_stored_logits(), caplog.at_level(logging.WARNING),
-        mock.patch.object(model_code, "load_model", load_one_at_a_time),
+        mock.patch.object(model_code, "load_runner", load_one_at_a_time),
     ):  # fmt: skip
         deployment = starts.start()
     assert starts.computed == 1 and len(models) == 2

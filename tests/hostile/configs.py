@@ -17,6 +17,7 @@ import signal
 import tempfile
 from collections import Counter
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tcdeploy.errors import TcdeployError
-from tcdeploy.models.load import load_model, resolve_model_path
+from tcdeploy.models.load import resolve_model_path
+from tcdeploy.models.load_model import load_model
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
 from tests.model_families import SHAPE_ONLY, SUPPORTED, UNSUPPORTED
@@ -164,10 +166,11 @@ def generation_config(folder: Path, source: random.Random) -> str:
 ATTACKS = (config_only, config_only, with_weights, config_text, damaged_weights, edited_index, generation_config)
 
 
-def has_weights_of_shards(state: dict[str, Any], folder: Path) -> bool:
+def has_weights_of_shards(model: Any, folder: Path) -> bool:
     """Whether a model has the values of all tensors in the shards of a folder, if there are any."""
     shards = [load_file(path) for path in folder.glob("model-*.safetensors")]
-    return all(state[name].equal(value.to(state[name].dtype)) for shard in shards for name, value in shard.items())
+    tensors = ((attrgetter(name)(model), value) for shard in shards for name, value in shard.items())
+    return all(tensor.equal(value.to(tensor.dtype)) for tensor, value in tensors)
 
 
 def attempt(folder: Path, load_format: Any) -> str:
@@ -177,8 +180,8 @@ def attempt(folder: Path, load_format: Any) -> str:
         planned = decide(recipe)
         if load_format == "dummy":
             return "planned"
-        model = load_model(planned.plan, planned.config, "sdpa")
-        return "loaded" if has_weights_of_shards(model.state_dict(), folder) else "loaded other weights"
+        model = load_model(planned.plan, planned.config, "sdpa", planned.traced_model)
+        return "loaded" if has_weights_of_shards(model, folder) else "loaded other weights"
     except TcdeployError as error:
         return "refused" if error.message and error.hint else f"no hint: {error.message}"
     except BaseException as error:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
-from tcdeploy.models.load import load_model
+from tcdeploy.models.load_model import load_model
 from tcdeploy.planning.recipe import Recipe, build_recipe
 from tcdeploy.start.decide import decide
 from tests.coverage.campaign import save_model

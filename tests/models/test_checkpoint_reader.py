@@ -46,15 +46,46 @@ def test_tensors_of_all_shards_arrive_whole(
         assert torch.equal(targets[name], tensor) and torch.equal(read_tensor(stored[name]), tensor)
 
 
-def test_rows_and_other_dtypes_and_strides_are_targets_too(files: list[Path]) -> None:
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_and_other_dtypes_and_results_are_written_too(
+    files: list[Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_reader, "CHUNK_BYTES", 64)
     stored = stored_tensors(files)
-    packed, transposed = torch.zeros(20, 12), torch.zeros(12, 10).T
-    copies = [Copy(stored["matrix"], packed[5:15]), Copy(stored["matrix"], transposed)]
-    as_float: Tensor = torch.zeros(77)
-    with copying_tensors([*copies, Copy(stored["half"], as_float)]):
+    packed = torch.zeros(20, 12, device=device)
+    transposed: Tensor = torch.zeros(12, 10, dtype=torch.bfloat16, device=device)
+    as_float: Tensor = torch.zeros(77, device=device)
+    copies = [
+        Copy(stored["matrix"], packed[5:15]), Copy(stored["half"], as_float),
+        Copy(stored["matrix"], transposed, lambda: read_tensor(stored["matrix"]).T),
+    ]  # fmt: skip
+    with copying_tensors(copies):
         pass
+    packed, as_float, transposed = packed.cpu(), as_float.cpu(), transposed.cpu()
     assert torch.equal(packed[5:15], TENSORS["matrix"]) and not packed[:5].any() and not packed[15:].any()
-    assert torch.equal(transposed, TENSORS["matrix"]) and torch.equal(as_float, TENSORS["half"].float())
+    assert torch.equal(transposed, TENSORS["matrix"].T.bfloat16()) and torch.equal(as_float, TENSORS["half"].float())
+
+
+@pytest.mark.gpu
+def test_converted_tensors_may_be_read_during_a_capture(files: list[Path]) -> None:
+    """A start from packages captures CUDA graphs while its weights are read."""
+    stored, captures = stored_tensors(files)["half"], threading.Event()
+    static, target = torch.ones(4, device="cuda"), torch.zeros(77, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+
+    def read_during_the_capture() -> Tensor:
+        assert captures.wait(60)
+        return read_tensor(stored)
+
+    with copying_tensors([Copy(stored, target, read_during_the_capture)]), torch.cuda.graph(graph):
+        captures.set()
+        time.sleep(0.5)
+        result = static * 2
+    graph.replay()
+    assert result.tolist() == [2] * 4 and torch.equal(target.cpu(), TENSORS["half"].float())
 
 
 def test_the_first_elements_can_be_read_alone(files: list[Path]) -> None:

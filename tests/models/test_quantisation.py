@@ -17,7 +17,8 @@ from transformers.quantizers import quantizer_mxfp4
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import ModelError
 from tcdeploy.models.convert.quantisation import TensorHeader, dequantised_tensors
-from tcdeploy.models.load import load_config, load_model
+from tcdeploy.models.load import load_config
+from tcdeploy.models.load_model import load_model
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
 from tcdeploy.start.prepare import prepare

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tcdeploy.errors import UnsupportedModelError
-from tcdeploy.models.load import load_model, resolve_model_path
+from tcdeploy.models.load import resolve_model_path
+from tcdeploy.models.load_model import load_model
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
 from tests.conftest import TINY

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.convert.packed_linears import pack_linears
-from tcdeploy.models.load import load_model
+from tcdeploy.models.load_model import load_model
 from tcdeploy.planning.memory import predict_weight_bytes
 from tests.model_families import SHAPE_ONLY, SUPPORTED, probe
 

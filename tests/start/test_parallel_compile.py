@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -246,13 +247,14 @@ def test_some_options_exclude_workers(options: dict[str, Any], reason: str) -> N
     assert isinstance(result, OneProcess) and result.reason.startswith(reason)
 
 
-def test_weights_that_are_read_early_do_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_allocated_already_do_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(make_recipe(**RECIPE), H100, LLAMA_8B)
     spare = []
-    for early_bytes in (0, plan.weight_bytes):
-        free_bytes = 79 * GIB - early_bytes
+    for traced in (None, SimpleNamespace(num_bytes=plan.weight_bytes)):
+        free_bytes = 79 * GIB - (traced.num_bytes if traced else 0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free_bytes=free_bytes: (free_bytes, 80 * GIB))
-        spare.append(count_spare_bytes(plan, H100, early_bytes))
+        planned: Any = SimpleNamespace(plan=plan, environment=H100, traced_model=traced)
+        spare.append(count_spare_bytes(planned))
     assert spare == [79 * GIB - plan.weight_bytes - plan.kv_bytes - plan.workspace_bytes] * 2
 
 
@@ -297,7 +299,7 @@ def test_a_worker_for_packages_alone_is_ended(
     unused: Any = None
     planned = PlannedModel(
         recipe=recipe, environment=H100, architecture=LLAMA_8B, plan=make_plan(recipe, H100, LLAMA_8B),
-        generation_defaults=unused, config=unused, fake_model=unused, model_decisions=(),
+        generation_defaults=unused, config=unused, fake_model=unused, checkpoint=None, model_decisions=(),
     )  # fmt: skip
     workers = start_workers(planned, unused, unused)
     assert sum(worker.is_running for worker in FakeWorker.started) == running

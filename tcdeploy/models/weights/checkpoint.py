@@ -8,11 +8,10 @@ generate wrong text. Only the headers of safetensors files are read.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
-import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import huggingface_hub
 import torch
@@ -24,41 +23,27 @@ from tcdeploy.models.auto_classes import check_task, model_class
 from tcdeploy.models.convert import quantisation
 from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.hub import uses_local_files_only
-from tcdeploy.models.load_errors import CONVERSION
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.weights.files import FORMAT_HINT, OTHER_FORMATS, check_format, explicit_file, read_headers
-from tcdeploy.models.weights.tensor_names import check_experts, conversion_error, first_names, text_depends_on
-from tcdeploy.torch_compat.dynamo import fake_tensors
+from tcdeploy.models.weights.files import (
+    FORMAT_HINT,
+    OTHER_FORMATS,
+    Checkpoint,
+    check_format,
+    explicit_file,
+    read_headers,
+)
+from tcdeploy.models.weights.tensor_names import check_experts, first_names, text_depends_on
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Converting this many on fake tensors takes about 0.5 s. A checkpoint with more tensors, as with many experts, is
-# compared only while loading.
-MAX_TENSORS = 2500
 HUB_TIMEOUT_S = 10
-log = logging.getLogger("tcdeploy.models")
 
 
-class ExpectedTensors(NamedTuple):
-    """The shapes in a model's state dict, by name, and the names of tensors that are tied to an earlier one."""
-
-    shapes: dict[str, tuple[int, ...]]
-    tied: frozenset[str]
-
-    def match(self, tensors: dict[str, TensorHeader]) -> bool:
-        """Whether these are the model's tensors, under the same names. A checkpoint may omit tied ones."""
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        return shapes.items() <= self.shapes.items() and self.shapes.keys() - shapes.keys() <= self.tied
-
-
-def expected_tensors(model: nn.Module) -> ExpectedTensors:
-    """The tensors that a checkpoint of the model contains, unless transformers renames or converts them."""
-    names: dict[int, str] = {}
+def tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes in a model's state dict, by name."""
     state = model.state_dict(keep_vars=True)  # some modules add objects other than tensors
-    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-    tied = frozenset(name for name, tensor in tensors.items() if names.setdefault(id(tensor), name) != name)
-    return ExpectedTensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tied)
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
 def check_path(model: str) -> None:
@@ -121,8 +106,8 @@ def check_files(
             check_format(model, names)
 
 
-def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConfig) -> dict[str, TensorHeader] | None:
-    """The tensors in the headers of a model's safetensors files, by name.
+def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConfig) -> Checkpoint | None:
+    """The headers of a model's safetensors files.
 
     None if the files have not been downloaded or are not safetensors. Raises ModelError for broken files.
     """
@@ -131,45 +116,30 @@ def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConf
 
 
 def check_tensors(
-    model: str,
-    config: PreTrainedConfig,
-    tensors: dict[str, TensorHeader],
-    expected: ExpectedTensors,
+    model: str, config: PreTrainedConfig, tensors: dict[str, TensorHeader], shapes: Mapping[str, tuple[int, ...]],
     trust_remote_code: bool = False,
-) -> bool:
-    """Compare the tensors of a checkpoint with those of the model. Returns whether they were compared.
+) -> None:  # fmt: skip
+    """Refuse quantised weights, two tensors for one of the model, and incomplete experts. Raises ModelError.
 
-    If a name or a shape differs, transformers' own renaming and conversion decides. With more than MAX_TENSORS tensors,
-    and for modelling code from the repository, the tensors are only checked while loading. Raises ModelError.
+    `shapes`: of the model's tensors, by name. Missing and unknown tensors are found when the model is traced or loaded,
+    because transformers renames and converts tensors.
     """
     if is_mxfp4 := quantisation.is_dequantised(config):
         tensors = quantisation.dequantised_tensors(tensors)
     quantisation.check_not_quantised(model, tensors, is_mxfp4)
-    if expected.match(tensors):
-        return True
     known_class = model_class(config, trust_remote_code)
-    if known_class is None:
-        return False
-    _check_prefixes(model, tensors, expected, known_class.base_model_prefix)
-    check_experts(model, tensors)
-    if len(tensors) > MAX_TENSORS:
-        return False
-    try:
-        loaded, report = _load_on_fake_tensors(known_class, config, tensors)
-    except Exception as error:  # the load on real tensors may succeed, and is checked too
-        if CONVERSION in str(error):
-            raise conversion_error(model, tensors, expected.shapes) from error
-        log.debug("the tensors of %s are not compared while planning: %s", model, error)
-        return False
-    check_loading_report(model, loaded, report)
-    return True
+    if known_class is not None:
+        _check_prefixes(model, tensors, shapes, known_class.base_model_prefix)
+        check_experts(model, tensors)
 
 
-def _check_prefixes(model: str, tensors: dict[str, TensorHeader], expected: ExpectedTensors, prefix: str) -> None:
+def _check_prefixes(
+    model: str, tensors: dict[str, TensorHeader], shapes: Mapping[str, tuple[int, ...]], prefix: str
+) -> None:
     """Refuse a tensor of the model that occurs with and without the prefix, which transformers adds and removes."""
     for name in tensors:
         names = {name, f"{prefix}.{name}"}
-        if names <= tensors.keys() and len(names & expected.shapes.keys()) == 1:
+        if names <= tensors.keys() and len(names & shapes.keys()) == 1:
             message = f"{model} has two tensors for one of the model: {name}, {prefix}.{name}"
             raise ModelError(message, "save the model again with only one of them; transformers would have used either")
 
@@ -178,24 +148,6 @@ def stored_dtype(tensors: dict[str, TensorHeader]) -> str:
     """The dtype that transformers' `dtype="auto"` takes if the config states none: of the first floating tensor."""
     dtypes = (DTYPES.get(tensor.dtype) for tensor in tensors.values())
     return str(next(filter(None, dtypes), "")).removeprefix("torch.")
-
-
-def _load_on_fake_tensors(
-    model_class: Any, config: PreTrainedConfig, tensors: dict[str, TensorHeader]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load tensors of these names and shapes. Returns transformers' report too, with its renaming of tensors."""
-    config = copy.deepcopy(config)
-    config.__dict__.pop("quantization_config", None)  # the tensors are those after dequantisation
-    with fake_tensors.fake_loading(), torch.no_grad():
-        state_dict = {
-            name: torch.empty(tensor.shape, dtype=DTYPES.get(tensor.dtype, torch.float32))
-            for name, tensor in tensors.items()
-        }
-        model, report = model_class.from_pretrained(
-            None, config=config, state_dict=state_dict, dtype=torch.bfloat16, ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )  # fmt: skip
-    return model, dict(report)
 
 
 def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
@@ -32,6 +33,13 @@ SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 # model's tensors.
 DISTRIBUTED = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 FORMAT_HINT = "pass a model in transformers' format, with config.json and safetensors files"
+
+
+class Checkpoint(NamedTuple):
+    """The safetensors files of a model, and the tensors in their headers, by name."""
+
+    tensors: dict[str, TensorHeader]
+    paths: list[Path]
 
 
 def check_format(model: str, names: set[str]) -> None:
@@ -71,8 +79,8 @@ def explicit_file(model: str, config: PreTrainedConfig) -> str | None:
     return str(name)
 
 
-def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> dict[str, TensorHeader] | None:
-    """The tensors in a folder's safetensors files, by name. Raises ModelError for broken files.
+def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> Checkpoint | None:
+    """The safetensors files in a folder. Raises ModelError for broken files.
 
     `explicit_name`: as `explicit_file` returns it. None if there are no such files, or not all have been downloaded.
     """
@@ -97,7 +105,7 @@ def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> 
                 return None
             source = "transformers_weights in config.json names" if name == explicit_name else "its index lists"
             raise ModelError(f"{model} lacks {name}, which {source}", DOWNLOAD_HINT) from None
-    return tensors
+    return Checkpoint(tensors, [folder / name for name in names])
 
 
 def _safetensors_files(folder: Path, explicit_name: str | None) -> list[str] | None:

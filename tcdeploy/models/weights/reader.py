@@ -58,7 +58,7 @@ class StoredTensor(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Read `source` into `target`, which has the same shape; convert it if the dtypes differ.
+    """Read `source` into `target`, which is contiguous and has the same shape; convert it if the dtypes differ.
 
     evaluate: if not None, what to write instead of `source`, which is only one of the stored tensors that it reads. It
         is called in a thread.
@@ -188,7 +188,7 @@ class _Task(NamedTuple):
 
 def _tasks(copy: Copy) -> Iterator[_Task]:
     source, target, evaluate = copy
-    if evaluate or target.dtype != source.dtype or not target.is_contiguous():
+    if evaluate or target.dtype != source.dtype:
         yield _Task(source, source.begin, target, evaluate or partial(read_tensor, source))
         return
     content = target.view(-1).view(torch.uint8)
@@ -211,13 +211,18 @@ def _run_tasks(
                     source, begin, target, evaluate = tasks.get_nowait()
                 except queue.Empty:
                     break
+                if evaluate is not None:
+                    values = evaluate().to(target.dtype)
+                    if staging is not None:
+                        staging.copy(values, target)
+                    else:
+                        target.copy_(values)
+                    continue
                 if source.path not in descriptors:
                     descriptors[source.path] = os.open(source.path, os.O_RDONLY)
                     stack.callback(os.close, descriptors[source.path])
                 descriptor = descriptors[source.path]
-                if evaluate is not None:
-                    target.copy_(evaluate())
-                elif staging is not None:
+                if staging is not None:
                     staging.read(descriptor, target, begin, source.path)
                 else:
                     _read(descriptor, memoryview(target.numpy().data), begin, source.path)
@@ -237,9 +242,25 @@ class _CudaStaging:
         self._view, self._address = memoryview(self._buffer.numpy().data), self._buffer.data_ptr()
 
     def read(self, descriptor: int, target: Tensor, begin: int, path: str) -> None:
-        length = target.numel()
-        _read(descriptor, self._view[:length], begin, path)
-        copy_to_gpu(target.data_ptr(), self._address, length, self._stream.cuda_stream)
+        """Copy the bytes of a file to `target` [bytes] uint8, which are at most CHUNK_BYTES."""
+        _read(descriptor, self._view[: target.numel()], begin, path)
+        self._send(target)
+
+    def copy(self, values: Tensor, target: Tensor) -> None:
+        """Copy a tensor in host memory to one of the same dtype and shape.
+
+        `Tensor.copy_` would use the default stream, which a graph capture in another thread does not permit.
+        """
+        content = values.contiguous().view(-1).view(torch.uint8)
+        for chunk, piece in zip(
+            content.split(CHUNK_BYTES), target.view(-1).view(torch.uint8).split(CHUNK_BYTES), strict=True
+        ):
+            self._buffer[: len(chunk)] = chunk
+            self._send(piece)
+
+    def _send(self, target: Tensor) -> None:
+        """Copy the beginning of the buffer, and wait for it."""
+        copy_to_gpu(target.data_ptr(), self._address, target.numel(), self._stream.cuda_stream)
 
 
 def _read(descriptor: int, view: memoryview, begin: int, path: str) -> None:

@@ -15,13 +15,14 @@ from tcdeploy.engine.check.stored_reference import reference_digest, write_refer
 from tcdeploy.engine.generation_defaults import read_model_defaults
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import ModelError, TcdeployError
-from tcdeploy.models.load import config_to_dict, trace_weights
+from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.sources import digest_sources, record_executed_files, source_files
 from tcdeploy.models.weights.reader import stored_tensors
 from tcdeploy.models.weights.sources import WeightNotInCheckpointError, describe_weights
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.programs.aot import AotForward
+from tcdeploy.start.decide import trace_weights
 from tcdeploy.start.planned import PlannedModel
 from tcdeploy.start.record.factors import StartFactors, start_factors, weight_files
 from tcdeploy.start.record.record import (
@@ -79,9 +80,9 @@ class StartRecorder:
             log.warning("later starts load this model with transformers, because its packages call %s", names)
             return []
         try:
-            checkpoint = stored_tensors(weight_files(folder))
-            traced = trace_weights(planned.plan, planned.config, checkpoint, architecture.packed_linears)
-            weights = describe_weights(runner.model, traced, checkpoint)
+            with self.recording_sources():  # also the code that converts weights
+                traced = trace_weights(planned)
+            weights = describe_weights(runner.model, traced.sources, stored_tensors(weight_files(folder)))
             sources = digest_sources(self._files | source_files(runner.model))
         except (WeightNotInCheckpointError, ModelError, OSError) as reason:
             log.warning("later starts load this model with transformers, and not from its packages alone: %s", reason)

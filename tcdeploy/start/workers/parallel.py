@@ -37,7 +37,6 @@ from tcdeploy.host.resources import count_cores
 from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.short_config import layers_to_keep, shorten_config
 from tcdeploy.planning.bucket_record import BucketRecord
-from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.memory import DTYPE_BYTES, gib
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
@@ -207,22 +206,23 @@ def _max_shares(plan: Plan) -> int:
     return others + 1 if plan.programs == "aot" and others else others
 
 
-def count_spare_bytes(plan: Plan, environment: Environment, early_bytes: int = 0) -> int:
-    """Free bytes of the GPU, or the host's memory, less weights, KV cache and workspace, before the model is loaded.
+def count_spare_bytes(planned: PlannedModel) -> int:
+    """Free bytes of the GPU, or the host's memory, less weights, KV cache and workspace.
 
-    `early_bytes`: of its weights, which are on the GPU already. A lower bound: `workspace_bytes` includes the CUDA
+    Traced weights are on the device already, others are not. A lower bound: `workspace_bytes` includes the CUDA
     context, which the free bytes lack already. The difference is left for the parity check.
     """
-    free = torch.cuda.mem_get_info()[0] + early_bytes if plan.device == "cuda" else environment.host_memory_bytes
+    plan, traced = planned.plan, planned.traced_model
+    free = planned.environment.host_memory_bytes
+    if plan.device == "cuda":
+        free = torch.cuda.mem_get_info()[0] + (traced.num_bytes if traced is not None else 0)
     return int(free) - plan.weight_bytes - plan.kv_bytes - plan.workspace_bytes
 
 
-def start_workers(
-    planned: PlannedModel, prompts: CheckPrompts, staging: StagingFolder, early_bytes: int = 0
-) -> CompileWorkers:
+def start_workers(planned: PlannedModel, prompts: CheckPrompts, staging: StagingFolder) -> CompileWorkers:
     """Start workers for all buckets but the largest, or none if that would not be faster or possible.
 
-    Call it before the weights are loaded. `early_bytes`: as in `count_spare_bytes`.
+    Call it when traced weights are allocated, and before others are.
     """
     recipe, plan, environment = planned.recipe, planned.plan, planned.environment
     cores = count_cores()
@@ -236,7 +236,7 @@ def start_workers(
             "all buckets are compiled in one process, because the model's config cannot be shortened: %s", error
         )
         return CompileWorkers(staging)
-    spare_bytes = count_spare_bytes(plan, environment, early_bytes)
+    spare_bytes = count_spare_bytes(planned)
     shares = share_buckets(recipe, plan, short_copy, cores, spare_bytes, environment.host_memory_bytes)
     if isinstance(shares, OneProcess):
         log.info("all buckets are compiled in one process: %s", shares.reason)

@@ -1,4 +1,4 @@
-"""Build, run and load a model without memory for its weights.
+"""Build and run a model without memory for its weights.
 
 The probe uses FakeTensorMode: tensors with shape, dtype and device but no data. Without it, tensors on the meta device
 take its place, which some model types cannot run on; the probe refuses those.
@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tcdeploy.torch_compat.internal import find, has_parameters, internal
 
@@ -39,26 +36,3 @@ def fake_tensors() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-class _AllEqual(TorchFunctionMode):
-    """Answers `torch.equal`, which needs values: transformers compares tied tensors if a checkpoint has both."""
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return True if func is torch.equal else func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def fake_loading() -> Iterator[None]:
-    """Like `fake_tensors`, for transformers' `from_pretrained` with a state dict, which then loads in one thread."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers at each load
-    earlier = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        with fake_tensors(), _AllEqual():
-            yield
-    finally:
-        if earlier is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = earlier

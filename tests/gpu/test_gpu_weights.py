@@ -1,4 +1,4 @@
-"""A model from early weights on a GPU equals one from its files, and allocates no more memory."""
+"""Weights that threads read to a GPU equal those that transformers loads, and allocate no more memory."""
 
 from __future__ import annotations
 
@@ -8,37 +8,33 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
-from tcdeploy.models.load import load_model
-from tcdeploy.models.weights.early_weights import start_reading
+from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
+from tcdeploy.models.load_model import load_model
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.prepare import prepare
-from tcdeploy.start.record.factors import weight_files
-from tests.models.test_early_weights import describe, plan_of, save_model
+from tests.models.test_traced_model import describe, load_both, plan, save_model
 
 pytestmark = pytest.mark.gpu
 ALIGNMENT_BYTES = 512  # of torch's allocator
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["copied", "converted"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "gpt2", "mixtral", "gpt_oss"])
-def test_the_model_equals_one_from_the_files_and_takes_its_own_size(family: str, tmp_path: Path) -> None:
-    folder = save_model(family, tmp_path, torch.bfloat16)
-    plan, config = plan_of(folder, "bfloat16"), AutoConfig.from_pretrained(folder)
-    plan.device = "cuda"
+def test_the_model_equals_that_of_transformers_and_takes_its_own_size(
+    family: str, stored: torch.dtype, tmp_path: Path
+) -> None:
+    planned = plan(save_model(family, tmp_path, stored), device="cuda", dtype="bfloat16")
     gc.collect()
     before = torch.cuda.memory_allocated()
-    early = start_reading(Recipe(model=str(folder)), folder, weight_files(folder))
-    assert early is not None
-    with early:
-        model = load_model(plan, config, "eager", early)
-        assert early.weights_read is not None
+    model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, planned.traced_model)
     storages = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in tensors_of(model)}
     assert {item.device.type for item in tensors_of(model)} == {"cuda"}
     assert torch.cuda.memory_allocated() - before == sum(
         -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for num_bytes in storages.values()
     )
-    assert describe(model) == describe(load_model(plan, config, "eager"))
+    expected, model = load_both(planned)
+    assert describe(model) == describe(expected)
 
 
 def tensors_of(model: Any) -> list[torch.Tensor]:

@@ -1,0 +1,16 @@
+"""What is changed in every loaded model. Runs on traced weights, or on those that transformers has loaded."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from tcdeploy.models.convert.packed_linears import pack_linears
+from tcdeploy.models.convert.static_rope import freeze_rope
+
+
+def convert_model(model: PreTrainedModel, packed_linears: tuple[tuple[str, ...], ...]) -> PreTrainedModel:
+    """Convert `model` in place, and return it in eval mode. `packed_linears`: as in Architecture."""
+    model.requires_grad_(False)
+    freeze_rope(model)
+    pack_linears(model, packed_linears)
+    return model.eval()

@@ -1,0 +1,73 @@
+"""Loads the weights of a model: of a traced model from its files, otherwise by transformers, or random ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tcdeploy.models.auto_classes import auto_class
+from tcdeploy.models.convert.convert_model import convert_model
+from tcdeploy.models.load import quiet_transformers, translating_errors
+from tcdeploy.models.pretrained import pretrained_model
+from tcdeploy.models.traced_model import LoadingModel, TracedModel
+from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
+from tcdeploy.planning.plan import Plan
+from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors
+
+DUMMY_SEED = 0
+
+
+@contextlib.contextmanager
+def loading_model(traced: TracedModel, plan: Plan) -> Iterator[LoadingModel]:
+    """The model on the plan's device, whose weights are read while the block runs; complete after the block.
+
+    Raises ModelError and SpaceError before or after the block; errors of the block are passed on.
+    """
+    with contextlib.ExitStack() as reading:
+        with translating_errors(plan.model):
+            loading = reading.enter_context(traced.loading(plan.device))
+        yield loading
+        with translating_errors(plan.model):
+            reading.close()
+
+
+def load_model(
+    plan: Plan, config: PreTrainedConfig, attn_implementation: str, traced: TracedModel | None = None,
+    packed_linears: tuple[tuple[str, ...], ...] = (),
+) -> PreTrainedModel:  # fmt: skip
+    """The model in eval mode, on the plan's device and in its weight_dtype, with its linear layers packed.
+
+    traced: of the plan's checkpoint, converted already; None: transformers loads the files. Raises ModelError,
+    NetworkError, SpaceError.
+    """
+    if traced is not None:
+        with loading_model(traced, plan) as loading:
+            pass
+        return loading.model
+    with quiet_transformers(), translating_errors(plan.model):
+        if plan.load_format == "dummy":
+            model = _dummy_model(plan, config, attn_implementation)
+        else:
+            model = pretrained_model(plan, config, attn_implementation)
+    return convert_model(model, packed_linears)
+
+
+def _dummy_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
+    """Random weights, created on the device; equal for equal config, device and torch version.
+
+    They have the dtypes of loaded weights, so that both run the same programs.
+    """
+    dtype = getattr(torch, plan.weight_dtype)
+    torch.manual_seed(DUMMY_SEED)
+    with torch.device(plan.device):
+        model: PreTrainedModel = auto_class(config, plan.trust_remote_code).from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=plan.trust_remote_code
+        )
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    for name in float32_tensors(model, dtype):
+        tensors[name].data = tensors[name].data.float()
+    draw_dummy_weights(model)
+    return model
