@@ -11,8 +11,9 @@ rule with what torch then does.
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -192,20 +193,36 @@ class Comparison:
     same: int
 
 
-def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
-    differences = [
+def compare_manifests(first: Sequence[Manifest], second: Sequence[Manifest]) -> Comparison:
+    """Compare two caches by the manifests of their plans, jit programs with jit programs, and packages with packages.
+
+    The only plans of two caches are compared also if one has jit programs and the other packages.
+    """
+    pairs = [(a, b) for a in first for b in second if a.plan.get("programs") == b.plan.get("programs")]
+    pairs = pairs or list(zip(first, second, strict=False))
+    differences = itertools.chain(*itertools.starmap(_differences, pairs))
+    first_files, second_files = (
+        {file.path: file.sha256 for manifest in manifests for file in manifest.files} for manifests in (first, second)
+    )
+    shared = first_files.keys() & second_files.keys()
+    changed = tuple(sorted(path for path in shared if first_files[path] != second_files[path]))
+    return Comparison(
+        differences=tuple(dict.fromkeys(differences)),
+        only_first=tuple(sorted(first_files.keys() - second_files.keys())),
+        only_second=tuple(sorted(second_files.keys() - first_files.keys())),
+        changed=changed,
+        same=len(shared) - len(changed),
+    )
+
+
+def _differences(first: Manifest, second: Manifest) -> list[Difference]:
+    return [
         *diff_mappings(_without_paths(first.environment), _without_paths(second.environment), "environment."),
         *diff_mappings(_without_paths(first.plan), _without_paths(second.plan), "plan."),
         *diff_mappings(first.origin.model_config, second.origin.model_config, "config."),
         *diff_mappings(first.origin.torch_settings, second.origin.torch_settings, "torch."),
         *diff_sources(first.origin, second.origin),
     ]
-    first_files, second_files = ({file.path: file.sha256 for file in manifest.files} for manifest in (first, second))
-    shared = first_files.keys() & second_files.keys()
-    changed = tuple(sorted(path for path in shared if first_files[path] != second_files[path]))
-    only_first = tuple(sorted(first_files.keys() - second_files.keys()))
-    only_second = tuple(sorted(second_files.keys() - first_files.keys()))
-    return Comparison(tuple(differences), only_first, only_second, changed, len(shared) - len(changed))
 
 
 def _without_paths(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,11 +129,11 @@ def diff(
     ],
     json: Json = False,
 ) -> None:
-    """Compare two bundles or cache folders of one plan each: their inputs and their files."""
+    """Compare two bundles or cache folders, each of one plan and its packages: their inputs and their files."""
     from tcdeploy.bundle.why import compare_manifests
     from tcdeploy.cli import cache_display
 
-    manifests = (cache_target.read_single_manifest(target) for target in (first, second))
+    manifests = (cache_target.read_plan_manifests(target) for target in (first, second))
     cache_display.show_comparison(compare_manifests(*manifests), json)
 
 

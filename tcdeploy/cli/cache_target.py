@@ -73,12 +73,13 @@ def read_manifests(target: Path) -> list[Manifest]:
         raise UsageError(f"{target} cannot be read: {error.strerror}", "name a bundle or a cache folder") from error
 
 
-def read_single_manifest(target: Path) -> Manifest:
-    """As `read_manifests`, for a target that must hold exactly one plan."""
+def read_plan_manifests(target: Path) -> list[Manifest]:
+    """As `read_manifests`, for a target that must hold one plan, or one with jit programs and one with packages."""
     manifests = read_manifests(target)
-    if len(manifests) > 1:
-        raise UsageError(f"{target} holds {len(manifests)} plans", "compare bundles, or folders with a single plan")
-    return manifests[0]
+    if shared_recipe(manifests) is None:
+        hint = "compare bundles, or folders that one `tcdeploy warm` has filled"
+        raise UsageError(f"{target} holds {len(manifests)} plans", hint)
+    return manifests
 
 
 def shared_recipe(manifests: Sequence[Manifest]) -> dict[str, Any] | None:

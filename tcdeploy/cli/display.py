@@ -160,7 +160,7 @@ def next_after_compile(records: Sequence[BucketRecord]) -> str:
 
 
 def show_warm_report(deployment: StartReport, packages: PackageResult | None, as_json: bool) -> None:
-    """`packages`: those that were built after the start; None if none were to be built."""
+    """`packages`: those that were built or found after the start; None if later starts use none."""
     if as_json:
         print_report("warm", deployment, cache_bytes=deployment.cache_bytes, packages=packages)
         return
@@ -168,9 +168,9 @@ def show_warm_report(deployment: StartReport, packages: PackageResult | None, as
     show_sentence(_explain_parity(deployment.records))
     _print_totals(deployment)
     if packages is not None and not packages.failure:
+        seconds = f" after {packages.seconds:.1f} s" if packages.seconds else ""
         show_sentence(
-            f"packages: {packages.bytes / 1e6:.1f} MB after {packages.seconds:.1f} s; later starts load them without "
-            "tracing the model"
+            f"packages: {packages.bytes / 1e6:.1f} MB{seconds}; later starts load them without tracing the model"
         )
     print(f'next: tcdeploy generate {_carried_arguments()} "This module provides"')
 

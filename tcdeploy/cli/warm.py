@@ -52,7 +52,8 @@ def warm(
     """Compile, capture and check every bucket of MODEL, and keep the programs in the cache folder.
 
     Safe to repeat and to run in parallel. Without a GPU nothing is captured. Afterwards, ahead-of-time packages are
-    built in another process (--programs jit: none; --programs aot: only packages), but not with --require-hit.
+    built in another process (--programs jit: none; --programs aot: only packages). With --require-hit they are only
+    looked for.
     """
     from tcdeploy.cli import display
 
@@ -96,8 +97,8 @@ def fill_cache(
 ) -> tuple[StartReport, PackageResult | None]:
     """Start the recipe, and free its memory. With `--programs auto`, start with jit, and then build packages.
 
-    `builds`: whether packages may be built. Returns None for them if none were to be built. Raises IntegrityError if
-    the folder has damaged packages, which later starts would refuse.
+    `builds`: whether packages may be built; otherwise those in the folder are returned. None: later starts use none,
+    as the recipe says. Raises IntegrityError if the folder has damaged packages, which later starts would refuse.
     """
     from tcdeploy.start.prepare import prepare
 
@@ -110,16 +111,40 @@ def fill_cache(
     from tcdeploy.start.package_build import build_packages
 
     release_memory()  # building and packing start the model again, in another process on the same GPU
-    if not (builds and is_auto and recipe.compile and not recipe.require_signed and report.is_recorded):
+    if not is_auto:
         return report, None
-    packages = build_packages(recipe, report.planned, report.cache_dir, progress, trusted_keys)
+    if not builds:
+        packages = _find_packages(recipe, report, trusted_keys)
+    elif recipe.compile and not recipe.require_signed and report.is_recorded:
+        packages = build_packages(recipe, report.planned, report.cache_dir, progress, trusted_keys)
+    else:
+        return report, None
     if packages.is_damaged:
         raise IntegrityError(
             packages.failure, "later starts fail too; to build the packages again: --on-bad-cache rebuild"
         )
     if packages.failure:
-        progress.message(f"warning: later starts use jit programs: packages were not built: {packages.failure}")
+        not_built = "packages were not built: " if builds else ""
+        progress.message(f"warning: later starts use jit programs: {not_built}{packages.failure}")
     return report, packages
+
+
+def _find_packages(recipe: Recipe, report: StartReport, trusted_keys: Path | None) -> PackageResult:
+    """The packages that a later start with this recipe uses."""
+    from tcdeploy.cache.folder.layout import manifest_path
+    from tcdeploy.cache.record.manifest import read_manifest
+    from tcdeploy.start.decide import resolve_programs
+    from tcdeploy.start.package_build import PackageResult
+    from tcdeploy.start.planned import PlannedModel, StartRequest
+
+    assert isinstance(report.planned, PlannedModel), "a start with jit programs has the model's code"
+    policy = StartRequest(recipe, trusted_keys=trusted_keys).signing_policy
+    plan = resolve_programs(dataclasses.replace(report.planned, recipe=recipe), policy=policy).plan
+    manifest = read_manifest(manifest_path(report.cache_dir, plan.key))
+    if plan.programs == "aot" and manifest is not None:
+        return PackageResult(plan.key, 0.0, manifest.total_bytes)
+    [reason] = [decision.reason for decision in plan.decisions if decision.name == "programs"]
+    return PackageResult("", 0.0, 0, reason)
 
 
 def filled_plans(report: StartReport, packages: PackageResult | None) -> list[str]:

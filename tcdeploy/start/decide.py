@@ -84,7 +84,7 @@ def decide(
         config=config, fake_model=model.probed.model, checkpoint=model.checkpoint,
         model_decisions=decisions, tokenizer=tokenizer, findings=findings,
     )  # fmt: skip
-    planned = resolve_planned(planned, partial(_package_folder, planned), jit_reason, policy)
+    planned = resolve_programs(planned, jit_reason, policy)
     return planned if recipe.load_format == "dummy" else _with_traced_weights(planned)
 
 
@@ -111,6 +111,11 @@ def _with_traced_weights(planned: PlannedModel) -> PlannedModel:
         decision = Decision("loading", "by transformers", str(error))
         plan = dataclasses.replace(planned.plan, decisions=(*planned.plan.decisions, decision))
         return dataclasses.replace(planned, plan=plan)
+
+
+def resolve_programs(planned: PlannedModel, jit_reason: str = "", policy: SigningPolicy | None = None) -> PlannedModel:
+    """The model planned for packages or for jit if its recipe says `auto`, as a start that begins now."""
+    return resolve_planned(planned, partial(_package_folder, planned), jit_reason, policy)
 
 
 def _package_folder(planned: PlannedModel, plan: Plan) -> Path:

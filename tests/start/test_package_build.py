@@ -60,7 +60,11 @@ def test_warm_starts_with_jit_programs_and_leaves_packages_too(
     assert document["cache_bytes"] == manifests["jit"].total_bytes
 
     again = json.loads(run_cli(*arguments, "--require-hit").stdout)
-    assert again["packages"] is None, "with --require-hit nothing is built"
+    assert again["packages"] == {**packages, "seconds": 0}, "with --require-hit they are only looked for"
+    Path(folder, "manifests", f"{packages['plan_key']}.json").unlink()
+    without = run_cli(*arguments, "--require-hit")
+    assert without.returncode == 0 and json.loads(without.stdout)["packages"]["bytes"] == 0
+    assert "warning: later starts use jit programs: no packages of this plan in the cache" in without.stderr
 
 
 def test_a_build_that_fails_gives_the_message_of_its_error(tmp_path: Path) -> None:
