@@ -76,7 +76,7 @@ class BaselineModel:
 
 def load_baseline(name: str, plan: Plan, config: PreTrainedConfig) -> BaselineModel:
     """Load the plan's weights. Random weights are equal too, since they come from a fixed seed."""
-    return BaselineModel(name, load_model(plan, config, ATTN_IMPLEMENTATION), plan)
+    return BaselineModel(name, load_model(plan, config, ATTN_IMPLEMENTATION, packed_linears=()), plan)
 
 
 def _run_eager(model: PreTrainedModel, ids: Tensor, new_tokens: int, timestamps: Timestamps) -> None:

@@ -71,7 +71,7 @@ def run_benchmark(
     Raises UsageError for settings that do not fit the plan, and errors of the deployment. An error of a baseline
     becomes its row.
     """
-    planned = decide(recipe)
+    planned = decide(recipe, needs_weights=False)
     settings.check_against_plan(planned.plan)
     progress.stage("floor")
     rates = measure_rates(planned.plan.device, planned.plan.compute_dtype)

@@ -194,9 +194,10 @@ class Comparison:
 
 
 def compare_manifests(first: Sequence[Manifest], second: Sequence[Manifest]) -> Comparison:
-    """Compare two caches by the manifests of their plans, jit programs with jit programs, and packages with packages.
+    """Compare two caches by the manifests of their plans.
 
-    The only plans of two caches are compared also if one has jit programs and the other packages.
+    Plans with jit programs are compared with each other, and so are plans with packages. If one cache has only jit
+    programs and the other only packages, these two are compared.
     """
     pairs = [(a, b) for a in first for b in second if a.plan.get("programs") == b.plan.get("programs")]
     pairs = pairs or list(zip(first, second, strict=False))

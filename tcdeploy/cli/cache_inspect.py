@@ -39,7 +39,7 @@ def why(target: Target, options: RecipeOptions, json: Json = False) -> None:
     from tcdeploy.start.decide import decide
 
     jit_recipe = dataclasses.replace(recipe, programs="jit")
-    planned = decide(jit_recipe if recipe.programs == "auto" else recipe)
+    planned = decide(jit_recipe if recipe.programs == "auto" else recipe, needs_weights=False)
     merged = _forecast(planned, manifests)
     if recipe.programs == "auto" and not why_not_exported(planned):  # a start uses packages where it finds them
         with_packages = _forecast(with_programs(planned, "aot"), manifests)

@@ -78,7 +78,7 @@ def read_plan_manifests(target: Path) -> list[Manifest]:
     manifests = read_manifests(target)
     if shared_recipe(manifests) is None:
         hint = "compare bundles, or folders that one `tcdeploy warm` has filled"
-        raise UsageError(f"{target} holds {len(manifests)} plans", hint)
+        raise UsageError(f"{target} holds {len(manifests)} plans, of more than one recipe", hint)
     return manifests
 
 

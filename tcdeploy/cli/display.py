@@ -160,7 +160,7 @@ def next_after_compile(records: Sequence[BucketRecord]) -> str:
 
 
 def show_warm_report(deployment: StartReport, packages: PackageResult | None, as_json: bool) -> None:
-    """`packages`: those that were built or found after the start; None if later starts use none."""
+    """`packages`: those that were built or found after the start; None if neither was tried."""
     if as_json:
         print_report("warm", deployment, cache_bytes=deployment.cache_bytes, packages=packages)
         return

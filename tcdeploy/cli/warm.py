@@ -52,8 +52,8 @@ def warm(
     """Compile, capture and check every bucket of MODEL, and keep the programs in the cache folder.
 
     Safe to repeat and to run in parallel. Without a GPU nothing is captured. Afterwards, ahead-of-time packages are
-    built in another process (--programs jit: none; --programs aot: only packages). With --require-hit they are only
-    looked for.
+    built in another process (--programs jit: none; --programs aot: only packages). With --require-hit nothing is built,
+    and the report says whether later starts use packages.
     """
     from tcdeploy.cli import display
 
@@ -97,8 +97,9 @@ def fill_cache(
 ) -> tuple[StartReport, PackageResult | None]:
     """Start the recipe, and free its memory. With `--programs auto`, start with jit, and then build packages.
 
-    `builds`: whether packages may be built; otherwise those in the folder are returned. None: later starts use none,
-    as the recipe says. Raises IntegrityError if the folder has damaged packages, which later starts would refuse.
+    `builds`: whether packages may be built; otherwise those in the folder are returned. None: the recipe says which
+    programs are used, or none may be built. Raises IntegrityError if the folder has damaged packages, which later
+    starts would refuse.
     """
     from tcdeploy.start.prepare import prepare
 
@@ -133,6 +134,7 @@ def _find_packages(recipe: Recipe, report: StartReport, trusted_keys: Path | Non
     """The packages that a later start with this recipe uses."""
     from tcdeploy.cache.folder.layout import manifest_path
     from tcdeploy.cache.record.manifest import read_manifest
+    from tcdeploy.cache.record.unlisted import is_damaged
     from tcdeploy.start.decide import resolve_programs
     from tcdeploy.start.package_build import PackageResult
     from tcdeploy.start.planned import PlannedModel, StartRequest
@@ -140,23 +142,27 @@ def _find_packages(recipe: Recipe, report: StartReport, trusted_keys: Path | Non
     assert isinstance(report.planned, PlannedModel), "a start with jit programs has the model's code"
     policy = StartRequest(recipe, trusted_keys=trusted_keys).signing_policy
     plan = resolve_programs(dataclasses.replace(report.planned, recipe=recipe), policy=policy).plan
-    manifest = read_manifest(manifest_path(report.cache_dir, plan.key))
-    if plan.programs == "aot" and manifest is not None:
-        return PackageResult(plan.key, 0.0, manifest.total_bytes)
-    [reason] = [decision.reason for decision in plan.decisions if decision.name == "programs"]
-    return PackageResult("", 0.0, 0, reason)
+    if plan.programs != "aot":
+        [reason] = [decision.reason for decision in plan.decisions if decision.name == "programs"]
+        return PackageResult("", 0.0, 0, reason)
+    if is_damaged(plan.cache_dir, plan.key, policy.trusted_keys):
+        return PackageResult("", 0.0, 0, f"the packages of plan {plan.key} are damaged", is_damaged=True)
+    manifest = read_manifest(manifest_path(plan.cache_dir, plan.key))
+    return PackageResult(plan.key, 0.0, manifest.total_bytes if manifest is not None else 0)
 
 
 def filled_plans(report: StartReport, packages: PackageResult | None) -> list[str]:
-    """The keys of the plans that `fill_cache` has left in the cache folder."""
-    return [report.plan.key, *([packages.plan_key] if packages is not None and packages.plan_key else [])]
+    """The keys of the plans that `fill_cache` has left in `report.cache_dir`, which may be a private copy."""
+    has_packages = packages is not None and packages.plan_key and report.cache_dir == report.plan.cache_dir
+    return [report.plan.key, *([packages.plan_key] if packages is not None and has_packages else [])]
 
 
 def _with_missed_shapes(recipe: Recipe, path: str, dry_run: bool) -> Recipe:
     from tcdeploy.server.observe.missed_shapes import read_missed_shapes, with_missed_shapes
     from tcdeploy.start.decide import decide
 
-    return with_missed_shapes(recipe, decide(recipe, is_dry_run=dry_run).plan, read_missed_shapes(path))
+    plan = decide(recipe, is_dry_run=dry_run, needs_weights=False).plan
+    return with_missed_shapes(recipe, plan, read_missed_shapes(path))
 
 
 def _enforce_hits(deployment: StartReport) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ast
 import gc
+import threading
+
+# Reentrant, because an object that is freed during the parsing may parse too.
+_LOCK = threading.RLock()
 
 
 def parse_source(source: str | bytes) -> ast.Module:
@@ -13,10 +17,11 @@ def parse_source(source: str | bytes) -> ast.Module:
     (python/cpython#106905). A finalizer that a collection runs may parse other source, or let another thread do so;
     the interrupted call then fails with "SystemError: AST constructor recursion depth mismatch".
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return ast.parse(source)
-    finally:
-        if collects:
-            gc.enable()
+    with _LOCK:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(source)
+        finally:
+            if collects:
+                gc.enable()

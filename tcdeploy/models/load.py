@@ -1,4 +1,4 @@
-"""Finds a model, a Hub id, a local folder or `builtin:tiny`, and reads its config and the headers of its weights.
+"""Finds a model (a Hub id, a local folder or `builtin:tiny`), and reads its config and the headers of its weight files.
 
 Errors of other libraries are raised as TcdeployErrors with the next command. Modelling code from a repository runs only
 if `trust_remote_code` was requested.
@@ -103,7 +103,7 @@ def _read_config(path: str, recipe: Recipe) -> PreTrainedConfig:
 def read_checkpoint(
     recipe: Recipe, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> Checkpoint | None:
-    """The headers of a model's downloaded safetensors files, after their first checks (weights/checkpoint.py).
+    """The headers of a model's downloaded safetensors files, unless they are refused (weights/checkpoint.py).
 
     `shapes`: of the model's tensors, by name. None if they are in another format or not downloaded, or if the weights
     will be random. Raises ModelError.

@@ -1,4 +1,4 @@
-"""Loads the weights of a model: of a traced model from its files, otherwise by transformers, or random ones."""
+"""Loads a model with its weights: threads read those that are traced, transformers loads others, or they are random."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ DUMMY_SEED = 0
 
 @contextlib.contextmanager
 def loading_model(traced: TracedModel, plan: Plan) -> Iterator[LoadingModel]:
-    """The model on the plan's device, whose weights are read while the block runs; complete after the block.
+    """The model on the plan's device. Threads read its weights during the block; they are complete after it.
 
-    Raises ModelError and SpaceError before or after the block; errors of the block are passed on.
+    ModelError and SpaceError are raised on entry or exit. Errors of the block itself are not translated.
     """
     with contextlib.ExitStack() as reading:
         with translating_errors(plan.model):
@@ -35,13 +35,12 @@ def loading_model(traced: TracedModel, plan: Plan) -> Iterator[LoadingModel]:
 
 
 def load_model(
-    plan: Plan, config: PreTrainedConfig, attn_implementation: str, traced: TracedModel | None = None,
-    packed_linears: tuple[tuple[str, ...], ...] = (),
+    plan: Plan, config: PreTrainedConfig, attn_implementation: str, packed_linears: tuple[tuple[str, ...], ...],
+    traced: TracedModel | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """The model in eval mode, on the plan's device and in its weight_dtype, with its linear layers packed.
 
-    traced: of the plan's checkpoint, converted already; None: transformers loads the files. Raises ModelError,
-    NetworkError, SpaceError.
+    traced: the same model, if its weights are traced. Raises ModelError, NetworkError, SpaceError.
     """
     if traced is not None:
         with loading_model(traced, plan) as loading:

@@ -1,10 +1,11 @@
-"""A model whose weights have not been read: its modules, and where each of its tensors is in the checkpoint.
+"""Builds a model without reading its weights, and records where each of its tensors is in the checkpoint.
 
-Every start makes it before any weight is read. transformers loads the model with tensors that only record how elements
-move (convert/traced_tensor.py), and `pack_linears` packs them, so the recorded sources are those of the packed model.
-Threads then read the files straight to the device (weights/sources.py), in one copy, while the start goes on.
+A start with the model's code does this while it plans. transformers loads the model with tensors that only record how
+elements move (convert/traced_tensor.py), and `pack_linears` packs them, so the recorded sources are those of the packed
+model. Threads then read the files straight to their places on the device (weights/sources.py), while the start goes on.
 
-transformers has to load the weights of the models that `WeightNotInCheckpointError` names. The plan says so.
+If the weights cannot be traced, `trace_model` raises NotTraceableError, transformers loads them, and the plan has a
+line `loading` with the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from tcdeploy.models.weights.files import Checkpoint
 from tcdeploy.models.weights.reader import ReadTotal, StoredTensor, stored_tensors
 from tcdeploy.models.weights.sources import (
     Source,
-    WeightNotInCheckpointError,
     WeightSource,
     dtype_name,
     loading_weights,
@@ -42,11 +42,15 @@ from tcdeploy.planning.plan import Plan
 from tcdeploy.torch_compat.tensors_without_storage import supported as can_trace
 
 
+class NotTraceableError(Exception):
+    """Why transformers must load the weights of a model."""
+
+
 class LoadingModel(NamedTuple):
-    """total: of our reader threads; None if transformers has loaded the model, or if its weights are random."""
+    """total: of the reader threads; complete after the block of `loading`."""
 
     model: PreTrainedModel
-    total: ReadTotal | None = None
+    total: ReadTotal
 
 
 class TracedModel(NamedTuple):
@@ -57,18 +61,21 @@ class TracedModel(NamedTuple):
 
     @property
     def sources(self) -> dict[str, Source]:
-        """Of the model's tensors in the checkpoint, by name. Those that are computed are left out."""
+        """Of each tensor that comes from the checkpoint, by its name in the model; computed ones have none."""
         return {name: tensor.source for name, tensor in _named_tensors(self.model)}
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors from the checkpoint, once they are read."""
+        """Bytes of these tensors in the dtypes of the model; tied ones count once."""
         tensors = {id(tensor): tensor for _, tensor in _named_tensors(self.model)}
         return sum(tensor.nbytes for tensor in tensors.values())
 
     @contextlib.contextmanager
     def loading(self, device: str) -> Iterator[LoadingModel]:
-        """A copy of the model on `device`, whose weights are read while the block runs. As `loading_weights`."""
+        """A copy of the model on `device`. Threads read its weights during the block; they are complete after it.
+
+        Raises as `loading_weights`.
+        """
         names: dict[int, str] = {}
         sources: dict[str, WeightSource] = {}
         for name, tensor in _named_tensors(self.model):
@@ -87,41 +94,44 @@ class TracedModel(NamedTuple):
 
 def trace_model(
     plan: Plan, config: PreTrainedConfig, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]],
-    attn_implementation: str, packed_linears: tuple[tuple[str, ...], ...] = (),
+    attn_implementation: str, packed_linears: tuple[tuple[str, ...], ...],
 ) -> TracedModel:  # fmt: skip
-    """Load the model of a checkpoint without its values. Also compares the names and shapes of all tensors.
+    """Let transformers load the model with traced tensors, which also compares the names and shapes of all tensors.
 
-    `shapes`: of the tensors in the model's state dict, by name. Raises ModelError if tensors are missing, unknown or
-    have another shape, and WeightNotInCheckpointError if transformers must load the model.
+    `shapes`: of the tensors in the model's state dict, by name, for the message of a conversion that fails. Raises
+    ModelError if tensors are missing, unknown or have another shape, and NotTraceableError if transformers must load
+    the model.
     """
     if not can_trace():
-        raise WeightNotInCheckpointError(f"its weights cannot be traced with torch {torch.__version__}")
+        raise NotTraceableError(f"its weights cannot be traced with torch {torch.__version__}")
     if model_class(config, plan.trust_remote_code) is None:
-        raise WeightNotInCheckpointError("its code is not part of transformers")
+        raise NotTraceableError("its code is not part of transformers")
     config, headers, stored = copy.deepcopy(config), checkpoint.tensors, stored_tensors(checkpoint.paths)
     if is_dequantised(config):
-        del config.quantization_config
+        for name in ("quantization_config", "compression_config"):
+            config.__dict__.pop(name, None)
         headers = dequantised_tensors(headers)
-    nowhere = {
+    unreadable = {
         name: StoredTensor("", DTYPES.get(header.dtype, torch.float32), header.shape, 0, 0)
         for name, header in headers.items()
         if name not in stored
     }
-    trace = Trace({name: nowhere.get(name) or stored[name] for name in headers})
+    trace = Trace({name: unreadable.get(name) or stored[name] for name in headers})
     try:
         with quiet_transformers(), torch.no_grad():
             model = model_of_tensors(plan, config, attn_implementation, trace.tensors())
             convert_model(model, packed_linears)
+            copy.deepcopy(model, {id(tensor): tensor for _, tensor in _named_tensors(model)})  # as `loading` copies it
     except TcdeployError:
         raise
     except Exception as error:  # transformers raises many types
         if CONVERSION in str(error) and not trace.problem:
             raise conversion_error(plan.model, headers, dict(shapes)) from error
-        raise WeightNotInCheckpointError(trace.problem or first_line(error)) from error
+        raise NotTraceableError(trace.problem or first_line(error)) from error
     traced = TracedModel(model, trace.checkpoint)
-    converted = [name for source in traced.sources.values() for name in stored_names(source) if name in nowhere]
-    if converted:
-        raise WeightNotInCheckpointError(f"{converted[0]} is stored in a format that is converted")
+    names = (name for source in traced.sources.values() for name in stored_names(source))
+    for name in filter(unreadable.__contains__, names):
+        raise NotTraceableError(f"{name} is stored in a format that is converted")
     return traced
 
 

@@ -26,13 +26,13 @@ from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.engine.generation_defaults import read_model_defaults
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
 from tcdeploy.models.load import config_to_dict, load_config, read_checkpoint
+from tcdeploy.models.load_errors import translate_error
 from tcdeploy.models.probe import ProbedModel, probe_model
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.sources import model_sources
-from tcdeploy.models.traced_model import TracedModel, trace_model
+from tcdeploy.models.traced_model import NotTraceableError, TracedModel, trace_model
 from tcdeploy.models.weights.checkpoint import stored_dtype, tensor_shapes
 from tcdeploy.models.weights.files import Checkpoint
-from tcdeploy.models.weights.sources import WeightNotInCheckpointError
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
 from tcdeploy.planning.environment import Environment, detect_environment
@@ -55,13 +55,14 @@ NO_COMPILER = PlanFinding(
 
 def decide(
     recipe: Recipe, needs_tokenizer: bool = False, is_dry_run: bool = False, jit_reason: str = "",
-    policy: SigningPolicy | None = None,
+    policy: SigningPolicy | None = None, needs_weights: bool = True,
 ) -> PlannedModel:  # fmt: skip
     """Decide everything before the weights are loaded. Of those on disk, only headers of safetensors files are read.
 
     `needs_tokenizer`: load the tokenizer too, and add its end-of-sequence token to the stop tokens. `is_dry_run`:
     report what this machine lacks in `findings` instead of raising an error. `jit_reason`, `policy`: for `--programs
-    auto` (start/auto_programs.py). Raises ModelError with all reasons if the model cannot be served.
+    auto` (start/auto_programs.py). `needs_weights`: trace them. Raises ModelError with all reasons if the model cannot
+    be served; tensors that do not fit the config are reported alone, if the rest could be planned.
     """
     environment, digest = detect_environment(recipe.device), settings_digest(torch_settings())
     environment = dataclasses.replace(environment, missing_internals=missing_internals(), torch_settings=digest)
@@ -85,36 +86,38 @@ def decide(
         model_decisions=decisions, tokenizer=tokenizer, findings=findings,
     )  # fmt: skip
     planned = resolve_programs(planned, jit_reason, policy)
-    return planned if recipe.load_format == "dummy" else _with_traced_weights(planned)
+    return _with_traced_weights(planned) if needs_weights and recipe.load_format != "dummy" else planned
 
 
 def trace_weights(planned: PlannedModel) -> TracedModel:
     """Find where the model's tensors are in its checkpoint.
 
-    Raises ModelError if the checkpoint does not fit the model, and WeightNotInCheckpointError if transformers must load
-    it.
+    Raises ModelError if the checkpoint does not fit the model, and NotTraceableError if transformers must load it.
     """
     if planned.checkpoint is None:
-        raise WeightNotInCheckpointError("it has no safetensors files, or they are not downloaded yet")
+        raise NotTraceableError("it has no safetensors files, or they are not downloaded yet")
     register_attention()
-    return trace_model(
-        planned.plan, planned.config, planned.checkpoint, tensor_shapes(planned.fake_model), ATTN_IMPLEMENTATION,
-        planned.architecture.packed_linears,
-    )  # fmt: skip
+    try:
+        return trace_model(
+            planned.plan, planned.config, planned.checkpoint, tensor_shapes(planned.fake_model), ATTN_IMPLEMENTATION,
+            planned.architecture.packed_linears,
+        )  # fmt: skip
+    except OSError as error:
+        raise translate_error(planned.plan.model, error) from error
 
 
 def _with_traced_weights(planned: PlannedModel) -> PlannedModel:
-    """The plan says why, if transformers must load the weights."""
+    """Trace the weights. If they cannot be traced, add the reason to the plan."""
     try:
         return dataclasses.replace(planned, traced_model=trace_weights(planned))
-    except WeightNotInCheckpointError as error:
+    except NotTraceableError as error:
         decision = Decision("loading", "by transformers", str(error))
         plan = dataclasses.replace(planned.plan, decisions=(*planned.plan.decisions, decision))
         return dataclasses.replace(planned, plan=plan)
 
 
 def resolve_programs(planned: PlannedModel, jit_reason: str = "", policy: SigningPolicy | None = None) -> PlannedModel:
-    """The model planned for packages or for jit if its recipe says `auto`, as a start that begins now."""
+    """Resolve `--programs auto` to packages or jit programs, for a start that begins now."""
     return resolve_planned(planned, partial(_package_folder, planned), jit_reason, policy)
 
 

@@ -1,4 +1,4 @@
-"""A start with the model's code: transformers loads the model, and what the cache folder lacks is compiled.
+"""A start with the model's code: transformers builds the model, and what the cache folder lacks is compiled.
 
 In a cold start, other processes may compile some of the buckets (start/workers/parallel.py). In an eager start, another
 process compiles all of them, while the server runs uncompiled steps (start/eager.py).
@@ -108,10 +108,10 @@ class ModelCode:
         )
         self._factors = factors if self.planned.plan.programs == "aot" else None
         self.prompts = _check_prompts(self.planned)
-        return self.planned
+        return dataclasses.replace(self.planned, traced_model=None)  # the deployment keeps it
 
     def open_cache(self) -> StagingFolder:
-        """Lease the plan. The weights are read from here on, unless transformers must load them."""
+        """Lease the plan, and begin to read the weights, if they are traced."""
         plan, traced = self.planned.plan, self.planned.traced_model
         _require_caches(plan)
         start_hashing()
@@ -146,8 +146,9 @@ class ModelCode:
                 self.runner.run_eagerly(bucket)
 
     def finish_loading(self, stages: StageTimer, tracker: FileAccessTracker) -> None:
-        with stages.stage("weights"):
-            self._weight_reading.close()
+        if self.planned.traced_model is not None:
+            with stages.stage("weights"):
+                self._weight_reading.close()
 
     def make_checker(self, tracker: FileAccessTracker) -> None:
         """Read the reference, or compute it."""
@@ -276,7 +277,7 @@ def _require_caches(plan: Plan) -> None:
 
 
 def _refuse_cold_start(plan: Plan, staging: StagingFolder) -> None:
-    """With `--no-compile`, raise before the weights are loaded if the cache folder has no program of any plan."""
+    """With `--no-compile`, raise before anything else is done if the cache folder has no program of any plan."""
     if plan.programs == "aot" or not Path(staging.path, GRAPHS_DIR).is_dir():
         with naming_refusal(plan, warmup_order(plan)[0].name):
             compile_refusal.check("a program")
@@ -313,7 +314,7 @@ def load_runner(planned: PlannedModel, model: PreTrainedModel | None = None) -> 
     plan, architecture = planned.plan, planned.architecture
     register_attention()
     if model is None:
-        model = load_model(plan, planned.config, ATTN_IMPLEMENTATION, planned.traced_model, architecture.packed_linears)
+        model = load_model(plan, planned.config, ATTN_IMPLEMENTATION, architecture.packed_linears, planned.traced_model)
     step_holder = StepHolder()
     bind_attention(model, architecture, allocate_kv_cache(plan, architecture), step_holder)
     return ModelRunner(model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size)

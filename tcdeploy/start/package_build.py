@@ -41,7 +41,7 @@ JOIN_TIMEOUT_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class PackageResult:
-    """What a build has left in the cache folder. `bytes`: of all files of its plan. `seconds`: of the process.
+    """The packages in a cache folder. `bytes`: of all files of their plan. `seconds`: of the build; 0 without one.
 
     `failure`: why there are no packages, "" if there are. If it is set, `plan_key` is empty and `bytes` is 0.
     `is_damaged`: they are in the folder and damaged, so later starts fail too, except with `--on-bad-cache rebuild`.

@@ -14,7 +14,7 @@ T = TypeVar("T", bound="Tensor")
 
 
 @internal("traced weights", "torch.Tensor._make_wrapper_subclass",
-          "starts from packages load the model with transformers")  # fmt: skip
+          "transformers loads the weights, and no start is possible from packages alone")  # fmt: skip
 def supported() -> bool:
     return find(MAKE_WRAPPER) is not None
 

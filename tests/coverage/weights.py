@@ -73,9 +73,9 @@ def _difference(planned: Any, folder: Path) -> str:
     The weights are loaded as by a start with the model's code, and as by one from packages.
     """
     groups = planned.architecture.packed_linears
-    expected = _tensors(load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, None, groups))
+    expected = _tensors(load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, groups))
     traced = trace_weights(planned)
-    loaded = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, traced)
+    loaded = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, groups, traced)
     described = describe_weights(loaded, traced.sources, traced.checkpoint)
     with loading_weights(described.sources, traced.checkpoint, "cpu") as loading:
         pass

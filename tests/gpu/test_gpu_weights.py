@@ -27,7 +27,7 @@ def test_the_model_equals_that_of_transformers_and_takes_its_own_size(
     planned = plan(save_model(family, tmp_path, stored), device="cuda", dtype="bfloat16")
     gc.collect()
     before = torch.cuda.memory_allocated()
-    model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, planned.traced_model)
+    model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
     storages = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in tensors_of(model)}
     assert {item.device.type for item in tensors_of(model)} == {"cuda"}
     assert torch.cuda.memory_allocated() - before == sum(

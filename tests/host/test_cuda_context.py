@@ -112,7 +112,7 @@ def test_no_context_is_created_for_a_torch_without_cuda(driver: Path, before_tor
 def test_a_start_on_a_cpu_creates_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
     monkeypatch.setattr(start, "start_context", lambda: events.append("context"))
-    monkeypatch.setattr(model_code, "start_from_code", lambda request, _: events.append(request.recipe.device))
+    monkeypatch.setattr(model_code, "start_from_code", lambda request: events.append(request.recipe.device))
     for device in (None, "cuda", "cpu"):
         start.prepare(Recipe(model="builtin:tiny", device=device))
     assert events == ["context", None, "context", "cuda", "cpu"]

@@ -104,7 +104,7 @@ def test_prepare_shows_its_stages_in_a_terminal_only(tmp_path: Path, cache_dir: 
     buckets = [
         f"[{number}/4] {name}" for number, name in enumerate(("prefill:128", "prefill:32", "decode:4", "decode:1"), 1)
     ]
-    assert names == ["import", "decide", "load", "reference", *buckets, "compile", "record"]
+    assert names == ["import", "decide", "load", "weights", "reference", *buckets, "compile", "record"]
     assert "\r" not in text and "\x1b" not in text
     assert rest == "the log has 0 characters\n"
 

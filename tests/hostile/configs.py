@@ -180,7 +180,7 @@ def attempt(folder: Path, load_format: Any) -> str:
         planned = decide(recipe)
         if load_format == "dummy":
             return "planned"
-        model = load_model(planned.plan, planned.config, "sdpa", planned.traced_model)
+        model = load_model(planned.plan, planned.config, "sdpa", (), planned.traced_model)
         return "loaded" if has_weights_of_shards(model, folder) else "loaded other weights"
     except TcdeployError as error:
         return "refused" if error.message and error.hint else f"no hint: {error.message}"

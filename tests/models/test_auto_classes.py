@@ -102,5 +102,5 @@ def test_trusted_code_takes_precedence_over_a_multimodal_class(load_format: str,
         values = {"model": str(tmp_path), "load_format": load_format, "trust_remote_code": trust_remote_code}
         planned = decide(build_recipe({**values, "buckets": (32,), "batch_sizes": (1,)}, environ={}))
         assert planned.architecture.class_name == name
-        assert type(load_model(planned.plan, planned.config, "sdpa")).__name__ == name
+        assert type(load_model(planned.plan, planned.config, "sdpa", ())).__name__ == name
         assert (model_class(planned.config, trust_remote_code) is None) == trust_remote_code

@@ -238,7 +238,7 @@ def test_loading_checks_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "weight_dtype": "float32",
     })  # fmt: skip
     with pytest.raises(ModelError, match=f"{QUERY}.bias"):
-        load_model(planned, config, "sdpa")  # type: ignore[arg-type]
+        load_model(planned, config, "sdpa", ())  # type: ignore[arg-type]
 
 
 # Dtypes
@@ -370,7 +370,7 @@ def load_cpu(folder: Path) -> Any:
         model=str(folder), revision=None, trust_remote_code=False, device="cpu", load_format="auto",
         weight_dtype="float32",
     )  # fmt: skip
-    return load_model(planned, load_config(Recipe(model=str(folder))), "sdpa")  # type: ignore[arg-type]
+    return load_model(planned, load_config(Recipe(model=str(folder))), "sdpa", ())  # type: ignore[arg-type]
 
 
 def test_a_missing_bin_file_is_named(folder: Path) -> None:

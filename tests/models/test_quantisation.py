@@ -95,7 +95,7 @@ def load(folder: Path, dtype: str, load_format: str = "auto") -> PreTrainedModel
         model=str(folder), revision=None, trust_remote_code=False, device="cpu", weight_dtype=dtype,
         load_format=load_format,
     )  # fmt: skip
-    return load_model(plan, load_config(Recipe(model=str(folder))), "eager")
+    return load_model(plan, load_config(Recipe(model=str(folder))), "eager", ())
 
 
 def rejection(folder: Path, **fields: Any) -> str:
@@ -153,6 +153,9 @@ def test_the_plan_shows_it_and_has_the_memory_of_dequantised_weights(
     )
     assert decision_named(quantised, "weights").value == f"mxfp4 dequantised to {dtype}"
     assert [decision for decision in plain.decisions if decision.name == "weights"] == []
+    loading = [decision.reason for decision in quantised.decisions if decision.name == "loading"]
+    converted = f"{EXPERTS}.gate_up_proj is stored in a format that is converted"
+    assert loading == ([converted] if load_format == "auto" else [])
     assert quantised.weight_bytes == plain.weight_bytes
     tensors = load(folders.quantised, dtype)
     assert quantised.weight_bytes == sum(

@@ -58,7 +58,7 @@ def test_modelling_code_may_read_rope_type_itself(tmp_path: Path) -> None:
     planned = decide(recipe)
     ids = torch.arange(5, 25)[None]
     expected = AutoModelForCausalLM.from_pretrained(recipe.model, trust_remote_code=True, dtype=torch.float32)(ids)
-    torch.testing.assert_close(load_model(planned.plan, planned.config, "sdpa")(ids).logits, expected.logits)
+    torch.testing.assert_close(load_model(planned.plan, planned.config, "sdpa", ())(ids).logits, expected.logits)
 
 
 def test_modelling_code_that_switches_frequencies_by_position_is_refused(tmp_path: Path) -> None:

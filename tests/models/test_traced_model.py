@@ -76,7 +76,7 @@ def load_both(planned: PlannedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
     packed_linears = planned.architecture.packed_linears
     assert planned.traced_model is not None
     return tuple(
-        load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, traced, packed_linears)
+        load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, packed_linears, traced)
         for traced in (None, planned.traced_model)
     )  # type: ignore[return-value]
 
@@ -87,7 +87,7 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {
         name: (
-            type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad,
+            type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, tensor._is_view(),
             first.setdefault(id(tensor), name), tensor.detach().contiguous().view(-1).view(torch.uint8).tolist(),
         )
         for name, tensor in tensors
@@ -110,6 +110,17 @@ def test_all_shards_are_read(tmp_path: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) > 1
     expected, model = load_both(plan(folder))
     assert describe(model) == describe(expected)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_two_stored_tensors_are_tied_only_if_they_are_equal(folder: Path, is_equal: bool) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    head = load_file(folder / WEIGHTS)["model.embed_tokens.weight"] + (not is_equal)
+    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": head}))
+    expected, model = load_both(plan(folder))
+    assert describe(model) == describe(expected)
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == is_equal
 
 
 def test_the_packed_matrix_is_the_only_copy_of_its_parts(folder: Path) -> None:
@@ -156,7 +167,7 @@ def test_mismatched_tensors_raise_the_error_of_a_load_by_transformers(
 ) -> None:
     planned = plan(folder)
     change_tensors(folder, change)
-    expected = error_of(lambda: load_model(planned.plan, planned.config, "eager"))
+    expected = error_of(lambda: load_model(planned.plan, planned.config, "eager", ()))
     assert text in expected
     assert error_of(lambda: plan(folder)) == expected
 
@@ -165,7 +176,7 @@ def test_a_file_that_is_truncated_after_the_plan_is_an_error(folder: Path) -> No
     planned = plan(folder)
     with (folder / WEIGHTS).open("r+b") as file:
         file.truncate((folder / WEIGHTS).stat().st_size - 1)
-    load = partial(load_model, planned.plan, planned.config, ATTN_IMPLEMENTATION, planned.traced_model)
+    load = partial(load_model, planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
     assert "ends before its last tensor" in error_of(load)
 
 
@@ -177,7 +188,7 @@ def test_too_little_memory_is_an_error_with_a_hint(folder: Path, monkeypatch: py
     assert planned.traced_model is not None
     monkeypatch.setattr(weight_sources, "_allocate", fail)
     with pytest.raises(SpaceError, match="do not fit into the GPU's free memory"):
-        load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, planned.traced_model)
+        load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
 
 
 def test_an_error_of_the_block_is_not_translated_and_ends_the_reading(
@@ -220,7 +231,8 @@ def test_the_plan_says_that_there_are_no_safetensors_files(folder: Path) -> None
     (folder / WEIGHTS).unlink()
     planned = plan(folder)
     assert reason_of(planned) == "it has no safetensors files, or they are not downloaded yet"
-    assert QUERY not in dict(load_model(planned.plan, planned.config, "eager").named_buffers())
+    model = load_model(planned.plan, planned.config, "eager", ())
+    assert torch.equal(model.get_parameter(QUERY), torch.load(folder / "pytorch_model.bin")[QUERY])
 
 
 def test_the_plan_says_that_a_weight_is_computed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def load(folder: Path, config: Any, dtype: str, load_format: str = "auto") -> Pr
         model=str(folder), revision=None, trust_remote_code=False, device="cpu", weight_dtype=dtype,
         load_format=load_format,
     )  # fmt: skip
-    return load_model(plan, config, "eager")
+    return load_model(plan, config, "eager", ())
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -103,8 +103,14 @@ def test_a_parameter_that_the_checkpoint_lacks_is_an_error(tmp_path: Path) -> No
 
 def test_a_parameter_of_another_shape_is_an_error(tmp_path: Path) -> None:
     w = torch.randn(8, 8)
-    with pytest.raises(WeightNotInCheckpointError, match="w has another shape than in the checkpoint"):
+    with pytest.raises(WeightNotInCheckpointError, match=r"w does not fit the checkpoint: w has the shape \[8, 8\]"):
         describe(tmp_path, {"w": w}, model_of({"w": w[:4].clone()}))
+
+
+def test_a_source_that_is_not_in_the_checkpoint_is_an_error(tmp_path: Path) -> None:
+    w = torch.randn(8, 8)
+    with pytest.raises(WeightNotInCheckpointError, match="w does not fit the checkpoint: 'other'"):
+        describe(tmp_path, {"w": w}, model_of({"w": w}), {"w": ["tensor", "other"]})
 
 
 def test_a_parameter_that_is_not_contiguous_is_an_error(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_server_starts_from_a_signed_bundle_and_rejects_an_unsigned_one(
         assert started.stderr[0].startswith("tcdeploy ") and started.stderr[0].endswith(f" loads {TINY}\n")
         wait_for(lambda: any("warm-up requests" in line for line in started.stderr))  # a thread reads the lines
         assert stages_of(started.stderr) == [
-            "import", "fetch", "decide", "load", "reference", "compile, 4 of 4", "record",
+            "import", "fetch", "decide", "load", "weights", "reference", "compile, 4 of 4", "record",
             "warm-up requests, 5 of 5",
         ]  # fmt: skip
         assert started.client.completions.create(model=TINY, prompt="A list", max_tokens=4).usage is not None

@@ -27,6 +27,7 @@ from tcdeploy.planning.plan import make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.package_build import PackageBuild, build_packages
 from tcdeploy.start.planned import Planned
+from tests.bundle.fake_caches import flipped_on_disk
 from tests.conftest import TINY, RunCLI
 from tests.machines import LAPTOP, LLAMA_8B, make_recipe
 
@@ -61,6 +62,10 @@ def test_warm_starts_with_jit_programs_and_leaves_packages_too(
 
     again = json.loads(run_cli(*arguments, "--require-hit").stdout)
     assert again["packages"] == {**packages, "seconds": 0}, "with --require-hit they are only looked for"
+    damaged = next(file.path for file in manifests["aot"].files if file.path.startswith("aot/"))
+    with flipped_on_disk(folder / damaged, 9):
+        refused = run_cli(*arguments, "--require-hit")
+        assert refused.returncode == 5 and "are damaged" in refused.stderr, refused.stderr
     Path(folder, "manifests", f"{packages['plan_key']}.json").unlink()
     without = run_cli(*arguments, "--require-hit")
     assert without.returncode == 0 and json.loads(without.stdout)["packages"]["bytes"] == 0

@@ -1,4 +1,4 @@
-"""What is changed in every loaded model. Runs on traced weights, or on those that transformers has loaded."""
+"""Converts a loaded model: static rotary embeddings, packed linear layers. Also runs on traced tensors."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcdeploy.models.weights.reader import StoredTensor, read_tensor
+from tcdeploy.models.weights.reader import StoredTensor, equal_tensors, read_tensor
 from tcdeploy.models.weights.sources import Source, evaluate, stored_names
 from tcdeploy.torch_compat.tensors_without_storage import make_wrapper
 
@@ -59,6 +59,10 @@ class TracedTensor(Tensor):
         """The values, from the files."""
         return evaluate(self.source, lambda name: read_tensor(self.origin.checkpoint[name])).to(self.dtype)
 
+    def __deepcopy__(self, memo: Any) -> TracedTensor:
+        """A copy of the model gets other tensors in place of its parameters and buffers (traced_model.py)."""
+        raise UnknownOperationError("a weight is held outside of the parameters and buffers of its module")
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0][0] if isinstance(args[0], list) else args[0]
@@ -73,7 +77,7 @@ class TracedTensor(Tensor):
 def _apply(func: Any, trace: Trace, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is torch.ops.aten.equal.default:  # transformers compares tied tensors if a checkpoint has both
         first, second = map(_traced, args)
-        return first.source == second.source or torch.equal(first.read(), second.read())
+        return first.source == second.source or _equal(first, second)
     rule = RULES.get(str(func.overloadpacket))
     if rule is None:
         raise UnknownOperationError(f"{func} computes values of weights")
@@ -82,6 +86,15 @@ def _apply(func: Any, trace: Trace, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(result, Tensor):
         return TracedTensor(rule(result, *args), result, trace)
     return [TracedTensor(source, part, trace) for source, part in zip(rule(result, *args), result, strict=True)]
+
+
+def _equal(first: TracedTensor, second: TracedTensor) -> bool:
+    """Whether the values are equal. Both may have gigabytes: an embedding, and the head that is tied to it."""
+    checkpoint = first.origin.checkpoint
+    match first.source, second.source:
+        case ["tensor", name], ["tensor", other] if first.dtype == second.dtype:
+            return equal_tensors(checkpoint[name], checkpoint[other])
+    return torch.equal(first.read(), second.read())
 
 
 def _traced(tensor: Tensor) -> TracedTensor:

@@ -50,6 +50,10 @@ class StoredTensor(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
     def rows(self, begin: int, end: int) -> StoredTensor:
         """Rows [begin, end) of the first dimension."""
         row_bytes = (self.end - self.begin) // self.shape[0]
@@ -60,13 +64,14 @@ class StoredTensor(NamedTuple):
 class Copy(NamedTuple):
     """Read `source` into `target`, which is contiguous and has the same shape; convert it if the dtypes differ.
 
-    evaluate: if not None, what to write instead of `source`, which is only one of the stored tensors that it reads. It
-        is called in a thread.
+    evaluate: if not None, it computes the values instead, in a thread; `source` is then only one of the stored tensors
+        that it reads, which have `evaluated_bytes` in all.
     """
 
     source: StoredTensor
     target: Tensor
     evaluate: Callable[[], Tensor] | None = None
+    evaluated_bytes: int = 0
 
 
 @dataclass
@@ -125,6 +130,22 @@ def read_elements(stored: StoredTensor, first: int, max_elements: int) -> Tensor
     return content.view(stored.dtype)
 
 
+def equal_tensors(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two stored tensors of one dtype have equal shapes and values. Reads them in threads, in chunks.
+
+    Raises as `read_elements`.
+    """
+    if first.shape != second.shape:
+        return False
+
+    def is_equal(begin: int) -> bool:
+        return torch.equal(read_elements(first, begin, count), read_elements(second, begin, count))
+
+    count = CHUNK_BYTES // first.dtype.itemsize
+    with ThreadPoolExecutor(THREADS) as threads:
+        return all(threads.map(is_equal, range(0, math.prod(first.shape), count)))
+
+
 @contextlib.contextmanager
 def copying_tensors(copies: Iterable[Copy], stop: threading.Event | None = None) -> Iterator[ReadTotal]:
     """Read all tensors into their targets while the block runs. Targets and total are valid after a normal exit.
@@ -137,7 +158,7 @@ def copying_tensors(copies: Iterable[Copy], stop: threading.Event | None = None)
     total, num_bytes = ReadTotal(), 0
     for copy in sorted(copies, key=lambda copy: (copy.source.path, copy.source.begin)):
         targets.append(copy.target)
-        num_bytes += copy.target.nbytes if copy.evaluate else copy.source.end - copy.source.begin
+        num_bytes += copy.evaluated_bytes if copy.evaluate else copy.source.num_bytes
         for task in _tasks(copy):
             tasks.put(task)
     if not targets:
@@ -187,11 +208,18 @@ class _Task(NamedTuple):
 
 
 def _tasks(copy: Copy) -> Iterator[_Task]:
-    source, target, evaluate = copy
-    if evaluate or target.dtype != source.dtype:
-        yield _Task(source, source.begin, target, evaluate or partial(read_tensor, source))
+    source, target, evaluate, _ = copy
+    if evaluate:
+        yield _Task(source, source.begin, target, evaluate)
         return
-    content = target.view(-1).view(torch.uint8)
+    elements = target.view(-1)
+    if target.dtype != source.dtype:
+        count = CHUNK_BYTES // max(target.dtype.itemsize, source.dtype.itemsize)
+        for first in range(0, len(elements), count):
+            read = partial(read_elements, source, first, count)
+            yield _Task(source, source.begin, elements[first : first + count], read)
+        return
+    content = elements.view(torch.uint8)
     for start in range(0, len(content), CHUNK_BYTES):
         yield _Task(source, source.begin + start, content[start : start + CHUNK_BYTES])
 
@@ -259,7 +287,7 @@ class _CudaStaging:
             self._send(piece)
 
     def _send(self, target: Tensor) -> None:
-        """Copy the beginning of the buffer, and wait for it."""
+        """Fill `target` from the beginning of the buffer, and wait until it is done."""
         copy_to_gpu(target.data_ptr(), self._address, target.numel(), self._stream.cuda_stream)
 
 

@@ -1,4 +1,4 @@
-"""Describes where a model's tensors are in its checkpoint, so that they can be loaded without its code.
+"""Describes where a model's tensors are in its checkpoint, so that threads can read them to their places.
 
 transformers renames, merges and casts tensors while it loads them, and `pack_linears` packs layers. What they do is
 recorded on tensors without values (convert/traced_tensor.py). Buffers that are computed, such as rotary frequencies,
@@ -92,8 +92,8 @@ def describe_weights(
                 raise WeightNotInCheckpointError(f"{name} is not contiguous")
             try:
                 compared += [(name, copy) for copy in _copies(source, tensor.detach(), checkpoint)]
-            except ValueError as error:
-                raise WeightNotInCheckpointError(f"{name} has another shape than in the checkpoint: {error}") from error
+            except (KeyError, ValueError) as error:
+                raise WeightNotInCheckpointError(f"{name} does not fit the checkpoint: {error}") from error
         sources[name] = WeightSource(dtype_name(tensor.dtype), tuple(tensor.shape), source)
     with ThreadPoolExecutor(THREADS) as threads:  # in one thread, the 16 GB of an 8B model took 31 s (H100 machine)
         for (name, _), is_equal in zip(compared, threads.map(lambda item: _is_equal(item[1]), compared), strict=True):
@@ -112,7 +112,7 @@ def _is_equal(copy: Copy) -> bool:
 
     In chunks for which the allocator keeps its memory, because page faults took longer than reading.
     """
-    stored, target, evaluate = copy
+    stored, target, evaluate, _ = copy
     if evaluate is not None:
         return torch.equal(evaluate().to(target.dtype), target.cpu())
     elements = target.reshape(-1)
@@ -168,7 +168,8 @@ def _allocate(sources: Mapping[str, WeightSource], device: str) -> dict[str, Ten
     tensors: dict[str, Tensor] = {}
     for name, begin in begins.items():
         dtype, shape = getattr(torch, sources[name].dtype), sources[name].shape
-        tensors[name] = memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        part = memory[begin : begin + math.prod(shape) * dtype.itemsize]
+        tensors[name] = part.view(dtype).view(shape).detach()  # torch.compile treats views of a base differently
     return tensors
 
 
@@ -222,10 +223,10 @@ def _shape(source: Source, checkpoint: Mapping[str, StoredTensor]) -> tuple[int,
 
 
 def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTensor]) -> Iterator[Copy]:
-    """Copies that fill `target`, which is contiguous. Parts are written to their places in it.
+    """Copies that fill `target`, which is contiguous.
 
-    What has no contiguous place of its own is evaluated in host memory. Raises KeyError, or ValueError if the shapes
-    differ.
+    Parts with a contiguous place are read into it; other sources are evaluated as a whole in host memory. Raises
+    KeyError, or ValueError if the shapes differ.
     """
     if (shape := _shape(source, checkpoint)) != tuple(target.shape):
         names = ", ".join(itertools.islice(stored_names(source), 3))
@@ -249,8 +250,9 @@ def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTenso
         for part, piece in parts:
             yield from _copies(part, piece, checkpoint)
     else:
-        first = next(stored_names(source))
-        yield Copy(checkpoint[first], target, partial(evaluate, source, lambda name: read_tensor(checkpoint[name])))
+        first, *others = (checkpoint[name] for name in stored_names(source))
+        read = partial(evaluate, source, lambda name: read_tensor(checkpoint[name]))
+        yield Copy(first, target, read, sum(stored.num_bytes for stored in (first, *others)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.sources import digest_sources, record_executed_files, source_files
-from tcdeploy.models.weights.reader import stored_tensors
+from tcdeploy.models.traced_model import NotTraceableError
 from tcdeploy.models.weights.sources import WeightNotInCheckpointError, describe_weights
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.programs.aot import AotForward
@@ -80,11 +80,13 @@ class StartRecorder:
             log.warning("later starts load this model with transformers, because its packages call %s", names)
             return []
         try:
+            if planned.checkpoint is not None and planned.checkpoint.paths != weight_files(folder):
+                raise WeightNotInCheckpointError("config.json names other weight files than those of the folder")
             with self.recording_sources():  # also the code that converts weights
                 traced = trace_weights(planned)
-            weights = describe_weights(runner.model, traced.sources, stored_tensors(weight_files(folder)))
+            weights = describe_weights(runner.model, traced.sources, traced.checkpoint)
             sources = digest_sources(self._files | source_files(runner.model))
-        except (WeightNotInCheckpointError, ModelError, OSError) as reason:
+        except (NotTraceableError, WeightNotInCheckpointError, ModelError, OSError) as reason:
             log.warning("later starts load this model with transformers, and not from its packages alone: %s", reason)
             return []
         reference = f"{REFERENCES_DIR}/{reference_digest(checker.reference)}.safetensors"

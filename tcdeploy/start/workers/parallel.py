@@ -222,7 +222,7 @@ def count_spare_bytes(planned: PlannedModel) -> int:
 def start_workers(planned: PlannedModel, prompts: CheckPrompts, staging: StagingFolder) -> CompileWorkers:
     """Start workers for all buckets but the largest, or none if that would not be faster or possible.
 
-    Call it when traced weights are allocated, and before others are.
+    Call it after traced weights are allocated, and before transformers loads others.
     """
     recipe, plan, environment = planned.recipe, planned.plan, planned.environment
     cores = count_cores()
