@@ -238,7 +238,9 @@ def test_preemption_changes_no_token(cache_dir: str, tiny_deployment: Any) -> No
     assert_idle(scarce)
 
 
-@pytest.mark.parametrize(("method", "failing_call"), [("prefill", 0), ("decode", 0), ("decode", 7), ("sample", 6)])
+@pytest.mark.parametrize(
+    ("method", "failing_call"), [("_run_prefill", 0), ("_run_decode", 0), ("_run_decode", 7), ("sample", 6)]
+)
 def test_a_failed_step_loses_no_token(
     tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch, method: str, failing_call: int,
     constrained_reference: Callable[[list[int]], list[int]],

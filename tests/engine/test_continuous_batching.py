@@ -336,7 +336,7 @@ def test_a_failed_step_loses_no_token_and_leaves_no_wrong_prefix(
 ) -> None:
     """The scheduler advanced as if the step had run, so its record of the cache must be reset."""
     engine, params = tiny_deployment.engine, SamplingParams(max_tokens=TOKENS)
-    for method, failing_call in (("prefill", 0), ("prefill", 2), ("decode", 0), ("decode", 7)):
+    for method, failing_call in (("_run_prefill", 0), ("_run_prefill", 2), ("_run_decode", 0), ("_run_decode", 7)):
         engine.allocator.reset_prefix_cache()
         run, calls = getattr(engine.runner, method), []
 

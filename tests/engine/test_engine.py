@@ -144,7 +144,7 @@ def test_after_a_failed_launch_the_request_gets_its_tokens(
     expected = generate_tokens(engine, [[5, 6, 7]], params)[0]
     request = engine.submit([5, 6, 7], params)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="launch failed"):
-        patch.setattr(engine.runner, "prefill", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("launch failed")))
+        patch.setattr(engine.runner, "run", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("launch failed")))
         engine.step()
     tokens = []
     while engine.has_work:
@@ -388,7 +388,7 @@ def test_steps_that_are_not_predicted_or_that_fail_make_no_launch_due(
     timed_engine.step()
     assert timed_engine.launch_due is not None
     with monkeypatch.context() as patch:
-        patch.setattr(timed_engine.runner, "decode", lambda running: 1 / 0)
+        patch.setattr(timed_engine.runner, "run", lambda batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             timed_engine.step()
     assert timed_engine.launch_due is None

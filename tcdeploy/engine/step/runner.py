@@ -104,11 +104,7 @@ class ModelRunner:
     def run(self, batch: StepBatch) -> StepOutput:
         """Launch a step, whose outputs are those of `StepBatch.output_rows`. Their tokens are the greedy ones."""
         self.row_assignment.apply(batch)
-        if batch.chunks:
-            return self._run_prefill(batch)
-        bucket = smallest_bucket(self.plan.decode_buckets, batch.num_decoding)
-        self._count_step(bucket, batch.num_decoding, bucket.size)
-        return self.graphs.run(self._decode_buffers[bucket])
+        return self._run_prefill(batch) if batch.chunks else self._run_decode(batch.num_decoding)
 
     def _run_prefill(self, batch: StepBatch) -> StepOutput:
         """One packed step over the chunks, and in a mixed step over one token of each decoding row."""
@@ -124,6 +120,11 @@ class ModelRunner:
         if self._counts_steps:
             self.graphs.count_wanted(bucket, tokens, row_slots)
         return self.graphs.run(prefill.buffers(row_slots))
+
+    def _run_decode(self, num_decoding: int) -> StepOutput:
+        bucket = smallest_bucket(self.plan.decode_buckets, num_decoding)
+        self._count_step(bucket, num_decoding, bucket.size)
+        return self.graphs.run(self._decode_buffers[bucket])
 
     def step_sizes(self, num_decoding: int) -> tuple[int, ...]:
         """The sizes that steps with prompts and `num_decoding` decode rows are padded to now, ascending.
