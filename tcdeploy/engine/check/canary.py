@@ -195,8 +195,8 @@ class Canary:
             chunk = Chunk(sequence, start, min(start + case.chunk_size, end))
             feeds_next = is_prefill and chunk.stop == end
             batch = StepBatch(
-                rows=[NewRow()] if feeds_next else [],
-                blocks=[RowBlocks(0, 0, sequence.blocks.copy())] if feeds_next else [],
+                rows=[NewRow()],
+                blocks=[RowBlocks(0, 0, sequence.blocks.copy())],
                 chunks=[prompt_chunk(chunk, row=0 if feeds_next else None)],
                 bucket=case.bucket if is_prefill else None,
                 early_size_from=case.min_step_tokens,

@@ -3,12 +3,13 @@
 A batch refers to no object of the scheduler, and msgspec encodes it, so the runner can be in another thread, process or
 rank. It contains the differences from the previous batch: `StepBatchBuilder` compares the running sequences with those
 of the previous batch by their ids, and engine/step/rows.py applies the differences to the decode rows on the device. If
-the same sequences decode again in the blocks that they have, the batch is their number, in 14 bytes.
+the same sequences decode again, in the same blocks, the batch contains their number only: 11 bytes.
 
 The bit masks of constrained outputs are not part of a batch: they depend on tokens that may be unread when the forward
 pass is launched. They follow in a buffer of their own, whose row i belongs to the i-th constrained output of the step.
 
-Rejected: a batch with the settings and blocks of all rows. With 256 rows, that is 20 KB and 0.1 ms in each step.
+Rejected: a batch with the settings and blocks of all rows. For 256 rows of 8 blocks each, that is 26 KB, and encoding
+takes 0.07 ms in each step instead of 0.0002 ms.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Runs one step of the model for a bucket: replays its CUDA graph, or calls its programs.
 
+A step is given as a `StepBatch` (engine/schedule/step_batch.py). The runner has no access to the scheduler's sequences.
 Only the rows that are sampled from pass through the head. A step ends on the device with the greedy tokens and the
 advance of the decode rows; other sampling replaces these tokens afterwards.
 """
