@@ -105,7 +105,10 @@ class StepBatch(Struct, array_like=True, frozen=True, gc=False):
 
 
 class StepBatchBuilder:
-    """Makes the batches of a scheduler's steps. The runner must apply each of them, in order."""
+    """Makes the batches of a scheduler's steps.
+
+    The runner must apply all of them in order. If a step fails, `empty_rows` makes the next batch.
+    """
 
     def __init__(self) -> None:
         self._ids: list[int] = []  # of the sequence in each row
