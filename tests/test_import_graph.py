@@ -377,6 +377,15 @@ def test_planning_and_other_torch_free_modules_do_not_import_torch() -> None:
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
 
 
+def test_the_runner_imports_no_object_of_the_scheduler() -> None:
+    """It gets a StepBatch only, so it can run in another process."""
+    importers = {f"engine.step.{name}" for name in ("advance", "batch", "rows", "runner", "sampling", "step_graphs")}
+    objects = {"sequence.Sequence", "sequence.Chunk", "sequence.SchedulerOutput", "scheduler.Scheduler"}
+    targets = {f"{PACKAGE}.engine.schedule.{name}" for name in objects}
+    assert importers <= set(modules_of(ROOT))
+    assert not [found for found in imports_of(ROOT) if found.importer in importers and found.target in targets]
+
+
 def test_the_server_binds_its_socket_before_slow_imports() -> None:
     slow = (*SLOW_IMPORTS, "numpy")
     done = run("-c", f"import sys, {PACKAGE}.server.run; print(*[name for name in {slow} if name in sys.modules])")
