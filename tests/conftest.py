@@ -85,7 +85,7 @@ LONG_FILES = (
     "torch_compat/test_missing_internals.py", "kernels/attention/test_decode.py",
     "programs/passes/test_last_token_rows.py", "explain/test_explain.py", "server/test_served_cache.py",
     "hostile/test_factors.py", "engine/test_continuous_batching.py", "hostile/test_kills.py", "programs/test_aot.py",
-    "cache/test_compiler.py", "cli/test_cli_bench.py", "kernels/sampling/test_sample.py",
+    "cache/test_compiler.py", "cli/test_cli_bench.py", "kernels/sampling/test_sample.py", "engine/test_step_batch.py",
 )  # fmt: skip
 
 relax_gc_for_startup()  # as the CLI does

@@ -52,6 +52,7 @@ TORCH_FREE = (
     "torch_compat.internal", "torch_compat.inductor.compiler_queries", "torch_compat.transformers.fast_import",
     "start.record.lookup", "cache.files.records", "cache.record.manifest",
     "cache.staging.activate", "engine.schedule.sequence", "engine.schedule.blocks", "engine.schedule.scheduler",
+    "engine.schedule.step_batch",
     "engine.schedule.step_costs", "engine.schedule.step_size",
     "engine.step.launch_timer", "kernels.attention.splits",
     "engine.schedule.constraint", "server.apis.openai.protocol", "server.apis.openai.validation",
@@ -374,6 +375,15 @@ def test_planning_and_other_torch_free_modules_do_not_import_torch() -> None:
     modules = ", ".join(f"{PACKAGE}.{name}" for name in TORCH_FREE)
     done = run("-c", f"import sys, {modules}; print(*[name for name in {SLOW_IMPORTS} if name in sys.modules])")
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
+
+
+def test_the_runner_imports_no_object_of_the_scheduler() -> None:
+    """It gets a StepBatch only, so it can run in another process."""
+    importers = {f"engine.step.{name}" for name in ("advance", "batch", "rows", "runner", "sampling", "step_graphs")}
+    objects = {"sequence.Sequence", "sequence.Chunk", "sequence.SchedulerOutput", "scheduler.Scheduler"}
+    targets = {f"{PACKAGE}.engine.schedule.{name}" for name in objects}
+    assert importers <= set(modules_of(ROOT))
+    assert not [found for found in imports_of(ROOT) if found.importer in importers and found.target in targets]
 
 
 def test_the_server_binds_its_socket_before_slow_imports() -> None:

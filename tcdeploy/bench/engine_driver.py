@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_batch import StepBatch, prefilled_rows, prompt_batch
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.plan import Plan
 from tcdeploy.programs.stances import fail_on_recompile
@@ -65,19 +66,20 @@ def placed_sequences(engine: Engine, prompts: Prompts, count: int, length: int) 
     try:
         yield sequences
     finally:
-        engine.runner.row_assignment.assign([])
+        engine.runner.row_assignment.clear()
         for sequence in sequences:
             engine.allocator.release(sequence.blocks)
 
 
 def decode_step(engine: Engine, sequences: list[Sequence]) -> tuple[Callable[[], None], Callable[[], None]]:
     """(restore, step): reset the sequences to their context, and run one decode step over them."""
+    rows, batch = prefilled_rows(sequences), StepBatch(num_decoding=len(sequences))
 
     def step() -> None:
         with fail_on_recompile():
-            engine.runner.decode(sequences)
+            engine.runner.run(batch)
 
-    return lambda: engine.runner.row_assignment.assign_prefilled(sequences), step
+    return lambda: engine.runner.row_assignment.apply(rows), step
 
 
 def prefill_step(engine: Engine, sequence: Sequence) -> Callable[[], None]:
@@ -88,7 +90,7 @@ def prefill_step(engine: Engine, sequence: Sequence) -> Callable[[], None]:
     def step() -> None:
         with fail_on_recompile():
             for chunk in chunks:
-                engine.runner.prefill([chunk])
+                engine.runner.run(prompt_batch([chunk]))
 
     step()
     while engine.wants_graph:  # a server captures these graphs while it runs

@@ -16,11 +16,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
+from torch import Tensor
+
 from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.constraint import fill_masks
 from tcdeploy.engine.schedule.scheduler import Scheduler, SchedulerConfig
-from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams, Sequence, check_request
+from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams, SchedulerOutput, Sequence, check_request
+from tcdeploy.engine.schedule.step_batch import StepBatchBuilder
 from tcdeploy.engine.schedule.step_costs import StepClock, StepCosts, StepPredictor
-from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.in_flight import (
     ForwardPass,
     InFlightStep,
@@ -75,6 +78,7 @@ class Engine:
             ),
             self.allocator,
         )
+        self._batches = StepBatchBuilder()
         self.use_costs(costs)
         self.device_wait_seconds = 0.0  # total time that the host waited for the device
         self._requests: dict[int, Sequence] = {}
@@ -102,7 +106,7 @@ class Engine:
         previous, self._in_flight = self._in_flight, None
         self._deliver(previous)
         self.scheduler.requeue_admitted()
-        self.runner.row_assignment.clear()
+        self._empty_rows()
         blocks = self.allocator.allocate(num_blocks)
         self.runner.reserved_blocks = tuple(blocks)
         try:
@@ -110,7 +114,7 @@ class Engine:
         finally:
             self.runner.reserved_blocks = None
             self.allocator.release(blocks)
-            self.runner.row_assignment.clear()
+            self._empty_rows()
             self.launch_timer.step_started(None, None)
 
     def submit(self, prompt: Iterable[int], params: SamplingParams, group_id: int | None = None) -> int:
@@ -224,7 +228,8 @@ class Engine:
             self._deliver(previous)
             self._time_next_launch(start if previous is None else None)
             if self._in_flight is None and not self.scheduler.running:
-                self.runner.row_assignment.assign([])  # idle: empty the rows now, not before the next prompt
+                # Idle: empty the rows now, not before the next prompt.
+                self.runner.row_assignment.apply(self._batches.build(SchedulerOutput(), []))
 
     def _time_next_launch(self, start: float | None) -> None:
         """Pass the start and the predicted duration of the step in flight to the launch timer.
@@ -248,55 +253,64 @@ class Engine:
             self._deliver(previous)
         finally:
             self.scheduler.requeue_all()
-            self.runner.row_assignment.clear()
+            self._empty_rows()
+
+    def _empty_rows(self) -> None:
+        """Empty the decode rows, in any state."""
+        self.runner.row_assignment.apply(self._batches.empty_rows())
 
     def _launch_forward(self) -> ForwardPass | None:
         step = self.scheduler.schedule()
         if step is None:
             return None
         running = self.scheduler.running
-        if step.chunks:
-            assert step.decode == tuple(running[: len(step.decode)]), "the first running sequences decode"
-            output = self.runner.prefill(step.chunks, running, num_decoding=len(step.decode))
-        else:
-            output = self.runner.decode(running)
+        assert step.decode == tuple(running[: len(step.decode)]), "the first running sequences decode"
+        batch = self._batches.build(step, running)
+        output = self.runner.run(batch)
+        rows = batch.output_rows(self.plan.max_prefill_sequences)
+        sequences = tuple([None if row is None else running[row] for row in rows])
         estimate = None
         if self.clock:
             estimate = self.clock.predictor.estimate(
                 step.num_tokens, len(step.decode), step.row_context, step.prefix_pairs, step.prefix
             )
-        return ForwardPass(output, step.output_sequences(self.plan.max_prefill_sequences), step.chunks, estimate)
+        return ForwardPass(batch, output, sequences, step.chunks, estimate)
 
     def _launch_sampling(self, forward_pass: ForwardPass, start: float) -> InFlightStep:
         """`start`: when the launch of the step began (time.perf_counter)."""
         with self._launch_guard:
-            launched = self._sample_and_copy(forward_pass.output, forward_pass.sequences)
+            launched = self._sample_and_copy(forward_pass)
         logprob_chunks = tuple(  # they overwrite the step's buffers, so after sampling
-            PromptLogprobs(chunk.sequence, begin, Logprobs(*map(to_host, prompt_logprobs)))
-            for chunk in forward_pass.chunks
-            if (k := chunk.sequence.params.prompt_logprobs) is not None
-            for begin, prompt_logprobs in self.runner.compute_prompt_logprobs(chunk, k)
+            PromptLogprobs(sequence, begin, Logprobs(*map(to_host, prompt_logprobs)))
+            for (sequence, _, _), chunk in zip(forward_pass.chunks, forward_pass.batch.chunks, strict=True)
+            if chunk.scored_ids
+            for begin, prompt_logprobs in self.runner.compute_prompt_logprobs(chunk)
         )
         if logprob_chunks:
             return launched._replace(logprob_chunks=logprob_chunks, copy_done=record_event(forward_pass.output.tokens))
         return launched._replace(estimate=forward_pass.estimate, launch_seconds=time.perf_counter() - start)
 
-    def _sample_and_copy(self, output: StepOutput, sequences: tuple[Sequence | None, ...]) -> InFlightStep:
-        """Sample if any row is not greedy, and start the copy of the tokens to the host.
+    def _sample_and_copy(self, forward_pass: ForwardPass) -> InFlightStep:
+        """Sample if any row is not greedy, and start the copy of the tokens to the host."""
+        masks = self._masks(forward_pass.sequences)
+        tokens, logprobs = self.runner.sample(forward_pass.batch, forward_pass.output, masks)
+        on_host = to_host(tokens)
+        step_logprobs = Logprobs(*map(to_host, logprobs)) if logprobs else None
+        return InFlightStep(forward_pass.sequences, on_host, step_logprobs, record_event(tokens))
 
-        The outputs after the last sequence are unused rows of the bucket, for which nothing is sampled.
+    def _masks(self, sequences: tuple[Sequence | None, ...]) -> Tensor | None:
+        """The masks of the constrained outputs, [n, words] int32; None if there are none.
+
+        The host must have read the tokens of all previous steps, because the matchers continue from them.
         """
-        output = StepOutput(*(tensor[: len(sequences)] for tensor in output))
-        live = [sequence for sequence in sequences if sequence is not None and not sequence.finish_reason]
-        features = self.runner.row_assignment.features(live)
-        if features:
-            masks = self.runner.row_assignment.masks(sequences, len(output.logits)) if features.masks else None
-            output = self.runner.sample(output, features, masks)
-        ks = [sequence.params.logprobs for sequence in live if sequence.params.logprobs is not None]
-        step_logprobs = self.runner.logprobs(output.logits, output.tokens, max(ks)) if ks else None
-        tokens = to_host(output.tokens)
-        step_logprobs = Logprobs(*map(to_host, step_logprobs)) if step_logprobs else None
-        return InFlightStep(sequences, tokens, step_logprobs, record_event(output.tokens))
+        constrained = [sequence for sequence in sequences if sequence and sequence.matcher]
+        if not constrained:
+            return None
+        assert all(sequence.num_in_flight == 1 or sequence.finish_reason for sequence in constrained)
+        masks = self.runner.make_masks(len(constrained))
+        # The token of a sequence that has ended will be dropped.
+        fill_masks([None if sequence.finish_reason else sequence.matcher for sequence in constrained], masks.numpy())
+        return masks
 
     def _collect(self, launched: InFlightStep) -> list[NewToken]:
         """Wait for a launched step; returns its tokens, without those of sequences that have ended."""

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tcdeploy.bench.breakdown import KernelRun, profile_replays, trim_overlap
 from tcdeploy.bench.breakdown import gap_us as gap_of
 from tcdeploy.engine.check.inputs import make_timing_batch
+from tcdeploy.engine.schedule.step_batch import prefilled_rows
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.programs.stances import fail_on_recompile
@@ -74,7 +75,8 @@ def _step_of(runner: ModelRunner, bucket: Bucket) -> tuple[Callable[[], object],
         return lambda: None, batch.run
     if bucket.is_prefill:
         return lambda: None, lambda: runner.rerun(bucket)
-    return lambda: runner.row_assignment.assign_prefilled(batch.sequences), lambda: runner.rerun(bucket)
+    rows = prefilled_rows(batch.sequences)
+    return lambda: runner.row_assignment.apply(rows), lambda: runner.rerun(bucket)
 
 
 def summarize_kernels(bucket: str, replays: Sequence[Sequence[KernelRun]]) -> BucketKernels:

@@ -66,15 +66,15 @@ def test_blocks_are_released_when_a_measurement_fails(engine: Any, prompts: Prom
 def test_a_prompt_longer_than_the_largest_bucket_is_prefilled_in_chunks(engine: Any, prompts: Prompts) -> None:
     largest = engine.plan.prefill_buckets[-1].size
     lengths: list[int] = []
-    prefill = engine.runner.prefill
+    run = engine.runner.run
     with placed_sequences(engine, prompts, 1, 2 * largest + 1) as (sequence,):
         step = prefill_step(engine, sequence)
-        engine.runner.prefill = lambda chunks: lengths.extend(stop - start for _, start, stop in chunks)
+        engine.runner.run = lambda batch: lengths.extend(len(chunk.token_ids) for chunk in batch.chunks)
         try:
             step()
         finally:
-            del engine.runner.prefill
-        assert engine.runner.prefill == prefill
+            del engine.runner.run
+        assert engine.runner.run == run
         step()
     assert lengths == [largest, largest, 1]
 

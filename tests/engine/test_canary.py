@@ -13,6 +13,7 @@ import torch
 from tcdeploy.engine.check.canary import Canary, CanaryDifference, make_cases
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.engine.schedule.step_batch import StepBatch
 from tcdeploy.engine.step.batch import PrefillBuffers
 from tcdeploy.engine.step.rows import RowAssignment
 from tcdeploy.planning.plan import make_plan
@@ -204,13 +205,13 @@ def test_a_prompt_written_to_a_wrong_block_is_found(
 def test_a_decode_row_with_a_stale_block_is_found(
     canary: Canary, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload = RowAssignment.upload_block_table
+    apply = RowAssignment.apply
 
-    def stale(self: RowAssignment) -> None:
-        upload(self)
+    def stale(self: RowAssignment, batch: StepBatch) -> None:
+        apply(self, batch)
         self.decode_rows.block_table[0, 0] = 100
 
-    monkeypatch.setattr(RowAssignment, "upload_block_table", stale)
+    monkeypatch.setattr(RowAssignment, "apply", stale)
     assert {difference.case.name for difference in run_round(canary)} == {case.name for case in canary.cases}
 
 

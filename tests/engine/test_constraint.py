@@ -7,15 +7,17 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from tcdeploy.engine.engine import Engine, NewToken
+from tcdeploy.engine.schedule.constraint import fill_masks
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.programs.compile_stats import measure_compiles
 from tests.block_checks import assert_consistent
 from tests.conftest import prepare_tiny
-from tests.engine.constraints import MASKER, SumConstraint
+from tests.engine.constraints import MASKER, MODULUS, SumConstraint
 from tests.engine_loop import generate_tokens
 
 LENGTH = 12
@@ -123,6 +125,18 @@ def test_unconstrained_requests_get_the_tokens_they_get_alone(tiny_deployment: A
     drain(engine, together)
     assert [ids_of(tokens) for tokens in together.values()] == [ids_of(tokens) for tokens in alone.values()]
     assert_idle(engine)
+
+
+def test_a_row_without_a_matcher_allows_every_token_whatever_was_in_the_buffer() -> None:
+    """A sequence may end after its step was launched."""
+    masks = numpy.full((3, 2), 0x1234, dtype=numpy.int32)
+    first, second = SumConstraint(LENGTH, 64).start(), SumConstraint(LENGTH, 64).start()
+    second.accepted.append(2)
+    fill_masks([first, None, second], masks)
+    allowed = [
+        sum(1 << bit for bit in range(32) if (bit + 32 * word) % MODULUS == rest) for rest in (0, 2) for word in (0, 1)
+    ]
+    assert masks.view(numpy.uint32).tolist() == [allowed[:2], [2**32 - 1] * 2, allowed[2:]]
 
 
 def test_without_a_constraint_no_token_is_read_before_the_next_step_is_launched(
@@ -238,7 +252,9 @@ def test_preemption_changes_no_token(cache_dir: str, tiny_deployment: Any) -> No
     assert_idle(scarce)
 
 
-@pytest.mark.parametrize(("method", "failing_call"), [("prefill", 0), ("decode", 0), ("decode", 7), ("sample", 6)])
+@pytest.mark.parametrize(
+    ("method", "failing_call"), [("_run_prefill", 0), ("_run_decode", 0), ("_run_decode", 7), ("sample", 6)]
+)
 def test_a_failed_step_loses_no_token(
     tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch, method: str, failing_call: int,
     constrained_reference: Callable[[list[int]], list[int]],

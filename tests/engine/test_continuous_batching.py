@@ -10,6 +10,7 @@ import torch
 
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.engine.schedule.step_batch import StepBatch
 from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.programs.compile_stats import measure_compiles
 from tests.block_checks import assert_consistent
@@ -55,16 +56,16 @@ def test_block_tables_are_complete_after_at_most_one_copy_per_step(
     """With scarce blocks: rows are added, moved, stripped of lookahead blocks, preempted and restarted."""
     engine = prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     row_assignment, copies = engine.runner.row_assignment, []
-    upload_table, upload_blocks = row_assignment.upload_block_table, row_assignment._upload_blocks
+    apply, upload_blocks = row_assignment.apply, row_assignment._upload_blocks
 
-    def checked() -> None:
+    def checked(batch: StepBatch) -> None:
         copies_before = len(copies)
-        upload_table()
+        apply(batch)
         assert len(copies) - copies_before <= 1
-        for row, sequence in enumerate(engine.scheduler.running):
+        for row, sequence in enumerate(engine.scheduler.running if batch.num_decoding else ()):
             assert row_assignment.decode_rows.block_table[row, : len(sequence.blocks)].tolist() == sequence.blocks
 
-    monkeypatch.setattr(row_assignment, "upload_block_table", checked)
+    monkeypatch.setattr(row_assignment, "apply", checked)
     monkeypatch.setattr(
         row_assignment, "_upload_blocks", lambda blocks: (copies.append(blocks), upload_blocks(blocks))[1]
     )
@@ -335,7 +336,7 @@ def test_a_failed_step_loses_no_token_and_leaves_no_wrong_prefix(
 ) -> None:
     """The scheduler advanced as if the step had run, so its record of the cache must be reset."""
     engine, params = tiny_deployment.engine, SamplingParams(max_tokens=TOKENS)
-    for method, failing_call in (("prefill", 0), ("prefill", 2), ("decode", 0), ("decode", 7)):
+    for method, failing_call in (("_run_prefill", 0), ("_run_prefill", 2), ("_run_decode", 0), ("_run_decode", 7)):
         engine.allocator.reset_prefix_cache()
         run, calls = getattr(engine.runner, method), []
 

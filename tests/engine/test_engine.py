@@ -15,7 +15,8 @@ import torch
 from tcdeploy.engine import engine as engine_module
 from tcdeploy.engine.check.inputs import timed_context
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence
+from tcdeploy.engine.schedule.sequence import SamplingParams, SchedulerOutput, Sequence
+from tcdeploy.engine.schedule.step_batch import StepBatchBuilder
 from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.engine.step import rows, sampling
 from tcdeploy.engine.step.batch import StepOutput
@@ -52,13 +53,13 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(tiny_deployment: Any)
 
 def test_unused_rows_of_a_bucket_are_not_sampled(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     num_outputs: list[int] = []
-    sample = ModelRunner.sample
+    sample = ModelRunner._sample
 
-    def counting_sample(self: ModelRunner, output: StepOutput, *args: Any) -> StepOutput:
+    def counting_sample(self: ModelRunner, output: StepOutput, *args: Any) -> torch.Tensor:
         num_outputs.append(len(output.logits))
         return sample(self, output, *args)
 
-    monkeypatch.setattr(ModelRunner, "sample", counting_sample)
+    monkeypatch.setattr(ModelRunner, "_sample", counting_sample)
     params = SamplingParams(max_tokens=3, temperature=1, logprobs=2)
     generate_tokens(tiny_deployment.engine, [[40, 41], [42, 43], [44, 45]], params)
     assert num_outputs == [3, 3, 3], "a prefill step has 8 outputs, and decode:4 has 4"
@@ -110,15 +111,16 @@ def test_the_parameters_of_all_new_sequences_are_uploaded_together(
         Sequence(number, [5, 6], 2, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed))
         for number, (temperature, top_k, top_p, seed) in enumerate(values)
     ]
-    runner.row_assignment.assign(sequences[:1])
+    batches = StepBatchBuilder()
+    runner.row_assignment.apply(batches.build(SchedulerOutput(), sequences[:1]))
     alone = len(uploads)
-    runner.row_assignment.assign(sequences)
+    runner.row_assignment.apply(batches.build(SchedulerOutput(), sequences))
     assert (alone, len(uploads)) == (2, 4)
     state = runner.decode_rows.sampling
     written = zip(*(column[:4].tolist() for column in (state.temperature, state.top_k, state.top_p)), strict=True)
     assert [(round(t, 3), k, p) for t, k, p in written] == [value[:3] for value in values]
     assert state.seeds[[0, 2, 3]].tolist() == [7, -9, 2**63 - 1]
-    runner.row_assignment.assign([sequences[3], sequences[0]])
+    runner.row_assignment.apply(batches.build(SchedulerOutput(), [sequences[3], sequences[0]]))
     assert state.seeds[:4].tolist() == [2**63 - 1, 7, 0, 0] and state.top_k[:4].tolist() == [0, 20, 0, 0]
     runner.row_assignment.clear()
 
@@ -142,7 +144,7 @@ def test_after_a_failed_launch_the_request_gets_its_tokens(
     expected = generate_tokens(engine, [[5, 6, 7]], params)[0]
     request = engine.submit([5, 6, 7], params)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="launch failed"):
-        patch.setattr(engine.runner, "prefill", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("launch failed")))
+        patch.setattr(engine.runner, "run", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("launch failed")))
         engine.step()
     tokens = []
     while engine.has_work:
@@ -293,8 +295,7 @@ def test_the_launch_lock_is_held_while_a_captured_step_is_launched_and_not_while
         monkeypatch.setattr(owner, method, recorded)
 
     record("launch", engine.scheduler, "schedule")
-    for name in ("prefill", "decode"):
-        record("launch", runner, name)
+    record("launch", runner, "run")
     record("launch", engine, "_sample_and_copy")
     record("read", engine, "_collect")
     engine.submit([5, 6, 7], SamplingParams(max_tokens=3))
@@ -387,7 +388,7 @@ def test_steps_that_are_not_predicted_or_that_fail_make_no_launch_due(
     timed_engine.step()
     assert timed_engine.launch_due is not None
     with monkeypatch.context() as patch:
-        patch.setattr(timed_engine.runner, "decode", lambda running: 1 / 0)
+        patch.setattr(timed_engine.runner, "run", lambda batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             timed_engine.step()
     assert timed_engine.launch_due is None

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES
+from tcdeploy.engine.schedule.step_batch import row_seed
 from tcdeploy.engine.step.sampling import (
     COUNT_LIMIT,
     Backend,
     count_tokens,
     logprobs,
-    row_seed,
     sample,
     set_biases,
     set_penalty_history,

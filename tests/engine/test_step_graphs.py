@@ -15,6 +15,7 @@ import torch
 
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_batch import StepBatch, prompt_batch
 from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.engine.step import step_graphs
 from tcdeploy.engine.step.batch import GraphKey, PrefillBuffers, StepBuffers, StepOutput
@@ -134,21 +135,15 @@ def test_a_start_without_graphs_runs_small_steps_with_and_without_decode_rows(
     small_steps, original = [], warmup.make_small_batch
 
     def make_small_batch(runner: ModelRunner, bucket: Bucket) -> Any:
-        batch, prefill = original(runner, bucket), runner.prefill
+        batch, run = original(runner, bucket), runner.run
 
-        def noted_prefill(
-            chunks: Any,
-            running: Any = (),
-            bucket: Any = None,
-            num_decoding: int = 0,
-            early_size_from: int | None = None,
-        ) -> StepOutput:
-            small_steps.append((num_decoding + sum(stop - start for _, start, stop in chunks), num_decoding))
-            return prefill(chunks, running, bucket, num_decoding, early_size_from)
+        def noted_run(step: StepBatch) -> StepOutput:
+            small_steps.append((step.num_tokens, step.num_decoding))
+            return run(step)
 
         def run_in_two_chunks() -> StepOutput:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(runner, "prefill", noted_prefill)
+                patch.setattr(runner, "run", noted_run)
                 return batch.run_in_two_chunks()
 
         return SimpleNamespace(run_in_two_chunks=run_in_two_chunks)
@@ -366,9 +361,9 @@ def test_an_idle_engine_times_each_size_that_it_has_captured(engine: Engine, mon
     written: set[int] = set()
     fill = PrefillBuffers.fill
 
-    def fill_and_record(buffers: PrefillBuffers, chunks: Any, *rest: Any) -> None:
-        written.update(block for sequence, _, _ in chunks for block in sequence.blocks)
-        fill(buffers, chunks, *rest)
+    def fill_and_record(buffers: PrefillBuffers, batch: StepBatch) -> None:
+        written.update(block for chunk in batch.chunks for block in chunk.blocks)
+        fill(buffers, batch)
 
     monkeypatch.setattr(timing, "_measure_prefill_ms", measure_and_check)
     monkeypatch.setattr(PrefillBuffers, "fill", fill_and_record)
@@ -568,7 +563,7 @@ def test_a_step_that_does_not_replay_its_graph_is_counted(engine: Engine) -> Non
     sequence = Sequence(0, [5] * SHORT, SHORT, PARAMS)
     sequence.blocks = engine.allocator.allocate(2)
     before = runner.graphs.uncaptured_runs
-    runner.prefill([Chunk(sequence, 0, SHORT)])
+    runner.run(prompt_batch([Chunk(sequence, 0, SHORT)]))
     assert runner.graphs.uncaptured_runs == before
     runner.graphs.run(runner._buffers_of(GraphKey(bucket, 32, 0)))
     assert runner.graphs.uncaptured_runs == before + 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.step_batch import StepBatch
 from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.engine.warm import timing
 from tcdeploy.engine.warm.timing import BRIEF, SHORT_CONTEXT, TimingLimits, measure_step_costs
@@ -40,11 +41,13 @@ class FakeRunner:
         assert rows == 0
         return self.captured_sizes
 
-    def prefill(self, chunks: list[Any]) -> float:
+    def run(self, batch: StepBatch) -> float:
         """The milliseconds of the step, which the fake _median_ms returns."""
-        [(sequence, start, stop)] = chunks
-        assert 0 <= start < stop <= len(sequence.token_ids) <= self.plan.context
-        ms = step_ms(Bucket("prefill", stop - start)) + (PREFIX_PAIR_MS * (stop - start) + PREFIX_TOKEN_MS) * start
+        [chunk] = batch.chunks
+        start, tokens = chunk.start, len(chunk.token_ids)
+        assert start >= 0 and tokens > 0 and chunk.stop <= self.plan.context
+        assert chunk.stop <= len(chunk.blocks) * self.plan.block_size
+        ms = step_ms(Bucket("prefill", tokens)) + (PREFIX_PAIR_MS * tokens + PREFIX_TOKEN_MS) * start
         self.prefixes.add(start)
         return ms + self.noise * (start <= self.plan.prefill_buckets[-1].size // 2)
 

@@ -15,6 +15,7 @@ from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_batch import prefilled_rows, prompt_batch
 from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.engine.step.step_graphs import capture_graph
@@ -130,7 +131,7 @@ def test_a_replayed_graph_equals_its_programs_and_advances_the_rows(cache_dir: s
         sequences = sequences_for(deployment, bucket.size)
         outputs = []
         for run in (runner.rerun, runner.rerun_uncaptured):
-            runner.row_assignment.assign_prefilled(sequences)
+            runner.row_assignment.apply(prefilled_rows(sequences))
             output = run(bucket)
             outputs.append((output.logits.clone(), output.tokens.clone()))
             expected = [len(sequence.token_ids) + 1 for sequence in sequences]
@@ -139,7 +140,7 @@ def test_a_replayed_graph_equals_its_programs_and_advances_the_rows(cache_dir: s
         assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1], outputs[1][1])
     for bucket in deployment.plan.prefill_buckets:
         chunks = [Chunk(sequences[0], 0, 20), Chunk(sequences[1], 5, 11)]
-        replayed = runner.prefill(chunks, bucket=bucket).logits[:2].clone()
+        replayed = runner.run(prompt_batch(chunks, bucket)).logits[:2].clone()
         assert torch.equal(replayed, runner.rerun_uncaptured(bucket).logits[:2])
 
 
@@ -174,10 +175,10 @@ def test_every_variant_gives_the_same_logits_within_rounding(cache_dir: str, tmp
         ):  # fmt: skip
             runner.set_variant(bucket, variant)
             for _ in range(3):
-                runner.row_assignment.assign_prefilled(sequences)
+                runner.row_assignment.apply(prefilled_rows(sequences))
                 logits[variant.name] = runner.rerun(bucket).logits.float().clone()
             runner.graphs.capture(bucket)
-            runner.row_assignment.assign_prefilled(sequences)
+            runner.row_assignment.apply(prefilled_rows(sequences))
             torch.testing.assert_close(runner.rerun(bucket).logits.float(), logits[variant.name])
         for name, variant_logits in logits.items():
             difference = (variant_logits - logits["default"]).norm() / logits["default"].norm()
@@ -192,10 +193,12 @@ def test_a_prefill_bucket_may_use_another_attention_backend_and_last_token_rows(
     for variant in (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, attention_variant("torch-flash")):
         runner.set_variant(bucket, variant)
         for _ in range(2):
-            logits[variant.name] = runner.prefill(chunks, bucket=bucket).logits[:3].float().clone()
+            logits[variant.name] = runner.run(prompt_batch(chunks, bucket)).logits[:3].float().clone()
         if deployment.plan.uses_cuda_graph(bucket, variant):
             runner.graphs.capture(bucket)
-            torch.testing.assert_close(runner.prefill(chunks, bucket=bucket).logits[:3].float(), logits[variant.name])
+            torch.testing.assert_close(
+                runner.run(prompt_batch(chunks, bucket)).logits[:3].float(), logits[variant.name]
+            )
     for name, variant_logits in logits.items():
         assert (variant_logits - logits["default"]).norm() / logits["default"].norm() < 0.02, name
 

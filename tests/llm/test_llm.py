@@ -214,21 +214,21 @@ def test_ctrl_c_aborts_the_batch_and_leaves_the_llm_usable(llm: LLM) -> None:
     """The signal comes while a step runs, as it nearly always does, and takes effect after it."""
     expected = llm.generate([TEXT, IDS], PLAIN)
     runner, num_steps = llm.engine.runner, 0
-    decode_step = runner.decode
+    run = runner.run
 
     def interrupted(*arguments: Any) -> Any:
         nonlocal num_steps
         num_steps += 1
         if num_steps == 5:
             os.kill(os.getpid(), signal.SIGINT)
-        return decode_step(*arguments)
+        return run(*arguments)
 
-    runner.decode = interrupted
+    runner.run = interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
             llm.generate([TEXT, IDS, [7] * 30], PLAIN)
     finally:
-        del runner.decode
+        del runner.run
     assert num_steps == 5 and llm.engine.num_open_requests == 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.generate([TEXT, IDS], PLAIN) == expected

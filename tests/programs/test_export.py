@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_batch import StepBatch, prefilled_rows, prompt_batch, prompt_chunk
 from tcdeploy.engine.warm.program_setup import traced_layers
 from tcdeploy.errors import MismatchError
 from tcdeploy.kernels.attention.metadata import do_nothing
@@ -87,14 +88,14 @@ def run_steps(runner: Any) -> None:
         for row, prompt in enumerate(prompts)
     ]
     decoding = sequences[:2]
-    runner.prefill([Chunk(sequence, 0, len(sequence.token_ids)) for sequence in decoding])
+    runner.run(prompt_batch(Chunk(sequence, 0, len(sequence.token_ids)) for sequence in decoding))
     for sequence in decoding:
         sequence.token_ids.append(5)
-        sequence.num_computed_tokens = len(sequence.token_ids)
-    runner.row_assignment.assign_prefilled(decoding)
-    runner.decode(decoding)
-    runner.row_assignment.assign_prefilled(decoding)
-    runner.prefill([Chunk(sequences[2], 0, 9)], decoding, num_decoding=2)
+    lengths = [len(sequence.token_ids) for sequence in decoding]
+    runner.row_assignment.apply(prefilled_rows(decoding))
+    runner.run(StepBatch(num_decoding=2))
+    runner.row_assignment.apply(prefilled_rows(decoding))
+    runner.run(StepBatch(num_decoding=2, chunks=[prompt_chunk(Chunk(sequences[2], 0, 9))], lengths=lengths))
 
 
 def few_layers(family: str) -> dict[str, Any]:

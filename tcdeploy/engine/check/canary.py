@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as ListLike
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_batch import NewRow, RowBlocks, StepBatch, prefilled_rows, prompt_chunk
 from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.programs.stances import fail_on_recompile
@@ -179,28 +179,33 @@ class Canary:
                 sequence.blocks = allocator.allocate(self._blocks_for(sequence.token_ids))
             yield from self._prefill(case, sequences[0])
             if not case.bucket.is_prefill:
-                self._runner.row_assignment.assign_prefilled(sequences)
+                self._runner.row_assignment.apply(prefilled_rows(sequences))
             for _ in range(1 if case.bucket.is_prefill else DECODE_STEPS):
-                yield self._step("decode", lambda: self._runner.decode(sequences), len(sequences), True)
+                yield self._step("decode", StepBatch(num_decoding=len(sequences)), len(sequences), True)
         finally:
             for sequence in sequences:
                 allocator.release(sequence.blocks)
-            self._runner.row_assignment.assign([])
+            self._runner.row_assignment.clear()
 
     def _prefill(self, case: CanaryCase, sequence: Sequence) -> Iterator[CanaryStep]:
         """Prefill the whole prompt; without its last token, which the first decode step feeds, in a decode case."""
-        is_prefill, runner = case.bucket.is_prefill, self._runner
+        is_prefill = case.bucket.is_prefill
         end = len(sequence.token_ids) if is_prefill else len(sequence.token_ids) - 1
         for start in range(0, end, case.chunk_size):
             chunk = Chunk(sequence, start, min(start + case.chunk_size, end))
-            running = [sequence] if is_prefill and chunk.stop == end else []
-            bucket = case.bucket if is_prefill else None
-            prefill = partial(runner.prefill, [chunk], running, bucket, early_size_from=case.min_step_tokens)
-            yield self._step("prefill", prefill, 1, bool(running))
+            feeds_next = is_prefill and chunk.stop == end
+            batch = StepBatch(
+                rows=[NewRow()],
+                blocks=[RowBlocks(0, 0, sequence.blocks.copy())],
+                chunks=[prompt_chunk(chunk, row=0 if feeds_next else None)],
+                bucket=case.bucket if is_prefill else None,
+                early_size_from=case.min_step_tokens,
+            )
+            yield self._step("prefill", batch, 1, feeds_next)
 
-    def _step(self, phase: str, launch: Callable[[], StepOutput], rows: int, feeds_next: bool) -> CanaryStep:
+    def _step(self, phase: str, batch: StepBatch, rows: int, feeds_next: bool) -> CanaryStep:
         with fail_on_recompile(), self._runner.uncounted_steps():
-            output = launch()
+            output = self._runner.run(batch)
         self.num_steps += 1
         return CanaryStep(phase, output, rows, feeds_next)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tcdeploy.engine.check.check_prompts import CheckPrompts, PromptPrefix
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_batch import StepBatch, prefilled_rows, prompt_batch, prompt_chunk
 from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.planning.plan import Bucket, Plan
@@ -40,9 +41,9 @@ class WarmupBatch(NamedTuple):
         """One step: the whole prompts in a prefill bucket, the next token of each sequence in a decode bucket."""
         if self.bucket.is_prefill:
             chunks = [Chunk(sequence, 0, len(sequence.token_ids)) for sequence in self.sequences]
-            return self.runner.prefill(chunks, bucket=self.bucket)
-        self.runner.row_assignment.assign_prefilled(self.sequences)
-        return self.runner.decode(self.sequences)
+            return self.runner.run(prompt_batch(chunks, self.bucket))
+        self.runner.row_assignment.apply(prefilled_rows(self.sequences))
+        return self.runner.run(StepBatch(num_decoding=len(self.sequences)))
 
     def fill_kv_cache(self) -> None:
         """Write the keys and values of all but each sequence's last token, by eager packed prefills."""
@@ -57,18 +58,21 @@ class WarmupBatch(NamedTuple):
         length = len(sequence.token_ids)
         start = length - min(self.bucket.size - len(decoding), length // 2)
         self._fill_kv_cache([start, *(len(other.token_ids) - 1 for other in decoding)])
-        if decoding:
-            self.runner.row_assignment.assign_prefilled(decoding)
-        for other in decoding:
-            other.num_computed_tokens = len(other.token_ids)
-        return self.runner.prefill(
-            [Chunk(sequence, start, length)], decoding, self.bucket, len(decoding), self._early_size_from
+        self.runner.row_assignment.apply(prefilled_rows(decoding))
+        return self.runner.run(
+            StepBatch(
+                num_decoding=len(decoding),
+                chunks=[prompt_chunk(Chunk(sequence, start, length))],
+                lengths=[len(other.token_ids) for other in decoding],
+                bucket=self.bucket,
+                early_size_from=self._early_size_from,
+            )
         )
 
     def _fill_kv_cache(self, lengths: list[int]) -> None:
         with force_eager():
             for chunks in _packed_chunks(self.sequences, lengths, self.plan):
-                self.runner.prefill(chunks, early_size_from=self._early_size_from)
+                self.runner.run(prompt_batch(chunks, early_size_from=self._early_size_from))
 
     @property
     def _early_size_from(self) -> int | None:

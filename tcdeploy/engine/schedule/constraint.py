@@ -42,6 +42,22 @@ class Matcher(Protocol):
         """Advance by one token. Any status but "" ends the sequence, as its finish reason. Must not raise, as above."""
 
 
+def fill_masks(matchers: Sequence[Matcher | None], masks: NDArray[numpy.int32]) -> None:
+    """Write the masks of all matchers, in one call per masker. Row i of `masks` [n, words] belongs to matcher i.
+
+    None allows every token.
+    """
+    masks.fill(0)
+    matcher_rows: dict[Masker, list[tuple[Matcher, int]]] = {}
+    for row, matcher in enumerate(matchers):
+        if matcher is None:
+            masks[row] = -1
+        else:
+            matcher_rows.setdefault(matcher.masker, []).append((matcher, row))
+    for masker, rows in matcher_rows.items():
+        masker.fill(rows, masks)
+
+
 class Constraint(Protocol):
     """The output format of a request, shared by its choices."""
 

@@ -263,6 +263,11 @@ class Chunk(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def ends_prompt(self) -> bool:
+        """Whether the chunk samples a token."""
+        return self.stop == len(self.sequence.token_ids)
+
 
 class SchedulerOutput(NamedTuple):
     """The next step: prefill chunks, decode sequences in row order, or both in a mixed step."""
@@ -288,16 +293,6 @@ class SchedulerOutput(NamedTuple):
     def prefix(self) -> int:
         """As in step_costs.py."""
         return max((start for _, start, _ in self.chunks), default=0)
-
-    def output_sequences(self, max_chunks: int) -> tuple[Sequence | None, ...]:
-        """The sequence of each output; None for a chunk that does not end its prompt, and for padding.
-
-        In a mixed step the outputs of `max_chunks` chunks come first, and then those of the decode rows.
-        """
-        of_chunks = tuple(sequence if stop == len(sequence.token_ids) else None for sequence, _, stop in self.chunks)
-        if not self.decode or not self.chunks:
-            return self.decode or of_chunks
-        return (*of_chunks, *[None] * (max_chunks - len(of_chunks)), *self.decode)
 
 
 class TokenLogprobs(NamedTuple):

@@ -16,7 +16,6 @@ padding are written. Its length is 0, and a sequence of length 0 neither writes 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES, Chunk, Sequence
+from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES
+from tcdeploy.engine.schedule.step_batch import StepBatch
 from tcdeploy.kernels.attention.kv_cache import PADDING_SLOT
 from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from tcdeploy.kernels.attention.ops import HOST_SCALARS
@@ -174,11 +174,8 @@ class PrefillBuffers:
         )
         return self._buffers[row_slots]
 
-    def fill(self, chunks: ListLike[Chunk], rows: ListLike[int | None], decoding: ListLike[Sequence] = ()) -> None:
-        """Pack one token of each sequence in `decoding`, whose index is its decode row, and then the chunks in order.
-
-        `rows[i]` is the decode row of chunk i if the chunk ends its prompt, else None.
-        """
+    def fill(self, batch: StepBatch) -> None:
+        """Pack one token of each decoding row, and then the chunks in order."""
         staging = torch.empty(self._packed.shape, dtype=torch.int64, pin_memory=self._packed.is_cuda)
         staging_array = staging.numpy()
         int64_views = self._int64_layout.views(staging_array)
@@ -187,40 +184,37 @@ class PrefillBuffers:
         int64_views["slots"][:] = PADDING_SLOT
         int64_views["rows"][:] = self.decode_rows.padding_row
         if self.plan.mixed_steps:
-            self._fill_rows(decoding, int64_views, int32_views)
+            self._fill_rows(batch.lengths, int64_views, int32_views)
         tables = int32_views["tables"].reshape(self._prefill.block_table.shape)
         coordinates = _block_coordinates(self.plan.context, self.plan.block_size)
-        end = len(decoding)
-        for number, (sequence, start, stop) in enumerate(chunks):
-            begin, end = end, end + stop - start
-            blocks = numpy.array(sequence.blocks, dtype=numpy.int64)
-            int64_views["ids"][begin:end] = sequence.token_ids[start:stop]
-            positions, block_index, block_offset = (column[start:stop] for column in coordinates)
+        end = batch.num_decoding
+        for number, chunk in enumerate(batch.chunks):
+            begin, end = end, end + len(chunk.token_ids)
+            blocks = numpy.array(chunk.blocks, dtype=numpy.int64)
+            int64_views["ids"][begin:end] = chunk.token_ids
+            positions, block_index, block_offset = (column[chunk.start : chunk.stop] for column in coordinates)
             int64_views["positions"][begin:end] = positions
             first_slots = blocks * self.plan.block_size
             numpy.add(first_slots[block_index], block_offset, out=int64_views["slots"][begin:end])
             int64_views["logits_indices"][number] = end - 1
             entry = number + self._first_sequence
             tables[entry, : len(blocks)] = blocks
-            int32_views["seq_lens"][entry] = stop
+            int32_views["seq_lens"][entry] = chunk.stop
             int32_views["starts"][entry + 1 :] = end
-            row = rows[number]
-            if row is not None:
-                int64_views["rows"][number], int32_views["lengths"][number] = row, stop
+            if chunk.row is not None:
+                int64_views["rows"][number], int32_views["lengths"][number] = chunk.row, chunk.stop
         self._packed.copy_(staging, non_blocking=True)
-        lengths = [stop for _, _, stop in chunks]
-        max_seqlen_q = max((stop - start for _, start, stop in chunks), default=0)
-        has_prefix = any(start > 0 for _, start, _ in chunks)
+        lengths = [chunk.stop for chunk in batch.chunks]
+        max_seqlen_q = max((len(chunk.token_ids) for chunk in batch.chunks), default=0)
+        has_prefix = any(chunk.start > 0 for chunk in batch.chunks)
         # As kernels/attention/ops.py lists them in HOST_SCALARS; the runner sets the number of rows.
-        scalars = (end, sum(lengths), max_seqlen_q, max(lengths, default=0), int(has_prefix), len(decoding), 0)
+        scalars = (end, sum(lengths), max_seqlen_q, max(lengths, default=0), int(has_prefix), batch.num_decoding, 0)
         self._host_scalars_array[:] = scalars
 
-    def _fill_rows(
-        self, decoding: ListLike[Sequence], int64_views: dict[str, Any], int32_views: dict[str, Any]
-    ) -> None:
+    def _fill_rows(self, row_lengths: list[int], int64_views: dict[str, Any], int32_views: dict[str, Any]) -> None:
         """The tokens and outputs of the decode rows. Their K and V are written by attention, so they have no slots."""
-        count, first_output = len(decoding), self.plan.max_prefill_sequences
-        lengths = numpy.array([sequence.num_computed_tokens for sequence in decoding], dtype=numpy.int64)
+        count, first_output = len(row_lengths), self.plan.max_prefill_sequences
+        lengths = numpy.array(row_lengths, dtype=numpy.int64)
         row_numbers, outputs = numpy.arange(count), slice(first_output, first_output + count)
         int64_views["sources"][:] = numpy.arange(self.tokens) + self.decode_rows.padding_row + 1
         int64_views["sources"][:count] = row_numbers

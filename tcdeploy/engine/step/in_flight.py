@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence, TokenLogprobs
+from tcdeploy.engine.schedule.step_batch import StepBatch
 from tcdeploy.engine.schedule.step_costs import StepEstimate
 from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.kernels.sampling.reference import Logprobs
@@ -24,8 +25,9 @@ class PromptLogprobs(NamedTuple):
 class ForwardPass(NamedTuple):
     """A launched forward pass, whose tokens are the greedy ones until sampling is launched."""
 
+    batch: StepBatch
     output: StepOutput
-    sequences: tuple[Sequence | None, ...]  # of each output; None: a chunk that does not end its prompt
+    sequences: tuple[Sequence | None, ...]  # of each output; None: a chunk that does not end its prompt, or padding
     chunks: tuple[Chunk, ...]
     estimate: StepEstimate | None = None
 

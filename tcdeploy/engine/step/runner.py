@@ -1,5 +1,6 @@
 """Runs one step of the model for a bucket: replays its CUDA graph, or calls its programs.
 
+A step is given as a `StepBatch` (engine/schedule/step_batch.py). The runner has no access to the scheduler's sequences.
 Only the rows that are sampled from pass through the head. A step ends on the device with the greedy tokens and the
 advance of the decode rows; other sampling replaces these tokens afterwards.
 """
@@ -11,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
-from tcdeploy.engine.schedule.sequence import Chunk, Sequence
+from tcdeploy.engine.schedule.step_batch import PromptChunk, StepBatch
 from tcdeploy.engine.step import sampling
 from tcdeploy.engine.step.advance import advance
 from tcdeploy.engine.step.batch import (
@@ -28,7 +29,7 @@ from tcdeploy.engine.step.batch import (
     decode_buffers,
     make_decode_rows,
 )
-from tcdeploy.engine.step.rows import RowAssignment
+from tcdeploy.engine.step.rows import RowAssignment, combined_features
 from tcdeploy.engine.step.step_graphs import StepGraphs
 from tcdeploy.kernels.attention.metadata import AttentionConfig, Step, StepHolder, do_nothing
 from tcdeploy.kernels.attention.ops import HOST_SCALARS, choose_decode_splits
@@ -44,6 +45,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROMPT_LOGPROBS_CHUNK = 512  # rows: 130 MB of bfloat16 logits at a vocabulary of 128,256
+
+
+class SampledTokens(NamedTuple):
+    tokens: Tensor  # [outputs] int64
+    logprobs: Logprobs | None  # of them
 
 
 class ModelRunner:
@@ -96,43 +102,29 @@ class ModelRunner:
     def transformers_forward(self) -> TransformersForward:
         return TransformersForward(self.model, self.step_holder)
 
-    def prefill(
-        self, chunks: ListLike[Chunk], running: ListLike[Sequence] = (), bucket: Bucket | None = None,
-        num_decoding: int = 0, early_size_from: int | None = None,
-    ) -> StepOutput:  # fmt: skip
-        """One packed step over the chunks, in `bucket` or else in the smallest one that holds them.
+    def run(self, batch: StepBatch) -> StepOutput:
+        """Launch a step, whose outputs are those of `StepBatch.output_rows`. Their tokens are the greedy ones."""
+        self.row_assignment.apply(batch)
+        return self._run_prefill(batch) if batch.chunks else self._run_decode(batch.num_decoding)
 
-        Output i belongs to chunk i. If the chunk ends its prompt, the first new token is written to the decode row of
-        its sequence: the sequence's index in `running`. An empty `running` empties all decode rows. In a mixed step the
-        first `num_decoding` sequences of `running` also decode one token each; output max_prefill_sequences + i belongs
-        to sequence i.
-
-        With `early_size_from`, the step is padded to a size that is captured during start-up and has at least so many
-        tokens, so that the results of equal steps can be compared. Otherwise a step is padded less once a smaller size
-        is captured.
-        """
-        tokens = num_decoding + sum(stop - start for _, start, stop in chunks)
-        bucket = bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
-        self.row_assignment.assign(running)
-        if num_decoding:
-            self.row_assignment.upload_block_table()
-        row_slots = self._row_slots_for(num_decoding)
+    def _run_prefill(self, batch: StepBatch) -> StepOutput:
+        """One packed step over the chunks, and in a mixed step over one token of each decoding row."""
+        tokens = batch.num_tokens
+        bucket = batch.bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
+        row_slots = self._row_slots_for(batch.num_decoding)
         sizes = self._sizes(bucket, row_slots)
-        if early_size_from is not None:
-            sizes = tuple(size for size in self.graphs.early_sizes(bucket) if size >= early_size_from)
+        if batch.early_size_from is not None:
+            sizes = tuple(size for size in self.graphs.early_sizes(bucket) if size >= batch.early_size_from)
         prefill = self._prefill_for(bucket, tokens, sizes)
-        prefill.fill(chunks, self.row_assignment.rows_for_chunks(chunks), running[:num_decoding])
+        prefill.fill(batch)
         self._count_step(bucket, tokens, prefill.tokens)
         if self._counts_steps:
             self.graphs.count_wanted(bucket, tokens, row_slots)
         return self.graphs.run(prefill.buffers(row_slots))
 
-    def decode(self, running: ListLike[Sequence]) -> StepOutput:
-        """One token for each sequence; output i belongs to sequence i."""
-        self.row_assignment.assign(running)
-        self.row_assignment.upload_block_table()
-        bucket = smallest_bucket(self.plan.decode_buckets, len(running))
-        self._count_step(bucket, len(running), bucket.size)
+    def _run_decode(self, num_decoding: int) -> StepOutput:
+        bucket = smallest_bucket(self.plan.decode_buckets, num_decoding)
+        self._count_step(bucket, num_decoding, bucket.size)
         return self.graphs.run(self._decode_buffers[bucket])
 
     def step_sizes(self, num_decoding: int) -> tuple[int, ...]:
@@ -162,11 +154,23 @@ class ModelRunner:
         self.padding_tokens[bucket] += size - used
 
     @torch.no_grad()
-    def sample(self, output: StepOutput, features: Features, masks: Tensor | None = None) -> StepOutput:
-        """Sample the tokens of a step with the rows' parameters, in place of the greedy ones; they are the next input.
+    def sample(self, batch: StepBatch, output: StepOutput, masks: Tensor | None = None) -> SampledTokens:
+        """The tokens of a step as its rows sample them, which replace the greedy ones as input of the next step.
 
-        `masks` [outputs, words] int32 is needed if `features.masks` is set.
+        `masks` [constrained outputs, words] int32, from `make_masks`, contain the masks in the order of these outputs.
+        The outputs after the last chunk or row are padding, for which nothing is sampled.
         """
+        rows = batch.output_rows(self.plan.max_prefill_sequences)
+        output = StepOutput(*(tensor[: len(rows)] for tensor in output))
+        uses = self.row_assignment.uses(rows)
+        tokens, features = output.tokens, combined_features(uses)
+        if features:
+            on_device = self.row_assignment.masks_on_device(rows, masks) if masks is not None else None
+            tokens = self._sample(output, features, on_device)
+        num_logprobs = [use.logprobs for use in uses if use.logprobs is not None]
+        return SampledTokens(tokens, self.logprobs(output.logits, tokens, max(num_logprobs)) if num_logprobs else None)
+
+    def _sample(self, output: StepOutput, features: Features, masks: Tensor | None) -> Tensor:
         decode_rows = self.decode_rows
         positions = decode_rows.positions[output.rows]
         tokens = sampling.sample(
@@ -175,7 +179,15 @@ class ModelRunner:
         decode_rows.token_ids.index_copy_(0, output.rows, tokens)
         if features.penalties:
             sampling.count_tokens(decode_rows.sampling, output.rows, tokens)
-        return output._replace(tokens=tokens)
+        return tokens
+
+    def make_masks(self, count: int) -> Tensor:
+        """Memory for `count` bit masks, [count, words] int32, from which a GPU can copy while the host goes on.
+
+        Torch pins no tensor that is made from an array.
+        """
+        words = -(-self.vocab_size // 32)
+        return torch.empty(count, words, dtype=torch.int32, pin_memory=self.plan.device == "cuda")
 
     def launch_sampling_kernels(self) -> None:
         """Launch every kernel of sampling on the padding row, so that none is compiled or loaded during a request.
@@ -202,25 +214,25 @@ class ModelRunner:
         return sampling.logprobs(logits, tokens, k, self._backend)
 
     @torch.no_grad()
-    def compute_prompt_logprobs(self, chunk: Chunk, num_top: int) -> list[tuple[int, Logprobs]]:
-        """Log-probabilities of the prompt tokens that follow the tokens of a chunk, with `num_top` alternatives each.
+    def compute_prompt_logprobs(self, chunk: PromptChunk) -> list[tuple[int, Logprobs]]:
+        """Log-probabilities of the `scored_ids` of a chunk, and of the most likely tokens.
 
         Returns pieces of at most PROMPT_LOGPROBS_CHUNK rows, each with the position of its first row: the logits of a
         whole prompt may be larger than the weights. Graphs are not used, since they keep only the last row of a prompt.
         """
-        sequence, start, stop = chunk
-        end_of_rows = min(stop, sequence.prompt_length - 1)
-        bucket = smallest_bucket(self.plan.prefill_buckets, stop - start)
-        prefill = self._prefill_for(bucket, stop - start, self._sizes(bucket, 0))
-        prefill.fill([chunk], [None])
+        tokens = len(chunk.token_ids)
+        bucket = smallest_bucket(self.plan.prefill_buckets, tokens)
+        prefill = self._prefill_for(bucket, tokens, self._sizes(bucket, 0))
+        prefill.fill(StepBatch(chunks=[chunk]))
         pieces: list[tuple[int, Logprobs]] = []
         with reuse_body_output(self.model) if self.has_model else contextlib.nullcontext():
-            for begin in range(start, end_of_rows, PROMPT_LOGPROBS_CHUNK):
-                end = min(begin + PROMPT_LOGPROBS_CHUNK, end_of_rows)
-                rows = torch.arange(begin - start, end - start, device=self.plan.device)
-                next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
+            for begin in range(0, len(chunk.scored_ids), PROMPT_LOGPROBS_CHUNK):
+                next_ids = torch.tensor(
+                    chunk.scored_ids[begin : begin + PROMPT_LOGPROBS_CHUNK], device=self.plan.device
+                )
+                rows = torch.arange(begin, begin + len(next_ids), device=self.plan.device)
                 logits = self._logits(prefill.buffers(), rows, False)
-                pieces.append((begin, self.logprobs(logits, next_ids, num_top)))
+                pieces.append((chunk.start + begin, self.logprobs(logits, next_ids, chunk.num_logprobs)))
         self.graphs.uncaptured_runs += self.graphs.is_captured(bucket)
         return pieces
 
@@ -255,7 +267,7 @@ class ModelRunner:
             return self._decode_buffers[key.bucket]
         prefill = self._prefill_of_size(key.bucket, key.tokens)
         if clear:
-            prefill.fill([], [])
+            prefill.fill(StepBatch())
         return prefill.buffers(key.row_slots)
 
     def _sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:

@@ -32,7 +32,6 @@ per row; `torch.multinomial`, whose state is a generator. Timings: docs/performa
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -46,12 +45,6 @@ from tcdeploy.kernels.sampling.rows import FLOATS, INTEGERS, Features, SamplingR
 
 Backend = Literal["reference", "triton"]
 COUNT_LIMIT = 2**15 - 1
-
-
-def row_seed(seed: int | None) -> int:
-    """A request's seed as a signed 64-bit integer; a random one for None."""
-    bits = secrets.randbits(64) if seed is None else seed % 2**64
-    return bits - 2**64 if bits >= 2**63 else bits
 
 
 def to_device(

@@ -13,6 +13,7 @@ import torch
 from tcdeploy.engine.check.inputs import make_timing_batch, timed_context
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk
+from tcdeploy.engine.schedule.step_batch import prefilled_rows, prompt_batch
 from tcdeploy.engine.schedule.step_costs import StepCosts
 from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
@@ -77,7 +78,8 @@ def measure_step_ms(
     rerun = runner.rerun if captured else runner.rerun_uncaptured
     if bucket.is_prefill:
         return _median_ms(lambda: rerun(bucket), limits)
-    return _median_ms(lambda: rerun(bucket), limits, lambda: runner.row_assignment.assign_prefilled(batch.sequences))
+    rows = prefilled_rows(batch.sequences)
+    return _median_ms(lambda: rerun(bucket), limits, lambda: runner.row_assignment.apply(rows))
 
 
 def time_next_size(
@@ -166,7 +168,8 @@ def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
     [sequence] = make_timing_batch(runner, plan.prefill_buckets[-1], longest).sequences
 
     def step_ms(start: int, tokens: int) -> float:
-        return _median_ms(lambda: runner.prefill([Chunk(sequence, start, start + tokens)]), BRIEF)
+        batch = prompt_batch([Chunk(sequence, start, start + tokens)])
+        return _median_ms(lambda: runner.run(batch), BRIEF)
 
     large, small = largest, min(largest, SMALL_CHUNK)
     half = prefix // 2

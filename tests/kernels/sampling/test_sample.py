@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES, SamplingParams, Sequence
-from tcdeploy.engine.step.rows import RowAssignment
+from tcdeploy.engine.schedule.step_batch import new_row
+from tcdeploy.engine.step.rows import row_use
 from tcdeploy.engine.step.sampling import logprobs, sample, set_biases, set_penalty_history
 from tcdeploy.kernels.sampling import filter_kernels, sample_triton
 from tcdeploy.kernels.sampling.rows import Features, SamplingRows, make_sampling_rows
@@ -137,7 +138,7 @@ def test_a_batch_launches_the_kernels_of_its_top_k_and_top_p(device: str) -> Non
     """A top-k of the whole vocabulary keeps all, but `Features` do not know the vocabulary."""
     for top_k in (255, 256, 257):
         params = SamplingParams(temperature=1.0, top_k=top_k, top_p=0.5)
-        features = RowAssignment(None).features([Sequence(0, [1], 1, params)])  # type: ignore[arg-type]
+        features = row_use(new_row(Sequence(0, [1], 1, params))).features
         assert features
         check(device, random_logits(4, 256), make_rows(4, 256, top_k=top_k, top_p=0.5), features)
 
