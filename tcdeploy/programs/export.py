@@ -30,6 +30,7 @@ from tcdeploy.programs.graph_parts import GraphPart, cut_at_layers, layer_operat
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.grouped_mm import foreign_ops, graph_modules, op_name, replace_grouped_mm
 from tcdeploy.programs.regions import layer_constants
+from tcdeploy.programs.roles import ROLE, Role, role_of_name
 from tcdeploy.programs.step_program import InputSpec, ProgramCall, StepProgram
 from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call, set_compiled_call
 from tcdeploy.torch_compat.dynamo.mark_dynamic import dynamic_dims, tensors_in
@@ -71,6 +72,10 @@ class _Input(NamedTuple):
     name: str
     example: Tensor
     dynamic_dims: Mapping[int, int | None] = MappingProxyType({})
+
+    @property
+    def role(self) -> Role:
+        return role_of_name(self.name)
 
     @property
     def spec(self) -> InputSpec:
@@ -208,7 +213,8 @@ class _StepExport:
         specs = tuple(item.spec for item in inputs)
         # The maxima decide whether kernels compute indices in 32 bits.
         maxima = [list(item.dynamic_dims.values()) for item in inputs]
-        identity = f"{_code(exported)}{specs}{maxima}{self._compile_options}"
+        roles = [item.role.value for item in inputs]
+        identity = f"{_code(exported)}{specs}{maxima}{roles}{self._compile_options}"
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._exported.setdefault(name, exported)
         self._specs[name] = specs
@@ -238,6 +244,8 @@ def _export(function: Callable[[list[Tensor]], Any], inputs: list[_Input]) -> Ex
     examples = [item.example.detach() for item in inputs]
     shapes = ([item.dynamic_shape for item in inputs],)
     exported = torch.export.export(_Function(function), (examples,), dynamic_shapes=shapes, strict=False)
+    for node, item in zip(exported.graph.find_nodes(op="placeholder"), inputs, strict=False):
+        node.meta[ROLE] = item.role
     replace_grouped_mm(exported)
     if exported.constants:
         raise NotImplementedError(f"its forward creates constant tensors ({', '.join(exported.constants)})")
