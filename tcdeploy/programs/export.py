@@ -29,7 +29,7 @@ from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadat
 from tcdeploy.programs.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.grouped_mm import foreign_ops, graph_modules, op_name, replace_grouped_mm
-from tcdeploy.programs.regions import layer_constants
+from tcdeploy.programs.regions import LayerKind
 from tcdeploy.programs.roles import ROLE, Role, role_of_name
 from tcdeploy.programs.step_program import InputSpec, ProgramCall, StepProgram
 from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call, set_compiled_call
@@ -47,6 +47,7 @@ class TracedLayer(NamedTuple):
     module: nn.Module
     path: str
     binding: LayerBinding
+    kind: LayerKind
 
 
 class ExportedStep(NamedTuple):
@@ -112,7 +113,6 @@ class _StepExport:
     ) -> None:  # fmt: skip
         self._model, self._layers, self._inputs = model, layers, inputs
         self._compile_options, self._equal_layers = compile_options, equal_layers
-        self._constants = layer_constants([layer.module for layer in layers])
         self._calls: list[ProgramCall] = []
         self._exported: dict[str, ExportedProgram] = {}
         self._specs: dict[str, tuple[InputSpec, ...]] = {}
@@ -198,8 +198,9 @@ class _StepExport:
             kind: object = self._equal_layers[number]
         else:
             operations = trace_operations(forward, [item.example for item in inputs])
-            # A condition on a dynamic size may hold for the example's size only, so constants are compared too.
-            kind = number if operations is None else (operations, sorted(self._constants[number]))
+            # A condition on a dynamic size may hold for the example's size only, so the kinds are compared too.
+            kinds = [layer.kind for layer in self._layers]
+            kind = number if operations is None else (operations, kinds.index(layer.kind))
         signature = repr((kind, list(tensors), call_without_tensors, specs))
         if signature not in self._programs_of_layers:
             name = self._programs_of_layers[signature] = self._add_program(forward, inputs)
