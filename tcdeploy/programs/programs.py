@@ -146,8 +146,6 @@ def roles_of_call(inputs: Sequence[object]) -> list[Role]:
     return [Role.VALUE] * len(inputs) if region_call is None else region_call.roles(inputs)
 
 
-
-
 def run_region(module: nn.Module, rows: Tensor | None, *args: Any, **kwargs: Any) -> Any:
     """The function that is compiled. The module is an argument, so that all layers of a kind share a program.
 
