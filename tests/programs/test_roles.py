@@ -90,29 +90,32 @@ def by_weight_in_a_branch(layer: Any, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda x: by_weight(layer, x), lambda x: x + 1, (x,))
 
 
-def make_step(tokens: int = TOKENS, bucket: Bucket = Bucket("prefill", 8, 2)) -> Step:
-    def make(size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int64)
-
-    prefill = PrefillMetadata(make(tokens), torch.zeros(2, 3, dtype=torch.int32), make(2), make(3), make(7))
-    return Step(bucket, DEFAULT, AttentionMetadata(prefill), AttentionConfig("reference", "reference", 1))
+def make_step() -> Step:
+    """A step of a dynamic bucket."""
+    slots, table, lengths, offsets, scalars = (torch.zeros(shape) for shape in ((TOKENS,), (2, 3), (2,), (3,), (7,)))
+    metadata = AttentionMetadata(PrefillMetadata(slots, table, lengths, offsets, scalars))
+    return Step(Bucket("prefill", 8, 2), DEFAULT, metadata, AttentionConfig("reference", "reference", 1))
 
 
 class RecordingPass(PostGradPass):
-    """Records the roles of the inputs, and the number of `tcdeploy::linear`, in the class: AOTInductor copies passes."""
+    """Records the roles of the inputs, and the number of `tcdeploy::linear` in all graphs.
+
+    They are attributes of the class, because AOTInductor copies its options.
+    """
 
     roles: ClassVar[list[Role | None]]
-    products: ClassVar[int]
+    products: ClassVar[int] = 0
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
-        RecordingPass.products = len(graph.find_nodes(op="call_function", target=LINEAR))
+        RecordingPass.products += len(graph.find_nodes(op="call_function", target=LINEAR))
         RecordingPass.roles = [node.meta.get(ROLE) for node in graph.find_nodes(op="placeholder")]
 
 
 def compile_layer(layer: Layer, *args: Tensor) -> None:
     """Compile and run the layer as a region of a step, and compare with its own code."""
     reset_programs()
+    RecordingPass.products = 0
     options = pass_options(RecordingPass(skinny_gemm=True))
     program = torch.compile(run_region, fullgraph=True, dynamic=False, backend=compile_with_roles, options=options)
     table = layer.get_buffer("table").clone()
@@ -206,6 +209,7 @@ def test_a_package_is_compiled_with_the_roles_of_its_inputs(tmp_path: Path) -> N
     for name in ("weight/up", "value/1"):
         inputs = [export._Input("value/0", row), export._Input(name, matrix)]
         exported = export._export(lambda values: nn.functional.linear(*values), inputs)
+        RecordingPass.products = 0
         with aot._compiling(exported):
             options = {OPTION: RecordingPass(skinny_gemm=True)}
             start_package(exported, str(tmp_path / "program.pt2"), options).result()

@@ -7,10 +7,10 @@
     residual_add.py (in place)                       with inplace_residual
 
 The `uuid` makes programs that went through the pass cacheable, and is part of their key. It adds factors that torch's
-own key lacks: the sources of the passes and of the ops, the roles of the inputs, and the environment, such as the instruction set: C++ code that
-was generated for AVX-512 writes past the end of its buffers if it is compiled for AVX2. torch's `cache_key_tag` is not
-used for them: it is also part of the key of autotuning results, and Inductor's compile workers do not see it, so every
-start would tune again.
+own key lacks: the sources of the passes and of the ops, the roles of the inputs, and the environment, such as the
+instruction set: C++ code that was generated for AVX-512 writes past the end of its buffers if it is compiled for AVX2.
+torch's `cache_key_tag` is not used for them: it is also part of the key of autotuning results, and Inductor's compile
+workers do not see it, so every start would tune again.
 """
 
 from __future__ import annotations
