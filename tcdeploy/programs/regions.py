@@ -8,18 +8,18 @@ A `LayerKind` predicts which layers have equal programs: those with equal kinds.
 that have all kinds. The trace decides in the end: torch's guards with jit programs, and export.py with packages.
 
 Regions of one kind share one program, unless a constant differs; `explain` reports it. The kind of a layer is
-`layer/N`, and that of an attention block is its name in the layer and N (`self_attn/0`), where N numbers the kinds of
-layers without their constants, such as with and without a sliding window. The kind of an MLP block is its name in the
-layer (`mlp`), and that of a head module its path (`model.norm`).
+`layer/N`, and that of an attention block is its name in the layer and N (`self_attn/0`), where N numbers the structures
+of layers, such as with and without a sliding window. The kind of an MLP block is its name in the layer (`mlp`), and
+that of a head module its path (`model.norm`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from tcdeploy.models.attention_calls import decoder_layer_position
@@ -36,18 +36,11 @@ class Region:
     is_last: bool = False
 
 
-@dataclass(frozen=True)
-class LayerKind:
-    """What the program of a layer depends on, as far as its modules say. Equal kinds have equal programs."""
+class LayerKind(NamedTuple):
+    """What the program of a layer depends on, as far as its modules say: equal kinds have equal programs."""
 
-    attention: AttentionSpec  # without its path
-    modules: tuple[tuple[str, type[nn.Module]], ...]  # by path
-    tensors: tuple[tuple[str, torch.Size, torch.dtype], ...]  # parameters and buffers by name
-    constants: frozenset[tuple[tuple[str, str], object]]  # see `_constants`; not those that count the layers
-
-    @property
-    def without_constants(self) -> LayerKind:
-        return dataclasses.replace(self, constants=frozenset())
+    structure: Hashable  # how it attends, and its modules and tensors by name
+    constants: Hashable  # attributes that programs may depend on: not those that count the layers (`layer_idx`)
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ def layer_kinds(layers: Sequence[nn.Module], attention: Sequence[AttentionSpec])
         named = (*layer.named_parameters(), *layer.named_buffers())
         tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
         constants = frozenset(item for item in _constants(layer).items() if item[0] not in numbers)
-        return LayerKind(dataclasses.replace(spec, path=""), modules, tensors, constants)
+        return LayerKind((dataclasses.replace(spec, path=""), modules, tensors), constants)
 
     return list(map(kind_of, layers, attention))
 
@@ -127,10 +120,10 @@ def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Regi
 
 def regions_to_compile(layers: list[DecoderLayer], region: str) -> list[Region]:
     """The regions of the layers for `--region layer` or `blocks`, in the order in which they run."""
-    kinds = list(dict.fromkeys(layer.kind.without_constants for layer in layers))
+    structures = list(dict.fromkeys(layer.kind.structure for layer in layers))
     regions: list[Region] = []
     for layer in layers:
-        number = kinds.index(layer.kind.without_constants)
+        number = structures.index(layer.kind.structure)
         regions += [Region(f"layer/{number}", layer.module)] if region == "layer" else _blocks(layer, number)
     return [*regions[:-1], dataclasses.replace(regions[-1], is_last=True)]
 
