@@ -26,7 +26,7 @@ from tcdeploy.explain import findings as causes
 from tcdeploy.explain.findings import Finding, RegionTrace, make_finding
 from tcdeploy.explain.source_line import SourceLine, current_stack, guard_line, model_line, parse_stack
 from tcdeploy.kernels.attention.metadata import StepHolder
-from tcdeploy.programs.programs import run_region, token_dims
+from tcdeploy.programs.programs import RegionCall, run_region
 from tcdeploy.programs.regions import Region
 from tcdeploy.torch_compat.dynamo import compile_trace
 from tcdeploy.torch_compat.dynamo.compile_errors import is_compile_error
@@ -130,7 +130,7 @@ def trace_phase(
         def call(*args: Any, **kwargs: Any) -> Any:
             step = step_holder.step
             if step is not None and step.bucket.is_prefill:  # a decode program is for one number of rows
-                for tensor, dim in token_dims(step, args, kwargs):
+                for tensor, dim in RegionCall(module, step, None, args, kwargs).token_dims():
                     suggest_dynamic(tensor, dim)
             recompilations = len(phase.trace.recompilations)
             output = compiled(module, None, *args, **kwargs)

@@ -10,6 +10,7 @@ starts need neither (start/packages.py).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,8 +32,10 @@ from tcdeploy.programs import compile_stats
 from tcdeploy.programs.cxx_runtime import check_cxx_runtime
 from tcdeploy.programs.export import ExportedStep, TracedLayer, export_step
 from tcdeploy.programs.jit import inductor_options
-from tcdeploy.programs.model_forward import StepInputs, TransformersForward
+from tcdeploy.programs.model_forward import StepInputs, TransformersForward, step_tensors
 from tcdeploy.programs.packages import PackagedForward, StepProgramKey
+from tcdeploy.programs.passes.grouped_mm import graph_modules
+from tcdeploy.programs.roles import ROLE, TOKEN_DIMS, compiling
 from tcdeploy.programs.stances import current_stance
 from tcdeploy.programs.step_program import StepProgram
 from tcdeploy.torch_compat.dynamo import compile_refusal
@@ -42,7 +45,8 @@ from tcdeploy.torch_compat.inductor.aot_package import start_package
 # Files of this package that decide what an exported program computes or how it is stored, beside those of `sources`.
 HASHED_FILES = (
     "kernels/attention/interface.py", "programs/aot.py", "programs/export.py", "programs/graph_parts.py",
-    "programs/model_forward.py", "programs/packages.py", "programs/regions.py", "programs/step_program.py",
+    "programs/model_forward.py", "programs/packages.py", "programs/regions.py", "programs/roles.py",
+    "programs/step_program.py",
     "models/convert/packed_linears.py",
     "models/sources.py", "models/convert/static_rope.py", "torch_compat/inductor/aot_package.py",
     "torch_compat/inductor/aot_pdl.py", "torch_compat/inductor/package_builds.py",
@@ -132,7 +136,8 @@ class AotForward(PackagedForward):
             return
         check_cxx_runtime()
         partial = path.with_suffix(".partial.pt2")  # a failed compilation may leave a part of the file
-        self._unfinished[path] = start_package(exported, str(partial), inductor_options(variant, self._plan))
+        with _compiling(exported):
+            self._unfinished[path] = start_package(exported, str(partial), inductor_options(variant, self._plan))
 
     def _finish_packages(self, wait: bool) -> None:
         """Offer the packages that are compiled; with `wait`, all that were started."""
@@ -159,14 +164,22 @@ def package_folder(
     return Path(cache_dir, AOT_DIR, digest)
 
 
+def _compiling(exported: ExportedProgram) -> contextlib.AbstractContextManager[None]:
+    """The context in which our passes find the roles of the program's inputs."""
+    if len(list(graph_modules(exported))) > 1:  # the passes run on its subgraphs too
+        return contextlib.nullcontext()
+    inputs = exported.graph.find_nodes(op="placeholder")
+    return compiling([node.meta[ROLE] for node in inputs], [node.meta["val"] for node in inputs])
+
+
 def _mark_dynamic_sizes(bucket: Bucket, inputs: StepInputs) -> None:
     """The number of rows of every prefill step, and the number of tokens of a dynamic bucket."""
     if inputs.rows is not None:
         mark_dynamic(inputs.rows, 0)
-    prefill = inputs.step.attention_metadata.prefill
-    if bucket.min_size and prefill is not None:
-        for tensor, dim in ((inputs.input_ids, 1), (inputs.position_ids, 1), (prefill.slot_mapping, 0)):
-            mark_dynamic(tensor, dim, min=bucket.min_size, max=bucket.size)
+    if bucket.min_size:
+        tensors = step_tensors(inputs)
+        for name, dim in TOKEN_DIMS.items():
+            mark_dynamic(tensors[name], dim, min=bucket.min_size, max=bucket.size)
 
 
 def _constants(model: nn.Module, layers: Sequence[TracedLayer]) -> dict[str, Tensor]:

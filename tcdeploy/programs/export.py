@@ -29,7 +29,8 @@ from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadat
 from tcdeploy.programs.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.grouped_mm import foreign_ops, graph_modules, op_name, replace_grouped_mm
-from tcdeploy.programs.regions import layer_constants
+from tcdeploy.programs.regions import LayerKind
+from tcdeploy.programs.roles import ROLE, Role, role_of_name
 from tcdeploy.programs.step_program import InputSpec, ProgramCall, StepProgram
 from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call, set_compiled_call
 from tcdeploy.torch_compat.dynamo.mark_dynamic import dynamic_dims, tensors_in
@@ -46,6 +47,7 @@ class TracedLayer(NamedTuple):
     module: nn.Module
     path: str
     binding: LayerBinding
+    kind: LayerKind
 
 
 class ExportedStep(NamedTuple):
@@ -71,6 +73,10 @@ class _Input(NamedTuple):
     name: str
     example: Tensor
     dynamic_dims: Mapping[int, int | None] = MappingProxyType({})
+
+    @property
+    def role(self) -> Role:
+        return role_of_name(self.name)
 
     @property
     def spec(self) -> InputSpec:
@@ -107,7 +113,6 @@ class _StepExport:
     ) -> None:  # fmt: skip
         self._model, self._layers, self._inputs = model, layers, inputs
         self._compile_options, self._equal_layers = compile_options, equal_layers
-        self._constants = layer_constants([layer.module for layer in layers])
         self._calls: list[ProgramCall] = []
         self._exported: dict[str, ExportedProgram] = {}
         self._specs: dict[str, tuple[InputSpec, ...]] = {}
@@ -193,8 +198,9 @@ class _StepExport:
             kind: object = self._equal_layers[number]
         else:
             operations = trace_operations(forward, [item.example for item in inputs])
-            # A condition on a dynamic size may hold for the example's size only, so constants are compared too.
-            kind = number if operations is None else (operations, sorted(self._constants[number]))
+            # A condition on a dynamic size may hold for the example's size only, so the kinds are compared too.
+            kinds = [layer.kind for layer in self._layers]
+            kind = number if operations is None else (operations, kinds.index(layer.kind))
         signature = repr((kind, list(tensors), call_without_tensors, specs))
         if signature not in self._programs_of_layers:
             name = self._programs_of_layers[signature] = self._add_program(forward, inputs)
@@ -208,7 +214,8 @@ class _StepExport:
         specs = tuple(item.spec for item in inputs)
         # The maxima decide whether kernels compute indices in 32 bits.
         maxima = [list(item.dynamic_dims.values()) for item in inputs]
-        identity = f"{_code(exported)}{specs}{maxima}{self._compile_options}"
+        roles = [item.role.value for item in inputs]
+        identity = f"{_code(exported)}{specs}{maxima}{roles}{self._compile_options}"
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._exported.setdefault(name, exported)
         self._specs[name] = specs
@@ -238,6 +245,8 @@ def _export(function: Callable[[list[Tensor]], Any], inputs: list[_Input]) -> Ex
     examples = [item.example.detach() for item in inputs]
     shapes = ([item.dynamic_shape for item in inputs],)
     exported = torch.export.export(_Function(function), (examples,), dynamic_shapes=shapes, strict=False)
+    for node, item in zip(exported.graph.find_nodes(op="placeholder"), inputs, strict=False):
+        node.meta[ROLE] = item.role
     replace_grouped_mm(exported)
     if exported.constants:
         raise NotImplementedError(f"its forward creates constant tensors ({', '.join(exported.constants)})")

@@ -2,19 +2,24 @@
 
 `torch.compile(fullgraph=True, dynamic=False)` of one function that takes the module as an argument: torch keeps one
 program per bucket and variant for all layers of a kind, and a graph break is an error instead of a slow path.
+`compile_with_roles` is torch's own backend; it also tells our passes the roles of the graph's inputs.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.variants import Variant
 from tcdeploy.programs.passes.post_grad import PostGradPass
-from tcdeploy.programs.programs import Program, ProgramKey, run_region
+from tcdeploy.programs.programs import Program, ProgramKey, roles_of_call, run_region
+from tcdeploy.programs.roles import compiling
+from tcdeploy.torch_compat.dynamo import compile_backend
 from tcdeploy.torch_compat.inductor.custom_graph_pass import import_compiler, pass_options
 
 import_compiler()  # 3 s of imports that would otherwise count as compiling the first bucket
@@ -32,7 +37,18 @@ class JitLoader:
 
     def load(self, key: ProgramKey) -> Program:
         options = inductor_options(key.variant, self._plan)
-        return torch.compile(run_region, fullgraph=True, dynamic=False, options=options)
+        backend = compile_with_roles if compile_backend.supported() else "inductor"
+        return torch.compile(run_region, fullgraph=True, dynamic=False, backend=backend, options=options)
+
+
+def compile_with_roles(
+    graph_module: GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None = None
+) -> Any:
+    """Inductor, with the roles of the inputs for our passes. torch compares backends, so it is one function."""
+    if compile_backend.has_subgraphs(graph_module):
+        return compile_backend.compile_graph(graph_module, example_inputs, options)
+    with compiling(roles_of_call(example_inputs), example_inputs):
+        return compile_backend.compile_graph(graph_module, example_inputs, options)
 
 
 def inductor_options(variant: Variant, plan: Plan) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from tcdeploy.kernels.attention.metadata import Step, StepHolder
+from tcdeploy.kernels.attention.metadata import AttentionMetadata, Step, StepHolder
 
 
 class StepInputs(NamedTuple):
@@ -58,9 +58,13 @@ class TransformersForward:
 def step_tensors(inputs: StepInputs) -> dict[str, Tensor]:
     """The tensors of a step by their names in a step program (step_program.py), without the prefix `step/`."""
     tensors = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
-    for phase, metadata in inputs.step.attention_metadata._asdict().items():
-        if metadata is not None:
-            tensors |= {f"{phase}.{name}": tensor for name, tensor in metadata._asdict().items()}
+    tensors |= metadata_tensors(inputs.step.attention_metadata)
     if inputs.rows is not None:
         tensors["rows"] = inputs.rows
     return tensors
+
+
+def metadata_tensors(metadata: AttentionMetadata) -> dict[str, Tensor]:
+    """The tensors of `step_tensors` that attention reads, such as `prefill.slot_mapping`."""
+    phases = [(phase, tensors) for phase, tensors in metadata._asdict().items() if tensors is not None]
+    return {f"{phase}.{name}": tensor for phase, tensors in phases for name, tensor in tensors._asdict().items()}

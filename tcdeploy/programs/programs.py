@@ -8,15 +8,20 @@ packages instead. engine/step/step_graphs.py captures whole steps as CUDA graphs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
+from tcdeploy.kernels.attention.interface import LayerBinding
 from tcdeploy.kernels.attention.metadata import Step, StepHolder
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.planning.variants import Variant
+from tcdeploy.programs.model_forward import metadata_tensors
 from tcdeploy.programs.regions import Region
+from tcdeploy.programs.roles import TOKEN_DIMS, Role
 from tcdeploy.torch_compat.dynamo.compiled_call import run_uncompiled, set_compiled_call
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic, tensors_in
 
@@ -62,12 +67,14 @@ def compile_in_place(regions: list[Region], table: ProgramTable, step_holder: St
             step.before_program()
             rows = step.last_token_rows if region.is_last else None
             kind = region.kind if rows is None else region.kind + LAST_ROWS
+            region_call = RegionCall(module, step, rows, args, kwargs)
             # Uncompiled code makes the tensors before the region, so its call is the first place that sees them.
             # PrefillBuffers marks the number of selected rows.
             if bucket_min := step.bucket.min_size:
-                for tensor, dim in token_dims(step, args, kwargs):
+                for tensor, dim in region_call.token_dims():
                     mark_dynamic(tensor, dim, min=bucket_min, max=step.bucket.size)
-            return table[ProgramKey(kind, step.bucket, step.variant)](module, rows, *args, **kwargs)
+            with running(region_call):
+                return table[ProgramKey(kind, step.bucket, step.variant)](module, rows, *args, **kwargs)
 
         return call
 
@@ -81,13 +88,62 @@ def _is_compiled(region: Region, step: Step) -> bool:
     return step.is_compiled and is_chosen
 
 
-def token_dims(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
-    """(tensor, dim) of each region input that is sized by tokens: shape [1, tokens, ...], and the slot mapping."""
-    for item in tensors_in((args, kwargs)):
-        if item.ndim >= 2 and item.shape[0] == 1:
-            yield item, 1
-    if step.attention_metadata.prefill is not None:
-        yield step.attention_metadata.prefill.slot_mapping, 0
+class RegionCall(NamedTuple):
+    """A call of a region in a step, whose tensors have the roles of roles.py."""
+
+    module: nn.Module
+    step: Step
+    rows: Tensor | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def token_dims(self) -> Iterator[tuple[Tensor, int]]:
+        """(tensor, dim) of each input that is sized by the step's tokens.
+
+        They are the arguments of shape [1, tokens, ...], and the tensors of the step in TOKEN_DIMS.
+        """
+        tensors = metadata_tensors(self.step.attention_metadata)
+        sizes = [tensors[name].shape[0] for name in ("prefill.slot_mapping", "decode.seq_lens") if name in tensors]
+        for item in tensors_in((self.args, self.kwargs)):
+            if sizes and tuple(item.shape[:2]) == (1, sizes[0]):
+                yield item, 1
+        yield from ((tensors[name], dim) for name, dim in TOKEN_DIMS.items() if name in tensors)
+
+    def roles(self, inputs: Sequence[object]) -> list[Role]:
+        """The role of each input of the region's graph. Tensors are compared by identity."""
+        bindings = [getattr(module, "tcdeploy", None) for module in self.module.modules()]
+        layers = [binding for binding in bindings if isinstance(binding, LayerBinding)]
+        roles = {
+            **_by_id(metadata_tensors(self.step.attention_metadata).values(), Role.STEP),
+            **_by_id((tensor for tensor, _ in self.token_dims()), Role.TOKENS),
+            **_by_id([] if self.rows is None else [self.rows], Role.ROWS),
+            **_by_id((*self.module.parameters(), *self.module.buffers()), Role.WEIGHT),
+            **_by_id((cache for layer in layers for cache in (layer.k_cache, layer.v_cache)), Role.STATE),
+        }
+        return [roles.get(id(item), Role.VALUE) for item in inputs]
+
+
+def _by_id(tensors: Iterable[Tensor], role: Role) -> dict[int, Role]:
+    return {id(tensor): role for tensor in tensors}
+
+
+_running_call: ContextVar[RegionCall | None] = ContextVar("running_call", default=None)
+
+
+@contextlib.contextmanager
+def running(region_call: RegionCall) -> Iterator[None]:
+    """Within the block, `roles_of_call` describes the inputs of this call."""
+    token = _running_call.set(region_call)
+    try:
+        yield
+    finally:
+        _running_call.reset(token)
+
+
+def roles_of_call(inputs: Sequence[object]) -> list[Role]:
+    """The roles of the inputs of a graph that is compiled during a region's call; all `VALUE` outside of one."""
+    region_call = _running_call.get()
+    return [Role.VALUE] * len(inputs) if region_call is None else region_call.roles(inputs)
 
 
 def run_region(module: nn.Module, rows: Tensor | None, *args: Any, **kwargs: Any) -> Any:

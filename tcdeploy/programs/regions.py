@@ -4,11 +4,13 @@ The probe has found the modules that call attention. A decoder layer is the near
 item of a ModuleList. Its attention block is the child that holds the module; every other child with a matrix belongs to
 the MLP (norms hold vectors).
 
-Regions of one kind are called alike, and normally share one program; `explain` reports what keeps them from it.
-`layer_kinds` predicts which layers do, from their modules and constants, so that compile workers can keep few layers;
-export.py finds out, from the graphs. The kind of a layer is `layer/N`, that of an attention block is its name in the
-layer and N (`self_attn/0`), where N numbers the different attentions of the model, such as with and without a sliding
-window. The kind of an MLP block is its name in the layer (`mlp`), and that of a head module its path (`model.norm`).
+A `LayerKind` predicts which layers have equal programs: those with equal kinds. Compile workers keep the first layers
+that have all kinds. The trace decides in the end: torch's guards with jit programs, and export.py with packages.
+
+Regions of one kind share one program, unless a constant differs; `explain` reports it. The kind of a layer is
+`layer/N`, and that of an attention block is its name in the layer and N (`self_attn/0`), where N numbers the structures
+of layers, such as with and without a sliding window. The kind of an MLP block is its name in the layer (`mlp`), and
+that of a head module its path (`model.norm`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -33,31 +36,34 @@ class Region:
     is_last: bool = False
 
 
+class LayerKind(NamedTuple):
+    """What the program of a layer depends on, as far as its modules say: equal kinds have equal programs."""
+
+    structure: Hashable  # how it attends, and its modules and tensors by name
+    constants: Hashable  # attributes that programs may depend on: not those that count the layers (`layer_idx`)
+
+
 @dataclass(frozen=True)
 class DecoderLayer:
     path: str
     module: nn.Module
     attention: nn.Module
     mlp: tuple[nn.Module, ...]  # one module, or the bare matrices of a layer without an MLP module
-    attention_kind: int  # equal for layers that attend alike
+    kind: LayerKind
 
 
-def layer_kinds(layers: list[DecoderLayer]) -> list[Hashable]:
-    """Equal for layers with equal programs: they attend alike, and have modules, tensors and constants alike."""
-
-    def kind_of(layer: DecoderLayer, constants: Hashable) -> Hashable:
-        modules = tuple((path, type(child)) for path, child in layer.module.named_modules())
-        named = (*layer.module.named_parameters(), *layer.module.named_buffers())
-        tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
-        return layer.attention_kind, modules, tensors, constants
-
-    return list(map(kind_of, layers, layer_constants([layer.module for layer in layers])))
-
-
-def layer_constants(layers: Sequence[nn.Module]) -> list[frozenset[tuple[tuple[str, str], object]]]:
-    """The constants of each layer that programs may depend on: not those that count the layers (`layer_idx`)."""
+def layer_kinds(layers: Sequence[nn.Module], attention: Sequence[AttentionSpec]) -> list[LayerKind]:
+    """The kind of each layer of a model."""
     numbers = _layer_numbers(layers)
-    return [frozenset(item for item in _constants(layer).items() if item[0] not in numbers) for layer in layers]
+
+    def kind_of(layer: nn.Module, spec: AttentionSpec) -> LayerKind:
+        modules = tuple((path, type(child)) for path, child in layer.named_modules())
+        named = (*layer.named_parameters(), *layer.named_buffers())
+        tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
+        constants = frozenset(item for item in _constants(layer).items() if item[0] not in numbers)
+        return LayerKind((dataclasses.replace(spec, path=""), modules, tensors), constants)
+
+    return list(map(kind_of, layers, attention))
 
 
 def _constants(layer: nn.Module) -> dict[tuple[str, str], object]:
@@ -82,22 +88,18 @@ def _layer_numbers(layers: Sequence[nn.Module]) -> set[tuple[str, str]]:
 
 def find_layers(model: nn.Module, architecture: Architecture) -> list[DecoderLayer]:
     """The decoder layers of `model`, in order."""
-    specs = [dataclasses.replace(spec, path="") for spec in architecture.attention_layers]
-    kinds = list(dict.fromkeys(specs))
-    return [
-        _find_layer(model, attention, kinds.index(spec))
-        for attention, spec in zip(architecture.attention_layers, specs, strict=True)
-    ]
+    specs = architecture.attention_layers
+    paths = ["{}.{}".format(*decoder_layer_position(model, spec.path)) for spec in specs]
+    kinds = layer_kinds([model.get_submodule(path) for path in paths], specs)
+    return [_find_layer(model, *item) for item in zip(paths, specs, kinds, strict=True)]
 
 
-def _find_layer(model: nn.Module, spec: AttentionSpec, attention_kind: int) -> DecoderLayer:
-    stack, index = decoder_layer_position(model, spec.path)
-    path = f"{stack}.{index}"
+def _find_layer(model: nn.Module, path: str, spec: AttentionSpec, kind: LayerKind) -> DecoderLayer:
     layer = model.get_submodule(path)
     block_name = spec.path.removeprefix(path + ".").split(".")[0]
     others = [child for name, child in layer.named_children() if name != block_name]
     mlp = tuple(child for child in others if any(parameter.ndim >= 2 for parameter in child.parameters()))
-    return DecoderLayer(path, layer, layer.get_submodule(block_name), mlp, attention_kind)
+    return DecoderLayer(path, layer, layer.get_submodule(block_name), mlp, kind)
 
 
 def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Region]:
@@ -118,14 +120,15 @@ def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Regi
 
 def regions_to_compile(layers: list[DecoderLayer], region: str) -> list[Region]:
     """The regions of the layers for `--region layer` or `blocks`, in the order in which they run."""
-    if region == "layer":
-        regions = [Region(f"layer/{layer.attention_kind}", layer.module) for layer in layers]
-    else:
-        regions = [block for layer in layers for block in _blocks(layer)]
+    structures = list(dict.fromkeys(layer.kind.structure for layer in layers))
+    regions: list[Region] = []
+    for layer in layers:
+        number = structures.index(layer.kind.structure)
+        regions += [Region(f"layer/{number}", layer.module)] if region == "layer" else _blocks(layer, number)
     return [*regions[:-1], dataclasses.replace(regions[-1], is_last=True)]
 
 
-def _blocks(layer: DecoderLayer) -> list[Region]:
+def _blocks(layer: DecoderLayer, number: int) -> list[Region]:
     names = {child: name for name, child in layer.module.named_children()}
-    attention = Region(f"{names[layer.attention]}/{layer.attention_kind}", layer.attention)
+    attention = Region(f"{names[layer.attention]}/{number}", layer.attention)
     return [attention, *(Region(names[module], module) for module in layer.mlp)]

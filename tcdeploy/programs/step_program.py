@@ -5,8 +5,9 @@
     step/NAME          an input of the step: input_ids, position_ids, rows, prefill.slot_mapping, ...
     value/NUMBER       an output of an earlier call
 
-A program is an AOTInductor package whose inputs are listed by the call, weights included, so all layers of a kind share
-one program. Running a step needs neither transformers nor torch's compiler.
+The names say the roles of the tensors (roles.py). A program is an AOTInductor package whose inputs are listed by the
+call, weights included, so all layers of a kind share one program. Running a step needs neither transformers nor torch's
+compiler.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from tcdeploy.errors import MismatchError
 from tcdeploy.host.typed_json import from_json
+from tcdeploy.programs.roles import CONSTANT_ROLES, Role, role_of_name
 
 HINT = "pass another --cache-dir, so that all programs are compiled again for this model"
 RunProgram: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
@@ -80,7 +82,7 @@ class StepProgram:
         last.pop(self.logits, None)
         uses: list[list[str]] = [[] for _ in self.calls]
         for name, number in last.items():
-            if name.startswith("value/"):
+            if role_of_name(name) is Role.VALUE:
                 uses[number].append(name)
         return uses
 
@@ -102,7 +104,7 @@ class LoadedStep:
         """`constants`: weights and KV caches by name. Raises MismatchError if one does not fit its program."""
         self._step_program, self._programs = step_program, programs
         names = {name for call in step_program.calls for name in call.inputs}
-        missing = {name for name in names if name.startswith(("weight/", "kv/"))} - constants.keys()
+        missing = {name for name in names if role_of_name(name) in CONSTANT_ROLES} - constants.keys()
         if missing:
             raise MismatchError(f"the model has no {min(missing)}, which a compiled program needs", HINT)
         self._constants = {name: tensor for name, tensor in constants.items() if name in names}

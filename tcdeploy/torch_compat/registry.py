@@ -12,7 +12,8 @@ import importlib.metadata
 from tcdeploy.torch_compat.internal import Internal
 
 MODULES = (
-    "failed_capture", "tensors_without_storage", "torch_flash", "dynamo.body_forward", "dynamo.compile_counters",
+    "failed_capture", "tensors_without_storage", "torch_flash", "dynamo.body_forward", "dynamo.compile_backend",
+    "dynamo.compile_counters",
     "dynamo.compile_errors", "dynamo.compile_refusal", "dynamo.compile_threads", "dynamo.compile_trace",
     "dynamo.compiled_call", "dynamo.dispatch_mode", "dynamo.eager_input_vals", "dynamo.fake_tensors",
     "dynamo.mark_dynamic", "dynamo.operation_trace", "inductor.aot_package", "inductor.aot_pdl",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import pytest
 from torch import nn
 
-from tcdeploy.programs.regions import DecoderLayer, layer_kinds
+from tcdeploy.planning.architecture import AttentionSpec
+from tcdeploy.programs.regions import LayerKind, layer_kinds
 
 
 class Layer(nn.Module):
@@ -20,13 +20,9 @@ class Layer(nn.Module):
             setattr(self.attention, name, value)
 
 
-def kinds_of(modules: list[Layer], attention_kinds: tuple[int, ...] = (0, 0, 0)) -> list[Hashable]:
-    return layer_kinds(
-        [
-            DecoderLayer(f"layers.{index}", module, module.attention, (module.mlp,), kind)
-            for index, (module, kind) in enumerate(zip(modules, attention_kinds, strict=True))
-        ]
-    )
+def kinds_of(modules: list[Layer], windows: tuple[int, ...] = (0, 0, 0)) -> list[LayerKind]:
+    specs = [AttentionSpec(f"layers.{index}", 1, 1, 4, 4, window, 0.0, False) for index, window in enumerate(windows)]
+    return layer_kinds(modules, specs)
 
 
 def test_layers_that_differ_in_their_number_and_weights_are_of_one_kind() -> None:
@@ -46,6 +42,7 @@ def test_layers_that_differ_in_their_number_and_weights_are_of_one_kind() -> Non
 def test_a_layer_with_another_constant_is_of_another_kind(name: str, values: tuple[Any, ...]) -> None:
     first, second, third = kinds_of([Layer(index, **{name: value}) for index, value in enumerate(values)])
     assert first == third != second
+    assert first.structure == second.structure, "explain traces them together, and reports the constant"
 
 
 def test_a_layer_with_other_tensors_or_another_attention_is_of_another_kind() -> None:

@@ -71,6 +71,7 @@ torch._dynamo.utils.counters = MovedCounters()
 MOVED = {
     "traced weights": ("tensors_without_storage", "MAKE_WRAPPER", "torch:Tensor.moved"),
     "compile threads": ("dynamo.compile_threads", "CONFIG", "torch._inductor.moved"),
+    "input roles": ("dynamo.compile_backend", "COMPILE", "torch._inductor:moved"),
     "compile trace": ("dynamo.compile_trace", "LOGGER", "torch._logging.moved:trace_log"),
     "ahead-of-time packages": ("inductor.aot_package", "LOADER", "torch:_C.moved"),
     "dependent launch in packages": ("inductor.aot_pdl", "KERNEL_CALL", "torch._inductor.moved"),

@@ -37,7 +37,7 @@ def install_programs(
 def traced_layers(model: PreTrainedModel, architecture: Architecture) -> list[TracedLayer]:
     """The model's layers, which are exported as programs."""
     return [
-        TracedLayer(layer.module, layer.path, model.get_submodule(spec.path).tcdeploy)
+        TracedLayer(layer.module, layer.path, model.get_submodule(spec.path).tcdeploy, layer.kind)
         for layer, spec in zip(find_layers(model, architecture), architecture.attention_layers, strict=True)
     ]
 

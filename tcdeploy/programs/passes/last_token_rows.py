@@ -21,6 +21,7 @@ from tcdeploy.programs.passes.nodes import (
     count_symbolic,
     insert_call,
     is_one,
+    is_rows,
     is_same_size,
     without_symbols,
 )
@@ -35,9 +36,7 @@ def hoist_row_selection(graph: Graph) -> None:
         if all(user.op == "output" for user in node.users):
             source, (*leading, rows) = node.args
             tokens = source.meta["val"].shape[len(leading)]
-            if any(leading) or not isinstance(rows, Node) or _row_dim(source, tokens) != len(leading):
-                continue
-            if rows.meta["val"].ndim == 1 and rows.meta["val"].dtype == torch.int64:
+            if not any(leading) and is_rows(rows) and _row_dim(source, tokens) == len(leading):
                 _hoist(graph, node, source, rows, tokens)
 
 

@@ -14,6 +14,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from tcdeploy.programs.roles import ROLE, Role, roles_of
+
 aten = torch.ops.aten
 RESHAPES = {aten.view.default, aten.reshape.default}
 VIEWS = {aten.permute.default, aten.unsqueeze.default, *RESHAPES}
@@ -94,13 +96,27 @@ def strip_aliases(node: Any) -> Any:
     return node
 
 
-def is_weight(node: Any, ndim: int) -> bool:
-    """Whether `node` is, or views, an `ndim`-dimensional input of the graph. No kernel of a step writes a weight.
+def assign_roles(graph: Graph) -> None:
+    """Write down the role of each input of a program's graph, for `is_weight` and `is_rows`."""
+    placeholders = graph.find_nodes(op="placeholder")
+    roles = roles_of([node.meta.get("val") for node in placeholders])
+    for node, role in zip(placeholders, roles, strict=False):
+        node.meta[ROLE] = role
 
-    Inputs of one and two dimensions are parameters: hidden states have three ([1, tokens, hidden]), KV caches four.
+
+def is_weight(node: Any) -> bool:
+    """Whether `node` is, or views, a weight. No kernel of a step writes it, so it may be read early (PDL).
+
+    A buffer of the model that this graph writes is none. The graph is functional: it writes inputs at its end.
     """
     source = strip_aliases(node)
-    return source.op == "placeholder" and source.meta["val"].ndim == ndim
+    is_written = any(target_of(user) is aten.copy_.default and user.args[0] is source for user in source.users)
+    return source.meta.get(ROLE) is Role.WEIGHT and not is_written
+
+
+def is_rows(node: Any) -> bool:
+    """Whether `node` is the input that holds the indices of the tokens to return."""
+    return isinstance(node, Node) and node.meta.get(ROLE) is Role.ROWS
 
 
 class LinearMatch(NamedTuple):

@@ -7,10 +7,10 @@
     residual_add.py (in place)                       with inplace_residual
 
 The `uuid` makes programs that went through the pass cacheable, and is part of their key. It adds factors that torch's
-own key lacks: the sources of the passes and of the ops, and the environment, such as the instruction set: C++ code that
-was generated for AVX-512 writes past the end of its buffers if it is compiled for AVX2. torch's `cache_key_tag` is not
-used for them: it is also part of the key of autotuning results, and Inductor's compile workers do not see it, so every
-start would tune again.
+own key lacks: the sources of the passes and of the ops, the roles of the inputs, and the environment, such as the
+instruction set: C++ code that was generated for AVX-512 writes past the end of its buffers if it is compiled for AVX2.
+torch's `cache_key_tag` is not used for them: it is also part of the key of autotuning results, and Inductor's compile
+workers do not see it, so every start would tune again.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from tcdeploy.planning.keys import combined_digest, source_digests
 from tcdeploy.programs.passes.cse import eliminate_common_subexpressions
 from tcdeploy.programs.passes.gemv import materialize_mlp_input, sink_slices
 from tcdeploy.programs.passes.last_token_rows import hoist_row_selection
+from tcdeploy.programs.passes.nodes import assign_roles
 from tcdeploy.programs.passes.residual_add import fuse_inplace_residual_add, fuse_residual_add
 from tcdeploy.programs.passes.rms_norm import fuse_rms_norm
 from tcdeploy.programs.passes.rotary import fuse_rope_into_attention
 from tcdeploy.programs.passes.silu_mul import fuse_swiglu
 from tcdeploy.programs.passes.sizes import read_sizes_from_inputs
 from tcdeploy.programs.passes.skinny_gemm import replace_with_skinny_gemm
+from tcdeploy.programs.roles import compiled_roles_key
 from tcdeploy.torch_compat.inductor.custom_graph_pass import CustomGraphPass
 
 HASHED_FOLDERS = ("kernels/attention", "kernels/linear", "programs/passes")
 HASHED_FILES = (
     "kernels/custom_op.py", "torch_compat/inductor/graph_cache_keys.py", "torch_compat/dynamo/eager_input_vals.py",
     "torch_compat/torch_flash.py", "torch_compat/inductor/pdl.py", "torch_compat/triton/kernel.py",
+    "programs/roles.py",
 )  # fmt: skip
 
 
@@ -51,6 +54,7 @@ class PostGradPass(CustomGraphPass):
         self.environment_key = environment_key
 
     def __call__(self, graph: Graph) -> None:
+        assign_roles(graph)
         read_sizes_from_inputs(graph)
         eliminate_common_subexpressions(graph)
         hoist_row_selection(graph)
@@ -68,7 +72,7 @@ class PostGradPass(CustomGraphPass):
             fuse_inplace_residual_add(graph)
 
     def uuid(self) -> bytes:
-        flags = f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}"
+        flags = f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues} {compiled_roles_key()}"
         return f"{combined_digest(op_source_digests())} {self.environment_key} {flags}".encode()
 
 

@@ -73,7 +73,7 @@ def _match_rms_norm(row: Node) -> RMSNormMatch | None:
     x: Any = power.args[0].args[0] if target_of(power.args[0]) is CONVERT_ELEMENT_TYPE else power.args[0]
     rest = [factor for factor in _factors(row, x) if factor is not rsqrt]
     weights = [factor for factor in rest if factor is not x]
-    if len(rest) != 2 or len(weights) != 1 or not is_weight(weights[0], 1):
+    if len(rest) != 2 or len(weights) != 1 or not is_weight(weights[0]):
         return None
     value, size = x.meta["val"], row.meta["val"].shape[1]
     is_whole = value.shape[-1] == size and value.is_contiguous() and value.dtype == row.meta["val"].dtype

@@ -33,5 +33,5 @@ def _skinny_gemm_configs(product: LinearMatch) -> tuple[int, ...]:
         return ()
     if x.shape[0] != 1:
         return skinny_gemm_configs(x.shape[0], *weight.shape)
-    # The GEMV reads `weight` before the previous kernel ends, so `weight` must be a parameter, which no kernel writes.
-    return gemv_configs(*weight.shape) if is_weight(product.weight, 2) else ()
+    # The GEMV reads `weight` before the previous kernel ends, so no kernel of the step may write it.
+    return gemv_configs(*weight.shape) if is_weight(product.weight) else ()

@@ -40,7 +40,7 @@ from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.memory import DTYPE_BYTES, gib
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.programs.regions import find_layers, layer_kinds
+from tcdeploy.programs.regions import find_layers
 from tcdeploy.start.planned import PlannedModel
 from tcdeploy.start.workers.process import CompileProcess
 
@@ -122,7 +122,7 @@ def make_short_copy(model: nn.Module, planned: PlannedModel) -> ShortCopy:
     """The model's first layers that have all of its programs. Raises ModelError if its config cannot be shortened."""
     plan, architecture = planned.plan, planned.architecture
     layers = find_layers(model, architecture)
-    kinds = layer_kinds(layers)
+    kinds = [layer.kind for layer in layers]
     count = layers_to_keep(kinds)
     values = config_to_dict(shorten_config(planned.config, len(kinds), count))
     values.pop("quantization_config", None)  # dequantised weights run the programs of others

@@ -4,8 +4,8 @@ A kernel launched with `launch_pdl` starts once every program of its predecessor
 exited. Its `gdc_wait` returns when all writes of the predecessor are visible. Two rules keep this safe:
 
 - Our kernels wait before they access anything that a kernel of the same step writes, and before they write. Before the
-  wait they may read weights (`is_weight` in programs/passes/nodes.py) and data written by an earlier step: early launch
-  does not cross the end of a step, because a step's last kernels are launched without PDL.
+  wait they may read weights (the role in programs/roles.py) and data written by an earlier step: early launch does not
+  cross the end of a step, because a step's last kernels are launched without PDL.
 - They let their successor launch only after their own wait, as Inductor's kernels do (`triton.enable_pdl`). When a
   kernel starts, everything before its predecessor is complete.
 """

@@ -15,6 +15,7 @@ from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 
 from tcdeploy.programs.passes.post_grad import PostGradPass
+from tcdeploy.programs.roles import Role, compiling
 from tests.conftest import reset_programs
 
 
@@ -44,14 +45,24 @@ def without_codegen(module: GraphModule, inputs: Sequence[Tensor]) -> Callable[.
 
 
 def compile_and_run(
-    function: Callable[..., Tensor], *args: Tensor, post_grad_pass: PostGradPass, codegen: bool = True
-) -> Tensor:
-    """The result of the function compiled with this pass, without a cache."""
+    function: Callable[..., Tensor], *args: Tensor, post_grad_pass: PostGradPass, codegen: bool = True,
+    rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The result of the function compiled with this pass, without a cache. Tensors that are no arguments are weights.
+
+    `rows`: the argument that holds the rows to return.
+    """
     reset_programs()
     patched = inductor_config.patch(post_grad_custom_pre_pass=post_grad_pass)
+    compile_graph = torch._inductor.compile if codegen else without_codegen
+
+    def compile_with_roles(module: GraphModule, inputs: Sequence[Any]) -> Any:
+        arguments = {id(arg): Role.ROWS if arg is rows else Role.VALUE for arg in args}
+        with compiling([arguments.get(id(item), Role.WEIGHT) for item in inputs], inputs):
+            return compile_graph(module, inputs)
+
     with torch.no_grad(), torch._inductor.utils.fresh_cache(), patched:
-        backend = "inductor" if codegen else without_codegen
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)(*args)
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=compile_with_roles)(*args)
 
 
 def count_targets(

@@ -85,7 +85,8 @@ def rows_of_products(
         mark_dynamic(x, 1, min=2, max=256)
     if "rows" in symbolic:
         mark_dynamic(rows, 0, min=2, max=8)
-    out = compile_and_run(lambda x, rows: function(x)[:, rows], x, rows, post_grad_pass=counting_pass, codegen=codegen)
+    select = lambda x, rows: function(x)[:, rows]  # noqa: E731
+    out = compile_and_run(select, x, rows, post_grad_pass=counting_pass, codegen=codegen, rows=rows)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     return counting_pass.rows
 

@@ -128,7 +128,7 @@ def of_a_computed_weight(x: Tensor) -> Tensor:
 
 
 def scaled_by_an_activation(x: Tensor) -> Tensor:
-    return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * ACTIVATION)
+    return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * torch.sigmoid(x))
 
 
 def with_an_activation_as_eps(x: Tensor) -> Tensor:

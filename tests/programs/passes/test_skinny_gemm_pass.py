@@ -6,12 +6,11 @@ import re
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from tcdeploy.programs.passes.post_grad import PostGradPass
-from tests.conftest import reset_programs
+from tests.programs.passes.compiled_targets import compile_and_run
 
 
 class Projection(nn.Module):
@@ -31,12 +30,11 @@ class ComputedWeight(Projection):
 
 def count_linear_ops(module: Projection, dtype: torch.dtype = torch.bfloat16) -> tuple[int, torch.Tensor, torch.Tensor]:
     """The number of `tcdeploy::linear` calls in the generated code, the compiled output and the eager one."""
-    reset_programs()
     torch.manual_seed(3)
     module = module.to(dtype).eval().requires_grad_(False)
     x = torch.randn(module.rows, 1024, dtype=dtype)
-    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=PostGradPass(skinny_gemm=True)):
-        out, code = run_and_get_code(torch.compile(module, fullgraph=True, dynamic=False), x)
+    with torch.no_grad():
+        out, code = run_and_get_code(compile_and_run, module, x, post_grad_pass=PostGradPass(skinny_gemm=True))
         return len(re.findall(r"torch\.ops\.tcdeploy\.linear\.default\(", "\n".join(code))), out, module(x)
 
 
