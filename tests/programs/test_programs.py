@@ -18,6 +18,7 @@ import torch
 from tcdeploy.cli.display import show_warm_report
 from tcdeploy.engine.check.inputs import make_timing_batch
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_batch import prompt_batch
 from tcdeploy.engine.step.batch import GraphKey
 from tcdeploy.errors import RecompileError
 from tcdeploy.planning.recipe import build_recipe
@@ -180,7 +181,7 @@ def assert_same_logits(deployment: Deployment, variant: Variant, tokens: int, nu
     sequence = Sequence(0, [3 + 5 * position % 200 for position in range(tokens)], tokens, SamplingParams())
     sequence.blocks = [1, 2, 3]
     prefill = runner._prefill_for(bucket, tokens, runner.plan.step_sizes(bucket))
-    prefill.fill([Chunk(sequence, 0, tokens)], [None])
+    prefill.fill(prompt_batch([Chunk(sequence, 0, tokens)]))
     buffers = prefill.buffers()
     assert buffers.logits_indices is not None
     rows = buffers.logits_indices[:num_rows].copy_(torch.arange(num_rows) * 7 % tokens)
