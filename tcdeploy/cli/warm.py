@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -139,9 +139,9 @@ def _find_packages(recipe: Recipe, report: StartReport, trusted_keys: Path | Non
     from tcdeploy.start.package_build import PackageResult
     from tcdeploy.start.planned import PlannedModel, StartRequest
 
-    assert isinstance(report.planned, PlannedModel), "a start with jit programs has the model's code"
+    planned = cast(PlannedModel, report.planned)  # a start with jit programs has the model's code
     policy = StartRequest(recipe, trusted_keys=trusted_keys).signing_policy
-    plan = resolve_programs(dataclasses.replace(report.planned, recipe=recipe), policy=policy).plan
+    plan = resolve_programs(dataclasses.replace(planned, recipe=recipe), policy=policy).plan
     if plan.programs != "aot":
         [reason] = [decision.reason for decision in plan.decisions if decision.name == "programs"]
         return PackageResult("", 0.0, 0, reason)

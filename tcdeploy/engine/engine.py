@@ -229,7 +229,7 @@ class Engine:
             self._time_next_launch(start if previous is None else None)
             if self._in_flight is None and not self.scheduler.running:
                 # Idle: empty the rows now, not before the next prompt.
-                self.runner.row_assignment.apply(self._batches.build(SchedulerOutput(), []))
+                self.runner.apply(self._batches.build(SchedulerOutput(), []))
 
     def _time_next_launch(self, start: float | None) -> None:
         """Pass the start and the predicted duration of the step in flight to the launch timer.
@@ -256,8 +256,8 @@ class Engine:
             self._empty_rows()
 
     def _empty_rows(self) -> None:
-        """Empty the decode rows, in any state."""
-        self.runner.row_assignment.apply(self._batches.empty_rows())
+        """Empty all decode rows, also those that a failed step left half written."""
+        self.runner.apply(self._batches.empty_rows())
 
     def _launch_forward(self) -> ForwardPass | None:
         step = self.scheduler.schedule()

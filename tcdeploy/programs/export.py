@@ -113,6 +113,7 @@ class _StepExport:
     ) -> None:  # fmt: skip
         self._model, self._layers, self._inputs = model, layers, inputs
         self._compile_options, self._equal_layers = compile_options, equal_layers
+        self._kinds = [layer.kind for layer in layers]
         self._calls: list[ProgramCall] = []
         self._exported: dict[str, ExportedProgram] = {}
         self._specs: dict[str, tuple[InputSpec, ...]] = {}
@@ -199,8 +200,7 @@ class _StepExport:
         else:
             operations = trace_operations(forward, [item.example for item in inputs])
             # A condition on a dynamic size may hold for the example's size only, so the kinds are compared too.
-            kinds = [layer.kind for layer in self._layers]
-            kind = number if operations is None else (operations, kinds.index(layer.kind))
+            kind = number if operations is None else (operations, self._kinds.index(layer.kind))
         signature = repr((kind, list(tensors), call_without_tensors, specs))
         if signature not in self._programs_of_layers:
             name = self._programs_of_layers[signature] = self._add_program(forward, inputs)
@@ -245,11 +245,11 @@ def _export(function: Callable[[list[Tensor]], Any], inputs: list[_Input]) -> Ex
     examples = [item.example.detach() for item in inputs]
     shapes = ([item.dynamic_shape for item in inputs],)
     exported = torch.export.export(_Function(function), (examples,), dynamic_shapes=shapes, strict=False)
-    for node, item in zip(exported.graph.find_nodes(op="placeholder"), inputs, strict=False):
-        node.meta[ROLE] = item.role
     replace_grouped_mm(exported)
     if exported.constants:
         raise NotImplementedError(f"its forward creates constant tensors ({', '.join(exported.constants)})")
+    for node, item in zip(exported.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta[ROLE] = item.role
     maxima = _required_maxima(exported, inputs)
     for symbol, sizes in exported.range_constraints.items():
         if sizes.lower > MIN_DYNAMIC_SIZE or sizes.upper < maxima.get(str(symbol), MAX_DYNAMIC_SIZE):

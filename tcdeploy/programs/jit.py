@@ -2,7 +2,7 @@
 
 `torch.compile(fullgraph=True, dynamic=False)` of one function that takes the module as an argument: torch keeps one
 program per bucket and variant for all layers of a kind, and a graph break is an error instead of a slow path.
-`compile_with_roles` is torch's own backend; it also tells our passes the roles of the graph's inputs.
+`compile_with_roles` is a backend that calls Inductor, with the roles of the graph's inputs for our passes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class JitLoader:
 def compile_with_roles(
     graph_module: GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None = None
 ) -> Any:
-    """Inductor, with the roles of the inputs for our passes. torch compares backends, so it is one function."""
+    """Inductor, with the roles of the inputs for our passes.
+
+    A function of the module, because Dynamo shares code only between equal backends.
+    """
     if compile_backend.has_subgraphs(graph_module):
         return compile_backend.compile_graph(graph_module, example_inputs, options)
     with compiling(roles_of_call(example_inputs), example_inputs):

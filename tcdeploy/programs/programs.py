@@ -103,9 +103,9 @@ class RegionCall(NamedTuple):
         They are the arguments of shape [1, tokens, ...], and the tensors of the step in TOKEN_DIMS.
         """
         tensors = metadata_tensors(self.step.attention_metadata)
-        sizes = [tensors[name].shape[0] for name in ("prefill.slot_mapping", "decode.seq_lens") if name in tensors]
+        sized = tensors.get("prefill.slot_mapping", tensors.get("decode.seq_lens"))
         for item in tensors_in((self.args, self.kwargs)):
-            if sizes and tuple(item.shape[:2]) == (1, sizes[0]):
+            if sized is not None and tuple(item.shape[:2]) == (1, sized.shape[0]):
                 yield item, 1
         yield from ((tensors[name], dim) for name, dim in TOKEN_DIMS.items() if name in tensors)
 

@@ -4,8 +4,8 @@ The probe has found the modules that call attention. A decoder layer is the near
 item of a ModuleList. Its attention block is the child that holds the module; every other child with a matrix belongs to
 the MLP (norms hold vectors).
 
-A `LayerKind` predicts which layers have equal programs: those with equal kinds. Compile workers keep the first layers
-that have all kinds. The trace decides in the end: torch's guards with jit programs, and export.py with packages.
+Layers of equal `LayerKind` are expected to have equal programs. Compile workers keep the first layers that have all
+kinds. The trace decides in the end: torch's guards with jit programs, and export.py with packages.
 
 Regions of one kind share one program, unless a constant differs; `explain` reports it. The kind of a layer is
 `layer/N`, and that of an attention block is its name in the layer and N (`self_attn/0`), where N numbers the structures

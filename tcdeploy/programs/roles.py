@@ -1,6 +1,6 @@
-"""The roles of a program's inputs. Passes, dynamic sizes, dependent launch (PDL) and packages read them.
+"""The roles of a program's inputs. Passes, dependent launch (PDL) and step programs read them.
 
-    weight   a parameter or buffer of the model, which no kernel of a step writes
+    weight   a parameter or buffer of the model; assumed not to be written by another program of the step
     state    what a layer keeps between steps: its KV cache
     tokens   has a dimension for the tokens of the step: hidden states, rotary factors, the slot mapping
     rows     [outputs] int64: the tokens whose outputs are returned
@@ -10,9 +10,9 @@
 A region's call says which of its tensors has which role (`RegionCall` in programs.py). In packages the names of the
 inputs say it (step_program.py). The shape of a tensor does not: a weight and a state may both be matrices.
 
-`compiling` tells the passes. AOTAutograd keeps the order of a graph's inputs, but may add or merge some, so roles are
-used only if the number, dtypes and shapes of the inputs are as described. Otherwise, and in subgraphs, no input has a
-role, and the passes that need one do nothing.
+`compiling` makes them available to the passes. AOTAutograd keeps the order of a graph's inputs, but may add or merge
+some, so roles are used only if the number, dtypes and shapes of the inputs are as described. Otherwise, and if the
+program has subgraphs, no input has a role, and the passes that need one do nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def compiled_roles_key() -> str:
 
 
 def _is_alike(value: Any, example: Any) -> bool:
-    """Whether an input may be the one of the example: symbolic sizes are equal to any."""
+    """Whether dtype and shape agree. A symbolic size is equal to any."""
     if not isinstance(value, Tensor) or not isinstance(example, Tensor):
         return isinstance(value, Tensor) == isinstance(example, Tensor)
     sizes = zip(value.shape, example.shape, strict=False)

@@ -17,7 +17,18 @@ from tests.conftest import PACKAGES, ROOT
 
 SOURCES = sorted(path for path in (ROOT / "tcdeploy").rglob("*.py"))
 # Functions that an assertion may call: they change nothing.
-PURE_CALLS = {"all", "blocks_for", "count_symbolic", "is_contiguous", "items", "isdisjoint", "keys", "len", "list"}
+PURE_CALLS = {
+    "all",
+    "blocks_for",
+    "count_symbolic",
+    "is_contiguous",
+    "items",
+    "isdisjoint",
+    "isinstance",
+    "keys",
+    "len",
+    "list",
+}
 PURE_CALLS |= {"range", "set", "sorted", "stride", "tuple", "values"}
 
 

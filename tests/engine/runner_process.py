@@ -31,7 +31,7 @@ def main() -> None:
             if batch.num_tokens:
                 output = runner.run(batch)
             else:
-                runner.row_assignment.apply(batch)
+                runner.apply(batch)
             continue
         masks = torch.from_numpy(numpy.frombuffer(content, numpy.int32).copy()).view(-1, -(-runner.vocab_size // 32))
         tokens, _ = runner.sample(batch, output, masks if content else None)

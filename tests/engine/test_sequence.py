@@ -9,6 +9,8 @@ import numpy
 import pytest
 
 from tcdeploy.engine.schedule.sequence import SamplingParams, Sequence
+from tcdeploy.engine.schedule.step_batch import new_row
+from tcdeploy.engine.step.rows import row_use
 from tcdeploy.errors import UsageError
 
 NAN, INF = float("nan"), float("inf")
@@ -147,24 +149,30 @@ def test_sampling_params_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "greedy", "filters", "penalties"),
+    ("changes", "greedy", "penalties"),
     [
-        ({}, True, False, False),
-        ({"temperature": 0.5}, False, False, False),
-        ({"top_k": 1}, True, True, False),
-        ({"top_p": 0.99}, True, True, False),
-        ({"min_p": 0.01}, True, True, False),
-        ({"repetition_penalty": 1.1}, True, False, True),
-        ({"repetition_penalty": 0.9}, True, False, True),
-        ({"presence_penalty": 0.1}, True, False, True),
-        ({"frequency_penalty": -0.1}, True, False, True),
+        ({}, True, False),
+        ({"temperature": 0.5}, False, False),
+        ({"top_k": 1}, True, False),
+        ({"repetition_penalty": 1.1}, True, True),
+        ({"repetition_penalty": 0.9}, True, True),
+        ({"presence_penalty": 0.1}, True, True),
+        ({"frequency_penalty": -0.1}, True, True),
     ],
 )
 def test_params_report_which_features_of_sampling_they_use(
-    changes: dict[str, Any], greedy: bool, filters: bool, penalties: bool
+    changes: dict[str, Any], greedy: bool, penalties: bool
 ) -> None:
     params = SamplingParams(**changes)
-    assert (params.is_greedy, params.has_filters, params.has_penalties) == (greedy, filters, penalties)
+    assert (params.is_greedy, params.has_penalties) == (greedy, penalties)
+
+
+@pytest.mark.parametrize(
+    ("changes", "filters"), [({}, False), ({"top_k": 1}, True), ({"top_p": 0.99}, True), ({"min_p": 0.01}, True)]
+)
+def test_rows_use_filters_if_their_params_do(changes: dict[str, Any], filters: bool) -> None:
+    features = row_use(new_row(sequence(temperature=1.0, **changes))).features
+    assert features is not None and features.filters == filters
 
 
 def sequence(**changes: Any) -> Sequence:

@@ -117,6 +117,13 @@ def test_the_settings_of_a_row_are_sent_once_and_only_if_it_samples() -> None:
     assert len({new_row(Sequence(1, [5], 1, SamplingParams(temperature=1))).sampling.seed for _ in range(9)}) == 9  # type: ignore[union-attr]
 
 
+def test_settings_of_numpy_types_can_be_encoded() -> None:
+    half = numpy.float64(0.5)
+    params = SamplingParams(temperature=half, top_p=half, repetition_penalty=half, logit_bias={3: half})
+    row = new_row(Sequence(1, [5], 1, params))
+    assert Decoder(NewRow).decode(ENCODER.encode(row)) == row
+
+
 @pytest.mark.parametrize(
     ("start", "stop", "scored"), [(0, 4, [1, 2, 3, 4]), (4, 8, [5, 6, 7]), (4, 10, [5, 6, 7]), (8, 10, [])]
 )
@@ -190,6 +197,8 @@ class Mirror:
         monkeypatch.setattr(engine._batches, "empty_rows", lambda: self._send(self._empty()))
         monkeypatch.setattr(engine.runner, "sample", self._compare)
         self._send(StepBatch(empties_rows=True))
+        self._max_chunks = engine.plan.max_prefill_sequences
+        self.counts.clear()
 
     def _send(self, batch: StepBatch) -> StepBatch:
         self.connection.send_bytes(b"b" + ENCODER.encode(batch))
@@ -198,7 +207,7 @@ class Mirror:
         new = [row.sampling for row in rows if isinstance(row, NewRow) and row.sampling]
         self.counts["mixed"] += bool(batch.chunks and batch.num_decoding)
         self.counts["moved"] += kept != list(range(len(kept)))
-        self.counts["steady"] += batch == StepBatch(num_decoding=batch.num_decoding)
+        self.counts["steady"] += batch.num_decoding > 0 and batch == StepBatch(num_decoding=batch.num_decoding)
         self.counts["penalties"] += any(sampling.history is not None for sampling in new)
         self.counts["biases"] += any(bool(sampling.biases) for sampling in new)
         self.counts["emptied"] += batch.empties_rows
@@ -208,7 +217,7 @@ class Mirror:
         self.connection.send_bytes(b"s" + (b"" if masks is None else masks.numpy().tobytes()))
         sampled = self._sample(batch, output, masks)
         tokens = numpy.frombuffer(self.connection.recv_bytes(), numpy.int64)
-        used = [number for number, row in enumerate(batch.output_rows(8)) if row is not None]
+        used = [number for number, row in enumerate(batch.output_rows(self._max_chunks)) if row is not None]
         assert tokens[used].tolist() == sampled.tokens[used].tolist()
         self.counts["masks"] += masks is not None
         self.counts["tokens"] += len(used)

@@ -195,8 +195,8 @@ class Canary:
             chunk = Chunk(sequence, start, min(start + case.chunk_size, end))
             feeds_next = is_prefill and chunk.stop == end
             batch = StepBatch(
-                rows=[NewRow()],
-                blocks=[RowBlocks(0, 0, sequence.blocks.copy())],
+                rows=[NewRow()] if start == 0 else None,
+                blocks=[RowBlocks(0, 0, sequence.blocks.copy())] if start == 0 else [],
                 chunks=[prompt_chunk(chunk, row=0 if feeds_next else None)],
                 bucket=case.bucket if is_prefill else None,
                 early_size_from=case.min_step_tokens,

@@ -171,10 +171,6 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def has_filters(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    @property
     def is_unmodified_greedy(self) -> bool:
         """Whether the next token is the argmax of the model's logits."""
         return self.is_greedy and not self.has_penalties and not self.has_biases and self.constraint is None

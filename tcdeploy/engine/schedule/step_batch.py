@@ -1,9 +1,10 @@
-"""What the scheduler decided for one step, as plain data: the only input of the runner. Does not import torch.
+"""What the scheduler decided for one step, as plain data. Does not import torch.
 
-A batch refers to no object of the scheduler, and msgspec encodes it, so the runner can be in another thread, process or
-rank. It contains the differences from the previous batch: `StepBatchBuilder` compares the running sequences with those
-of the previous batch by their ids, and engine/step/rows.py applies the differences to the decode rows on the device. If
-the same sequences decode again, in the same blocks, the batch contains their number only: 11 bytes.
+Beside bit masks, a batch is the only input of the runner. It refers to no object of the scheduler, and msgspec encodes
+it, so the runner can be in another thread, process or rank. It contains the differences from the previous batch:
+`StepBatchBuilder` compares the running sequences with those of the previous batch by their ids, and
+engine/step/rows.py applies the differences to the decode rows on the device. If the same sequences decode again, in the
+same blocks, the batch contains their number only: 11 bytes.
 
 The bit masks of constrained outputs are not part of a batch: they depend on tokens that may be unread when the forward
 pass is launched. They follow in a buffer of their own, whose row i belongs to the i-th constrained output of the step.
@@ -25,7 +26,10 @@ from tcdeploy.planning.plan import Bucket
 
 
 class RowSampling(Struct, array_like=True, frozen=True, gc=False):
-    """How a row samples, if it is not the argmax of the model's logits. The fields are those of SamplingParams."""
+    """How a row samples, if its token is not the argmax of the model's logits.
+
+    `is_constrained`, `biases` and `history` are derived from SamplingParams; the other fields are its fields.
+    """
 
     temperature: float
     top_k: int
@@ -64,7 +68,8 @@ class PromptChunk(Struct, array_like=True, frozen=True, gc=False):
     token_ids: list[int]
     blocks: list[int]  # of the sequence, from its first token on
     row: int | None  # the decode row of the sequence, if the chunk ends its prompt
-    # Of each token, the next one, whose log-probability is requested; [] if none is. The last token may have none.
+    # The tokens that follow those of the chunk, one each, whose log-probabilities are requested; the last token of the
+    # prompt has none. [] without prompt_logprobs.
     scored_ids: list[int] = []
     num_logprobs: int = 0  # most likely tokens to report with each of these
 
@@ -74,9 +79,9 @@ class PromptChunk(Struct, array_like=True, frozen=True, gc=False):
 
 
 class StepBatch(Struct, array_like=True, frozen=True, gc=False):
-    """One step, or with neither chunks nor decoding rows, changes of the rows only. `rows` is applied before `blocks`.
+    """One step, or a change of the rows without a step. `rows` is applied before `blocks`.
 
-    Row i of the step continues row `rows[i]` of the previous step, or is new. Rows from len(rows) on are emptied.
+    `rows[i]` is the previous row that becomes row i, or a NewRow. All later rows become empty.
     """
 
     num_decoding: int = 0  # the first rows decode one token each
@@ -144,7 +149,7 @@ class StepBatchBuilder:
         return rows
 
     def _new_blocks(self, running: ListLike[Sequence]) -> list[RowBlocks]:
-        """The blocks that rows got since the last upload. A row that lost blocks uploads their successors again."""
+        """The blocks to append to the tables. If the scheduler took blocks back, later ones overwrite their entries."""
         num_blocks = [len(sequence.blocks) for sequence in running]
         previous, self._num_blocks = self._num_blocks, num_blocks
         if num_blocks == previous:
@@ -178,16 +183,16 @@ def new_row(sequence: Sequence) -> NewRow:
     if params.is_unmodified_greedy:
         return NewRow(logprobs=params.logprobs)
     sampling = RowSampling(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        temperature=float(params.temperature),  # the values may be numpy's, which cannot be encoded
+        top_k=int(params.top_k),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        repetition_penalty=float(params.repetition_penalty),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
         seed=row_seed(params.seed),
         is_constrained=params.constraint is not None,
-        biases=params.biases(length) if params.has_biases else [],
+        biases=[(int(token), float(value), end) for token, value, end in params.biases(length)],
         history=(sequence.token_ids[:length], sequence.token_ids[length:]) if params.has_penalties else None,
     )
     return NewRow(sampling, params.logprobs)

@@ -176,6 +176,7 @@ class PrefillBuffers:
 
     def fill(self, batch: StepBatch) -> None:
         """Pack one token of each decoding row, and then the chunks in order."""
+        assert len(batch.lengths) == batch.num_decoding
         staging = torch.empty(self._packed.shape, dtype=torch.int64, pin_memory=self._packed.is_cuda)
         staging_array = staging.numpy()
         int64_views = self._int64_layout.views(staging_array)

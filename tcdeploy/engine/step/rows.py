@@ -27,7 +27,7 @@ FLOAT32 = torch.finfo(torch.float32)
 
 
 class RowUse(NamedTuple):
-    """What the outputs of a row need beside the greedy tokens of the step."""
+    """What a row needs beside its greedy token."""
 
     features: Features | None  # None: the greedy token is the sampled one
     logprobs: int | None  # most likely tokens to report
@@ -66,9 +66,10 @@ class RowAssignment:
         return {self._rows[row] for row in rows if row is not None}
 
     def masks_on_device(self, rows: ListLike[int | None], masks: Tensor) -> Tensor:
-        """`masks` [constrained rows, words] as those of all outputs, [len(rows), words]; all bits set if unconstrained.
+        """The masks of all outputs, [len(rows), words] int32, on the device.
 
-        The masks are int32, in host memory. Pinned memory must come from torch, which keeps it until the copy is done.
+        `masks`: those of the constrained rows, in order, in host memory; all bits of the others are set. Pinned memory
+        must come from torch, which keeps it until the copy is done.
         """
         device = self.decode_rows.token_ids.device
         constrained = [
@@ -81,6 +82,7 @@ class RowAssignment:
 
     def _assign(self, rows: ListLike[int | NewRow]) -> None:
         padding_row, previous = self.decode_rows.padding_row, self._rows
+        assert all(row < len(previous) for row in rows if isinstance(row, int)), "a batch is missing"
         source = [row if isinstance(row, int) else padding_row for row in rows]
         source += [padding_row] * (padding_row + 1 - len(rows))
         if source[: len(previous)] != list(range(len(previous))):

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
@@ -49,7 +50,7 @@ PROMPT_LOGPROBS_CHUNK = 512  # rows: 130 MB of bfloat16 logits at a vocabulary o
 
 class SampledTokens(NamedTuple):
     tokens: Tensor  # [outputs] int64
-    logprobs: Logprobs | None  # of them
+    logprobs: Logprobs | None  # of these tokens; None if no row requests them
 
 
 class ModelRunner:
@@ -104,8 +105,13 @@ class ModelRunner:
 
     def run(self, batch: StepBatch) -> StepOutput:
         """Launch a step, whose outputs are those of `StepBatch.output_rows`. Their tokens are the greedy ones."""
-        self.row_assignment.apply(batch)
+        assert batch.num_tokens, "`apply` takes a batch without a step"
+        self.apply(batch)
         return self._run_prefill(batch) if batch.chunks else self._run_decode(batch.num_decoding)
+
+    def apply(self, batch: StepBatch) -> None:
+        """Change the decode rows as the batch says."""
+        self.row_assignment.apply(batch)
 
     def _run_prefill(self, batch: StepBatch) -> StepOutput:
         """One packed step over the chunks, and in a mixed step over one token of each decoding row."""
@@ -155,10 +161,11 @@ class ModelRunner:
 
     @torch.no_grad()
     def sample(self, batch: StepBatch, output: StepOutput, masks: Tensor | None = None) -> SampledTokens:
-        """The tokens of a step as its rows sample them, which replace the greedy ones as input of the next step.
+        """Sample a step's tokens with the settings of its rows. They replace the greedy ones as the next step's input.
 
-        `masks` [constrained outputs, words] int32, from `make_masks`, contain the masks in the order of these outputs.
-        The outputs after the last chunk or row are padding, for which nothing is sampled.
+        Rows of sequences that have ended since the launch are sampled too. The outputs after the last chunk or row are
+        padding, for which nothing is sampled. `masks` [constrained outputs, words] int32, from `make_masks`, contain
+        the masks in the order of these outputs.
         """
         rows = batch.output_rows(self.plan.max_prefill_sequences)
         output = StepOutput(*(tensor[: len(rows)] for tensor in output))
@@ -182,9 +189,10 @@ class ModelRunner:
         return tokens
 
     def make_masks(self, count: int) -> Tensor:
-        """Memory for `count` bit masks, [count, words] int32, from which a GPU can copy while the host goes on.
+        """Host memory for `count` bit masks, [count, words] int32, pinned for a GPU, without values.
 
-        Torch pins no tensor that is made from an array.
+        Allocated by torch, which cannot pin a tensor that is made from an array. Fill it with numpy: torch fills a
+        large tensor with one thread per core, which then spin for a while.
         """
         words = -(-self.vocab_size // 32)
         return torch.empty(count, words, dtype=torch.int32, pin_memory=self.plan.device == "cuda")
@@ -223,7 +231,7 @@ class ModelRunner:
         tokens = len(chunk.token_ids)
         bucket = smallest_bucket(self.plan.prefill_buckets, tokens)
         prefill = self._prefill_for(bucket, tokens, self._sizes(bucket, 0))
-        prefill.fill(StepBatch(chunks=[chunk]))
+        prefill.fill(StepBatch(chunks=[replace(chunk, row=None)]))  # it changes no decode row
         pieces: list[tuple[int, Logprobs]] = []
         with reuse_body_output(self.model) if self.has_model else contextlib.nullcontext():
             for begin in range(0, len(chunk.scored_ids), PROMPT_LOGPROBS_CHUNK):

@@ -105,9 +105,9 @@ def assign_roles(graph: Graph) -> None:
 
 
 def is_weight(node: Any) -> bool:
-    """Whether `node` is, or views, a weight. No kernel of a step writes it, so it may be read early (PDL).
+    """Whether `node` is, or views, a weight, which may be read early (PDL).
 
-    A buffer of the model that this graph writes is none. The graph is functional: it writes inputs at its end.
+    Excludes a buffer that this graph writes. A post-grad graph writes an input by `copy_` at its end.
     """
     source = strip_aliases(node)
     is_written = any(target_of(user) is aten.copy_.default and user.args[0] is source for user in source.users)
