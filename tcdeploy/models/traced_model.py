@@ -129,9 +129,9 @@ def trace_model(
             raise conversion_error(plan.model, headers, dict(shapes)) from error
         raise NotTraceableError(trace.problem or first_line(error)) from error
     traced = TracedModel(model, trace.checkpoint)
-    names = (name for source in traced.sources.values() for name in stored_names(source))
-    for name in filter(unreadable.__contains__, names):
-        raise NotTraceableError(f"{name} is stored in a format that is converted")
+    used = {name for source in traced.sources.values() for name in stored_names(source)}
+    if converted := sorted(used & unreadable.keys()):
+        raise NotTraceableError(f"{converted[0]} is stored in a format that is converted")
     return traced
 
 

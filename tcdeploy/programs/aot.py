@@ -35,7 +35,7 @@ from tcdeploy.programs.jit import inductor_options
 from tcdeploy.programs.model_forward import StepInputs, TransformersForward, step_tensors
 from tcdeploy.programs.packages import PackagedForward, StepProgramKey
 from tcdeploy.programs.passes.grouped_mm import graph_modules
-from tcdeploy.programs.roles import ROLE, TOKEN_DIMS, compiling
+from tcdeploy.programs.roles import ROLE, TOKEN_DIMS, compiling, log_no_roles
 from tcdeploy.programs.stances import current_stance
 from tcdeploy.programs.step_program import StepProgram
 from tcdeploy.torch_compat.dynamo import compile_refusal
@@ -167,6 +167,7 @@ def package_folder(
 def _compiling(exported: ExportedProgram) -> contextlib.AbstractContextManager[None]:
     """The context in which our passes find the roles of the program's inputs."""
     if len(list(graph_modules(exported))) > 1:  # the passes run on its subgraphs too
+        log_no_roles("it has branches or loops")
         return contextlib.nullcontext()
     inputs = exported.graph.find_nodes(op="placeholder")
     return compiling([node.meta[ROLE] for node in inputs], [node.meta["val"] for node in inputs])

@@ -18,7 +18,7 @@ from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.variants import Variant
 from tcdeploy.programs.passes.post_grad import PostGradPass
 from tcdeploy.programs.programs import Program, ProgramKey, roles_of_call, run_region
-from tcdeploy.programs.roles import compiling
+from tcdeploy.programs.roles import compiling, log_no_roles
 from tcdeploy.torch_compat.dynamo import compile_backend
 from tcdeploy.torch_compat.inductor.custom_graph_pass import import_compiler, pass_options
 
@@ -49,6 +49,7 @@ def compile_with_roles(
     A function of the module, because Dynamo shares code only between equal backends.
     """
     if compile_backend.has_subgraphs(graph_module):
+        log_no_roles("it has branches or loops")
         return compile_backend.compile_graph(graph_module, example_inputs, options)
     with compiling(roles_of_call(example_inputs), example_inputs):
         return compile_backend.compile_graph(graph_module, example_inputs, options)

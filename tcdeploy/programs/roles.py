@@ -12,13 +12,14 @@ inputs say it (step_program.py). The shape of a tensor does not: a weight and a 
 
 `compiling` makes them available to the passes. AOTAutograd keeps the order of a graph's inputs, but may add or merge
 some, so roles are used only if the number, dtypes and shapes of the inputs are as described. Otherwise, and if the
-program has subgraphs, no input has a role, and the passes that need one do nothing.
+program has subgraphs, no input has a role, and the passes that need one do nothing, which is logged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ class Role(enum.Enum):
 TOKEN_DIMS = {"input_ids": 1, "position_ids": 1, "prefill.slot_mapping": 0}
 ROLE = "tcdeploy_role"  # in the meta of a graph's inputs
 CONSTANT_ROLES = {Role.WEIGHT, Role.STATE}  # the same tensors in every step
+log = logging.getLogger("tcdeploy.programs")
 _ROLES_BY_PREFIX = {"weight": Role.WEIGHT, "kv": Role.STATE, "value": Role.VALUE}
 _ROLES_BY_STEP_NAME = {"rows": Role.ROWS, **dict.fromkeys(TOKEN_DIMS, Role.TOKENS)}
 _READ_BY_PASSES = {Role.WEIGHT, Role.ROWS}
@@ -71,9 +73,17 @@ def compiling(roles: Sequence[Role], examples: Sequence[Any]) -> Iterator[None]:
 def roles_of(values: Sequence[Any]) -> Sequence[Role]:
     """The role of each input of the compiled graph, given their fake values; empty if they are not as described."""
     inputs = _compiled_inputs.get()
-    if inputs is None or len(values) != len(inputs.examples):
+    if inputs is None:
         return ()
-    return inputs.roles if all(map(_is_alike, values, inputs.examples)) else ()
+    if len(values) == len(inputs.examples) and all(map(_is_alike, values, inputs.examples)):
+        return inputs.roles
+    log_no_roles("its graph has other inputs than its call")
+    return ()
+
+
+def log_no_roles(reason: str) -> None:
+    """Log what the passes do not do for a program whose inputs have no roles."""
+    log.info("a program has no fused one-row products, and its last layer computes all rows: %s", reason)
 
 
 def compiled_roles_key() -> str:

@@ -154,7 +154,7 @@ def test_the_plan_shows_it_and_has_the_memory_of_dequantised_weights(
     assert decision_named(quantised, "weights").value == f"mxfp4 dequantised to {dtype}"
     assert [decision for decision in plain.decisions if decision.name == "weights"] == []
     loading = [decision.reason for decision in quantised.decisions if decision.name == "loading"]
-    converted = f"{EXPERTS}.gate_up_proj is stored in a format that is converted"
+    converted = f"{EXPERTS}.down_proj is stored in a format that is converted"
     assert loading == ([converted] if load_format == "auto" else [])
     assert quantised.weight_bytes == plain.weight_bytes
     tensors = load(folders.quantised, dtype)
