@@ -90,7 +90,21 @@ def test_an_error_is_left_to_the_start(monkeypatch: pytest.MonkeyPatch, caplog: 
         raise RuntimeError(f"{threading.current_thread().name}: no memory")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(early_gpu, "_use_libraries", fail)
     with caplog.at_level(logging.DEBUG), initializing_gpu():
         pass
     assert "gpu-initialization: no memory" in caplog.text
+
+
+def test_a_process_initialises_its_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second model's start would leave another workspace of cuBLAS in the GPU's memory."""
+    calls: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(calls))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(early_gpu, "_use_libraries", calls.append)
+    for _ in range(2):
+        with initializing_gpu():
+            pass
+    assert calls == [torch.device("cuda")]

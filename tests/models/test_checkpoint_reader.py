@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tcdeploy.engine.step.batch import StepOutput
+from tcdeploy.engine.step.step_graphs import capture_graph
 from tcdeploy.errors import ModelError
 from tcdeploy.models.weights import reader as checkpoint_reader
 from tcdeploy.models.weights.reader import Copy, copying_tensors, read_elements, read_tensor, stored_tensors
@@ -73,19 +75,20 @@ def test_rows_and_other_dtypes_and_results_are_written_too(
 def test_converted_tensors_may_be_read_during_a_capture(files: list[Path]) -> None:
     """A start from packages captures CUDA graphs while its weights are read."""
     stored, captures = stored_tensors(files)["half"], threading.Event()
-    static, target = torch.ones(4, device="cuda"), torch.zeros(77, device="cuda")
-    graph = torch.cuda.CUDAGraph()
+    static, target, pool = torch.ones(4, device="cuda"), torch.zeros(77, device="cuda"), torch.cuda.MemPool()
 
     def read_during_the_capture() -> Tensor:
         assert captures.wait(60)
         return read_tensor(stored)
 
-    with copying_tensors([Copy(stored, target, read_during_the_capture)]), torch.cuda.graph(graph):
+    def step() -> StepOutput:
         captures.set()
         time.sleep(0.5)
-        result = static * 2
-    graph.replay()
-    assert result.tolist() == [2] * 4 and torch.equal(target.cpu(), TENSORS["half"].float())
+        return StepOutput(logits=static * 2, tokens=static, rows=static)
+
+    with copying_tensors([Copy(stored, target, read_during_the_capture)]):
+        graph = capture_graph(step, pool)
+    assert graph.replay().logits.tolist() == [2] * 4 and torch.equal(target.cpu(), TENSORS["half"].float())
 
 
 def test_the_first_elements_can_be_read_alone(files: list[Path]) -> None:

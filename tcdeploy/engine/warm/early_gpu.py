@@ -33,8 +33,11 @@ log = logging.getLogger("tcdeploy.engine")
 
 @contextlib.contextmanager
 def initializing_gpu() -> Iterator[None]:
-    """Initialise the current GPU, if any, while the block runs, whose next CUDA call raises an error of it."""
-    if not torch.cuda.is_available():
+    """Initialise the current GPU, if any, while the block runs, whose next CUDA call raises an error of it.
+
+    Does nothing if this process has used the GPU before: cuBLAS would keep a workspace of 32 MiB for the thread.
+    """
+    if not torch.cuda.is_available() or torch.cuda.is_initialized():
         yield
         return
     thread = threading.Thread(target=_initialize, name="gpu-initialization")
