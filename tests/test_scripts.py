@@ -177,6 +177,13 @@ def test_only_the_known_source_distribution_of_flash_attn_is_built(tmp_path: Pat
         script.unpack(tmp_path / script.SDIST, tmp_path)
 
 
+def test_step_batches_are_measured(tmp_path: Path) -> None:
+    run_script("bench-step-batch", "--rows", "4", "--out", str(tmp_path))
+    results = json.loads((tmp_path / "step-batch.json").read_text())
+    sizes = [results[name]["bytes"] for name in ("steady", "half ended", "new, greedy", "new, sampled")]
+    assert sizes == sorted(sizes) and all(result["encode us"] > 0 for result in results.values())
+
+
 def test_the_first_minute_is_measured_beside_a_later_time() -> None:
     load_script("bench-starts")  # finds its modules
     import first_minute
