@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from tcdeploy.cache.files.records import CHUNK_BYTES, FileRecord, stored_path
+from tcdeploy.cache.files.records import CHUNK_BYTES, FileRecord, read_checked
 from tcdeploy.cache.record.bundle_header import Payload
 from tcdeploy.cache.trust.signing import Signature, SignedHeader, damaged_error, signed_header_bytes
 from tcdeploy.errors import IntegrityError
@@ -173,18 +173,12 @@ def _write_payload(folder: Path, files: tuple[FileRecord, ...], out: IO[bytes]) 
     with zstandard.ZstdCompressor(level=ZSTD_LEVEL).stream_writer(out, closefd=False) as stream:
         for file in files:
             stream.write(_tar_header(file))
-            digest, length = hashlib.sha256(), 0
-            with open_regular(folder / stored_path(folder, file)) as source:
-                while chunk := source.read(CHUNK_BYTES):
-                    digest.update(chunk)
-                    length += len(chunk)
-                    stream.write(chunk)
-            if digest.hexdigest() != file.sha256:
+            if damage := read_checked(folder, file, stream.write):
                 raise IntegrityError(
-                    f"{folder / file.path} does not match the sha256 in its manifest",
+                    f"{folder / file.path} {damage.reason}",
                     f"discard it and compile again: tcdeploy warm MODEL --cache-dir {folder} --on-bad-cache rebuild",
                 )
-            stream.write(bytes(_padding(length)))
+            stream.write(bytes(_padding(file.bytes)))
         stream.write(TAR_END)
 
 
