@@ -37,9 +37,8 @@ from tcdeploy.cache.record.manifest import (
     read_other_versions,
 )
 from tcdeploy.cache.record.provenance import check_manifest, read_stored_bundle
-from tcdeploy.cache.trust.signing import default_trusted_keys_folder, read_signed_header, sign, signed_header_bytes
+from tcdeploy.cache.trust.signing import default_trusted_keys_folder, read_bundle_header, sign, signed_header_bytes
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
-from tcdeploy.host.regular_file import open_regular
 from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS
 from tcdeploy.remote.address import unreadable_bundle_error
 from tcdeploy.start.package_build import warm_command
@@ -182,8 +181,7 @@ def single_plan_key(folder: Path) -> str:
 def add_signature(path: Path, secret_key: Path) -> None:
     """Add a signature to a bundle. An earlier signature of the same key is replaced; those of other keys stay."""
     try:
-        with open_regular(path, follows_links=True) as file:
-            signed_header = read_signed_header(file, str(path))
+        signed_header = read_bundle_header(path)
     except OSError as error:
         raise unreadable_bundle_error(path, error) from error
     with _translate_os_errors(path):

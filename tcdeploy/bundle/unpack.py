@@ -40,9 +40,8 @@ from tcdeploy.cache.trust.ownership import check_no_links, make_private_folder
 from tcdeploy.cache.trust.signing import (
     MAX_HEADER_BYTES,
     MAX_SIGNATURES_BYTES,
-    SignedHeader,
     TrustedKey,
-    read_signed_header,
+    read_bundle_header,
     signed_header_bytes,
     verify_signature,
 )
@@ -75,7 +74,7 @@ def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) ->
     file that cannot be read.
     """
     try:
-        signed_header = _read_signed_header(path)
+        signed_header = read_bundle_header(path)
         signer = verify_signature(signed_header, str(path), trusted_keys, allow_unsigned)
         header = parse_header(signed_header, str(path))
         check_payload(path, signed_header, header.payload)
@@ -150,20 +149,15 @@ def check_not_older(new: Path, existing: Path) -> None:
     are not verified.
     """
     try:
-        existing_header = parse_header(_read_signed_header(existing), str(existing))
+        existing_header = parse_header(read_bundle_header(existing), str(existing))
     except (OSError, IntegrityError, MismatchError):
         return
-    new_header = parse_header(_read_signed_header(new), str(new))
+    new_header = parse_header(read_bundle_header(new), str(new))
     if new_header.plan_key == existing_header.plan_key and (reason := rollback_reason(new_header, existing_header)):
         raise TrustError(
             f"the bundle is older than {existing}, which it would replace: {reason}",
             "pull it to another file, or add --allow-rollback",
         )
-
-
-def _read_signed_header(path: Path) -> SignedHeader:
-    with open_regular(path, follows_links=True) as file:
-        return read_signed_header(file, str(path))
 
 
 def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:
