@@ -29,13 +29,7 @@ from tcdeploy.planning.recipe import Recipe
 
 
 class _Commands(LazyGroup):
-    sources = {
-        "decode": f"{__name__}:decode",
-        "prefill": f"{__name__}:prefill",
-        "throughput": f"{__name__}:throughput",
-        "startup": f"{__name__}:startup",
-        "serve": f"{__name__}:serve",
-    }
+    sources = {name: f"{__name__}:{name}" for name in ("decode", "prefill", "throughput", "startup", "serve")}
 
 
 app = typer.Typer(
