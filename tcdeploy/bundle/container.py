@@ -28,7 +28,7 @@ from typing import IO
 from tcdeploy.cache.files.records import CHUNK_BYTES, FileRecord, read_checked
 from tcdeploy.cache.record.bundle_header import Payload
 from tcdeploy.cache.trust.signing import Signature, SignedHeader, damaged_error, signed_header_bytes
-from tcdeploy.errors import IntegrityError
+from tcdeploy.errors import IntegrityError, SpaceError
 from tcdeploy.host.durable import sync_folders
 from tcdeploy.host.regular_file import open_regular
 from tcdeploy.host.temporary_files import temporary_file
@@ -37,6 +37,15 @@ ZSTD_LEVEL = 9
 MAX_WINDOW_BYTES = 1 << 27  # limit on the decompressor's memory
 TAR_END = bytes(2 * tarfile.BLOCKSIZE)
 RLE_BLOCK = 1  # zstd block type: one byte, repeated
+
+
+def check_free_space(folder: Path, needed: int, purpose: str) -> None:
+    """Raise SpaceError if the disk of a folder has less than `needed` bytes free. `purpose`: "unpacking needs"."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise SpaceError(
+            f"{purpose} {needed} bytes in {folder}; {free} are free", "free some space, or choose another folder"
+        )
 
 
 def write_bundle(

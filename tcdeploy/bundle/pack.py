@@ -17,14 +17,13 @@ import dataclasses
 import errno
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.bundle.container import replace_signatures, write_bundle
+from tcdeploy.bundle.container import check_free_space, replace_signatures, write_bundle
 from tcdeploy.cache.files.records import find_damage
 from tcdeploy.cache.folder.layout import manifest_path, plan_keys
 from tcdeploy.cache.folder.leases import folder_lock
@@ -78,7 +77,8 @@ def pack(
     files = header.payload_files
     unpacked_bytes = sum(file.bytes for file in files)
     with _translate_os_errors(target):
-        _check_free_space(target, unpacked_bytes)
+        # Payload and bundle exist side by side for a moment, both at most that large.
+        check_free_space(target.parent, 2 * unpacked_bytes, "packing may need")
         # A folder that cannot be written needs no lock: nothing removes files from it.
         with folder_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():
             payload = write_bundle(
@@ -229,15 +229,4 @@ def _check_packable(folder: Path, manifest: Manifest) -> None:
         raise WarmStartRequiredError(
             f"the last start of plan {manifest.plan['key']} compiled programs, so its list of files is not final",
             f"start it once more: tcdeploy warm MODEL --cache-dir {folder} --require-hit",
-        )
-
-
-def _check_free_space(target: Path, unpacked_bytes: int) -> None:
-    """Require twice the unpacked size: payload and bundle exist side by side for a moment, both at most that large."""
-    free = shutil.disk_usage(target.parent).free
-    needed = 2 * unpacked_bytes
-    if free < needed:
-        raise SpaceError(
-            f"packing may need {needed} bytes in {target.parent}; {free} are free",
-            "free some space, or choose another disk",
         )

@@ -27,7 +27,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.bundle.container import check_payload, read_files
+from tcdeploy.bundle.container import check_free_space, check_payload, read_files
 from tcdeploy.cache.files.records import find_damage, group_by_path, path_to_publish
 from tcdeploy.cache.folder.access import create_folder
 from tcdeploy.cache.folder.layout import UNPACKING_PREFIX, manifest_path, stored_header_path
@@ -109,7 +109,7 @@ def unpack(
                 _check_not_older(path, plan, folder, trusted_keys)
             present = [_is_unpacked(folder, plan.header.manifest, plan.header.plan_key) for plan in plans]
             if not all(present):
-                _check_free_space(folder, size)
+                check_free_space(folder, size + SPARE_BYTES, "unpacking needs")
             for plan, is_present in zip(plans, present, strict=True):
                 _stage_and_publish(path, plan, folder, is_present)
     except OSError as error:
@@ -166,15 +166,6 @@ def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:
         local = read_manifest(manifest_path(folder, key))
         return local is not None and set(local.files) == set(manifest.files) and not find_damage(folder, local.files)
     return False
-
-
-def _check_free_space(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size + SPARE_BYTES:
-        raise SpaceError(
-            f"unpacking needs {size + SPARE_BYTES} bytes in {folder}; {free} are free",
-            "free some space, or choose another folder",
-        )
 
 
 def _stage_and_publish(path: Path, opened: CheckedHeader, folder: Path, already_present: bool) -> None:
