@@ -82,12 +82,5 @@ def read_regular(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES, *, follo
     return content
 
 
-def write_new(path: str | Path, content: bytes) -> None:
-    """Write a temporary file that the caller renames. Removes an existing one, of a killed process. Raises OSError."""
-    Path(path).unlink(missing_ok=True)
-    with open_regular(path, "xb") as file:
-        file.write(content)
-
-
 def _unsafe(path: str | Path, reason: str) -> UnsafeFileError:
     return UnsafeFileError(errno.EPERM, reason, os.fspath(path))

@@ -91,8 +91,8 @@ def pull(
 def find(source: str, plan_key: str) -> list[str]:
     """URLs of the plan's bundles in a folder URL: newest first, then those without a time, by name.
 
-    The URLs can be passed to `pull`, so they contain the secrets of `source`: print them through `redacted`. A folder
-    that does not exist has no bundles. Raises NetworkError and UsageError.
+    The URLs can be passed to `pull`, so they contain the secrets of `source`: print them through `Address.redacted`. A
+    folder that does not exist has no bundles. Raises NetworkError and UsageError.
     """
     check_plan_key(plan_key)
     folder, deadline = Address.parse(source), Deadline()
@@ -100,11 +100,6 @@ def find(source: str, plan_key: str) -> list[str]:
     bundles = with_retries(lambda: store.list(plan_key), folder, deadline)
     bundles.sort(key=lambda bundle: (-(bundle.time or 0), bundle.name))
     return [folder.child(str(bundle.name)).url for bundle in bundles]
-
-
-def redacted(url: str) -> str:
-    """The URL without user, password and query. Raises UsageError for an invalid URL."""
-    return Address.parse(url).redacted
 
 
 def open_store(folder: Address, deadline: Deadline) -> Store:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
-from tcdeploy.host.regular_file import open_regular, read_regular, write_new
+from tcdeploy.host.durable import write_durably
+from tcdeploy.host.regular_file import open_regular, read_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -107,7 +108,7 @@ def trust(name: str, public: Path, folder: Path) -> TrustedKey:
     with _translate_os_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            write_new(path, _public_pem(key))
+            write_durably(path, _public_pem(key))
     return TrustedKey(name, fingerprint(key))
 
 
