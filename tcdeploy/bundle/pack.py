@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import re
 import subprocess
@@ -38,6 +37,7 @@ from tcdeploy.cache.record.manifest import (
 from tcdeploy.cache.record.provenance import check_manifest, read_stored_bundle
 from tcdeploy.cache.trust.signing import default_trusted_keys_folder, read_bundle_header, sign, signed_header_bytes
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
+from tcdeploy.host.regular_file import DISK_FULL
 from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS
 from tcdeploy.remote.address import unreadable_bundle_error
 from tcdeploy.start.package_build import warm_command
@@ -195,7 +195,7 @@ def _translate_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise SpaceError(
                 f"the disk is full, the bundle {path} was not written", "free some space, or choose another disk"
             ) from error

@@ -20,7 +20,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import errno
 import os
 import shutil
 import tempfile
@@ -47,7 +46,7 @@ from tcdeploy.cache.trust.signing import (
 )
 from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, TrustError
 from tcdeploy.host.durable import sync_files, sync_folders
-from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular
+from tcdeploy.host.regular_file import DISK_FULL, UnsafeFileError, open_regular, read_regular
 from tcdeploy.remote.address import unreadable_bundle_error
 
 SPARE_BYTES = 16 << 20
@@ -113,7 +112,7 @@ def unpack(
             for plan, is_present in zip(plans, present, strict=True):
                 _stage_and_publish(path, plan, folder, is_present)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise SpaceError(
                 f"the disk of {folder} is full; unpacking needs {size} bytes",
                 "free some space, or choose another folder",

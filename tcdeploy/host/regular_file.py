@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 Mode = Literal["rb", "r+b", "ab", "xb"]
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a write without room
 MAX_DOCUMENT_BYTES = 64 << 20  # of a JSON document in a cache folder; the largest are manifests and start records
 _FLAGS: dict[Mode, int] = {
     "rb": os.O_RDONLY,

@@ -16,7 +16,6 @@ Storage libraries are imported only for URLs that need them.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from tcdeploy.errors import IntegrityError, SpaceError, UsageError
 from tcdeploy.host.durable import sync
+from tcdeploy.host.regular_file import DISK_FULL
 from tcdeploy.host.temporary_files import temporary_file
 from tcdeploy.remote.address import Address, BundleName, bundle_name_of, check_plan_key
 from tcdeploy.remote.fsspec_folder import open_folder
@@ -219,6 +219,6 @@ def _translate_local_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise SpaceError(f"the disk of {folder} is full", "free some space, or pull to another folder") from error
         raise UsageError(f"cannot write to {folder}: {error.strerror}", "choose a writable folder") from error
