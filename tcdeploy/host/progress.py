@@ -115,6 +115,7 @@ class StageProgress(Progress):
         self.move(self.position._replace(detail=text))
 
     def move(self, position: Position) -> None:
+        """Called for each change of the position until `finish`."""
         self.position = position
 
     def expect(self, stage_seconds: Mapping[str, float]) -> None:
