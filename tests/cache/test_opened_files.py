@@ -28,7 +28,7 @@ OPENING = {
 STAGING = "in the private staging folder, whose files were compared during the copy"
 SOURCES = "source files of this package"
 ALLOWED = {
-    ("cache.staging.activate", "TemporaryFile"): "a new file with a random name",
+    ("cache.folder.access", "TemporaryFile"): "a new file with a random name",
     ("cache.trust.signing", "read_bytes"): "keys that the user names, which may come from a pipe",
     ("cache.trust.signing", "fdopen"): "a new secret key, opened with O_EXCL",
     ("cache.trust.signing", "open"): "a new secret key, opened with O_EXCL",
