@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -140,11 +140,15 @@ def _span_us(kernels: list[KernelRun]) -> float:
 
 def _top_kernels(replays: list[list[KernelRun]]) -> tuple[KernelTime, ...]:
     """The kernels with the longest total time per step, averaged over the replays."""
-    us_by_name: dict[str, list[float]] = defaultdict(list)
-    for kernel in (kernel for replay in replays for kernel in replay):
-        us_by_name[kernel.name].append(kernel.stop - kernel.start)
-    longest = sorted(us_by_name.items(), key=lambda item: sum(item[1]), reverse=True)[:TOP_KERNELS]
-    return tuple(
-        KernelTime(name, kernel_kind(name), len(times) / len(replays), sum(times) / len(replays))
-        for name, times in longest
-    )
+    runs = ((kernel.name, kernel.stop - kernel.start) for replay in replays for kernel in replay)
+    longest = rank_by_time(runs, len(replays))[:TOP_KERNELS]
+    return tuple(KernelTime(name, kernel_kind(name), count, us) for name, count, us in longest)
+
+
+def rank_by_time(runs: Iterable[tuple[str, float]], steps: int) -> list[tuple[str, float, float]]:
+    """(name, executions per step, us per step), longest first. `runs`: name and us of each execution in all steps."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for name, us in runs:
+        times[name].append(us)
+    rows = [(name, len(values) / steps, sum(values) / steps) for name, values in times.items()]
+    return sorted(rows, key=lambda row: -row[2])

@@ -12,7 +12,7 @@ from typing import Any
 
 from tcdeploy.errors import TcdeployError
 from tcdeploy.planning.environment import Environment, cpu_name
-from tcdeploy.planning.plan import Plan
+from tcdeploy.planning.plan import Bucket
 
 TCDEPLOY = "tcdeploy"
 ENVIRONMENT_FIELDS = ("python", "torch", "transformers", "triton", "cuda", "driver", "gpu", "cpu", "cpu_threads")
@@ -63,9 +63,10 @@ def describe_environment(environment: Environment) -> dict[str, Any]:
     return {**{name: getattr(environment, name) for name in ENVIRONMENT_FIELDS}, "cpu_name": cpu_name()}
 
 
-def describe_plan(plan: Plan) -> dict[str, Any]:
-    buckets = [bucket.name for bucket in plan.buckets]
-    return {**{name: getattr(plan, name) for name in PLAN_FIELDS}, "buckets": buckets}
+def describe_plan(plan: dict[str, Any]) -> dict[str, Any]:
+    """`plan`: as JSON values."""
+    buckets = [Bucket(**bucket).name for bucket in plan["buckets"]]
+    return {**{name: plan[name] for name in PLAN_FIELDS}, "buckets": buckets}
 
 
 def rows_or_failure(subject: str, measured: Iterator[Row]) -> list[Row]:

@@ -80,7 +80,7 @@ def run_benchmark(
     for name in settings.baselines:
         release_memory()
         rows += rows_or_failure(name, session.measure_baseline(name, measure, measure_model))
-    environment, plan = describe_environment(planned.environment), describe_plan(planned.plan)
+    environment, plan = describe_environment(planned.environment), describe_plan(dataclasses.asdict(planned.plan))
     extra = {"machine": dataclasses.asdict(rates), "notes": session.notes, **session.extra}
     return Report(command, environment, plan, dataclasses.asdict(settings), rows, extra)
 

@@ -24,12 +24,11 @@ from typing import IO, Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from tcdeploy.bench.report import PLAN_FIELDS, TCDEPLOY, Report, Row, describe_environment
+from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan
 from tcdeploy.bench.settings import StartupSettings
 from tcdeploy.errors import NetworkError, TcdeployError
 from tcdeploy.host.progress import Progress
 from tcdeploy.planning.environment import detect_environment
-from tcdeploy.planning.plan import Bucket
 from tcdeploy.planning.recipe import SHARED_VARIABLES, Recipe
 
 TIMEOUT_S, STOP_TIMEOUT_S, POLL_S = 1800.0, 120.0, 0.02
@@ -76,7 +75,7 @@ def run(recipe: Recipe, settings: StartupSettings, progress: Progress) -> Report
             row, plan = _measure_serve(command("serve", recipe, "--port", "{port}"), prompt)
             rows.append(row)
     environment = describe_environment(detect_environment(recipe.device))  # imports torch
-    return Report("startup", environment, _describe_plan(plan), dataclasses.asdict(settings), rows)
+    return Report("startup", environment, describe_plan(plan), dataclasses.asdict(settings), rows)
 
 
 def command(name: str, recipe: Recipe, *flags: str) -> list[str]:
@@ -137,11 +136,6 @@ def _reads(document: dict[str, Any]) -> tuple[dict[str, float], float | None]:
     """The seconds of imports, and of reading the weights, in the JSON document of a start."""
     weights = document["weights_read"]
     return document["import_seconds"], weights and weights["seconds"]
-
-
-def _describe_plan(plan: dict[str, Any]) -> dict[str, Any]:
-    buckets = [Bucket(**bucket).name for bucket in plan["buckets"]]
-    return {**{name: plan[name] for name in PLAN_FIELDS}, "buckets": buckets}
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from tcdeploy.cache.files.records import CHUNK_BYTES, FileRecord, stored_path
+from tcdeploy.cache.files.records import CHUNK_BYTES, FileRecord, read_checked
 from tcdeploy.cache.record.bundle_header import Payload
 from tcdeploy.cache.trust.signing import Signature, SignedHeader, damaged_error, signed_header_bytes
-from tcdeploy.errors import IntegrityError
+from tcdeploy.errors import IntegrityError, SpaceError
 from tcdeploy.host.durable import sync_folders
 from tcdeploy.host.regular_file import open_regular
 from tcdeploy.host.temporary_files import temporary_file
@@ -37,6 +37,15 @@ ZSTD_LEVEL = 9
 MAX_WINDOW_BYTES = 1 << 27  # limit on the decompressor's memory
 TAR_END = bytes(2 * tarfile.BLOCKSIZE)
 RLE_BLOCK = 1  # zstd block type: one byte, repeated
+
+
+def check_free_space(folder: Path, needed: int, purpose: str) -> None:
+    """Raise SpaceError if the disk of a folder has less than `needed` bytes free. `purpose`: "unpacking needs"."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise SpaceError(
+            f"{purpose} {needed} bytes in {folder}; {free} are free", "free some space, or choose another folder"
+        )
 
 
 def write_bundle(
@@ -173,18 +182,12 @@ def _write_payload(folder: Path, files: tuple[FileRecord, ...], out: IO[bytes]) 
     with zstandard.ZstdCompressor(level=ZSTD_LEVEL).stream_writer(out, closefd=False) as stream:
         for file in files:
             stream.write(_tar_header(file))
-            digest, length = hashlib.sha256(), 0
-            with open_regular(folder / stored_path(folder, file)) as source:
-                while chunk := source.read(CHUNK_BYTES):
-                    digest.update(chunk)
-                    length += len(chunk)
-                    stream.write(chunk)
-            if digest.hexdigest() != file.sha256:
+            if damage := read_checked(folder, file, stream.write):
                 raise IntegrityError(
-                    f"{folder / file.path} does not match the sha256 in its manifest",
+                    f"{folder / file.path} {damage.reason}",
                     f"discard it and compile again: tcdeploy warm MODEL --cache-dir {folder} --on-bad-cache rebuild",
                 )
-            stream.write(bytes(_padding(length)))
+            stream.write(bytes(_padding(file.bytes)))
         stream.write(TAR_END)
 
 

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.bundle.container import replace_signatures, write_bundle
+from tcdeploy.bundle.container import check_free_space, replace_signatures, write_bundle
 from tcdeploy.cache.files.records import find_damage
 from tcdeploy.cache.folder.layout import manifest_path, plan_keys
 from tcdeploy.cache.folder.leases import folder_lock
@@ -37,9 +35,9 @@ from tcdeploy.cache.record.manifest import (
     read_other_versions,
 )
 from tcdeploy.cache.record.provenance import check_manifest, read_stored_bundle
-from tcdeploy.cache.trust.signing import default_trusted_keys_folder, read_signed_header, sign, signed_header_bytes
+from tcdeploy.cache.trust.signing import default_trusted_keys_folder, read_bundle_header, sign, signed_header_bytes
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
-from tcdeploy.host.regular_file import open_regular
+from tcdeploy.host.regular_file import DISK_FULL
 from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS
 from tcdeploy.remote.address import unreadable_bundle_error
 from tcdeploy.start.package_build import warm_command
@@ -79,7 +77,8 @@ def pack(
     files = header.payload_files
     unpacked_bytes = sum(file.bytes for file in files)
     with _translate_os_errors(target):
-        _check_free_space(target, unpacked_bytes)
+        # Payload and bundle exist side by side for a moment, both at most that large.
+        check_free_space(target.parent, 2 * unpacked_bytes, "packing may need")
         # A folder that cannot be written needs no lock: nothing removes files from it.
         with folder_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():
             payload = write_bundle(
@@ -182,8 +181,7 @@ def single_plan_key(folder: Path) -> str:
 def add_signature(path: Path, secret_key: Path) -> None:
     """Add a signature to a bundle. An earlier signature of the same key is replaced; those of other keys stay."""
     try:
-        with open_regular(path, follows_links=True) as file:
-            signed_header = read_signed_header(file, str(path))
+        signed_header = read_bundle_header(path)
     except OSError as error:
         raise unreadable_bundle_error(path, error) from error
     with _translate_os_errors(path):
@@ -197,7 +195,7 @@ def _translate_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise SpaceError(
                 f"the disk is full, the bundle {path} was not written", "free some space, or choose another disk"
             ) from error
@@ -231,15 +229,4 @@ def _check_packable(folder: Path, manifest: Manifest) -> None:
         raise WarmStartRequiredError(
             f"the last start of plan {manifest.plan['key']} compiled programs, so its list of files is not final",
             f"start it once more: tcdeploy warm MODEL --cache-dir {folder} --require-hit",
-        )
-
-
-def _check_free_space(target: Path, unpacked_bytes: int) -> None:
-    """Require twice the unpacked size: payload and bundle exist side by side for a moment, both at most that large."""
-    free = shutil.disk_usage(target.parent).free
-    needed = 2 * unpacked_bytes
-    if free < needed:
-        raise SpaceError(
-            f"packing may need {needed} bytes in {target.parent}; {free} are free",
-            "free some space, or choose another disk",
         )

@@ -20,14 +20,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import errno
 import os
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.bundle.container import check_payload, read_files
+from tcdeploy.bundle.container import check_free_space, check_payload, read_files
 from tcdeploy.cache.files.records import find_damage, group_by_path, path_to_publish
 from tcdeploy.cache.folder.access import create_folder
 from tcdeploy.cache.folder.layout import UNPACKING_PREFIX, manifest_path, stored_header_path
@@ -40,15 +39,14 @@ from tcdeploy.cache.trust.ownership import check_no_links, make_private_folder
 from tcdeploy.cache.trust.signing import (
     MAX_HEADER_BYTES,
     MAX_SIGNATURES_BYTES,
-    SignedHeader,
     TrustedKey,
-    read_signed_header,
+    read_bundle_header,
     signed_header_bytes,
     verify_signature,
 )
 from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, TrustError
 from tcdeploy.host.durable import sync_files, sync_folders
-from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular
+from tcdeploy.host.regular_file import DISK_FULL, UnsafeFileError, open_regular, read_regular
 from tcdeploy.remote.address import unreadable_bundle_error
 
 SPARE_BYTES = 16 << 20
@@ -75,7 +73,7 @@ def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) ->
     file that cannot be read.
     """
     try:
-        signed_header = _read_signed_header(path)
+        signed_header = read_bundle_header(path)
         signer = verify_signature(signed_header, str(path), trusted_keys, allow_unsigned)
         header = parse_header(signed_header, str(path))
         check_payload(path, signed_header, header.payload)
@@ -110,11 +108,11 @@ def unpack(
                 _check_not_older(path, plan, folder, trusted_keys)
             present = [_is_unpacked(folder, plan.header.manifest, plan.header.plan_key) for plan in plans]
             if not all(present):
-                _check_free_space(folder, size)
+                check_free_space(folder, size + SPARE_BYTES, "unpacking needs")
             for plan, is_present in zip(plans, present, strict=True):
                 _stage_and_publish(path, plan, folder, is_present)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise SpaceError(
                 f"the disk of {folder} is full; unpacking needs {size} bytes",
                 "free some space, or choose another folder",
@@ -150,20 +148,15 @@ def check_not_older(new: Path, existing: Path) -> None:
     are not verified.
     """
     try:
-        existing_header = parse_header(_read_signed_header(existing), str(existing))
+        existing_header = parse_header(read_bundle_header(existing), str(existing))
     except (OSError, IntegrityError, MismatchError):
         return
-    new_header = parse_header(_read_signed_header(new), str(new))
+    new_header = parse_header(read_bundle_header(new), str(new))
     if new_header.plan_key == existing_header.plan_key and (reason := rollback_reason(new_header, existing_header)):
         raise TrustError(
             f"the bundle is older than {existing}, which it would replace: {reason}",
             "pull it to another file, or add --allow-rollback",
         )
-
-
-def _read_signed_header(path: Path) -> SignedHeader:
-    with open_regular(path, follows_links=True) as file:
-        return read_signed_header(file, str(path))
 
 
 def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:
@@ -172,15 +165,6 @@ def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:
         local = read_manifest(manifest_path(folder, key))
         return local is not None and set(local.files) == set(manifest.files) and not find_damage(folder, local.files)
     return False
-
-
-def _check_free_space(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size + SPARE_BYTES:
-        raise SpaceError(
-            f"unpacking needs {size + SPARE_BYTES} bytes in {folder}; {free} are free",
-            "free some space, or choose another folder",
-        )
 
 
 def _stage_and_publish(path: Path, opened: CheckedHeader, folder: Path, already_present: bool) -> None:

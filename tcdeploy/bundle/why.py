@@ -89,7 +89,9 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     buckets = []
     for bucket in plan.buckets:
         of_head = head_differences if _compiles_head(bucket, plan) else []
-        differences = [*shared_differences, *of_head, *_relevant_differences(bucket, plan_differences)]
+        others = DECODE_FIELDS if bucket.is_prefill else PREFILL_FIELDS
+        of_plan = (difference for difference in plan_differences if difference.name not in others)
+        differences = [*shared_differences, *of_head, *of_plan]
         buckets.append(_forecast_bucket(bucket, cached, plan, differences))
     return Forecast(tuple(buckets), tuple(shared_differences + head_differences + plan_differences))
 
@@ -99,11 +101,6 @@ def _compiles_head(bucket: Bucket, plan: Plan) -> bool:
     if plan.graphs != "step" or bucket.is_prefill:
         return False
     return any(variant.compile_head for variant in plan.variants(bucket))
-
-
-def _relevant_differences(bucket: Bucket, plan_differences: list[Difference]) -> list[Difference]:
-    others = DECODE_FIELDS if bucket.is_prefill else PREFILL_FIELDS
-    return [difference for difference in plan_differences if difference.name not in others]
 
 
 def merge_forecasts(forecasts: list[Forecast]) -> Forecast:

@@ -18,7 +18,6 @@ import shutil
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,19 +180,14 @@ def collect_garbage(
         matching = [entry for entry in entries if entry.age_seconds > max_age or entry.plan_key in excess]
         retained = tuple((entry.plan_key, reason) for entry in matching if (reason := _retention_reason(entry)))
         removed_keys = tuple(entry.plan_key for entry in matching if not _retention_reason(entry))
-        removed_keys += tuple(_unused_plans(folder, all_unlisted))
+        for key in read_other_versions(folder):  # a start of such a version sets its manifest's time
+            if not is_leased(folder, key) and (all_unlisted or _is_old(manifest_path(folder, key))):
+                removed_keys += (key,)
         files = _removable_files(folder, set(removed_keys), all_unlisted)
         size = sum((folder / path).lstat().st_size for path in files)
         if not is_dry_run:
             _remove(folder, removed_keys, files)
     return GcResult(removed_keys, len(files), size, retained)
-
-
-def _unused_plans(folder: Path, at_any_age: bool) -> Iterator[str]:
-    """Plans of other versions of tcdeploy that no process uses. A start of such a version sets its manifest's time."""
-    for key in read_other_versions(folder):
-        if not is_leased(folder, key) and (at_any_age or _is_old(manifest_path(folder, key))):
-            yield key
 
 
 def _retention_reason(entry: CachedPlan) -> str:

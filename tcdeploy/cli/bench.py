@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -29,13 +28,7 @@ from tcdeploy.planning.recipe import Recipe
 
 
 class _Commands(LazyGroup):
-    sources = {
-        "decode": f"{__name__}:decode",
-        "prefill": f"{__name__}:prefill",
-        "throughput": f"{__name__}:throughput",
-        "startup": f"{__name__}:startup",
-        "serve": f"{__name__}:serve",
-    }
+    sources = {name: f"{__name__}:{name}" for name in ("decode", "prefill", "throughput", "startup", "serve")}
 
 
 app = typer.Typer(
@@ -111,9 +104,9 @@ def _unpacked(bundle: str | None, allow_unsigned: bool) -> Iterator[str | None]:
         return
     from tcdeploy.bundle.unpack import unpack
     from tcdeploy.cache.trust.signing import default_trusted_keys_folder
+    from tcdeploy.host.temporary_files import temporary_folder
 
-    with tempfile.TemporaryDirectory(prefix="tcdeploy-bundle-") as parent:
-        folder = Path(parent, "cache")
+    with temporary_folder("bundle") as folder:
         unpack(Path(bundle), folder, default_trusted_keys_folder(), allow_unsigned)
         yield str(folder)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 from tcdeploy.bench.report import FailedRow, Report
-from tcdeploy.cli.tables import Column, Table, shorten
+from tcdeploy.cli.tables import NO_VALUE, Cell, Column, Table, optional, shorten, tabulate
 from tcdeploy.errors import UsageError
 from tcdeploy.host.stages import describe_imports
 
-NO_VALUE = "-"
 MAX_KERNEL_NAME = 80  # characters; C++ templates have names of several hundred
 BASELINE_MEANINGS = {
     "eager": "transformers' model with its own attention (SDPA) in a plain loop; the uncompiled steps that `compile` "
@@ -19,7 +18,6 @@ BASELINE_MEANINGS = {
     "generate": "transformers' model with its own attention (SDPA), run by its `generate` with a static cache",
     "region": "attention and MLP compiled as regions of their own, with a CUDA graph for each",
 }
-TableColumn: TypeAlias = tuple[Column, Callable[[Any], str]]  # a column, and its cell of a row
 
 
 def publish(report: Report, plot: str | None, output: str | None, as_json: bool) -> None:
@@ -56,11 +54,7 @@ def tables(report: Report) -> list[Table]:
         columns = [*_load_columns(rows), *columns]
     if report.command != "startup":
         columns = [(Column("", "name"), lambda row: row.subject), *columns]
-    return [_table(columns, rows), *_breakdown_tables([row for row in rows if getattr(row, "breakdown", None)])]
-
-
-def _table(columns: Sequence[TableColumn], rows: Sequence[Any]) -> Table:
-    return Table(tuple(column for column, _ in columns), [[cell(row) for _, cell in columns] for row in rows])
+    return [tabulate(rows, columns), *_breakdown_tables([row for row in rows if getattr(row, "breakdown", None)])]
 
 
 def remarks(report: Report) -> list[str]:
@@ -83,26 +77,26 @@ def remarks(report: Report) -> list[str]:
     return lines
 
 
-def _load_columns(rows: list[Any]) -> list[TableColumn]:
+def _load_columns(rows: list[Any]) -> list[Cell]:
     """Columns of `bench serve` that name the load, if there is more than one."""
-    columns: list[TableColumn] = []
+    columns: list[Cell] = []
     if any(row.request_rate for row in rows):
-        columns.append((Column("rate"), lambda row: NO_VALUE if row.request_rate is None else f"{row.request_rate:g}"))
+        columns.append((Column("rate"), lambda row: optional(row.request_rate, "g")))
     if any(row.kind for row in rows):
         columns.append((Column("kind", "name"), lambda row: row.kind or "all"))
     return columns
 
 
-def _rare_columns(rows: list[Any]) -> list[TableColumn]:
+def _rare_columns(rows: list[Any]) -> list[Cell]:
     """Columns at the end, of values that only some reports have."""
-    columns: list[TableColumn] = []
+    columns: list[Cell] = []
     if any(getattr(row, "cached_prompt_tokens", 0) for row in rows):
         columns.append(
-            (Column("cached", rank=3), lambda row: _percent(row.cached_prompt_tokens / max(row.prompt_tokens, 1)))
+            (Column("cached", rank=3), lambda row: f"{row.cached_prompt_tokens / max(row.prompt_tokens, 1):.0%}")
         )
     if any(getattr(row, "goodput", None) for row in rows):
         columns.append((Column("good req/s", rank=4), lambda row: _number(row.goodput.requests_per_second)))
-        columns.append((Column("good"), lambda row: _percent(row.goodput.share)))
+        columns.append((Column("good"), lambda row: optional(row.goodput.share, ".0%")))
     return columns
 
 
@@ -112,7 +106,7 @@ def _breakdown_tables(rows: list[Any]) -> list[Table]:
         return []
     kernel_name = Column(f"kernel at batch {rows[0].batch}", "long name")
     kernel_columns = [(kernel_name, lambda kernel: shorten(kernel.name, MAX_KERNEL_NAME)), *_KERNEL_COLUMNS]
-    return [_table(_KIND_COLUMNS, rows), _table(kernel_columns, rows[0].breakdown.top)]
+    return [tabulate(rows, _KIND_COLUMNS), tabulate(rows[0].breakdown.top, kernel_columns)]
 
 
 def _number(value: float | None) -> str:
@@ -120,14 +114,6 @@ def _number(value: float | None) -> str:
     if value is None:
         return NO_VALUE
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _seconds(value: float | None) -> str:
-    return NO_VALUE if value is None else f"{value:.2f}"
-
-
-def _percent(share: float | None) -> str:
-    return NO_VALUE if share is None else f"{share:.0%}"
 
 
 def _spread(summary: Any) -> str:
@@ -151,7 +137,7 @@ def _of_engine(value: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 QUANTILES = ("p50", "p90", "p99")
-_COLUMNS: dict[str, list[TableColumn]] = {
+_COLUMNS: dict[str, list[Cell]] = {
     "decode": [
         (Column("batch"), lambda row: str(row.batch)),
         (Column("context", rank=5), lambda row: str(row.context)),
@@ -160,7 +146,7 @@ _COLUMNS: dict[str, list[TableColumn]] = {
         (Column("tok/s"), lambda row: _number(row.tokens_per_second)),
         (Column("GB read", rank=6), lambda row: f"{row.bytes_read / 1e9:.3g}"),
         (Column("floor ms", rank=4), lambda row: _number(row.floor_ms)),
-        (Column("of floor", rank=1), lambda row: _percent(row.share_of_floor)),
+        (Column("of floor", rank=1), lambda row: optional(row.share_of_floor, ".0%")),
         (Column("host us", rank=2), lambda row: _number(row.host_us)),
     ],
     "prefill": [
@@ -169,7 +155,7 @@ _COLUMNS: dict[str, list[TableColumn]] = {
         (Column("p10-p90", rank=2), lambda row: _spread(row.first_token_ms)),
         (Column("device ms", rank=3), lambda row: _values(row.device_ms, "p50")),
         (Column("floor ms", rank=4), lambda row: _number(row.floor_ms)),
-        (Column("of floor", rank=1), lambda row: _percent(row.share_of_floor)),
+        (Column("of floor", rank=1), lambda row: optional(row.share_of_floor, ".0%")),
     ],
     "throughput": [
         (Column("out tok/s"), lambda row: _number(row.output_tokens_per_second)),
@@ -185,9 +171,9 @@ _COLUMNS: dict[str, list[TableColumn]] = {
     ],
     "startup": [
         (Column("start", "name"), lambda row: row.start),
-        (Column("process s"), lambda row: _seconds(row.process_seconds)),
-        (Column("ready s"), lambda row: _seconds(row.ready_seconds)),
-        (Column("first token s"), lambda row: _seconds(row.first_token_seconds)),
+        (Column("process s"), lambda row: optional(row.process_seconds, ".2f")),
+        (Column("ready s"), lambda row: optional(row.ready_seconds, ".2f")),
+        (Column("first token s"), lambda row: optional(row.first_token_seconds, ".2f")),
         (Column("stages", "text"), _stages),
         (Column("imports in all stages", "text", rank=1), lambda row: describe_imports(row.import_seconds)),
     ],
@@ -201,7 +187,7 @@ _COLUMNS: dict[str, list[TableColumn]] = {
         (Column("ITL ms 50/99", rank=2), lambda row: _latency(row, "token_gap_ms", "p50", "p99")),
     ],
 }
-_KIND_COLUMNS: list[TableColumn] = [
+_KIND_COLUMNS: list[Cell] = [
     (Column("us per step", "name"), lambda row: row.subject),
     (Column("batch"), lambda row: str(row.batch)),
     (Column("step"), lambda row: _number(row.breakdown.step_us)),
@@ -212,7 +198,7 @@ _KIND_COLUMNS: list[TableColumn] = [
     (Column("sampling", rank=4), lambda row: _number(row.breakdown.sampling_us)),
     (Column("other", rank=3), lambda row: _number(row.breakdown.other_us)),
 ]
-_KERNEL_COLUMNS: list[TableColumn] = [
+_KERNEL_COLUMNS: list[Cell] = [
     (Column("kind", "name"), lambda kernel: kernel.kind),
     (Column("calls", rank=1), lambda kernel: f"{kernel.count:g}"),
     (Column("us per step"), lambda kernel: _number(kernel.us)),

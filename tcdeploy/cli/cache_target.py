@@ -58,8 +58,7 @@ def read_manifests(target: Path) -> list[Manifest]:
     """
     from tcdeploy.cache.record import manifest
     from tcdeploy.cache.record.bundle_header import parse_header
-    from tcdeploy.cache.trust.signing import read_signed_header
-    from tcdeploy.host.regular_file import open_regular
+    from tcdeploy.cache.trust.signing import read_bundle_header
 
     if target.is_dir():
         manifests = list(manifest.read_manifests(target).values())
@@ -67,8 +66,7 @@ def read_manifests(target: Path) -> list[Manifest]:
             raise manifest.no_plan_error(target)
         return manifests
     try:
-        with open_regular(target, follows_links=True) as file:
-            return list(parse_header(read_signed_header(file, str(target)), str(target)).manifests.values())
+        return list(parse_header(read_bundle_header(target), str(target)).manifests.values())
     except OSError as error:
         raise UsageError(f"{target} cannot be read: {error.strerror}", "name a bundle or a cache folder") from error
 

@@ -72,7 +72,7 @@ def _run(serve_file: dict[str, Any], address: str | None, timeout: float, json: 
     from tcdeploy.scale import ray_cluster
 
     with ray_cluster.connection(address) as logs:
-        signal.signal(signal.SIGTERM, _interrupt)  # after Ray has set a handler of its own
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # after Ray has set a handler of its own
         try:
             if lacking := ray_cluster.lacking_resources(serve_file):
                 if not address:
@@ -109,10 +109,6 @@ def _report(deployed: Deployed, json: bool) -> None:
         if len(metrics_urls) == 1:  # the nodes of a cluster are found by Ray's service discovery
             print(f"metrics of all replicas: {metrics_urls[0]}")
     sys.stdout.flush()
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from tcdeploy.cli.start_tables import COMPILE_CELLS, WARM_CELLS, plan_table
 from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, tabulate, wrap
 from tcdeploy.errors import OutputError, SpaceError
 from tcdeploy.host.plain_progress import PlainProgress, describe_position, fallback_warnings
+from tcdeploy.host.progress import Position
 from tcdeploy.host.stages import describe_imports
 from tcdeploy.planning.memory import gib
 
@@ -84,27 +85,14 @@ class MovingProgress(PlainProgress):
         if bar is not None:
             bar.stop()
 
-    def stage(self, name: str) -> None:
-        is_new = name != self.position.stage
-        super().stage(name)
-        bar = self._bar
-        if is_new and bar is not None:
-            bar.reset(self._task)  # the elapsed time
-        self._move()
-
-    def step(self, number: int, total: int, name: str) -> None:
-        super().step(number, total, name)
-        self._move()
-
-    def detail(self, text: str) -> None:
-        super().detail(text)
-        self._move()
-
-    def _move(self) -> None:
+    def move(self, position: Position) -> None:
+        is_new = position.stage != self.position.stage
+        super().move(position)
         bar = self._bar  # another thread may call `finish`
         if bar is None:
             return
-        position = self.position
+        if is_new:
+            bar.reset(self._task)  # the elapsed time
         total, completed = (position.total, position.number - 1) if position.total else (None, 0)
         bar.update(
             self._task, description=position.stage, total=total, completed=completed,

@@ -13,7 +13,7 @@ from tcdeploy.cli.help_panels import ADVANCED
 from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.remote.address import CacheSource
+from tcdeploy.remote.address import Address, CacheSource
 
 if TYPE_CHECKING:
     from tcdeploy.host.progress import Progress
@@ -101,7 +101,7 @@ def pull(
     from tcdeploy.remote import transfer
 
     transfer.pull(url, out, None if allow_rollback else lambda pulled: check_not_older(pulled, out))
-    size, shown_url = out.stat().st_size, transfer.redacted(url)
+    size, shown_url = out.stat().st_size, Address.parse(url).redacted
     report("cache pull", json, f"{out}: {size} bytes, digest verified", url=shown_url, path=out, bytes=size)
 
 
@@ -116,6 +116,6 @@ def find(
     from tcdeploy.cli.display import report
     from tcdeploy.remote import transfer
 
-    urls = [transfer.redacted(bundle_url) for bundle_url in transfer.find(url, plan)]
+    urls = [Address.parse(bundle_url).redacted for bundle_url in transfer.find(url, plan)]
     if urls or json:
         report("cache find", json, "\n".join(urls), plan_key=plan, bundles=[{"url": url} for url in urls])

@@ -20,9 +20,9 @@ import sys
 from typing import Any
 
 from tcdeploy.errors import BrokenPipe, OutputError, SpaceError
+from tcdeploy.host.regular_file import DISK_FULL
 
 PIPE_WRITE_BYTES = 4096  # PIPE_BUF of Linux: a pipe that poll() calls writable takes this many bytes without blocking
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 # After a failed write, the descriptor is connected to /dev/null, so that further writes, also those of libraries and
@@ -117,7 +117,7 @@ def _translate_error(error: OSError) -> OutputError | SpaceError:
     problem = f"the output cannot be written to stdout: {error.strerror}"
     if error.errno == errno.EPIPE:
         return BrokenPipe("stdout is a broken pipe: its reader has exited")
-    if error.errno in FULL_DISK:
+    if error.errno in DISK_FULL:
         return SpaceError(problem, "free some space, or redirect stdout to another disk")
     if error.errno == errno.EBADF:
         problem = "the output cannot be written: stdout is closed"

@@ -44,7 +44,8 @@ class Table:
     title: str = ""
 
 
-Cells: TypeAlias = Sequence[tuple[Column, Callable[[Any], str]]]  # columns, each with its cell of an item
+Cell: TypeAlias = tuple[Column, Callable[[Any], str]]  # a column, and its cell of an item
+Cells: TypeAlias = Sequence[Cell]
 
 
 def tabulate(items: Iterable[Any], cells: Cells, title: str = "") -> Table:

@@ -7,12 +7,12 @@ import os
 import stat
 from pathlib import Path
 
-from tcdeploy.cache.folder.access import check_folder, folder_error
+from tcdeploy.cache.folder.access import check_folder, folder_error, write_test_file
 from tcdeploy.cache.folder.layout import MANIFESTS_DIR, UNPACKING_PREFIX
 from tcdeploy.cache.folder.leases import is_folder_locked
 from tcdeploy.cache.record.manifest import Manifest, read_manifest
 from tcdeploy.cache.staging.journal import abandoned_folders
-from tcdeploy.doctor.host import existing_parent, is_noexec, write_test_file
+from tcdeploy.doctor.host import existing_parent, is_noexec
 from tcdeploy.doctor.result import Request, Result, blocking, note, ok, unchecked
 from tcdeploy.errors import IntegrityError, TcdeployError
 from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings, parse_environment

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from tcdeploy.cache.folder.layout import TEST_FILE_PREFIX
+from tcdeploy.cache.folder.access import write_test_file
 from tcdeploy.doctor.result import Request, Result, blocking, finding, note, ok, unchecked
 from tcdeploy.errors import RecipeError
 from tcdeploy.host.resources import count_cores, host_memory_bytes
@@ -123,13 +123,6 @@ def check_temporary_folder(request: Request) -> Result:
 def is_noexec(folder: str) -> bool:
     """Whether libraries in the folder cannot be loaded."""
     return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
-
-
-def write_test_file(folder: str | Path) -> None:
-    """Write a file, which has no name on most disks. Raises OSError."""
-    with tempfile.TemporaryFile(dir=folder, prefix=TEST_FILE_PREFIX) as file:
-        file.write(b"x" * 4096)
-        file.flush()
 
 
 def check_disk_space(request: Request) -> list[Result]:

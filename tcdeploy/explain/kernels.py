@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tcdeploy.bench.breakdown import KernelRun, profile_replays, trim_overlap
+from tcdeploy.bench.breakdown import KernelRun, profile_replays, rank_by_time, trim_overlap
 from tcdeploy.bench.breakdown import gap_us as gap_of
 from tcdeploy.engine.check.inputs import make_timing_batch
 from tcdeploy.engine.schedule.step_batch import prefilled_rows
@@ -156,15 +155,7 @@ def _operation_name(key: str) -> str:
 
 
 def _rank(bucket: str, runs: Sequence[Operation], replays: int) -> BucketKernels:
-    total_us: dict[str, float] = defaultdict(float)
-    count: dict[str, int] = defaultdict(int)
-    for name, us in runs:
-        total_us[name] += us
-        count[name] += 1
-    step_us = sum(total_us.values()) / replays
-    rows = [
-        KernelRow(name, count[name] / replays, us / replays, us / replays / step_us if step_us else 0.0)
-        for name, us in total_us.items()
-        if us > 0
-    ]
-    return BucketKernels(bucket, step_us, tuple(sorted(rows, key=lambda row: -row.us)))
+    ranked = rank_by_time(runs, replays)
+    step_us = sum(us for *_, us in ranked)
+    rows = (KernelRow(name, count, us, us / step_us) for name, count, us in ranked if us > 0)
+    return BucketKernels(bucket, step_us, tuple(rows))

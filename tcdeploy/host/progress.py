@@ -106,13 +106,17 @@ class StageProgress(Progress):
         if name == self.position.stage:  # a second attempt, or a second part: it continues
             return
         self._begun = self._begun | {name}
-        self.position = Position(name, time.monotonic())
+        self.move(Position(name, time.monotonic()))
 
     def step(self, number: int, total: int, name: str) -> None:
-        self.position = self.position._replace(number=number, total=total, step=name, detail="")
+        self.move(self.position._replace(number=number, total=total, step=name, detail=""))
 
     def detail(self, text: str) -> None:
-        self.position = self.position._replace(detail=text)
+        self.move(self.position._replace(detail=text))
+
+    def move(self, position: Position) -> None:
+        """Called for each change of the position until `finish`."""
+        self.position = position
 
     def expect(self, stage_seconds: Mapping[str, float]) -> None:
         self._expected = dict(stage_seconds)

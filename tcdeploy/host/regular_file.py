@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 Mode = Literal["rb", "r+b", "ab", "xb"]
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a write without room
 MAX_DOCUMENT_BYTES = 64 << 20  # of a JSON document in a cache folder; the largest are manifests and start records
 _FLAGS: dict[Mode, int] = {
     "rb": os.O_RDONLY,
@@ -80,13 +81,6 @@ def read_regular(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES, *, follo
     if len(content) > size:
         raise _unsafe(path, f"it was written while its {size} bytes were read")
     return content
-
-
-def write_new(path: str | Path, content: bytes) -> None:
-    """Write a temporary file that the caller renames. Removes an existing one, of a killed process. Raises OSError."""
-    Path(path).unlink(missing_ok=True)
-    with open_regular(path, "xb") as file:
-        file.write(content)
 
 
 def _unsafe(path: str | Path, reason: str) -> UnsafeFileError:

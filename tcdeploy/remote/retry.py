@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
 from tcdeploy.errors import NetworkError, SpaceError, TcdeployError
+from tcdeploy.host.regular_file import DISK_FULL
 from tcdeploy.remote.address import Address
 
 MAX_ATTEMPTS = 4
@@ -134,7 +135,7 @@ def status_and_code(error: BaseException) -> tuple[int | None, str]:
 def translate_error(error: Exception, failure: ClassifiedError, address: Address, attempts: int) -> TcdeployError:
     """A tcdeploy error for a storage error; its message contains no secrets."""
     detail = address.scrub(" ".join(failure.detail.split()))[:300]
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+    if getattr(error, "errno", None) in DISK_FULL:
         return SpaceError(f"no space left at {address.redacted}", "free some space there and run again")
     if failure.kind == "auth":
         hint = AUTH_HINTS.get(address.scheme, "renew the login, or request access")

@@ -16,7 +16,6 @@ Storage libraries are imported only for URLs that need them.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from tcdeploy.errors import IntegrityError, SpaceError, UsageError
 from tcdeploy.host.durable import sync
+from tcdeploy.host.regular_file import DISK_FULL
 from tcdeploy.host.temporary_files import temporary_file
 from tcdeploy.remote.address import Address, BundleName, bundle_name_of, check_plan_key
 from tcdeploy.remote.fsspec_folder import open_folder
@@ -91,8 +91,8 @@ def pull(
 def find(source: str, plan_key: str) -> list[str]:
     """URLs of the plan's bundles in a folder URL: newest first, then those without a time, by name.
 
-    The URLs can be passed to `pull`, so they contain the secrets of `source`: print them through `redacted`. A folder
-    that does not exist has no bundles. Raises NetworkError and UsageError.
+    The URLs can be passed to `pull`, so they contain the secrets of `source`: print them through `Address.redacted`. A
+    folder that does not exist has no bundles. Raises NetworkError and UsageError.
     """
     check_plan_key(plan_key)
     folder, deadline = Address.parse(source), Deadline()
@@ -100,11 +100,6 @@ def find(source: str, plan_key: str) -> list[str]:
     bundles = with_retries(lambda: store.list(plan_key), folder, deadline)
     bundles.sort(key=lambda bundle: (-(bundle.time or 0), bundle.name))
     return [folder.child(str(bundle.name)).url for bundle in bundles]
-
-
-def redacted(url: str) -> str:
-    """The URL without user, password and query. Raises UsageError for an invalid URL."""
-    return Address.parse(url).redacted
 
 
 def open_store(folder: Address, deadline: Deadline) -> Store:
@@ -224,6 +219,6 @@ def _translate_local_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise SpaceError(f"the disk of {folder} is full", "free some space, or pull to another folder") from error
         raise UsageError(f"cannot write to {folder}: {error.strerror}", "choose a writable folder") from error

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tcdeploy.server.apis.anthropic.protocol import messages_error_body
 from tcdeploy.server.apis.openai.protocol import ApiError
 from tcdeploy.server.generate.admission import Admission, BodyReservation
+from tcdeploy.server.generate.generation import run_until_disconnect
 from tcdeploy.server.http.json_steps import JsonLimits, JsonSteps
 from tcdeploy.server.http.middleware import MESSAGES_PATH, error_response
 from tcdeploy.server.http.request_body import read_decoded_body
@@ -85,7 +86,8 @@ def ingress_app(forward: Forward, max_body_bytes: int) -> ASGIApp:
             except (ApiError, ClientDisconnect) as error:
                 await error_response(error, scope["path"])(scope, receive, send)
             else:
-                await _pass_on(forward(request), scope, receive, send)
+                with contextlib.suppress(ClientDisconnect):
+                    await run_until_disconnect(receive, _send_all(forward(request), scope, receive, send))
 
     return app
 
@@ -143,21 +145,6 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(value.get("content", value.get("text")))
 
 
-async def _pass_on(events: AsyncGenerator[list[Message], None], scope: Scope, receive: Receive, send: Send) -> None:
-    """Send the response events of a replica to the client, until the client disconnects."""
-    sending = asyncio.create_task(_send_all(events, scope, receive, send))
-    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        disconnect.cancel()
-        if not sending.done():
-            sending.cancel()
-            await asyncio.wait({sending})
-    if not sending.cancelled():
-        sending.result()
-
-
 async def _send_all(batches: AsyncGenerator[list[Message], None], scope: Scope, receive: Receive, send: Send) -> None:
     """An ApiError before the first event becomes an error response. After it, a stream of server-sent events ends with
     an error event, and any other response is cut off.
@@ -185,11 +172,6 @@ def _error_event(error: ApiError, path: str) -> bytes:
     if path.startswith(MESSAGES_PATH):
         return b"event: error\ndata: " + json.dumps(messages_error_body(error)).encode() + b"\n\n"
     return b"data: " + json.dumps(error.body).encode() + b"\n\ndata: [DONE]\n\n"
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:

@@ -99,7 +99,8 @@ class ModelServer:
         deadline, report_at = loop.time() + self.settings.drain_timeout, 0.0
         while self.admission.num_admitted and loop.time() < deadline:
             if loop.time() >= report_at:
-                self._report_drain(deadline - loop.time())
+                seconds = f"{deadline - loop.time():.0f} s left"
+                self._progress.message(f"draining {_requests(self.admission.num_admitted)}, {seconds}")
                 report_at = loop.time() + DRAIN_REPORT_S
             await asyncio.sleep(DRAIN_POLL_S)
         if left := self.admission.num_admitted:
@@ -107,9 +108,6 @@ class ModelServer:
         self.engine_thread.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
         while self.admission.num_admitted and loop.time() < deadline + 2 * ERROR_DELIVERY_S:
             await asyncio.sleep(DRAIN_POLL_S)
-
-    def _report_drain(self, seconds_left: float) -> None:
-        self._progress.message(f"draining {_requests(self.admission.num_admitted)}, {seconds_left:.0f} s left")
 
     def close(self) -> None:
         """Stop the engine thread after its present step, and write what logs and traces have buffered."""

@@ -21,7 +21,6 @@ from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any
 
-import jinja2
 from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
@@ -32,7 +31,6 @@ from jinja2.utils import Namespace
 CPU_SECONDS = 10  # of one request; the parent kills this process earlier, unless the parent itself was killed
 MEMORY_BYTES = 1 << 30  # in addition to what the process has mapped after its imports
 MAX_TEXT_CHARS = 16 << 20  # a request has at most 8 MiB
-SAFE_JINJA = (3, 1, 6)
 TEMPLATE_FILE = "<template>"  # the file name of templates in Jinja's tracebacks
 # Names of a message's reasoning in the API and in templates; the first that is set is used.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -85,10 +83,7 @@ def _compile(template: str) -> Template:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Jinja's sandbox with transformers' settings, filters and functions. Raises RuntimeError for an unsafe Jinja."""
-    version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdecimal())
-    if version < SAFE_JINJA:
-        raise RuntimeError(f"Jinja {jinja2.__version__} is not safe; version 3.1.6 or newer is needed")
+    """Jinja's sandbox with transformers' settings, filters and functions."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tcdeploy.bench import startup
+from tcdeploy.bench.report import PLAN_FIELDS
 from tcdeploy.bench.settings import StartupSettings
 from tcdeploy.bench.startup import StartupRow, command, default_environment, recipe_flags, started_server
 from tcdeploy.errors import NetworkError, TcdeployError
@@ -39,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
 
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-PLAN = {**dict.fromkeys(startup.PLAN_FIELDS, ""), "buckets": [{"phase": "decode", "size": 4, "min_size": 0}]}
+PLAN = {**dict.fromkeys(PLAN_FIELDS, ""), "buckets": [{"phase": "decode", "size": 4, "min_size": 0}]}
 DOCUMENT = {
     "stage_seconds": {"import": 0.0625, "load": 0.0}, "import_seconds": {"torch": 0.8}, "plan": PLAN,
     "weights_read": {"num_bytes": 8, "seconds": 0.6},

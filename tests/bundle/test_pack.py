@@ -134,7 +134,7 @@ def test_a_file_that_changes_during_packing_is_an_integrity_error(small: Packed,
     from tcdeploy.bundle.container import write_bundle
 
     first, *others = small.manifest.files
-    with pytest.raises(IntegrityError, match="does not match the sha256 in its manifest"):
+    with pytest.raises(IntegrityError, match="does not match its recorded sha256"):
         write_bundle(tmp_path / "x.tcb", small.folder, (replace(first, sha256="0" * 64), *others), lambda _: b"header")
     assert names_in(tmp_path) == []
 

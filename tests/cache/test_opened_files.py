@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular, write_new
+from tcdeploy.host.durable import write_durably
+from tcdeploy.host.regular_file import UnsafeFileError, open_regular, read_regular
 from tests.test_import_graph import ROOT, modules_of
 
 # Modules whose files lie in a cache folder, a staging folder, a bundle, a remote folder or the folder of trusted keys.
@@ -27,7 +28,7 @@ OPENING = {
 STAGING = "in the private staging folder, whose files were compared during the copy"
 SOURCES = "source files of this package"
 ALLOWED = {
-    ("cache.staging.activate", "TemporaryFile"): "a new file with a random name",
+    ("cache.folder.access", "TemporaryFile"): "a new file with a random name",
     ("cache.trust.signing", "read_bytes"): "keys that the user names, which may come from a pipe",
     ("cache.trust.signing", "fdopen"): "a new secret key, opened with O_EXCL",
     ("cache.trust.signing", "open"): "a new secret key, opened with O_EXCL",
@@ -131,8 +132,8 @@ def test_a_file_of_another_user_is_not_written(tmp_path: Path) -> None:
         open_regular(tmp_path / "file", "ab", must_own=True)
 
 
-def test_a_temporary_file_replaces_a_link_of_the_same_name(tmp_path: Path) -> None:
+def test_a_written_file_replaces_a_link_of_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "private").write_bytes(b"secret")
-    (tmp_path / "new.tmp").symlink_to("private")
-    write_new(tmp_path / "new.tmp", b"content")
-    assert (tmp_path / "private").read_bytes() == b"secret" and (tmp_path / "new.tmp").read_bytes() == b"content"
+    (tmp_path / "new").symlink_to("private")
+    write_durably(tmp_path / "new", b"content")
+    assert (tmp_path / "private").read_bytes() == b"secret" and (tmp_path / "new").read_bytes() == b"content"

@@ -20,7 +20,7 @@ from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
 from tcdeploy.planning.installation import install_command
 from tcdeploy.remote import fsspec_folder, retry, transfer
 from tcdeploy.remote.address import Address
-from tcdeploy.remote.transfer import find, pull, push, redacted
+from tcdeploy.remote.transfer import find, pull, push
 from tests.conftest import mounted_tmpfs
 from tests.remote.conftest import OTHER_PLAN, PLAN, ConcurrentRun
 from tests.remote.faulty import Cut, Drip, FakeResponse, NoContentLength, Proxy, Stall, Wait
@@ -481,7 +481,7 @@ def test_no_message_contains_a_secret(web: tuple[Proxy, Path], make_bundle: Make
     with pytest.raises(NetworkError) as caught:
         find("ftp://some:hunter2@127.0.0.1:1/deep", PLAN)
     assert "ftp://127.0.0.1:1/deep" in caught.value.message and "hunter2" not in caught.value.message
-    assert redacted(url) == redacted_url
+    assert Address.parse(url).redacted == redacted_url
 
 
 def test_secrets_are_removed_from_library_messages() -> None:

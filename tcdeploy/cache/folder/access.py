@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tcdeploy.cache.folder.layout import AOT_DIR, BUNDLES_DIR, HEADER_SUFFIX, MANIFESTS_DIR, OWN_NAMES
+from tcdeploy.cache.folder.layout import AOT_DIR, BUNDLES_DIR, HEADER_SUFFIX, MANIFESTS_DIR, OWN_NAMES, TEST_FILE_PREFIX
 from tcdeploy.cache.trust.ownership import check_contents, check_no_links, check_ownership, make_private_folder
 from tcdeploy.errors import SpaceError, TcdeployError
+from tcdeploy.host.regular_file import DISK_FULL
 
 
 def create_folder(root: str | Path, is_trusted: bool = False) -> None:
@@ -43,10 +45,17 @@ def _documents(root: str | Path) -> Iterator[str]:
         yield from (path.relative_to(root).as_posix() for path in Path(root).glob(pattern))
 
 
+def write_test_file(folder: str | Path) -> None:
+    """Write a file, which has no name on most disks. Raises OSError."""
+    with tempfile.TemporaryFile(dir=folder, prefix=TEST_FILE_PREFIX) as file:
+        file.write(b"x" * 4096)
+        file.flush()
+
+
 def folder_error(root: str, error: OSError) -> TcdeployError:
     """The error to raise for an OSError of writing to the cache folder `root`."""
     hint = "choose a writable folder: --cache-dir DIR, or TCDEPLOY_CACHE_DIR=DIR"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         return SpaceError(f"the disk of the cache folder {root} is full", "free space, or choose another --cache-dir")
     if error.errno == errno.EROFS:
         return TcdeployError(f"the cache folder {root} is on a read-only file system", hint)

@@ -52,14 +52,21 @@ def is_leased(folder: str | Path, plan_key: str) -> bool:
 
     A lease that cannot be read counts as held, as on a file system without locks.
     """
-    path = Path(folder) / LEASES_DIR / plan_key
+    return is_locked(Path(folder) / LEASES_DIR / plan_key, fcntl.LOCK_EX, if_unknown=True)
+
+
+def is_locked(path: Path, operation: int, if_unknown: bool) -> bool:
+    """Whether a process holds a lock of the file that excludes `operation` of flock; False if there is no file.
+
+    `if_unknown`: the result where locks cannot be seen or do not exist.
+    """
     try:  # NFS refuses an exclusive lock on a file that is open for reading
         with open_regular(path, "r+b" if os.access(path, os.W_OK) else "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, operation | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:
-        return True
+    except OSError as error:
+        return isinstance(error, BlockingIOError) or if_unknown
     return False
 
 
@@ -76,17 +83,8 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
 
 
 def is_folder_locked(folder: str | Path, if_unknown: bool = False) -> bool:
-    """Whether a process holds `folder_lock`. `if_unknown`: the result where locks cannot be seen or do not exist."""
-    try:
-        with open_regular(Path(folder) / LOCK_FILE) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return if_unknown
-    return False
+    """Whether a process holds `folder_lock`. `if_unknown`: as in `is_locked`."""
+    return is_locked(Path(folder) / LOCK_FILE, fcntl.LOCK_SH, if_unknown)
 
 
 @contextmanager

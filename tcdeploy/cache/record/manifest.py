@@ -12,7 +12,6 @@ Does not import torch.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from tcdeploy.cache.files.records import FileRecord, is_plain_record
 from tcdeploy.cache.folder.layout import MANIFESTS_DIR
 from tcdeploy.errors import IntegrityError, MismatchError, SpaceError, TcdeployError, UsageError
 from tcdeploy.host.durable import sync, write_durably
-from tcdeploy.host.regular_file import UnsafeFileError, read_regular
+from tcdeploy.host.regular_file import DISK_FULL, UnsafeFileError, read_regular
 from tcdeploy.host.typed_json import check_fields, from_json
 from tcdeploy.planning.bucket_record import BucketRecord, Trial
 from tcdeploy.planning.environment import Difference, Environment, diff_mappings
@@ -97,7 +96,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         write_durably(path, manifest_text(manifest).encode())
         sync(path.parent)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise SpaceError(
                 f"no room for the manifest {path}", "free space and run again; the cache is intact"
             ) from error

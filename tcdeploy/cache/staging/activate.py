@@ -13,11 +13,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
-from tcdeploy.cache.folder.access import create_folder, folder_error, translate_os_errors
-from tcdeploy.cache.folder.layout import MANIFESTS_DIR, TEST_FILE_PREFIX, TRITON_DIR, manifest_path
+from tcdeploy.cache.folder.access import create_folder, folder_error, translate_os_errors, write_test_file
+from tcdeploy.cache.folder.layout import MANIFESTS_DIR, TRITON_DIR, manifest_path
 from tcdeploy.cache.folder.leases import folder_lock
 from tcdeploy.cache.staging.folder import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
 from tcdeploy.errors import SpaceError, TcdeployError
@@ -76,9 +75,7 @@ def _pin_ptxas() -> None:
 def _ensure_writable(root: str) -> None:
     with translate_os_errors(root), folder_lock(root):  # garbage collection removes test files under the lock
         Path(root, MANIFESTS_DIR).mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root, prefix=TEST_FILE_PREFIX) as test_file:  # has no name on most disks
-            test_file.write(b"x" * 4096)
-            test_file.flush()
+        write_test_file(root)
 
 
 def _check_free_space(root: str, num_buckets: int) -> None:

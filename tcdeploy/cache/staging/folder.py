@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -53,12 +52,11 @@ from tcdeploy.cache.staging.journal import HOST_PREFIX, JOURNAL, LOCK, FinishedB
 from tcdeploy.cache.trust.ownership import check_contents, check_no_links, check_ownership, make_private_folder
 from tcdeploy.errors import SpaceError, TcdeployError, TrustError
 from tcdeploy.host.durable import copy_durably, sync_files, sync_folders
-from tcdeploy.host.regular_file import open_regular
+from tcdeploy.host.regular_file import DISK_FULL, open_regular
 from tcdeploy.host.temporary_files import create_temporary_folder
 
 log = logging.getLogger("tcdeploy.cache")
 COPY_THREADS = 4
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _own_folders: dict[str, StagingFolder] = {}  # those of this process, by the real path of their cache folder
 worker_parent: str | None = None  # in a compile worker whose start has a private folder: that folder
 _parent_lock: int | None = None  # held until the process ends

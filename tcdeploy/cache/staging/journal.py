@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.cache.files.records import FileRecord, is_cache_file, is_plain_record
+from tcdeploy.cache.folder.leases import is_locked
 from tcdeploy.host.regular_file import open_regular, read_regular
 from tcdeploy.host.temporary_files import HOST
 from tcdeploy.host.typed_json import from_json
@@ -99,16 +100,8 @@ def _has_other_plans(folder: Path, plan_keys: Collection[str]) -> bool:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether a process holds the lock. An unknown error, as on a file system without locks, counts as locked."""
-    try:
-        # NFS refuses an exclusive lock on a file that is open for reading.
-        with open_regular(folder / LOCK, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:  # the process was killed before it created the lock file
-        return False
-    except OSError:
-        return not _is_old(folder)
-    return False
+    """Whether a start may still use the folder. One without a lock file was killed before it created the file."""
+    return is_locked(folder / LOCK, fcntl.LOCK_EX, if_unknown=True) and not _is_old(folder)
 
 
 def _is_old(folder: Path) -> bool:

@@ -18,8 +18,9 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tcdeploy.errors import TrustError
 
@@ -110,11 +111,11 @@ def _with_parents(folder: str | Path, paths: Iterable[str]) -> list[Path]:
 def _ownership_problem(status: os.stat_result, may_be_shared: bool) -> str:
     """Why another user could change a file or folder; empty if none could. `may_be_shared`: only the owner matters."""
     if status.st_uid not in (0, os.geteuid()):
-        return f"belongs to the user {_user_name(status.st_uid)}"
+        return f"belongs to the user {_name(pwd.getpwuid, status.st_uid)}"
     if status.st_mode & stat.S_IWOTH and not may_be_shared:
         return "can be changed by every user"
     if status.st_mode & stat.S_IWGRP and not may_be_shared and not _is_private_group(status):
-        return f"can be changed by the group {_group_name(status.st_gid)}"
+        return f"can be changed by the group {_name(grp.getgrgid, status.st_gid)}"
     return ""
 
 
@@ -129,7 +130,7 @@ def _is_private_group(status: os.stat_result) -> bool:
 
 def _trust_error(path: str | Path, entry: Path, reason: str) -> TrustError:
     """The error for the cache folder `path`, of which `entry` is the folder, a part of the path, or a file in it."""
-    target, owner = Path(os.path.realpath(path)), _user_name(os.geteuid())
+    target, owner = Path(os.path.realpath(path)), _name(pwd.getpwuid, os.geteuid())
     hint = f"use a folder that only {owner} can change: --cache-dir DIR; "
     if entry == target or target in entry.parents or Path(path) in entry.parents:
         subject = f"the cache folder {target}" if entry == target else f"{entry} in the cache folder"
@@ -147,13 +148,8 @@ def _trust_error(path: str | Path, entry: Path, reason: str) -> TrustError:
     )
 
 
-def _user_name(uid: int) -> str:
+def _name(look_up: Callable[[int], Sequence[Any]], number: int) -> str:
+    """The name in the entry of a user or a group, which is its first field; the number if there is no entry."""
     with contextlib.suppress(KeyError):
-        return pwd.getpwuid(uid).pw_name
-    return str(uid)
-
-
-def _group_name(gid: int) -> str:
-    with contextlib.suppress(KeyError):
-        return grp.getgrgid(gid).gr_name
-    return str(gid)
+        return str(look_up(number)[0])
+    return str(number)

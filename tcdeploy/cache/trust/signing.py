@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
-from tcdeploy.host.regular_file import read_regular, write_new
+from tcdeploy.host.durable import write_durably
+from tcdeploy.host.regular_file import open_regular, read_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -107,13 +108,17 @@ def trust(name: str, public: Path, folder: Path) -> TrustedKey:
     with _translate_os_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            write_new(path, _public_pem(key))
+            write_durably(path, _public_pem(key))
     return TrustedKey(name, fingerprint(key))
 
 
 def sign(header: bytes, secret: Path) -> Signature:
     """Sign a header with the private key in the file `secret`. Raises UsageError if it is not an Ed25519 key."""
-    key = _read_secret(secret)
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    key: Ed25519PrivateKey = _parse_key(
+        secret, "private", lambda: load_pem_private_key(secret.read_bytes(), password=None)
+    )
     return Signature(fingerprint(key.public_key()), key.sign(SIGNATURE_CONTEXT + header).hex())
 
 
@@ -171,33 +176,22 @@ def _read_trusted(path: Path) -> Ed25519PublicKey:
 
 
 def _parse_public(path: Path, read: Callable[[Path], bytes]) -> Ed25519PublicKey:
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    with _translate_parse_errors(path, "public"):
-        key = serialization.load_pem_public_key(read(path))
-    if not isinstance(key, Ed25519PublicKey):
-        raise UsageError(f"{path} is not an Ed25519 key", KEYGEN_HINT)
-    return key
+    return _parse_key(path, "public", lambda: load_pem_public_key(read(path)))
 
 
-def _read_secret(path: Path) -> Ed25519PrivateKey:
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+def _parse_key(path: Path, kind: str, parse: Callable[[], Any]) -> Any:
+    """The Ed25519 key that `parse` returns. Raises UsageError."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-    with _translate_parse_errors(path, "private"):
-        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-    if not isinstance(key, Ed25519PrivateKey):
-        raise UsageError(f"{path} is not an Ed25519 key", KEYGEN_HINT)
-    return key
-
-
-@contextlib.contextmanager
-def _translate_parse_errors(path: Path, kind: str) -> Iterator[None]:
     try:
-        yield
+        key = parse()
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path} is not a {kind} key: {error}", KEYGEN_HINT) from error
+    if not isinstance(key, Ed25519PublicKey | Ed25519PrivateKey):
+        raise UsageError(f"{path} is not an Ed25519 key", KEYGEN_HINT)
+    return key
 
 
 def signed_header_bytes(header: bytes, signatures: tuple[Signature, ...]) -> bytes:
@@ -208,6 +202,12 @@ def signed_header_bytes(header: bytes, signatures: tuple[Signature, ...]) -> byt
     document = _canonical_json({"sha256": checksum, "signatures": signature_dicts})
     frames = ((HEADER_MAGIC, content), (SIGNATURES_MAGIC, document))
     return b"".join(struct.pack("<II", magic, len(frame)) + frame for magic, frame in frames)
+
+
+def read_bundle_header(path: Path) -> SignedHeader:
+    """The signed header of a bundle, which may be a link. Raises OSError and IntegrityError."""
+    with open_regular(path, follows_links=True) as file:
+        return read_signed_header(file, str(path))
 
 
 def read_signed_header(file: IO[bytes], name: str) -> SignedHeader:

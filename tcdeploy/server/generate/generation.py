@@ -108,7 +108,7 @@ async def _run(
         if request.stream:
             stream = EventStream(answer, service.settings.stall_timeout)
             return stream
-        content = await _run_until_disconnect(raw_request, answer.body())
+        content = await run_until_disconnect(raw_request.receive, answer.body())
         return Response(content, media_type="application/json")
     except TcdeployError as error:
         raise engine_error(error) from None
@@ -158,10 +158,10 @@ async def parse_body(
     return await state.large_body_parser.parse(request_type, body, state.require_service().json_limits)
 
 
-async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects."""
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`. If the client disconnects, cancels it, waits for its end and raises ClientDisconnect."""
     task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -169,11 +169,13 @@ async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Any]
         raise ClientDisconnect
     finally:
         disconnect.cancel()
-        task.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
 
 
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
