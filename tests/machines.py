@@ -11,6 +11,7 @@ from typing import Any
 from tcdeploy.planning.architecture import Architecture, AttentionSpec
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.environment import GPU, Environment
+from tcdeploy.planning.memory import DTYPE_BYTES
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
@@ -79,25 +80,32 @@ def attention_layers(layers: int, **fields: Any) -> tuple[AttentionSpec, ...]:
     )
 
 
-LLAMA_8B = Architecture("llama", "LlamaForCausalLM", 8_030_261_248, 131072, 128256, "bfloat16", attention_layers(32))
+def dense_bytes(parameters: int) -> dict[str, int]:
+    """`Architecture.weight_bytes` of a model whose tensors all have its dtype."""
+    return {dtype: parameters * size for dtype, size in DTYPE_BYTES.items()}
+
+
+LLAMA_8B = Architecture(
+    "llama", "LlamaForCausalLM", dense_bytes(8_030_261_248), 131072, 128256, "bfloat16", attention_layers(32)
+)
 LLAMA_1B = Architecture(
-    "llama", "LlamaForCausalLM", 1_235_814_400, 131072, 128256, "bfloat16",
+    "llama", "LlamaForCausalLM", dense_bytes(1_235_814_400), 131072, 128256, "bfloat16",
     attention_layers(16, head_dim=64, v_head_dim=64), peak_activation_elements=20480,
 )  # fmt: skip
 QWEN3_32B = Architecture(
-    "qwen3", "Qwen3ForCausalLM", 32_762_123_264, 40960, 151936, "bfloat16",
+    "qwen3", "Qwen3ForCausalLM", dense_bytes(32_762_123_264), 40960, 151936, "bfloat16",
     attention_layers(64, heads=64), peak_activation_elements=61440,
 )  # fmt: skip
 GEMMA_2_9B = Architecture(  # soft-capped scores
-    "gemma2", "Gemma2ForCausalLM", 9_241_705_984, 8192, 256000, "bfloat16",
+    "gemma2", "Gemma2ForCausalLM", dense_bytes(9_241_705_984), 8192, 256000, "bfloat16",
     attention_layers(42, heads=16, head_dim=256, v_head_dim=256, softcap=50.0),
 )  # fmt: skip
 GPT_OSS_20B = Architecture(  # attention sinks
-    "gpt_oss", "GptOssForCausalLM", 20_914_757_184, 131072, 201088, "bfloat16",
+    "gpt_oss", "GptOssForCausalLM", dense_bytes(20_914_757_184), 131072, 201088, "bfloat16",
     attention_layers(24, heads=64, head_dim=64, v_head_dim=64, has_sinks=True),
 )  # fmt: skip
 DEEPSEEK_LITE = Architecture(  # K and V of different head dimensions
-    "deepseek_v2", "DeepseekV2ForCausalLM", 15_706_484_224, 163840, 102400, "bfloat16",
+    "deepseek_v2", "DeepseekV2ForCausalLM", dense_bytes(15_706_484_224), 163840, 102400, "bfloat16",
     attention_layers(27, heads=16, kv_heads=16, head_dim=192, v_head_dim=128),
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from tcdeploy.bench.stats import intervals, median
 from tcdeploy.bench.timing import Timestamps
+from tcdeploy.models.convert.scheme_linear import count_elements
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.memory import DTYPE_BYTES
 
@@ -73,9 +74,8 @@ def count_weights(model: PreTrainedModel, plan_weight_bytes: int) -> WeightSizes
     """A tied embedding counts as read, as the LM head. An untied one does not: a step looks up a few rows only."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
     is_tied = head is None or head.weight is embedding or head.weight.data_ptr() == embedding.data_ptr()
-    unread_bytes = 0 if is_tied else embedding.numel() * embedding.element_size()
-    total_parameters = plan_weight_bytes // embedding.element_size()
-    body_parameters = total_parameters - embedding.numel() - (0 if is_tied else head.weight.numel())
+    unread_bytes = 0 if is_tied else embedding.nbytes
+    body_parameters = count_elements(model) - embedding.numel() - (0 if is_tied else count_elements(head))
     return WeightSizes(plan_weight_bytes - unread_bytes, body_parameters, not _has_experts(model.config))
 
 

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, SpaceError, TcdeployError, UnknownModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, remote_class
+from tcdeploy.models.convert.quantised_weights import find_quantised_weights, with_stand_ins
 from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load_errors import first_line, translate_error
 from tcdeploy.models.location import BUILTIN_MODELS, read_config_file
@@ -113,6 +114,8 @@ def read_checkpoint(
     with translating_errors(recipe.model):
         found = checkpoint.read_stored_tensors(resolve_model_path(recipe.model), recipe.revision, config)
         if found is not None:
+            quantised = find_quantised_weights(recipe.model, config, found.tensors)
+            found = Checkpoint(with_stand_ins(found.tensors, quantised), found.paths, quantised)
             checkpoint.check_tensors(recipe.model, config, found.tensors, shapes, recipe.trust_remote_code)
         return found
 

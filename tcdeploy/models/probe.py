@@ -26,20 +26,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tcdeploy.errors import TcdeployError, UnsupportedArchitectureError, UnsupportedModelError
 from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, read_attention
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
-from tcdeploy.models.convert.quantisation import quantisation_method
+from tcdeploy.models.convert.quantisation import quantisation_method, schemes_of
+from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_linears
 from tcdeploy.models.convert.static_rope import freeze_rope
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.probe_failure import CONFIG_HINT, UnexplainedFailureError, describe_exception, explaining_failures
 from tcdeploy.models.refusals import Refusals
+from tcdeploy.models.weight_bytes import PROBE_DTYPE, weight_bytes
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.planning.memory import DTYPE_BYTES
 from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
 from tcdeploy.torch_compat.dynamo.fake_tensors import fake_tensors
-from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors
 
 PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
-PROBE_DTYPE = torch.bfloat16  # grouped expert GEMMs support no other dtype on fake tensors
 PROBE_TOKENS = 13  # a prime that is no dimension of a model: models/positions.py recognises counts of tokens by it
 log = logging.getLogger("tcdeploy.models")
 
@@ -64,7 +64,7 @@ class ProbedModel(NamedTuple):
 
 
 def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> ProbedModel:
-    """The Architecture, and the model with fake tensors.
+    """The Architecture, and the model with fake tensors, whose quantised layers are converted.
 
     Raises UnsupportedModelError.
     """
@@ -93,23 +93,22 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool, refusals: Refusals
         refusals.add(UnsupportedArchitectureError(f"{name} has no max_position_embeddings in its config"))
     refusals.raise_all()
     assert model is not None and context
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    packed_linears = _find_packed_linears(model, linear_recorder)
+    quantise_linears(model, schemes_of(config))
     architecture = Architecture(
         model_type=name,
         class_name=type(model).__name__,
-        parameters=parameters,
+        weight_bytes={dtype: sum(weight_bytes(model, dtype).values()) for dtype in DTYPE_BYTES},
         context=int(context),
         vocab_size=int(text_config.vocab_size),
         dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
         attention_layers=attention_layers,
-        extra_weight_bytes={
-            dtype: _weight_bytes(model, dtype) - parameters * size for dtype, size in DTYPE_BYTES.items()
-        },
         quantisation=quantisation_method(config) or "",
+        schemes=dict(Counter(module.scheme for module in model.modules() if isinstance(module, SchemeLinear))),
         is_multimodal=is_multimodal(config),
         rope_limit=_rope_limit(text_config),
         peak_activation_elements=_peak_activation_elements(linear_recorder, text_config),
-        packed_linears=_find_packed_linears(model, linear_recorder),
+        packed_linears=packed_linears,
         config_digest=digest_config(config_to_dict(config)),
     )
     return ProbedModel(architecture, model)
@@ -140,22 +139,6 @@ def _record_attention(
     finally:
         del ALL_ATTENTION_FUNCTIONS[PROBE_ATTN_IMPLEMENTATION]
     return model, ()
-
-
-def _weight_bytes(model: nn.Module, dtype: str) -> int:
-    """Bytes of the parameters and buffers of a model that was built in PROBE_DTYPE, if it is loaded in `dtype`.
-
-    Tensors of other dtypes keep them: the modelling code sets them, as it does for rotary frequencies.
-    """
-    in_float32 = float32_tensors(model, getattr(torch, dtype))
-    size_bytes = 0
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):  # each tied tensor once
-        if name in in_float32:
-            element_bytes = DTYPE_BYTES["float32"]
-        else:
-            element_bytes = DTYPE_BYTES[dtype] if tensor.dtype == PROBE_DTYPE else tensor.element_size()
-        size_bytes += tensor.numel() * element_bytes
-    return size_bytes
 
 
 def _peak_activation_elements(recorder: _LinearRecorder, text_config: Any) -> int:

@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tcdeploy.errors import TcdeployError
 from tcdeploy.models.auto_classes import model_class
 from tcdeploy.models.convert.convert_model import convert_model
-from tcdeploy.models.convert.quantisation import dequantised_tensors, is_dequantised
+from tcdeploy.models.convert.quantisation import dequantised_tensors, is_dequantised, without_settings
+from tcdeploy.models.convert.quantised_weights import insert_quantised_weights
 from tcdeploy.models.convert.traced_tensor import Trace, TracedTensor
 from tcdeploy.models.load import quiet_transformers
 from tcdeploy.models.load_errors import CONVERSION, first_line
@@ -106,20 +107,19 @@ def trace_model(
         raise NotTraceableError(f"its weights cannot be traced with torch {torch.__version__}")
     if model_class(config, plan.trust_remote_code) is None:
         raise NotTraceableError("its code is not part of transformers")
-    config, headers, stored = copy.deepcopy(config), checkpoint.tensors, stored_tensors(checkpoint.paths)
+    headers, quantised, stored = checkpoint.tensors, checkpoint.quantised, stored_tensors(checkpoint.paths)
     if is_dequantised(config):
-        for name in ("quantization_config", "compression_config"):
-            config.__dict__.pop(name, None)
         headers = dequantised_tensors(headers)
-    unreadable = {
+    stand_ins = {
         name: StoredTensor("", DTYPES.get(header.dtype, torch.float32), header.shape, 0, 0)
         for name, header in headers.items()
-        if name not in stored
+        if name not in stored or name in quantised
     }
-    trace = Trace({name: unreadable.get(name) or stored[name] for name in headers})
+    trace = Trace({name: stand_ins.get(name) or stored[name] for name in headers})
     try:
         with quiet_transformers(), torch.no_grad():
-            model = model_of_tensors(plan, config, attn_implementation, trace.tensors())
+            model = model_of_tensors(plan, without_settings(config), attn_implementation, trace.tensors())
+            insert_quantised_weights(model, plan.model, config, quantised, Trace(stored))
             convert_model(model, packed_linears)
             copy.deepcopy(model, {id(tensor): tensor for _, tensor in _named_tensors(model)})  # as `loading` copies it
     except TcdeployError:
@@ -128,9 +128,9 @@ def trace_model(
         if CONVERSION in str(error) and not trace.problem:
             raise conversion_error(plan.model, headers, dict(shapes)) from error
         raise NotTraceableError(trace.problem or first_line(error)) from error
-    traced = TracedModel(model, trace.checkpoint)
+    traced = TracedModel(model, stored)
     used = {name for source in traced.sources.values() for name in stored_names(source)}
-    if converted := sorted(used & unreadable.keys()):
+    if converted := sorted(used - stored.keys()):
         raise NotTraceableError(f"{converted[0]} is stored in a format that is converted")
     return traced
 

@@ -41,15 +41,13 @@ class Architecture:
 
     model_type: str
     class_name: str
-    parameters: int  # number of weights; tied ones count once
+    weight_bytes: Mapping[str, int]  # by model dtype, of all parameters and buffers; tied ones count once
     context: int  # longest sequence, in tokens
     vocab_size: int
     dtype: str  # of the checkpoint; "" if neither the config nor the checkpoint states one
     attention_layers: tuple[AttentionSpec, ...]
-    # By model dtype, bytes beyond `parameters` times the element size: buffers, and tensors that transformers keeps in
-    # float32. A missing dtype means 0.
-    extra_weight_bytes: Mapping[str, int] = field(default_factory=dict)
-    quantisation: str = ""  # method of the checkpoint, which is dequantised while it is loaded
+    quantisation: str = ""  # method of the checkpoint
+    schemes: Mapping[str, int] = field(default_factory=dict)  # linear layers whose weights stay quantised, by scheme
     is_multimodal: bool = False  # it also has parts for images, audio or video, which are not run
     # Longest sequence, in tokens, before longrope or dynamic rope changes the rotary frequencies of the whole batch, so
     # that sequences would affect each other's output; 0 for other models.

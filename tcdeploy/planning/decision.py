@@ -35,7 +35,7 @@ class Decisions(list[Decision]):
 
 
 class DTypes(NamedTuple):
-    """The dtypes of weights in device memory, of the KV cache, and of activations and logits."""
+    """The dtypes of dense weights in device memory, of the KV cache, and of activations and logits."""
 
     weight: DType
     kv: DType
@@ -73,7 +73,10 @@ def decide_inputs(
         decisions.add("inputs", "text only", reason)
     device = _decide_device(recipe, environment, decisions)
     dtypes = _decide_dtypes(recipe, architecture, device, decisions)
-    if architecture.quantisation:
+    if architecture.schemes:
+        layers = ", ".join(f"{count} linear layers in {scheme}" for scheme, count in architecture.schemes.items())
+        decisions.add("weights", layers, f"quantised with {architecture.quantisation}; others are {dtypes.weight}")
+    elif architecture.quantisation:
         method = f"{architecture.quantisation} dequantised to {dtypes.weight}"
         decisions.add("weights", method, "GEMMs with quantised weights are not supported yet")
     return PlanInputs(recipe, environment, architecture, device, dtypes)
@@ -93,7 +96,7 @@ def _decide_device(recipe: Recipe, environment: Environment, decisions: Decision
 
 
 def _decide_dtypes(recipe: Recipe, architecture: Architecture, device: Device, decisions: Decisions) -> DTypes:
-    """One dtype for weights, KV and computation: nothing quantises yet."""
+    """One dtype for dense weights, KV and computation. Quantised weights keep theirs."""
     stored = architecture.dtype
     default: DType = "float32" if device == "cpu" else "float16" if stored == "float16" else "bfloat16"
     dtype = recipe.dtype or default

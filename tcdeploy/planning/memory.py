@@ -71,11 +71,6 @@ class Workspace(NamedTuple):
         return sum(self) - self.parity_check_bytes
 
 
-def predict_weight_bytes(architecture: Architecture, dtype: DType) -> int:
-    """Bytes of all parameters and buffers of the model loaded in `dtype`, without the allocator's rounding."""
-    return architecture.parameters * DTYPE_BYTES[dtype] + architecture.extra_weight_bytes.get(dtype, 0)
-
-
 def predict_workspace(
     architecture: Architecture, compute_dtype: DType, demand: CacheDemand, max_prefill_sequences: int, num_graphs: int
 ) -> Workspace:
@@ -132,7 +127,7 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
     and UsageError for a `memory_fraction` outside of 0 to 1.
     """
     recipe, dtypes = inputs.recipe, inputs.dtypes
-    weight_bytes = predict_weight_bytes(inputs.architecture, dtypes.weight)
+    weight_bytes = inputs.architecture.weight_bytes[dtypes.weight]
     block_bytes = _block_bytes(inputs, demand.block_size)
     affordable_blocks = count_affordable_blocks(inputs, demand, workspace)
     min_blocks = max(demand.max_batch, -(-demand.max_prefill_tokens // demand.block_size)) + 1
@@ -163,7 +158,7 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
 
 def _shortage(inputs: PlanInputs, workspace: Workspace, kv_bytes: int, problem: str, hint: str) -> MemoryShortage:
     """The error for a machine without memory for `kv_bytes` beside weights and workspace."""
-    weight_bytes, environment = predict_weight_bytes(inputs.architecture, inputs.dtypes.weight), inputs.environment
+    weight_bytes, environment = inputs.architecture.weight_bytes[inputs.dtypes.weight], inputs.environment
     if inputs.device == "cpu":
         needed_bytes = weight_bytes + math.ceil(kv_bytes / HOST_KV_FRACTION)
         return MemoryShortage(problem, hint, needed_bytes, environment.host_memory_bytes)
@@ -179,7 +174,7 @@ def count_affordable_blocks(inputs: PlanInputs, demand: CacheDemand, workspace: 
     fraction, environment = inputs.recipe.memory_fraction, inputs.environment
     if not 0.0 < fraction <= 1.0:
         raise UsageError(f"memory fraction {fraction} is not between 0 and 1", "--memory-fraction 0.9")
-    weight_bytes = predict_weight_bytes(inputs.architecture, inputs.dtypes.weight)
+    weight_bytes = inputs.architecture.weight_bytes[inputs.dtypes.weight]
     kv_bytes = int(environment.gpu_memory_bytes * fraction) - weight_bytes - sum(workspace)
     if inputs.device == "cpu":
         kv_bytes = int((environment.host_memory_bytes - weight_bytes) * HOST_KV_FRACTION)

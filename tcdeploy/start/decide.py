@@ -25,6 +25,8 @@ from tcdeploy.cache.record.manifest import Origin
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.engine.generation_defaults import read_model_defaults
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
+from tcdeploy.models.convert.quantisation import has_schemes
+from tcdeploy.models.convert.quantised_weights import loading_refusal
 from tcdeploy.models.load import config_to_dict, load_config, read_checkpoint
 from tcdeploy.models.load_errors import translate_error
 from tcdeploy.models.probe import ProbedModel, probe_model
@@ -69,7 +71,7 @@ def decide(
     model = _read_model(recipe, environment, needs_tokenizer, is_dry_run)
     config, architecture, tokenizer = model.config, model.probed.architecture, model.tokenizer
     defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
-    if model.checkpoint and not architecture.dtype and (dtype := stored_dtype(model.checkpoint.tensors)):
+    if model.checkpoint and not architecture.dtype and (dtype := stored_dtype(model.checkpoint)):
         architecture = dataclasses.replace(architecture, dtype=dtype)
         reason = "dtype of the first floating-point tensor; config.json states none"
         decisions += (Decision("checkpoint dtype", dtype, reason),)
@@ -86,7 +88,9 @@ def decide(
         model_decisions=decisions, tokenizer=tokenizer, findings=findings,
     )  # fmt: skip
     planned = resolve_programs(planned, jit_reason, policy)
-    return _with_traced_weights(planned) if needs_weights and recipe.load_format != "dummy" else planned
+    if not needs_weights or recipe.load_format == "dummy":
+        return planned
+    return _with_traced_weights(planned, is_dry_run)
 
 
 def trace_weights(planned: PlannedModel) -> TracedModel:
@@ -106,11 +110,20 @@ def trace_weights(planned: PlannedModel) -> TracedModel:
         raise translate_error(planned.plan.model, error) from error
 
 
-def _with_traced_weights(planned: PlannedModel) -> PlannedModel:
-    """Trace the weights. If they cannot be traced, add the reason to the plan."""
+def _with_traced_weights(planned: PlannedModel, is_dry_run: bool) -> PlannedModel:
+    """Trace the weights. If they cannot be traced, add the reason to the plan.
+
+    Raises UnsupportedModelError if transformers cannot load them either. In a dry run, this is a finding.
+    """
     try:
         return dataclasses.replace(planned, traced_model=trace_weights(planned))
     except NotTraceableError as error:
+        if has_schemes(planned.config):
+            refusal = loading_refusal(planned.plan.model, planned.config, str(error))
+            if not is_dry_run:
+                raise refusal from error
+            finding = PlanFinding("weights", refusal.message, refusal.hint)
+            return dataclasses.replace(planned, findings=(*planned.findings, finding))
         decision = Decision("loading", "by transformers", str(error))
         plan = dataclasses.replace(planned.plan, decisions=(*planned.plan.decisions, decision))
         return dataclasses.replace(planned, plan=plan)

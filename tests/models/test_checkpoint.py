@@ -22,6 +22,7 @@ from tcdeploy.models.load_model import load_model
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights import checkpoint
 from tcdeploy.models.weights.checkpoint import read_stored_tensors, stored_dtype
+from tcdeploy.models.weights.files import Checkpoint
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
 from tests.coverage.campaign import save_model
@@ -269,8 +270,8 @@ def test_the_dtype_that_the_config_states_counts(folder: Path) -> None:
 
 def test_integers_and_float8_are_not_the_dtype_of_a_checkpoint() -> None:
     tensors = {"a": TensorHeader("I64", (1,)), "b": TensorHeader("F8_E4M3", (1,)), "c": TensorHeader("F16", (1,))}
-    assert stored_dtype(tensors) == "float16"
-    assert stored_dtype({}) == ""
+    assert stored_dtype(Checkpoint(tensors, [])) == "float16"
+    assert stored_dtype(Checkpoint({}, [])) == ""
 
 
 # Files

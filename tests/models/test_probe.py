@@ -29,7 +29,8 @@ def test_the_architecture_matches_the_real_model(family: str) -> None:
     config = AutoConfig.for_model(family, **SUPPORTED[family])
     architecture = probe(config)
     model = AutoModelForCausalLM.from_config(config)
-    assert architecture.parameters == sum(parameter.numel() for parameter in model.parameters())
+    tensors = [*model.parameters(), *model.buffers()]
+    assert architecture.weight_bytes["float32"] == sum(tensor.nbytes for tensor in tensors)
     assert architecture.class_name == type(model).__name__
     assert (architecture.context, architecture.vocab_size) == (512, 256)
     assert len(architecture.attention_layers) == config.num_hidden_layers >= LAYERS
@@ -147,5 +148,5 @@ def test_probing_a_large_model_allocates_no_memory(tmp_path: Path) -> None:
     sizes = {"hidden_size": 24576, "intermediate_size": 92160, "num_hidden_layers": 8, "num_attention_heads": 192,
              "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}  # fmt: skip
     architecture = probe(AutoConfig.for_model("llama", **sizes))
-    assert 70e9 < architecture.parameters < 71e9
+    assert 140e9 < architecture.weight_bytes["bfloat16"] < 142e9
     assert architecture.kv_elements_per_token == 8 * 8 * 2 * 128

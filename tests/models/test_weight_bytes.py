@@ -13,7 +13,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.convert.packed_linears import pack_linears
 from tcdeploy.models.load_model import load_model
-from tcdeploy.planning.memory import predict_weight_bytes
 from tests.model_families import SHAPE_ONLY, SUPPORTED, probe
 
 EXPERTS = {
@@ -59,13 +58,13 @@ def test_the_planned_bytes_are_those_of_the_loaded_model(family: str, tmp_path: 
     for dtype in DTYPES:
         model = load(tmp_path, config, dtype)
         tensors = tensors_of(model)
-        assert predict_weight_bytes(architecture, dtype) == sum(tensor.nbytes for tensor in tensors.values()), dtype
+        assert architecture.weight_bytes[dtype] == sum(tensor.nbytes for tensor in tensors.values()), dtype
         random_tensors = tensors_of(load(tmp_path, config, dtype, "dummy"))
         assert {name: tensor.dtype for name, tensor in random_tensors.items()} == {
             name: tensor.dtype for name, tensor in tensors.items()
         }, dtype
         pack_linears(model, architecture.packed_linears)
-        assert predict_weight_bytes(architecture, dtype) == sum(tensor.nbytes for tensor in tensors_of(model).values())
+        assert architecture.weight_bytes[dtype] == sum(tensor.nbytes for tensor in tensors_of(model).values())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
     rms_norm_linear  GEMV that normalises its input row
     linear_add_      cuBLAS, accumulating into the residual
     grouped_mm       a GEMM per expert; replaces an op of transformers (programs/passes/grouped_mm.py)
+    scheme_linear    a product with a quantised weight (scheme_linear.py)
 
 `config` indexes the tables of tile_configs.py. As an argument it is part of the graph and of its cache key; the Python
 bodies are not, so programs/passes/post_grad.py hashes their sources.
@@ -19,7 +20,11 @@ import torch
 from torch import Tensor
 
 from tcdeploy.kernels.custom_op import custom_op
-from tcdeploy.kernels.linear import gemv, skinny_gemm
+from tcdeploy.kernels.linear import (
+    gemv,
+    scheme_linear,  # noqa: F401 - registers its op
+    skinny_gemm,
+)
 from tcdeploy.kernels.linear.tile_configs import GEMV_TILES, SKINNY_GEMM_TILES
 
 

@@ -3,7 +3,7 @@
 Each layer becomes a `PackedSlice`: a range of rows of a matrix that the group shares. In eager mode it multiplies by
 its own rows and returns what the plain layer returned. While torch.compile traces, it multiplies by the whole matrix
 and slices the result; the GEMMs of a group are then identical, and `programs/passes/cse.py` keeps one. Modelling code
-is unchanged.
+is unchanged. Quantised layers become slices of one `SchemeLinear` in the same way, if their scheme can be packed.
 
 The packed matrix is the only copy: the original weights are freed as soon as they have been copied into it.
 """
@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from tcdeploy.models.convert.scheme_linear import SchemeLinear, packable
+from tcdeploy.planning.schemes import SCHEMES
 
 EMPTY_CACHE_ABOVE_BYTES = 1 << 30  # of unused cached memory: a packed matrix does not fit into the blocks of its parts
 
@@ -45,13 +48,13 @@ class PackedSlice(nn.Module):
 def pack_linears(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) -> None:
     """Replace each group of linear layers (module paths in `model`) by slices of one packed layer, in place.
 
-    A group whose layers are not all plain nn.Linear of one dtype and device is left unchanged. Smaller groups
-    are packed first: a packed matrix that reused the memory block of a larger weight would waste the rest of it.
+    A group whose layers are not all plain nn.Linear of one dtype and device, or all of one scheme, is left unchanged.
+    Smaller groups are packed first: a packed matrix that reused the memory block of a larger weight would waste the
+    rest of it.
     """
     for paths in sorted(packed_linears, key=lambda paths: _parameter_count(model, paths)):
         layers: list[Any] = [model.get_submodule(path) for path in paths]
-        is_plain = all(map(_is_plain_linear, layers))
-        if is_plain and len({(layer.weight.dtype, layer.weight.device) for layer in layers}) == 1:
+        if _can_be_packed(layers):
             _pack(layers, model, paths)
             if torch.cuda.is_available():
                 unused_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -61,6 +64,13 @@ def pack_linears(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) 
 
 def _parameter_count(model: nn.Module, paths: tuple[str, ...]) -> int:
     return sum(parameter.numel() for path in paths for parameter in model.get_submodule(path).parameters())
+
+
+def _can_be_packed(layers: list[Any]) -> bool:
+    if all(isinstance(layer, SchemeLinear) for layer in layers):
+        return packable(layers)
+    is_plain = all(map(_is_plain_linear, layers))
+    return is_plain and len({(layer.weight.dtype, layer.weight.device) for layer in layers}) == 1
 
 
 def _is_plain_linear(layer: Any) -> bool:
@@ -76,12 +86,19 @@ def _is_plain_linear(layer: Any) -> bool:
 
 
 def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:
-    weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
+    is_quantised = isinstance(layers[0], SchemeLinear)
+    parts = [layer.tensors if is_quantised else [layer.weight] for layer in layers]
+    first, *others = (nn.Parameter(torch.cat(pieces), requires_grad=False) for pieces in zip(*parts, strict=True))
     has_bias = layers[0].bias is not None
     bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False) if has_bias else None
     start = 0
     for path, layer in zip(paths, layers, strict=True):
-        stop = start + layer.weight.shape[0]
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, PackedSlice(weight, bias, start, stop))
+        packed: nn.Module
+        if is_quantised:
+            stop = start + layer.rows
+            packed = SchemeLinear(SCHEMES[layer.scheme], [first, *others], bias, start, stop)
+        else:
+            stop = start + layer.weight.shape[0]
+            packed = PackedSlice(first, bias, start, stop)
+        model.set_submodule(path, packed)
         start = stop

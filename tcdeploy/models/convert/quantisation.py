@@ -1,21 +1,24 @@
 """Recognises quantised checkpoints, and prepares the one kind that is served: gpt-oss with MXFP4 experts.
 
-A method is recognised by the config, by a file beside it, or by the names and dtypes of tensors. There are no kernels
-for quantised weights yet, so every method is refused by name except MXFP4, which transformers dequantises while
-loading. By default it does so only if its MXFP4 kernels cannot run; otherwise it would replace the experts by modules
-that call kernels from the Hub inside a compiled region.
+A method is recognised by the config, by a file beside it, or by the names and dtypes of tensors. Weights of a method in
+METHODS stay quantised, in a scheme (planning/schemes.py). METHODS is empty, so every method is refused by name except
+MXFP4, which transformers dequantises while loading. By default it does so only if its MXFP4 kernels cannot run;
+otherwise it would replace the experts by modules that call kernels from the Hub inside a compiled region.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.location import HINT, read_json_object
+from tcdeploy.planning.schemes import SCHEMES, Scheme
 
 MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
@@ -25,6 +28,10 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # that gpt-oss has in MXFP4
 MXFP4_SUFFIXES = ("_blocks", "_scales")
 MXFP4_BLOCK = 32  # values that share a scale; two values per byte
+SETTINGS = ("quantization_config", "compression_config")  # keys of a config
+# (settings of the method, path of a linear layer) -> the name of its scheme; None: its weight is dense
+SchemeName: TypeAlias = Callable[[Mapping[str, Any], str], str | None]
+METHODS: dict[str, SchemeName] = {}  # by `quant_method` of the config
 
 
 class TensorHeader(NamedTuple):
@@ -40,13 +47,45 @@ def quantisation_method(config: PreTrainedConfig) -> str | None:
         mlx_settings = getattr(part, "quantization", None)
         if isinstance(mlx_settings, dict) and {"bits", "group_size"} & mlx_settings.keys():
             return "MLX"
-        for name in ("quantization_config", "compression_config"):
-            settings = getattr(part, name, None)
-            if settings is not None:  # empty settings are an error in transformers too
-                values = settings if isinstance(settings, dict) else getattr(settings, "to_dict", dict)()
-                method = values.get("quant_method") or values.get("quant_algo") or "an unknown method"
-                return str(getattr(method, "value", method))
+    settings = _settings(config)
+    if settings is None:
+        return None
+    method = settings.get("quant_method") or settings.get("quant_algo") or "an unknown method"
+    return str(getattr(method, "value", method))
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Empty settings are an error in transformers too."""
+    for part in (config, config.get_text_config()):
+        for name in SETTINGS:
+            if (settings := getattr(part, name, None)) is not None:
+                return settings if isinstance(settings, dict) else dict(getattr(settings, "to_dict", dict)())
     return None
+
+
+def without_settings(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy with which transformers does not quantise or dequantise."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config()):
+        for name in SETTINGS:
+            part.__dict__.pop(name, None)
+    return config
+
+
+def has_schemes(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint is quantised with a method of METHODS, so that its weights stay quantised."""
+    return quantisation_method(config) in METHODS
+
+
+def schemes_of(config: PreTrainedConfig) -> Callable[[str], Scheme | None]:
+    """The scheme of the linear layer with a path; None if its weight is dense."""
+    scheme_name, settings = METHODS.get(quantisation_method(config) or ""), _settings(config) or {}
+
+    def scheme_of(path: str) -> Scheme | None:
+        name = scheme_name(settings, path) if scheme_name is not None else None
+        return None if name is None else SCHEMES[name]
+
+    return scheme_of
 
 
 def is_dequantised(config: PreTrainedConfig) -> bool:
@@ -57,7 +96,7 @@ def is_dequantised(config: PreTrainedConfig) -> bool:
 def check_method(model: str, config: PreTrainedConfig) -> None:
     """Raise UnsupportedModelError for quantised weights that cannot be served. Reads no weights."""
     method = quantisation_method(config)
-    if method and not is_dequantised(config):
+    if method and method not in METHODS and not is_dequantised(config):
         message = f"{model} is quantised with {method}, which is not supported yet"
         raise UnsupportedModelError(message, NOT_QUANTISED_HINT)
 

@@ -36,10 +36,11 @@ class Trace:
 
     def tensors(self) -> dict[str, Tensor]:
         """A traced tensor for each tensor of the checkpoint."""
-        return {
-            name: TracedTensor(["tensor", name], torch.empty(stored.shape, dtype=stored.dtype, device="meta"), self)
-            for name, stored in self.checkpoint.items()
-        }
+        return {name: self.tensor(name) for name in self.checkpoint}
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self.checkpoint[name]
+        return TracedTensor(["tensor", name], torch.empty(stored.shape, dtype=stored.dtype, device="meta"), self)
 
 
 class TracedTensor(Tensor):

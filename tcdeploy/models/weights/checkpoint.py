@@ -144,9 +144,10 @@ def _check_prefixes(
             raise ModelError(message, "save the model again with only one of them; transformers would have used either")
 
 
-def stored_dtype(tensors: dict[str, TensorHeader]) -> str:
+def stored_dtype(checkpoint: Checkpoint) -> str:
     """The dtype that transformers' `dtype="auto"` takes if the config states none: of the first floating tensor."""
-    dtypes = (DTYPES.get(tensor.dtype) for tensor in tensors.values())
+    tensors = checkpoint.tensors.items()
+    dtypes = (DTYPES.get(tensor.dtype) for name, tensor in tensors if name not in checkpoint.quantised)
     return str(next(filter(None, dtypes), "")).removeprefix("torch.")
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.convert.quantisation import TensorHeader
+from tcdeploy.models.convert.quantised_weights import QuantisedWeight
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
 from tcdeploy.models.location import HINT, LFS_HINT, LFS_POINTER
 
@@ -36,10 +38,14 @@ FORMAT_HINT = "pass a model in transformers' format, with config.json and safete
 
 
 class Checkpoint(NamedTuple):
-    """The safetensors files of a model, and the tensors in their headers, by name."""
+    """The safetensors files of a model, and the tensors in their headers, by name.
+
+    quantised: the weights in a scheme, by the name of the dense weight. `tensors` has stand-ins for them.
+    """
 
     tensors: dict[str, TensorHeader]
     paths: list[Path]
+    quantised: Mapping[str, QuantisedWeight] = MappingProxyType({})
 
 
 def check_format(model: str, names: set[str]) -> None:

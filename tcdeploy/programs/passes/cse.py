@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+import tcdeploy.kernels.linear.ops  # noqa: F401 - registers tcdeploy::scheme_linear
 from tcdeploy.programs.passes.nodes import CONVERT_ELEMENT_TYPE, SUM, VIEWS
 
 aten = torch.ops.aten
 # Under coordinate descent Inductor decomposes a one-row product into these.
 DECOMPOSED_MM_OPS = {aten.mul.Tensor, SUM, CONVERT_ELEMENT_TYPE}
-CSE_OPS = {aten.mm.default, aten.addmm.default, *VIEWS, *DECOMPOSED_MM_OPS}
+CSE_OPS = {
+    aten.mm.default, aten.addmm.default, torch.ops.tcdeploy.scheme_linear.default, *VIEWS, *DECOMPOSED_MM_OPS,
+}  # fmt: skip
 
 
 def eliminate_common_subexpressions(graph: Graph) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import SymInt
 from torch.fx import Graph, Node
 
+import tcdeploy.kernels.linear.ops  # noqa: F401 - registers tcdeploy::scheme_linear
 from tcdeploy.programs.passes.nodes import (
     CONVERT_ELEMENT_TYPE,
     RESHAPES,
@@ -90,6 +91,8 @@ def _row_args(node: Node, tokens: int | SymInt) -> tuple[int, ...] | None:
         return _arg_if_row_dim(0, node, 0, tokens)
     if node.target is aten.addmm.default:
         return _arg_if_row_dim(0, node, 1, tokens) if node.args[0].meta["val"].ndim == 1 else None  # type: ignore[union-attr]
+    if node.target is torch.ops.tcdeploy.scheme_linear.default:
+        return _arg_if_row_dim(dim, node, 0, tokens)
     if node.target in RESHAPES:
         other_sizes = [size for axis, size in enumerate(node.meta["val"].shape) if axis != dim]
         return (0,) if _row_dim(node.args[0], tokens) is not None and not count_symbolic(other_sizes) else None

@@ -34,10 +34,12 @@ from tcdeploy.engine.warm.warmup import warmup_order
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.progress import Progress
 from tcdeploy.host.resources import count_cores
+from tcdeploy.models.convert.quantisation import has_schemes
 from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.short_config import layers_to_keep, shorten_config
+from tcdeploy.models.weight_bytes import weight_bytes
 from tcdeploy.planning.bucket_record import BucketRecord
-from tcdeploy.planning.memory import DTYPE_BYTES, gib
+from tcdeploy.planning.memory import gib
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.regions import find_layers
@@ -125,13 +127,13 @@ def make_short_copy(model: nn.Module, planned: PlannedModel) -> ShortCopy:
     kinds = [layer.kind for layer in layers]
     count = layers_to_keep(kinds)
     values = config_to_dict(shorten_config(planned.config, len(kinds), count))
-    values.pop("quantization_config", None)  # dequantised weights run the programs of others
+    if not has_schemes(planned.config):
+        values.pop("quantization_config", None)  # dequantised weights run the programs of others
     if architecture.dtype:
         values["dtype"] = architecture.dtype
     removed = tuple(f"{layer.path}." for layer in layers[count:])
-    parameters = [parameter for name, parameter in model.named_parameters() if not name.startswith(removed)]
-    elements = sum(parameter.numel() for parameter in parameters)
-    return ShortCopy(values, count, elements * DTYPE_BYTES[plan.weight_dtype])
+    sizes = weight_bytes(model, plan.weight_dtype)
+    return ShortCopy(values, count, sum(size for name, size in sizes.items() if not name.startswith(removed)))
 
 
 def worker_recipe(planned: PlannedModel, prompts: CheckPrompts) -> Recipe:

@@ -1,0 +1,57 @@
+"""The op `tcdeploy::scheme_linear`: a linear layer whose weight is stored in a scheme (planning/schemes.py).
+
+Programs call it as an opaque node, which names the scheme. At run time it calls the first kernel in KERNELS for the
+scheme, the device and the number of rows. Without one it dequantises the weight and multiplies, in plain torch.
+
+A module of this folder that defines a scheme adds it to SCHEMES and its kernels to KERNELS, and is imported by ops.py.
+Cache keys hold the sources of this folder, and the graph holds the name of the scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tcdeploy.kernels.custom_op import custom_op
+from tcdeploy.planning.schemes import SCHEMES
+
+# function(x [rows, k], tensors of a weight [n, k], bias [n] or None): a new tensor [rows, n] in x's dtype, contiguous
+SchemeFunction: TypeAlias = Callable[[Tensor, list[Tensor], Tensor | None], Tensor]
+
+
+class SchemeKernel(NamedTuple):
+    """A kernel for inputs of min_rows to max_rows rows; max_rows None: of any number.
+
+    The tensors of the weight are contiguous. They have the role of weights, so a kernel that is launched with PDL may
+    read them before the previous kernel has ended (torch_compat/inductor/pdl.py).
+    """
+
+    device: str  # "cuda" or "cpu"
+    function: SchemeFunction
+    min_rows: int = 1
+    max_rows: int | None = None
+
+
+KERNELS: dict[str, tuple[SchemeKernel, ...]] = {}  # by name of the scheme
+
+
+@custom_op("scheme_linear")
+def scheme_linear(x: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    """x [..., k] @ w [n, k].T + bias [n]: [..., n] in x's dtype, contiguous. `tensors`: of w, in the scheme's order."""
+    rows = x.reshape(-1, x.shape[-1])
+    for kernel in KERNELS.get(scheme, ()):
+        if kernel.device == x.device.type and kernel.min_rows <= len(rows) <= (kernel.max_rows or len(rows)):
+            out = kernel.function(rows, tensors, bias)
+            break
+    else:
+        out = torch.nn.functional.linear(rows, SCHEMES[scheme].dequantise(tensors, x.dtype), bias)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+@scheme_linear.register_fake
+def _(x: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    n, _ = SCHEMES[scheme].dense_shape([tuple(tensor.shape) for tensor in tensors])
+    return x.new_empty(*x.shape[:-1], n)

@@ -1,0 +1,90 @@
+"""A linear layer whose weight is stored in a scheme (planning/schemes.py), in place of nn.Linear.
+
+In eager mode it dequantises the weight and multiplies in plain torch, so that the reference of the parity check runs no
+kernel. While torch.compile or torch.export traces, it calls the op `tcdeploy::scheme_linear`. Like a `PackedSlice`
+(packed_linears.py), it may be some of the rows of a weight that several layers share; then all of them call the op with
+equal arguments, of which `programs/passes/cse.py` keeps one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tcdeploy.planning.schemes import SCHEMES, Scheme
+
+
+class SchemeLinear(nn.Module):
+    """Rows [start, stop) of a linear layer, all by default. Its weight's tensors are parameters, named by suffix."""
+
+    def __init__(
+        self, scheme: Scheme, tensors: Sequence[Tensor], bias: nn.Parameter | None, start: int = 0,
+        stop: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.scheme = scheme.name  # Dynamo would guard each field of the object
+        self.suffixes = tuple(tensor.suffix for tensor in scheme.tensors)
+        for suffix, tensor in zip(self.suffixes, tensors, strict=True):
+            parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(suffix, parameter)
+        self.packed_bias = bias
+        self.rows, self.columns = scheme.dense_shape([tuple(tensor.shape) for tensor in tensors])
+        self.start, self.stop = start, self.rows if stop is None else stop
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Of the whole weight, in the scheme's order."""
+        return [getattr(self, suffix) for suffix in self.suffixes]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.packed_bias is None else self.packed_bias[self.start : self.stop]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            out: Tensor = torch.ops.tcdeploy.scheme_linear(x, self.tensors, self.packed_bias, self.scheme)
+            return out if self.stop - self.start == self.rows else out[..., self.start : self.stop]
+        return functional.linear(x, self.dequantised(x.dtype), self.bias)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weight [stop - start, columns]. `packable` ensures that its rows are the same share of each tensor."""
+        parts = self.tensors
+        if self.stop - self.start < self.rows:
+            ends = [(len(part) * self.start // self.rows, len(part) * self.stop // self.rows) for part in parts]
+            parts = [part[start:stop] for part, (start, stop) in zip(parts, ends, strict=True)]
+        return SCHEMES[self.scheme].dequantise(parts, dtype)
+
+
+def packable(layers: Sequence[SchemeLinear]) -> bool:
+    """Whether each tensor of the packed weight is that of the layers, joined at dimension 0."""
+    scheme, columns = SCHEMES[layers[0].scheme], layers[0].columns
+    if not scheme.packs_rows or any((layer.scheme, layer.columns) != (scheme.name, columns) for layer in layers):
+        return False
+    rows = sum(layer.rows for layer in layers)
+    for tensor, *parts in zip(scheme.tensors, *(layer.tensors for layer in layers), strict=True):
+        shape = tensor.shape(rows, columns)
+        for layer, part in zip(layers, parts, strict=True):
+            # A layer may not fill its last block of rows that share a scale.
+            if len(part) * rows != layer.rows * shape[0] or tuple(part.shape[1:]) != shape[1:]:
+                return False
+    return True
+
+
+def quantise_linears(model: nn.Module, scheme_of: Callable[[str], Scheme | None]) -> None:
+    """Quantise the linear layers that have a scheme, by path, in place. For random weights and fake tensors."""
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear and (scheme := scheme_of(path)) is not None:
+            model.set_submodule(path, SchemeLinear(scheme, scheme.quantise(module.weight.detach()), module.bias))
+
+
+def count_elements(module: nn.Module) -> int:
+    """Elements of the parameters of a module, each once, with those of a quantised weight as in the dense matrix."""
+    counts = {id(parameter): parameter.numel() for parameter in module.parameters()}
+    for child in module.modules():
+        if isinstance(child, SchemeLinear):
+            first, *others = child.tensors
+            counts |= {id(first): child.rows * child.columns, **dict.fromkeys(map(id, others), 0)}
+    return sum(counts.values())

@@ -1,0 +1,50 @@
+"""Describes how the weight of a linear layer is stored if it is not one matrix in the model's dtype.
+
+A `Scheme` names the tensors that hold a weight [rows, columns], and has their conversion to a matrix and back, in plain
+torch. Bytes, loading, packing, parity and programs are derived from it. Kernels are registered by its name
+(kernels/linear/scheme_linear.py), and models/convert/quantisation.py finds the scheme of a layer in config.json.
+
+A dense weight has no scheme: its layer stays nn.Linear, and nothing here concerns it. Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+class SchemeTensor(NamedTuple):
+    """A tensor of a weight. `shape`: for the number of rows and columns of the weight."""
+
+    suffix: str  # after the path of the layer, also in the checkpoint
+    dtype: str  # "int8", as torch names it
+    shape: Callable[[int, int], Shape]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights [rows, columns] are stored: as `tensors`, in this order wherever a scheme's tensors are a list.
+
+    dense_shape: the rows and columns, from the shapes of the tensors.
+    dequantise: the weight in the given dtype, from its tensors. The parity check also asks for a wider one than the
+        plan's, so scales are converted, not assumed to have it.
+    quantise: the inverse for random weights. Needs no values, so that it runs on fake tensors.
+    packs_rows: whether weights of equal columns are packed by joining each of their tensors at dimension 0.
+    """
+
+    name: str
+    tensors: tuple[SchemeTensor, ...]
+    dense_shape: Callable[[Sequence[Shape]], tuple[int, int]]
+    dequantise: Callable[[Sequence[Tensor], torch.dtype], Tensor]
+    quantise: Callable[[Tensor], Sequence[Tensor]]
+    packs_rows: bool
+
+
+SCHEMES: dict[str, Scheme] = {}  # by name
