@@ -88,7 +88,7 @@ def test_bytes_follow_the_dtype_and_each_layer_s_own_key_and_value_sizes(dtype: 
 
 
 def test_layers_of_different_sizes_are_summed() -> None:
-    mixed = replace(LLAMA_8B, attention_layers=LLAMA_8B.attention_layers[:1] + DEEPSEEK_LITE.attention_layers[:2])
+    mixed = replace(LLAMA_8B, layer_states=LLAMA_8B.attention_layers[:1] + DEEPSEEK_LITE.attention_layers[:2])
     kv = size(DEMAND._replace(batch_sizes=(1,)), architecture=mixed)
     assert kv.kv_bytes == kv.blocks * 16 * 2 * (8 * 256 + 2 * 16 * 320)
 
