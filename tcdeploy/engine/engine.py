@@ -75,7 +75,7 @@ class Engine:
                 max_consecutive_prefills=plan.max_consecutive_prefills,
                 mixed_steps=plan.mixed_steps,
                 itl_target_ms=plan.itl_target,
-                slots=plan.slots,
+                has_slots=plan.slots > 0,
             ),
             self.allocator,
         )

@@ -57,7 +57,7 @@ class SchedulerConfig(NamedTuple):
     mixed_steps: bool = False
     itl_target_ms: float | None = None  # of a mixed step's predicted time; None: the default of step_size.py
     min_chunk_tokens: int = MIN_CHUNK_TOKENS  # prompt tokens that a mixed step always has room for
-    slots: int = 0  # max_rows + 1 if layers keep state in slots
+    has_slots: bool = False  # whether layers keep state in slots, of which there is one for each row
 
 
 class SchedulerStats(NamedTuple):
@@ -83,7 +83,7 @@ class Scheduler:
         assert largest_step == config.prefill_tokens, "every prompt is computed in steps that exist"
         self.config = config
         self.allocator = allocator
-        self.slots = SlotAllocator(config.slots)
+        self.slots = SlotAllocator(config.max_rows + 1 if config.has_slots else 0)
         self.predictor = predictor
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # prompts launched in part: at most two, in order of admission
