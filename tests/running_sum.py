@@ -18,7 +18,7 @@ from tcdeploy.kernels.state.mechanism import Mechanism
 from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.planning.architecture import StateTensor
 
-VOCAB_SIZE = 300
+VOCAB_SIZE = 1000
 SUM_LAYER, ATTENTION_LAYER, PLAIN_LAYER = "linear_attention", "full_attention", "moe"
 HYBRID = (SUM_LAYER, ATTENTION_LAYER, PLAIN_LAYER, SUM_LAYER, ATTENTION_LAYER)
 SUMS_ONLY = (SUM_LAYER, SUM_LAYER, SUM_LAYER)
