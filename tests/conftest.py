@@ -76,6 +76,7 @@ SLOW_PATHS = (
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
+    "engine/test_slot_state.py", "start/test_slot_packages.py", "parity/test_state_faults.py",
     "start/test_packaged_start.py", "start/test_parallel_compile.py", "scale/test_ray.py", "scale/test_ray_router.py",
     "programs/test_programs.py",
     "bundle/test_why.py", "coverage/test_types.py", "server/test_eager_start.py", "server/test_faults.py",
