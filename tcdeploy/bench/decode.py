@@ -138,7 +138,7 @@ def device_memory(plan: Plan) -> dict[str, int] | None:
     torch.cuda.empty_cache()  # return what the measurement itself left in the caching allocator
     free, total = torch.cuda.mem_get_info()
     known = {"total_bytes": total, "weight_bytes": plan.weight_bytes, "kv_bytes": plan.kv_bytes}
-    return {**known, "other_bytes": total - free - plan.weight_bytes - plan.kv_bytes}
+    return {**known, "other_bytes": total - free - plan.weight_bytes - plan.state_bytes}
 
 
 run = partial(run_benchmark, "decode", measure, measure_baseline)

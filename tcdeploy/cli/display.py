@@ -214,7 +214,7 @@ def _explain_parity(records: Sequence[BucketRecord]) -> str:
 
 def _print_totals(deployment: StartReport) -> None:
     records, plan, architecture = deployment.records, deployment.plan, deployment.planned.architecture
-    num_layers = len(architecture.attention_layers)
+    num_layers = len(architecture.layer_states)
     hits = sum(record.outcome == "hit" for record in records)
     compile_seconds = sum(record.compile_seconds for record in records)
     programs = f"{sum(record.programs for record in records)} programs for {num_layers} layers"
@@ -228,8 +228,9 @@ def _print_totals(deployment: StartReport) -> None:
         if record.trials:
             show_sentence(f"{record.bucket} variants: {_format_trials(record)}")
     if deployment.workspace_bytes is not None:
+        slots = f", state slots {gib(plan.slot_bytes)}" if plan.slots else ""
         show_sentence(
-            f"device memory: weights {gib(plan.weight_bytes)}, KV cache {gib(plan.kv_bytes)}, everything else "
+            f"device memory: weights {gib(plan.weight_bytes)}, KV cache {gib(plan.kv_bytes)}{slots}, everything else "
             f"{gib(deployment.workspace_bytes)} ({gib(plan.workspace_bytes)} predicted)"
         )
     _print_folder(deployment)

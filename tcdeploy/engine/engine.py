@@ -66,7 +66,7 @@ class Engine:
         self.save_costs = save_costs
         self.clock: StepClock | None = None
         self.launch_timer = LaunchTimer()
-        self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+        self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size, reuses_prefixes=plan.reuses_prefixes)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_rows=plan.decode_buckets[-1].size,
@@ -75,6 +75,7 @@ class Engine:
                 max_consecutive_prefills=plan.max_consecutive_prefills,
                 mixed_steps=plan.mixed_steps,
                 itl_target_ms=plan.itl_target,
+                has_slots=plan.slots > 0,
             ),
             self.allocator,
         )
@@ -98,10 +99,10 @@ class Engine:
 
     @contextlib.contextmanager
     def paused(self, num_blocks: int) -> Iterator[None]:
-        """Between two steps, reserve the decode rows and `num_blocks` KV blocks for batches of the warm-up.
+        """Between two steps, reserve the decode rows, all state slots and `num_blocks` KV blocks for warm-up batches.
 
         Waits for the step in flight. Open requests return to the queue; afterwards they are computed again, mostly out
-        of the prefix cache. Cached prefixes are evicted only if too few blocks are free.
+        of the prefix cache. Cached prefixes are evicted only if too few blocks are free. No request has a slot then.
         """
         previous, self._in_flight = self._in_flight, None
         self._deliver(previous)

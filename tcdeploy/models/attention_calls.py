@@ -1,7 +1,8 @@
 """Records a model's calls of attention on fake tensors, and checks whether the paged ops can serve them.
 
-Each call becomes an AttentionSpec. Layers without keys and values of their own, such as recurrent ones, are recognised
-by `layer_types` in the config. All problems are collected, so that one error lists them.
+Each call becomes an AttentionSpec. Layers whose state a mechanism keeps are recorded by slot_layers.py; other layers
+without keys and values of their own, such as recurrent ones, are recognised by `layer_types` in the config, and
+refused. All problems are collected, so that one error lists them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from transformers import PreTrainedConfig
 from tcdeploy.errors import UnsupportedArchitectureError
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.planning.architecture import AttentionSpec
+from tcdeploy.models.slot_layers import SlotRecorder
+from tcdeploy.planning.architecture import AttentionSpec, LayerState
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 SUPPORTED_KEYWORDS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
@@ -71,18 +73,19 @@ def _keyword_problems(module: nn.Module, keywords: dict[str, Any]) -> list[str]:
     return problems
 
 
-def refused_layers(config: PreTrainedConfig) -> dict[int, str]:
-    """The layers of types that a KV cache cannot serve: the type by layer number.
+def refused_layers(config: PreTrainedConfig, slot_types: Collection[str]) -> dict[int, str]:
+    """The layers of types that neither a KV cache nor a mechanism can serve: the type by layer number.
 
     These include types that differ from full attention only in the mask, because the recorded calls have no mask.
+    `slot_types`: those of mechanisms, whose layers are compared with the claimed modules once the model has run.
     """
     types = getattr(config.get_text_config(), "layer_types", None) or ()
-    return {number: name for number, name in enumerate(types) if name not in SUPPORTED_LAYER_TYPES}
+    return {number: name for number, name in enumerate(types) if name not in {*SUPPORTED_LAYER_TYPES, *slot_types}}
 
 
-def check_layers(config: PreTrainedConfig) -> None:
+def check_layers(config: PreTrainedConfig, slot_types: Collection[str] = ()) -> None:
     """Raise UnsupportedArchitectureError for kinds of layers that the config names, before the model is built."""
-    if types := sorted({*refused_layers(config).values()}):
+    if types := sorted({*refused_layers(config, slot_types).values()}):
         message = f"{config.model_type} has layers of type {', '.join(types)}, which a KV cache cannot serve"
         raise UnsupportedArchitectureError(message)
     text_config = config.get_text_config()
@@ -94,16 +97,20 @@ def check_layers(config: PreTrainedConfig) -> None:
         )
 
 
-def read_attention(
-    model: nn.Module, recorder: AttentionRecorder, config: PreTrainedConfig, refusals: Refusals
-) -> tuple[AttentionSpec, ...]:
-    """The recorded calls, in the order of the model's modules. Adds what cannot be served to `refusals`."""
-    name, skipped_layers = config.model_type, refused_layers(config)
-    if not recorder.calls:
+def read_layers(
+    model: nn.Module,
+    recorder: AttentionRecorder,
+    slot_recorder: SlotRecorder,
+    config: PreTrainedConfig,
+    refusals: Refusals,
+) -> tuple[LayerState, ...]:
+    """What each layer keeps, in the order of the model's modules. Adds what cannot be served to `refusals`."""
+    name, skipped_layers = config.model_type, refused_layers(config, slot_recorder.layer_types)
+    if not recorder.calls and not slot_recorder.calls:
         if not skipped_layers:
             refusals.add(UnsupportedArchitectureError(f"{name} never calls transformers' AttentionInterface"))
         return ()
-    specs: list[AttentionSpec] = []
+    states: list[LayerState] = []
     problems: dict[str, str] = {}  # the first module that has it, by problem
     for path, module in model.named_modules():
         calls = recorder.calls.get(id(module), [])
@@ -112,27 +119,29 @@ def read_attention(
         for spec, found in calls:
             for problem in found:
                 problems.setdefault(problem, path)
-            specs.append(replace(spec, path=path))
+            states.append(replace(spec, path=path))
+        if slot_calls := slot_recorder.calls[id(module)]:
+            states.append(replace(slot_recorder.states[id(module)], path=path))
+            if slot_calls > 1:
+                problems.setdefault(f"runs {slot_calls} times in one forward pass", path)
     for problem, path in problems.items():
         refusals.add(UnsupportedArchitectureError(f"{name}: {path} {problem}"))
     with refusals.collecting():
-        _check_layers_attend(model, specs, name, skipped_layers)
+        _check_each_layer(model, states, name, skipped_layers)
     with refusals.collecting():
-        _check_windows(model, specs, config)
-    return tuple(specs)
+        _check_windows(model, [state for state in states if isinstance(state, AttentionSpec)], config)
+    return tuple(states)
 
 
-def _check_layers_attend(
-    model: nn.Module, specs: list[AttentionSpec], name: str, skipped_layers: Collection[int]
-) -> None:
-    """Every decoder layer must use the interface; one that does not has state outside the KV cache."""
-    stack_path, _ = decoder_layer_position(model, specs[0].path)
-    attending = {decoder_layer_position(model, spec.path) for spec in specs}
+def _check_each_layer(model: nn.Module, states: list[LayerState], name: str, skipped_layers: Collection[int]) -> None:
+    """Every decoder layer must have one state; one without may keep what neither blocks nor slots contain."""
+    stack_path, _ = decoder_layer_position(model, states[0].path)
+    positions = [decoder_layer_position(model, state.path) for state in states]
     layers = set(range(len(model.get_submodule(stack_path)))) - {*skipped_layers}  # type: ignore[arg-type]
-    if missing := sorted(layer for layer in layers if (stack_path, layer) not in attending):
+    if missing := sorted(layer for layer in layers if (stack_path, layer) not in positions):
         raise UnsupportedArchitectureError(f"{name}: layers {missing} never call the AttentionInterface")
-    if len(attending) != len({spec.path for spec in specs}):
-        raise UnsupportedArchitectureError(f"{name}: a layer calls attention from more than one module")
+    if len({*positions}) != len({state.path for state in states}):
+        raise UnsupportedArchitectureError(f"{name}: a layer calls attention or keeps state in more than one module")
 
 
 def _check_windows(model: nn.Module, specs: list[AttentionSpec], config: PreTrainedConfig) -> None:

@@ -1,8 +1,8 @@
 """Determines the Architecture of a model by running it on fake tensors and recording its calls of attention.
 
 There is no list of model names. The model is built from its config under FakeTensorMode (no memory, about 0.1 s for
-8B) and runs once. If the paged ops can serve its calls of attention, they become an `Architecture`; otherwise one error
-lists all reasons why the model is refused.
+8B) and runs once. If the paged ops can serve its calls of attention, and mechanisms its other layers, they become an
+`Architecture`; otherwise one error lists all reasons why the model is refused.
 
 Rejected: reading head counts from the config. Attribute names differ between families, and no config says whether a
 model calls the AttentionInterface at all, or passes a sink or a bias.
@@ -14,6 +14,7 @@ import contextlib
 import copy
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import TcdeployError, UnsupportedArchitectureError, UnsupportedModelError
-from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, read_attention
+from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, read_layers
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
 from tcdeploy.models.convert.quantisation import quantisation_method, schemes_of
 from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_linears
@@ -33,8 +34,9 @@ from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.probe_failure import CONFIG_HINT, UnexplainedFailureError, describe_exception, explaining_failures
 from tcdeploy.models.refusals import Refusals
+from tcdeploy.models.slot_layers import Mechanism, SlotRecorder
 from tcdeploy.models.weight_bytes import PROBE_DTYPE, weight_bytes
-from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
+from tcdeploy.planning.architecture import Architecture, LayerState, digest_config
 from tcdeploy.planning.memory import DTYPE_BYTES
 from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
 from tcdeploy.torch_compat.dynamo.fake_tensors import fake_tensors
@@ -63,14 +65,18 @@ class ProbedModel(NamedTuple):
     model: nn.Module  # with fake tensors
 
 
-def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> ProbedModel:
+def probe_model(
+    config: PreTrainedConfig, trust_remote_code: bool = False, mechanisms: Collection[Mechanism] = ()
+) -> ProbedModel:
     """The Architecture, and the model with fake tensors, whose quantised layers are converted.
+
+    `mechanisms`: those that keep state in slots.
 
     Raises UnsupportedModelError.
     """
     refusals = Refusals(config.model_type)
     try:
-        return _probe(config, trust_remote_code, refusals)
+        return _probe(config, trust_remote_code, mechanisms, refusals)
     except TcdeployError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -79,12 +85,15 @@ def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pr
         raise UnsupportedModelError(message, CONFIG_HINT) from error
 
 
-def _probe(config: PreTrainedConfig, trust_remote_code: bool, refusals: Refusals) -> ProbedModel:
+def _probe(
+    config: PreTrainedConfig, trust_remote_code: bool, mechanisms: Collection[Mechanism], refusals: Refusals
+) -> ProbedModel:
     name, text_config = config.model_type, config.get_text_config()
-    with refusals.collecting():
-        check_layers(config)
     positions, linear_recorder = PositionTracer(PROBE_TOKENS), _LinearRecorder()
-    model, attention_layers = _record_attention(config, trust_remote_code, positions, linear_recorder, refusals)
+    slot_recorder = SlotRecorder(mechanisms, positions)
+    with refusals.collecting():
+        check_layers(config, slot_recorder.layer_types)
+    model, layer_states = _record_layers(config, trust_remote_code, slot_recorder, positions, linear_recorder, refusals)
     if positions.counts_tokens:
         problem = "computes token positions of its own instead of using position_ids, so prompts cannot be packed"
         refusals.add(UnsupportedArchitectureError(f"{name} {problem}"))
@@ -102,7 +111,7 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool, refusals: Refusals
         context=int(context),
         vocab_size=int(text_config.vocab_size),
         dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
-        attention_layers=attention_layers,
+        layer_states=layer_states,
         quantisation=quantisation_method(config) or "",
         schemes=dict(Counter(module.scheme for module in model.modules() if isinstance(module, SchemeLinear))),
         is_multimodal=is_multimodal(config),
@@ -114,13 +123,14 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool, refusals: Refusals
     return ProbedModel(architecture, model)
 
 
-def _record_attention(
+def _record_layers(
     config: PreTrainedConfig,
     trust_remote_code: bool,
+    slot_recorder: SlotRecorder,
     positions: PositionTracer,
     linear_recorder: _LinearRecorder,
     refusals: Refusals,
-) -> tuple[nn.Module | None, tuple[AttentionSpec, ...]]:
+) -> tuple[nn.Module | None, tuple[LayerState, ...]]:
     """Build and run the model on fake tensors. Adds problems to `refusals`; the result is partial if there are any."""
     model: nn.Module | None = None
     recorder = AttentionRecorder(positions)
@@ -129,14 +139,17 @@ def _record_attention(
         with quiet_transformers(), fake_tensors(), torch.no_grad(), refusals.collecting():
             try:
                 model = _build(config, trust_remote_code)
+                slot_recorder.install(model)
                 _run(config.model_type, model, linear_recorder, positions)
             except UnexplainedFailureError as error:
                 if not refusals.reasons:
                     raise
                 log.debug("probably a consequence of another reason: %s", error)
             else:
-                return model, read_attention(model, recorder, config, refusals)
+                return model, read_layers(model, recorder, slot_recorder, config, refusals)
     finally:
+        if model is not None:
+            slot_recorder.remove(model)
         del ALL_ATTENTION_FUNCTIONS[PROBE_ATTN_IMPLEMENTATION]
     return model, ()
 

@@ -1,4 +1,9 @@
-"""What planning needs to know about a model, as plain data that `models/probe.py` fills in. Does not import torch."""
+"""What planning needs to know about a model, as plain data that `models/probe.py` fills in. Does not import torch.
+
+What a layer keeps between steps is one of three: K and V of each token in blocks (`AttentionSpec`), a few tensors of
+each sequence in a slot (`SlotState`), or nothing (`NoState`). Memory, buffers and the inputs of programs follow from
+it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 # Keys of transformers' config that no program depends on: names, paths and token ids. Keys that start with "_" are
 # ignored too.
@@ -34,6 +39,46 @@ class AttentionSpec:
     def kv_elements_per_token(self) -> int:
         return self.kv_heads * (self.head_dim + self.v_head_dim)
 
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return ("k", "v")
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor that a layer keeps for each sequence."""
+
+    name: str
+    shape: tuple[int, ...]  # of one sequence
+    dtype: str  # as torch names it; "" for the compute dtype
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """State of fixed size per sequence, such as a running sum. Each sequence has a slot of its own."""
+
+    path: str  # of the module that keeps it, such as model.layers.0.mixer
+    mechanism: str  # how the module computes: a name in kernels/state/mechanism.py
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(tensor.name for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class NoState:
+    """A layer that computes each token on its own."""
+
+    path: str  # of a module inside the layer
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return ()
+
+
+LayerState: TypeAlias = AttentionSpec | SlotState | NoState
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -45,7 +90,7 @@ class Architecture:
     context: int  # longest sequence, in tokens
     vocab_size: int
     dtype: str  # of the checkpoint; "" if neither the config nor the checkpoint states one
-    attention_layers: tuple[AttentionSpec, ...]
+    layer_states: tuple[LayerState, ...]  # of each decoder layer, in order
     quantisation: str = ""  # method of the checkpoint
     schemes: Mapping[str, int] = field(default_factory=dict)  # linear layers whose weights stay quantised, by scheme
     is_multimodal: bool = False  # it also has parts for images, audio or video, which are not run
@@ -55,6 +100,16 @@ class Architecture:
     peak_activation_elements: int = 0  # per token, that a layer holds at its widest, estimated from its linear layers
     packed_linears: tuple[tuple[str, ...], ...] = ()  # module paths of linear layers that one matrix can hold
     config_digest: str = ""  # as `digest_config` returns it
+
+    @property
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """The layers that keep K and V."""
+        return tuple(state for state in self.layer_states if isinstance(state, AttentionSpec))
+
+    @property
+    def slot_tensors(self) -> tuple[StateTensor, ...]:
+        """What all layers together keep in the slot of a sequence."""
+        return tuple(tensor for state in self.layer_states if isinstance(state, SlotState) for tensor in state.tensors)
 
     @property
     def kv_elements_per_token(self) -> int:

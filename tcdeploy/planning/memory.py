@@ -1,8 +1,8 @@
-"""Sizes the KV cache: arithmetic over bytes. Does not import torch.
+"""Sizes the KV cache and the state slots: arithmetic over bytes. Does not import torch.
 
-Weights come first, then the workspace that running the model needs; KV blocks take the rest, but no more than the
-largest batch can use at full context. The workspace is predicted part by part before anything is loaded, and the
-manifest records the measured value after warm-up.
+Weights come first, then the workspace that running the model needs, and a state slot for each sequence of the largest
+batch; KV blocks take the rest, but no more than the largest batch can use at full context. The workspace is predicted
+part by part before anything is loaded, and the manifest records the measured value after warm-up.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def predict_workspace(
         decode_rows_bytes=(demand.max_batch + 1) * row_bytes,
         prefill_inputs_bytes=sum(input_sizes) * PREFILL_INPUT_BYTES_PER_TOKEN + num_tables * table_bytes,
         logits_bytes=output_rows * architecture.vocab_size * DTYPE_BYTES[compute_dtype],
-        graphs_bytes=num_graphs * len(architecture.attention_layers) * GRAPH_BYTES_PER_LAYER,
+        graphs_bytes=num_graphs * len(architecture.layer_states) * GRAPH_BYTES_PER_LAYER,
         parity_check_bytes=int(PARITY_CHECK_FACTOR * _reference_tokens(architecture, demand) * token_bytes),
     )
 
@@ -118,10 +118,12 @@ class KVSize(NamedTuple):
     weight_bytes: int
     context: int
     reason: str
+    slots: int
+    slot_bytes: int  # of all slots
 
 
 def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace) -> KVSize:
-    """Divide the memory that weights and workspace leave into KV blocks, one of them for padding.
+    """Divide the memory that weights, workspace and slots leave into KV blocks, one of them for padding.
 
     Raises MemoryShortage if the buckets or a requested context do not fit, SpaceError if more memory would not help,
     and UsageError for a `memory_fraction` outside of 0 to 1.
@@ -131,9 +133,12 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
     block_bytes = _block_bytes(inputs, demand.block_size)
     affordable_blocks = count_affordable_blocks(inputs, demand, workspace)
     min_blocks = max(demand.max_batch, -(-demand.max_prefill_tokens // demand.block_size)) + 1
-    needed_bytes = max(min_blocks, recipe.kv_blocks or 0) * block_bytes
+    slot_bytes = _slot_bytes(inputs, demand)
+    needed_bytes = max(min_blocks, recipe.kv_blocks or 0) * block_bytes + slot_bytes
     if affordable_blocks < 1:
-        problem = f"{gib(weight_bytes)} of {dtypes.weight} weights leave no memory for KV: {_describe_memory(inputs)}"
+        weights = f"{gib(weight_bytes)} of {dtypes.weight} weights"
+        occupied = f"{weights} and {gib(slot_bytes)} of state slots" if slot_bytes else weights
+        problem = f"{occupied} leave no memory for KV: {_describe_memory(inputs)}"
         hint = "use a smaller model, a smaller --dtype, or more memory"
         raise _shortage(inputs, workspace, needed_bytes, problem, hint)
     blocks, reason = _decide_kv_blocks(recipe.kv_blocks, affordable_blocks, demand)
@@ -151,13 +156,16 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
         problem = f"context {recipe.context} exceeds the {capacity} tokens that the KV cache holds"
         if recipe.kv_blocks is not None:
             raise SpaceError(problem, f"--context {capacity}")
-        context_bytes = (demand.blocks_per_sequence + 1) * block_bytes
+        context_bytes = (demand.blocks_per_sequence + 1) * block_bytes + slot_bytes
         raise _shortage(inputs, workspace, context_bytes, problem, f"--context {capacity}")
-    return KVSize(blocks, blocks * block_bytes, weight_bytes, min(demand.context, capacity), reason)
+    if not block_bytes:
+        reason += "; no layer keeps K and V, so blocks only count tokens"
+    context, slots = min(demand.context, capacity), _count_slots(inputs, demand)
+    return KVSize(blocks, blocks * block_bytes, weight_bytes, context, reason, slots, slot_bytes)
 
 
 def _shortage(inputs: PlanInputs, workspace: Workspace, kv_bytes: int, problem: str, hint: str) -> MemoryShortage:
-    """The error for a machine without memory for `kv_bytes` beside weights and workspace."""
+    """The error for a machine without memory for `kv_bytes`, slots included, beside weights and workspace."""
     weight_bytes, environment = inputs.architecture.weight_bytes[inputs.dtypes.weight], inputs.environment
     if inputs.device == "cpu":
         needed_bytes = weight_bytes + math.ceil(kv_bytes / HOST_KV_FRACTION)
@@ -167,7 +175,9 @@ def _shortage(inputs: PlanInputs, workspace: Workspace, kv_bytes: int, problem: 
 
 
 def count_affordable_blocks(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace) -> int:
-    """KV blocks that fit into the memory beside weights and workspace; 0 or less if these two fill it.
+    """KV blocks that fit into the memory beside weights, workspace and slots; 0 or less if these fill it.
+
+    Blocks without bytes, of a model that keeps no K and V, fit in any number; then as many as can be used.
 
     Raises UsageError for a `memory_fraction` outside of 0 to 1.
     """
@@ -178,15 +188,34 @@ def count_affordable_blocks(inputs: PlanInputs, demand: CacheDemand, workspace: 
     kv_bytes = int(environment.gpu_memory_bytes * fraction) - weight_bytes - sum(workspace)
     if inputs.device == "cpu":
         kv_bytes = int((environment.host_memory_bytes - weight_bytes) * HOST_KV_FRACTION)
-    return kv_bytes // _block_bytes(inputs, demand.block_size)
+    kv_bytes -= _slot_bytes(inputs, demand)
+    if block_bytes := _block_bytes(inputs, demand.block_size):
+        return kv_bytes // block_bytes
+    return max(_usable_blocks(demand), inputs.recipe.kv_blocks or 0) if kv_bytes >= 0 else 0
+
+
+def _count_slots(inputs: PlanInputs, demand: CacheDemand) -> int:
+    """One for each sequence of the largest batch, and the scratch slot; 0 if no layer keeps state in slots."""
+    return demand.max_batch + 1 if inputs.architecture.slot_tensors else 0
+
+
+def _slot_bytes(inputs: PlanInputs, demand: CacheDemand) -> int:
+    tensors, compute = inputs.architecture.slot_tensors, inputs.dtypes.compute
+    bytes_per_slot = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype or compute] for tensor in tensors)
+    return _count_slots(inputs, demand) * bytes_per_slot
 
 
 def _block_bytes(inputs: PlanInputs, block_size: int) -> int:
     return inputs.architecture.kv_elements_per_token * DTYPE_BYTES[inputs.dtypes.kv] * block_size
 
 
+def _usable_blocks(demand: CacheDemand) -> int:
+    """Those of the largest batch at full context, and one for padding."""
+    return demand.max_batch * demand.blocks_per_sequence + 1
+
+
 def _decide_kv_blocks(requested_blocks: int | None, affordable_blocks: int, demand: CacheDemand) -> tuple[int, str]:
-    needed_blocks = demand.max_batch * demand.blocks_per_sequence + 1
+    needed_blocks = _usable_blocks(demand)
     sequences = f"{demand.max_batch} sequences of {demand.context} tokens"
     if requested_blocks is not None:
         return requested_blocks, "requested"

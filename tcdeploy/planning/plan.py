@@ -37,8 +37,8 @@ from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, cand
 # host uses.
 IGNORED_PLAN_FIELDS = {
     "model", "revision", "load_format", "trust_remote_code",
-    "context", "kv_blocks", "kv_bytes", "workspace_bytes", "tune_seconds", "max_consecutive_prefills",
-    "itl_target",
+    "context", "kv_blocks", "kv_bytes", "slots", "slot_bytes", "workspace_bytes", "tune_seconds",
+    "max_consecutive_prefills", "itl_target",
     "cache_dir", "decisions", "key",
 }  # fmt: skip
 PARALLEL_FIELDS = {"rank", "world_size"}  # in the key only if there are several ranks
@@ -92,7 +92,9 @@ class Plan:
     kv_blocks: int
     weight_bytes: int
     kv_bytes: int
-    workspace_bytes: int  # predicted device memory beyond weights and KV while serving; 0 on a CPU
+    slots: int  # of layers that keep state in slots; slot 0 is for padding. 0: there are no such layers
+    slot_bytes: int  # of all slots
+    workspace_bytes: int  # predicted device memory beyond weights and state while serving; 0 on a CPU
     rank: int = 0  # of tensor parallelism; sizes and bytes are those of one rank
     world_size: int = 1
     environment_key: str  # `Environment.cache_key`, which is part of torch's key of each program
@@ -137,6 +139,16 @@ class Plan:
     def graph_shapes(self, bucket: Bucket) -> tuple[tuple[int, int], ...]:
         """(tokens or rows, row slots) of all graphs of a captured bucket, ascending."""
         return sizes.graph_shapes(self.step_sizes(bucket), self.row_slots(bucket))
+
+    @property
+    def state_bytes(self) -> int:
+        """What layers keep between steps: KV blocks and slots."""
+        return self.kv_bytes + self.slot_bytes
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether prompts with a common prefix share KV blocks. State in slots would be missing at the prefix's end."""
+        return not self.slots
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -197,6 +209,8 @@ def make_plan(
         kv_blocks=memory.blocks,
         weight_bytes=memory.weight_bytes,
         kv_bytes=memory.kv_bytes,
+        slots=memory.slots,
+        slot_bytes=memory.slot_bytes,
         workspace_bytes=workspace_bytes,
         environment_key=environment.cache_key,
         cache_dir=cache_dir,

@@ -241,6 +241,11 @@ def decide_memory(inputs: PlanInputs, demand: CacheDemand, decisions: Decisions)
         reason = f"as many tokens as the KV cache holds; the model's maximum is {demand.context}"
         decisions.add("context", kv.context, reason, is_fallback=True)
     decisions.add("KV blocks", f"{kv.blocks} ({gib(kv.kv_bytes)})", kv.reason)
+    if kv.slots:
+        reason = "one for each sequence of the largest batch, and one for padding"
+        decisions.add("state slots", f"{kv.slots} ({gib(kv.slot_bytes)})", reason)
+        reason = "layers keep state of whole sequences in slots, and no state is kept at the end of a prefix"
+        decisions.add("prefix reuse", "off", reason)
     if inputs.device == "cpu":
         return 0, kv
     sizes = {name.removesuffix("_bytes").replace("_", " "): gib(value) for name, value in workspace._asdict().items()}

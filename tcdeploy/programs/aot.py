@@ -184,9 +184,10 @@ def _mark_dynamic_sizes(bucket: Bucket, inputs: StepInputs) -> None:
 
 
 def _constants(model: nn.Module, layers: Sequence[TracedLayer]) -> dict[str, Tensor]:
-    """Weights, buffers and KV caches by their names in a step program."""
+    """Weights, buffers and states by their names in a step program."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     constants: dict[str, Tensor] = {f"weight/{name}": tensor for name, tensor in tensors}
-    for index, layer in enumerate(layers):
-        constants |= {f"kv/{index}/k": layer.binding.k_cache, f"kv/{index}/v": layer.binding.v_cache}
+    for number, layer in enumerate(layers):
+        named_state = zip(layer.state_names, layer.binding.state, strict=True)
+        constants |= {f"state/{number}/{name}": tensor for name, tensor in named_state}
     return constants

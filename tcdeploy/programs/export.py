@@ -2,7 +2,7 @@
 
 torch.export traces the model's own forward with an opaque operator in place of each decoder layer. What remains is what
 the family does around its layers: embedding, rotary factors, final norm, LM head, soft-capping. The graph is cut at the
-layers (graph_parts.py), and each part becomes a program. A layer is exported with its weights, its KV cache and the
+layers (graph_parts.py), and each part becomes a program. A layer is exported with its weights, its state and the
 attention metadata as inputs. Layers whose graphs are equal, Python numbers included, share one program.
 
 The trace runs the family's Python code on the inputs of a real step. A program is specialised on the shapes of that
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
-from tcdeploy.kernels.attention.interface import LayerBinding
 from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata, Step
+from tcdeploy.kernels.state.layer_state import LayerBinding, StateTensors
 from tcdeploy.programs.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.grouped_mm import foreign_ops, graph_modules, op_name, replace_grouped_mm
@@ -42,11 +42,12 @@ MAX_DYNAMIC_SIZE = 1 << 31  # a program must allow at least this size; torch's o
 
 
 class TracedLayer(NamedTuple):
-    """A decoder layer of the model, and the object in which its attention finds its KV cache and the step."""
+    """A decoder layer of the model, and the object in which its module finds its state and the step."""
 
     module: nn.Module
     path: str
     binding: LayerBinding
+    state_names: tuple[str, ...]
     kind: LayerKind
 
 
@@ -173,23 +174,23 @@ class _StepExport:
         arguments = [self._values[argument] for argument in (hidden, *others)]  # type: ignore[misc,index]
         tensors = {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}
         weights = [_Input(f"weight/{layer.path}.{name}", tensor) for name, tensor in tensors.items()]
-        caches = {f"kv/{number}/k": layer.binding.k_cache, f"kv/{number}/v": layer.binding.v_cache}
-        kv = [_Input(name, tensor, dynamic_dims(tensor)) for name, tensor in caches.items()]
+        named_state = zip(layer.state_names, layer.binding.state, strict=True)
+        state = [_Input(f"state/{number}/{name}", tensor, dynamic_dims(tensor)) for name, tensor in named_state]
         metadata = [_step_input(name, tensor) for name, tensor in step_tensors(self._inputs).items() if "." in name]
         selected = [] if rows is None else [self._values[rows]]  # type: ignore[index]
-        inputs = [*weights, *arguments, *kv, *metadata, *selected]
+        inputs = [*weights, *arguments, *state, *metadata, *selected]
         call_without_tensors = call.with_tensors(itertools.repeat("tensor"))
         specs = [item.spec for item in inputs]
-        counts = [len(tensors), len(arguments), len(kv), len(metadata)]
+        counts = [len(tensors), len(arguments), len(state), len(metadata)]
         names = [item.name.removeprefix("step/") for item in metadata]
 
         def forward(values: list[Tensor]) -> Tensor:
             remaining = iter(values)
-            weights, arguments, kv, metadata = ([next(remaining) for _ in range(count)] for count in counts)
+            weights, arguments, state, metadata = ([next(remaining) for _ in range(count)] for count in counts)
             attention = _make_metadata(dict(zip(names, metadata, strict=True)))
             step = dataclasses.replace(self._inputs.step, attention_metadata=attention)
             named_weights = dict(zip(tensors, weights, strict=True))
-            with _bound(layer.binding, kv, step):
+            with _bound(layer.binding, tuple(state), step):
                 output = torch.func.functional_call(layer.module, named_weights, *call.with_tensors(arguments))
             if not isinstance(output, Tensor):
                 raise NotImplementedError(f"{layer.path} returns a {type(output).__name__}, not a tensor")
@@ -322,16 +323,15 @@ def _replace_layers(
 
 
 @contextlib.contextmanager
-def _bound(binding: LayerBinding, kv: list[Tensor], step: Step) -> Iterator[None]:
-    """Within the block, the layer's attention reads `kv` and `step`."""
+def _bound(binding: LayerBinding, state: StateTensors, step: Step) -> Iterator[None]:
+    """Within the block, the layer reads `state` and `step`."""
     holder = binding.step_holder
-    previous = binding.k_cache, binding.v_cache, holder.step
-    binding.k_cache, binding.v_cache = kv
-    holder.step = step
+    previous = binding.state, holder.step
+    binding.state, holder.step = state, step
     try:
         yield
     finally:
-        binding.k_cache, binding.v_cache, holder.step = previous
+        binding.state, holder.step = previous
 
 
 def _replace_tensors(value: Any, replacements: Iterator[object]) -> Any:

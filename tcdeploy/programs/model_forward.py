@@ -67,4 +67,5 @@ def step_tensors(inputs: StepInputs) -> dict[str, Tensor]:
 def metadata_tensors(metadata: AttentionMetadata) -> dict[str, Tensor]:
     """The tensors of `step_tensors` that attention reads, such as `prefill.slot_mapping`."""
     phases = [(phase, tensors) for phase, tensors in metadata._asdict().items() if tensors is not None]
-    return {f"{phase}.{name}": tensor for phase, tensors in phases for name, tensor in tensors._asdict().items()}
+    named = {f"{phase}.{name}": tensor for phase, tensors in phases for name, tensor in tensors._asdict().items()}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}

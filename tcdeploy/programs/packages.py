@@ -53,7 +53,7 @@ class PackagedForward:
     def __init__(
         self, constants: Mapping[str, Tensor], supports_logits_to_keep: bool, plan: Plan, folder: Path
     ) -> None:
-        """`constants`: weights, buffers and KV caches by their names in a step program.
+        """`constants`: weights, buffers and states by their names in a step program.
 
         `supports_logits_to_keep`: whether the model's forward can select rows at the head.
         """

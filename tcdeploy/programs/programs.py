@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from tcdeploy.kernels.attention.interface import LayerBinding
 from tcdeploy.kernels.attention.metadata import Step, StepHolder
+from tcdeploy.kernels.state.layer_state import LayerBinding
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.planning.variants import Variant
 from tcdeploy.programs.model_forward import metadata_tensors
@@ -118,7 +118,7 @@ class RegionCall(NamedTuple):
             **_by_id((tensor for tensor, _ in self.token_dims()), Role.TOKENS),
             **_by_id([] if self.rows is None else [self.rows], Role.ROWS),
             **_by_id((*self.module.parameters(), *self.module.buffers()), Role.WEIGHT),
-            **_by_id((cache for layer in layers for cache in (layer.k_cache, layer.v_cache)), Role.STATE),
+            **_by_id((tensor for layer in layers for tensor in layer.state), Role.STATE),
         }
         return [roles.get(id(item), Role.VALUE) for item in inputs]
 

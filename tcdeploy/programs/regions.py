@@ -1,8 +1,8 @@
 """Finds the modules to compile by structure: the decoder layers, their attention blocks and MLPs, and the head modules.
 
-The probe has found the modules that call attention. A decoder layer is the nearest ancestor of such a module that is an
-item of a ModuleList. Its attention block is the child that holds the module; every other child with a matrix belongs to
-the MLP (norms hold vectors).
+The probe has found the modules that call attention, or keep state in another way. A decoder layer is the nearest
+ancestor of such a module that is an item of a ModuleList. Its attention block is the child that holds the module; every
+other child with a matrix belongs to the MLP (norms hold vectors).
 
 Layers of equal `LayerKind` are expected to have equal programs. Compile workers keep the first layers that have all
 kinds. The trace decides in the end: torch's guards with jit programs, and export.py with packages.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from torch import nn
 
 from tcdeploy.models.attention_calls import decoder_layer_position
-from tcdeploy.planning.architecture import Architecture, AttentionSpec
+from tcdeploy.planning.architecture import Architecture, LayerState
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Region:
 class LayerKind(NamedTuple):
     """What the program of a layer depends on, as far as its modules say: equal kinds have equal programs."""
 
-    structure: Hashable  # how it attends, and its modules and tensors by name
+    structure: Hashable  # its LayerState, and its modules and tensors by name
     constants: Hashable  # attributes that programs may depend on: not those that count the layers (`layer_idx`)
 
 
@@ -47,23 +47,23 @@ class LayerKind(NamedTuple):
 class DecoderLayer:
     path: str
     module: nn.Module
-    attention: nn.Module
+    attention: nn.Module  # or what it has in its place
     mlp: tuple[nn.Module, ...]  # one module, or the bare matrices of a layer without an MLP module
     kind: LayerKind
 
 
-def layer_kinds(layers: Sequence[nn.Module], attention: Sequence[AttentionSpec]) -> list[LayerKind]:
+def layer_kinds(layers: Sequence[nn.Module], states: Sequence[LayerState]) -> list[LayerKind]:
     """The kind of each layer of a model."""
     numbers = _layer_numbers(layers)
 
-    def kind_of(layer: nn.Module, spec: AttentionSpec) -> LayerKind:
+    def kind_of(layer: nn.Module, state: LayerState) -> LayerKind:
         modules = tuple((path, type(child)) for path, child in layer.named_modules())
         named = (*layer.named_parameters(), *layer.named_buffers())
         tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
         constants = frozenset(item for item in _constants(layer).items() if item[0] not in numbers)
-        return LayerKind((dataclasses.replace(spec, path=""), modules, tensors), constants)
+        return LayerKind((dataclasses.replace(state, path=""), modules, tensors), constants)
 
-    return list(map(kind_of, layers, attention))
+    return list(map(kind_of, layers, states))
 
 
 def _constants(layer: nn.Module) -> dict[tuple[str, str], object]:
@@ -88,15 +88,15 @@ def _layer_numbers(layers: Sequence[nn.Module]) -> set[tuple[str, str]]:
 
 def find_layers(model: nn.Module, architecture: Architecture) -> list[DecoderLayer]:
     """The decoder layers of `model`, in order."""
-    specs = architecture.attention_layers
-    paths = ["{}.{}".format(*decoder_layer_position(model, spec.path)) for spec in specs]
-    kinds = layer_kinds([model.get_submodule(path) for path in paths], specs)
-    return [_find_layer(model, *item) for item in zip(paths, specs, kinds, strict=True)]
+    states = architecture.layer_states
+    paths = ["{}.{}".format(*decoder_layer_position(model, state.path)) for state in states]
+    kinds = layer_kinds([model.get_submodule(path) for path in paths], states)
+    return [_find_layer(model, *item) for item in zip(paths, states, kinds, strict=True)]
 
 
-def _find_layer(model: nn.Module, path: str, spec: AttentionSpec, kind: LayerKind) -> DecoderLayer:
+def _find_layer(model: nn.Module, path: str, state: LayerState, kind: LayerKind) -> DecoderLayer:
     layer = model.get_submodule(path)
-    block_name = spec.path.removeprefix(path + ".").split(".")[0]
+    block_name = state.path.removeprefix(path + ".").split(".")[0]
     others = [child for name, child in layer.named_children() if name != block_name]
     mlp = tuple(child for child in others if any(parameter.ndim >= 2 for parameter in child.parameters()))
     return DecoderLayer(path, layer, layer.get_submodule(block_name), mlp, kind)

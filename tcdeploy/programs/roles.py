@@ -1,7 +1,7 @@
 """The roles of a program's inputs. Passes, dependent launch (PDL) and step programs read them.
 
     weight   a parameter or buffer of the model; assumed not to be written by another program of the step
-    state    what a layer keeps between steps: its KV cache
+    state    what a layer keeps between steps: its KV cache, or tensors with a slot for each sequence
     tokens   has a dimension for the tokens of the step: hidden states, rotary factors, the slot mapping
     rows     [outputs] int64: the tokens whose outputs are returned
     step     describes the step in another way: lengths, block tables, counters
@@ -41,7 +41,7 @@ TOKEN_DIMS = {"input_ids": 1, "position_ids": 1, "prefill.slot_mapping": 0}
 ROLE = "tcdeploy_role"  # in the meta of a graph's inputs
 CONSTANT_ROLES = {Role.WEIGHT, Role.STATE}  # the same tensors in every step
 log = logging.getLogger("tcdeploy.programs")
-_ROLES_BY_PREFIX = {"weight": Role.WEIGHT, "kv": Role.STATE, "value": Role.VALUE}
+_ROLES_BY_PREFIX = {"weight": Role.WEIGHT, "state": Role.STATE, "value": Role.VALUE}
 _ROLES_BY_STEP_NAME = {"rows": Role.ROWS, **dict.fromkeys(TOKEN_DIMS, Role.TOKENS)}
 _READ_BY_PASSES = {Role.WEIGHT, Role.ROWS}
 

@@ -1,7 +1,7 @@
 """A step as a list of calls of ahead-of-time compiled programs, with names for the tensors between them.
 
     weight/PATH        a parameter or buffer of the model
-    kv/LAYER/k, .../v  the KV cache of a layer
+    state/LAYER/NAME   what a layer keeps between steps: its KV cache (k, v), or a tensor in slots
     step/NAME          an input of the step: input_ids, position_ids, rows, prefill.slot_mapping, ...
     value/NUMBER       an output of an earlier call
 
@@ -101,7 +101,7 @@ class LoadedStep:
     def __init__(
         self, step_program: StepProgram, programs: Mapping[str, RunProgram], constants: Mapping[str, Tensor]
     ) -> None:
-        """`constants`: weights and KV caches by name. Raises MismatchError if one does not fit its program."""
+        """`constants`: weights and states by name. Raises MismatchError if one does not fit its program."""
         self._step_program, self._programs = step_program, programs
         names = {name for call in step_program.calls for name in call.inputs}
         missing = {name for name in names if role_of_name(name) in CONSTANT_ROLES} - constants.keys()

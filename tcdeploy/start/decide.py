@@ -25,6 +25,7 @@ from tcdeploy.cache.record.manifest import Origin
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.engine.generation_defaults import read_model_defaults
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
+from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.models.convert.quantisation import has_schemes
 from tcdeploy.models.convert.quantised_weights import loading_refusal
 from tcdeploy.models.load import config_to_dict, load_config, read_checkpoint
@@ -157,7 +158,7 @@ def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool,
     refusals, probed, checkpoint, tokenizer = Refusals(recipe.model), None, None, None
     config = load_config(recipe, refusals)
     with refusals.collecting():
-        probed = probe_model(config, recipe.trust_remote_code)
+        probed = probe_model(config, recipe.trust_remote_code, MECHANISMS.values())
         if not refusals.reasons:  # a quantised checkpoint, for example, has other tensors than the probed model
             checkpoint = read_checkpoint(recipe, config, tensor_shapes(probed.model))
     with refusals.collecting():

@@ -260,4 +260,4 @@ def _workspace_bytes(plan: Plan) -> int | None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # memory that only warm-up needed
     free, total = torch.cuda.mem_get_info()
-    return total - free - plan.weight_bytes - plan.kv_bytes
+    return total - free - plan.weight_bytes - plan.state_bytes

@@ -43,9 +43,10 @@ from tcdeploy.engine.warm.program_setup import install_programs
 from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets, warmup_order
 from tcdeploy.errors import UsageError
 from tcdeploy.host.progress import NullProgress, Progress
-from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, bind_attention, register_attention
-from tcdeploy.kernels.attention.kv_cache import allocate_kv_cache
+from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
 from tcdeploy.kernels.attention.metadata import StepHolder, make_split_counters
+from tcdeploy.kernels.state.layer_state import allocate_state, slot_tensors
+from tcdeploy.kernels.state.mechanisms import bind_state
 from tcdeploy.models.load_model import load_model, loading_model
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.weights.reader import ReadTotal
@@ -310,18 +311,21 @@ def _package_exchange(staging: StagingFolder, plan_key: str) -> PackageExchange:
 
 
 def load_runner(planned: PlannedModel, model: PreTrainedModel | None = None) -> ModelRunner:
-    """Bind the model to a KV cache. None: load its weights first. Nothing is compiled yet."""
+    """Bind the model to its state. None: load its weights first. Nothing is compiled yet."""
     plan, architecture = planned.plan, planned.architecture
     register_attention()
     if model is None:
         model = load_model(plan, planned.config, ATTN_IMPLEMENTATION, architecture.packed_linears, planned.traced_model)
-    step_holder = StepHolder()
-    bind_attention(model, architecture, allocate_kv_cache(plan, architecture), step_holder)
-    return ModelRunner(model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size)
+    step_holder, state = StepHolder(), allocate_state(plan, architecture)
+    bind_state(model, architecture, state, step_holder)
+    return ModelRunner(
+        model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size,
+        slot_tensors=slot_tensors(architecture, state),
+    )  # fmt: skip
 
 
 def load_uncompiled(recipe: Recipe, progress: Progress | None = None) -> tuple[PlannedModel, ModelRunner]:
-    """The plan, and the loaded model with a KV cache. Compiles nothing, and writes no manifest."""
+    """The plan, and the loaded model with its state. Compiles nothing, and writes no manifest."""
     progress = progress or NullProgress()
     stages = StageTimer(progress)
     with stages.stage("decide"):

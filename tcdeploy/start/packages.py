@@ -48,9 +48,10 @@ from tcdeploy.engine.warm.warmup import prepare_buckets
 from tcdeploy.errors import CompileError, MismatchError, SpaceError, TcdeployError, TrustError, UsageError
 from tcdeploy.host.regular_file import read_regular
 from tcdeploy.kernels.attention import ops  # noqa: F401 - registers the ops that packages call
-from tcdeploy.kernels.attention.kv_cache import allocate_kv_cache
 from tcdeploy.kernels.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.kernels.linear import ops as linear_ops  # noqa: F401 - registers the ops that packages call
+from tcdeploy.kernels.state import mechanisms  # noqa: F401 - registers the ops that packages call
+from tcdeploy.kernels.state.layer_state import allocate_state, named_state, slot_tensors
 from tcdeploy.models.weights.reader import ReadTotal, stored_tensors
 from tcdeploy.models.weights.sources import DescribedWeights, WeightSource, copy_stored, loading_weights
 from tcdeploy.planning.extras import is_installed, require_extra
@@ -183,7 +184,7 @@ class Packages:
         with _checkpoint_errors(plan):
             buffers = load_file(Path(staging.path, record.buffers))
             copy_stored(DescribedWeights(_weight_sources(record), buffers), weights)
-        self._kv_cache = allocate_kv_cache(plan, record.architecture)
+        self._state = allocate_state(plan, record.architecture)
         self.runner = self._make_runner()
         if self._request.needs_tokenizer:
             self.tokenizer = _load_tokenizer(found, Path(staging.path))
@@ -197,8 +198,8 @@ class Packages:
                 self._prepared = prepare_buckets(
                     self.runner, plan.cache_dir, self._request.progress, before_captures=self._gpu_setup.close
                 )
-                for cache in itertools.chain(*self._kv_cache):
-                    cache.zero_()  # steps with half the weights may have written infinities
+                for tensor in itertools.chain(*self._state):
+                    tensor.zero_()  # steps with half the weights may have written infinities
         with stages.stage("weights"), _checkpoint_errors(plan):
             self._weight_reading.close()
 
@@ -234,12 +235,14 @@ class Packages:
     def _make_runner(self) -> ModelRunner:
         plan, record = self._found.plan, self._found.record
         constants = {f"weight/{name}": tensor for name, tensor in self._weights.tensors.items()}
-        for index, (k_cache, v_cache) in enumerate(self._kv_cache):
-            constants |= {f"kv/{index}/k": k_cache, f"kv/{index}/v": v_cache}
+        constants |= named_state(record.architecture, self._state)
         folder = Path(self._staging.path, record.package_folder)
         forward = PackagedForward(constants, record.supports_logits_to_keep, plan, folder)
         counters = make_split_counters(plan, record.architecture)
-        runner = ModelRunner(None, plan, StepHolder(), counters, record.architecture.vocab_size, forward)
+        runner = ModelRunner(
+            None, plan, StepHolder(), counters, record.architecture.vocab_size, forward,
+            slot_tensors(record.architecture, self._state),
+        )  # fmt: skip
         variants = {bucket.bucket: bucket.variant for bucket in self._earlier.buckets}
         for bucket in plan.buckets:
             for variant in plan.variants(bucket):

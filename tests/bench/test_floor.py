@@ -64,7 +64,7 @@ def test_a_mixture_of_experts_has_no_floor() -> None:
 
 
 def test_a_sliding_window_limits_the_bytes_of_the_kv_cache() -> None:
-    architecture = replace(LLAMA_8B, attention_layers=(*attention_layers(1), *attention_layers(1, window=100)))
+    architecture = replace(LLAMA_8B, layer_states=(*attention_layers(1), *attention_layers(1, window=100)))
     assert kv_read_bytes(architecture, "bfloat16", 512) == 2 * 8 * 256 * (512 + 100)
     assert kv_read_bytes(architecture, "bfloat16", 60) == 2 * 8 * 256 * (60 + 60)
 

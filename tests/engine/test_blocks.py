@@ -388,3 +388,23 @@ class Prefixes(RuleBasedStateMachine):
 
 TestPrefixes = Prefixes.TestCase
 TestPrefixes.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_adapters_share_no_prefix() -> None:
+    allocator = BlockAllocator(20, BLOCK)
+    token_ids = [*tokens(7, 8), 1]
+    for adapter_id in (0, 1, 2):
+        assert allocator.match(token_ids, adapter_id) == []
+        blocks = allocator.allocate(2)
+        allocator.register(token_ids, blocks, 2 * BLOCK, adapter_id)
+        assert allocator.match(token_ids, adapter_id) == blocks
+    assert_consistent(allocator)
+
+
+def test_without_reuse_no_block_is_registered() -> None:
+    allocator = BlockAllocator(20, BLOCK, reuses_prefixes=False)
+    blocks = allocator.allocate(2)
+    allocator.register([*tokens(7, 8), 1], blocks, 2 * BLOCK)
+    allocator.release(blocks)
+    assert allocator.match([*tokens(7, 8), 1]) == [] and not allocator._evictable
+    assert_idle(allocator)

@@ -25,6 +25,7 @@ from tcdeploy.engine.schedule.scheduler import (
     SchedulerStats,
 )
 from tcdeploy.engine.schedule.sequence import SamplingParams, SchedulerOutput, Sequence
+from tcdeploy.engine.schedule.slots import SCRATCH_SLOT
 from tcdeploy.engine.schedule.step_costs import StepCosts, StepPredictor
 from tcdeploy.engine.schedule.step_size import SMALLEST_STEP_FACTOR, target_factor
 from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS
@@ -652,6 +653,7 @@ class FakeEngine:
     progress: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # (preemptions, next position)
     hits: Counter[Sequence] = field(default_factory=Counter)  # prefix hits of earlier admissions
     unread: deque[list[tuple[Sequence, int]]] = field(default_factory=deque)
+    states: dict[int, list[int]] = field(default_factory=dict)  # state slot -> the tokens that its state is made of
     tables: dict[Sequence, list[int]] = field(default_factory=dict)  # uploaded at decode steps, of rows kept since
     prefills_in_a_row: int = 0
     noise: random.Random | None = None  # of the measured times of steps, with step costs
@@ -785,6 +787,10 @@ class FakeEngine:
             block = sequence.blocks[position // block_size]
             assert owners[block] == 1, "a block with two owners is never written"
             self.keys[block * block_size + position % block_size] = tuple(tokens[: position + 1])
+        if self.scheduler.config.has_slots:
+            assert sequence.slot != SCRATCH_SLOT
+            assert start == 0 or self.states[sequence.slot] == tokens[:start], "a state is continued where it ended"
+            self.states[sequence.slot] = tokens[:stop]
         self.progress[sequence] = (sequence.preemptions, stop)
 
     def check_keys(self, sequence: Sequence, stop: int) -> None:
@@ -918,7 +924,9 @@ def test_random_traffic_reads_only_written_keys_and_gets_exactly_its_tokens(
     resets: set[int],
 ) -> None:
     longest = max(len(arrival.prompt) + arrival.params.max_tokens for arrival in arrivals)
-    engine = FakeEngine(Scheduler(config, BlockAllocator(1 + -(-longest // block_size) + spare_blocks, block_size)))
+    blocks = 1 + -(-longest // block_size) + spare_blocks
+    allocator = BlockAllocator(blocks, block_size, reuses_prefixes=not config.has_slots)
+    engine = FakeEngine(Scheduler(config, allocator))
     check_end(engine, run(engine, arrivals, drains, resets, lag), arrivals)
 
 

@@ -74,9 +74,9 @@ def test_a_batch_is_equal_after_encoding_and_decoding() -> None:
     )  # fmt: skip
     batch = StepBatch(
         num_decoding=2,
-        rows=[1, NewRow(), NewRow(sampling, logprobs=0), NewRow(token_id=5, length=2**31)],
+        rows=[1, NewRow(), NewRow(sampling, logprobs=0), NewRow(token_id=5, length=2**31), NewRow(slot=256)],
         blocks=[RowBlocks(0, 3, [7, 2**31 - 1])],
-        chunks=[PromptChunk(16, [9, 8], [1, 2], None, [8], 3), PromptChunk(0, [1], [4], 3)],
+        chunks=[PromptChunk(16, [9, 8], [1, 2], None, [8], 3), PromptChunk(0, [1], [4], 3, slot=9)],
         lengths=[40, 50],
         empties_rows=True,
         bucket=Bucket("prefill", 2048, 1),

@@ -16,7 +16,7 @@ PREFILL, DECODE = Bucket("prefill", 64), Bucket("decode", 4)
 
 def make_runner(**changes: Any) -> Any:
     """A runner with as much of a plan as the batches need."""
-    values = {"kv_blocks": 100, "block_size": 16, "context": 2048, "max_prefill_sequences": 4}
+    values = {"kv_blocks": 100, "block_size": 16, "context": 2048, "max_prefill_sequences": 4, "slots": 0}
     plan = SimpleNamespace(**{**values, "prefill_buckets": (PREFILL,), **changes})
     return SimpleNamespace(
         plan=plan, vocab_size=300, batch_allocator=lambda: BlockAllocator(plan.kv_blocks, plan.block_size)

@@ -227,7 +227,7 @@ def stale_kv_block(target: Target) -> None:
             block = decode.block_table[0, number : number + 1].long()
             for spec in target.architecture.attention_layers:
                 binding: Any = target.model.get_submodule(spec.path).tcdeploy
-                for cache in (binding.k_cache, binding.v_cache):
+                for cache in binding.state:
                     cache.index_copy_(0, block, cache.index_select(0, block).roll(1, dims=-1))
 
     change_arguments(target, change)

@@ -41,7 +41,7 @@ def reason(
 def with_heads(head_dim: int, v_head_dim: int | None = None) -> Architecture:
     """Llama 8B with other head dimensions in its last layer only: one unsupported layer is enough."""
     last = attention_layers(32, head_dim=head_dim, v_head_dim=v_head_dim or head_dim)[-1]
-    return replace(LLAMA_8B, attention_layers=(*LLAMA_8B.attention_layers[:-1], last))
+    return replace(LLAMA_8B, layer_states=(*LLAMA_8B.attention_layers[:-1], last))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -143,7 +143,7 @@ def test_flash_attention_requires_equal_head_dims(backend: str) -> None:
 
 
 def test_soft_capping_rejects_only_the_flash_attention_of_torch() -> None:
-    capped = replace(LLAMA_8B, attention_layers=(*LLAMA_8B.attention_layers, *attention_layers(1, softcap=30.0)))
+    capped = replace(LLAMA_8B, layer_states=(*LLAMA_8B.attention_layers, *attention_layers(1, softcap=30.0)))
     assert reason("torch-flash", FULL, capped) == "it does not support logit soft-capping, which this model uses"
     for backend in set(BACKENDS) - {"torch-flash"}:
         assert reason(backend, FULL, capped) == ""
@@ -151,7 +151,7 @@ def test_soft_capping_rejects_only_the_flash_attention_of_torch() -> None:
 
 def test_only_the_first_reason_is_given() -> None:
     """Order: machine, dtype, model."""
-    nothing_fits = replace(GEMMA_2_9B, attention_layers=attention_layers(1, head_dim=300, v_head_dim=64, softcap=1.0))
+    nothing_fits = replace(GEMMA_2_9B, layer_states=attention_layers(1, head_dim=300, v_head_dim=64, softcap=1.0))
     turing = changed_environment(H100, gpu_capability=(7, 5))
     assert reason("flash-attn-2", turing, nothing_fits, "cpu", "float32") == "it requires a GPU"
     assert reason("flash-attn-2", turing, nothing_fits, "cuda", "float32") == "flash-attn is not installed"

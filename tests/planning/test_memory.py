@@ -88,7 +88,7 @@ def test_bytes_follow_the_dtype_and_each_layer_s_own_key_and_value_sizes(dtype: 
 
 
 def test_layers_of_different_sizes_are_summed() -> None:
-    mixed = replace(LLAMA_8B, attention_layers=LLAMA_8B.attention_layers[:1] + DEEPSEEK_LITE.attention_layers[:2])
+    mixed = replace(LLAMA_8B, layer_states=LLAMA_8B.attention_layers[:1] + DEEPSEEK_LITE.attention_layers[:2])
     kv = size(DEMAND._replace(batch_sizes=(1,)), architecture=mixed)
     assert kv.kv_bytes == kv.blocks * 16 * 2 * (8 * 256 + 2 * 16 * 320)
 
@@ -176,8 +176,8 @@ def test_requested_kv_blocks_must_hold_every_bucket(demand: CacheDemand, least: 
 
 def test_requested_kv_blocks_are_limited_by_memory() -> None:
     affordable = (int(80 * GIB * 0.9) - LLAMA_WEIGHT_BYTES - RESERVE) // (16 * LLAMA_TOKEN_BYTES)
-    assert size(kv_blocks=affordable) == (affordable, affordable * 16 * LLAMA_TOKEN_BYTES, LLAMA_WEIGHT_BYTES, 4096,
-                                          "requested")  # fmt: skip
+    kv_bytes = affordable * 16 * LLAMA_TOKEN_BYTES
+    assert size(kv_blocks=affordable) == (affordable, kv_bytes, LLAMA_WEIGHT_BYTES, 4096, "requested", 0, 0)
     with pytest.raises(SpaceError, match=f"memory holds {affordable}"):
         size(kv_blocks=affordable + 1)
 

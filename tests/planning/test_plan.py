@@ -358,7 +358,7 @@ def test_float32_on_a_gpu_needs_triton() -> None:
 
 def test_unsupported_head_dims_fall_back_in_prefill_and_decode() -> None:
     wide = tuple(replace(spec, head_dim=1024, v_head_dim=1024) for spec in LLAMA_8B.attention_layers)
-    plan = plan_for(architecture=replace(LLAMA_8B, attention_layers=wide), context=2048)
+    plan = plan_for(architecture=replace(LLAMA_8B, layer_states=wide), context=2048)
     assert (plan.prefill_attention, plan.decode_attention, plan.graphs) == ("reference", "reference", "none")
     assert decision_named(plan, "decode attention").is_fallback and decision_named(plan, "graphs").is_fallback
 

@@ -217,15 +217,15 @@ def test_programs_do_not_check_dtypes(tmp_path: Path, cache_dir: str) -> None:
 
 def test_the_export_leaves_the_model_as_it_was(tmp_path: Path, cache_dir: str) -> None:
     runner, layers = load_model(save_config("llama", tmp_path), cache_dir)
-    bindings = [(layer.binding.k_cache, layer.binding.v_cache) for layer in layers]
-    marks = [export.dynamic_dims(cache) for pair in bindings for cache in pair]
+    states = [layer.binding.state for layer in layers]
+    marks = [export.dynamic_dims(tensor) for state in states for tensor in state]
     runner.forward = ExportingForward(runner, layers)
     run_steps(runner)
     assert runner.step_holder.step is None
-    for layer, (k_cache, v_cache) in zip(layers, bindings, strict=True):
-        assert layer.binding.k_cache is k_cache and layer.binding.v_cache is v_cache
+    for layer, state in zip(layers, states, strict=True):
+        assert layer.binding.state is state
         assert export.get_compiled_call(layer.module) is None
-    assert [export.dynamic_dims(cache) for pair in bindings for cache in pair] == marks == [{0: None}] * 2 * LAYERS
+    assert [export.dynamic_dims(tensor) for state in states for tensor in state] == marks == [{0: None}] * 2 * LAYERS
 
 
 def test_nodes_between_two_layers_form_a_part() -> None:

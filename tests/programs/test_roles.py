@@ -61,7 +61,7 @@ class Layer(nn.Module):
         matrices = [torch.randn(WIDTH, WIDTH).bfloat16() / 32 for _ in range(4)]
         self.weight = nn.Parameter(matrices[0], requires_grad=False)
         self.register_buffer("table", matrices[1])
-        self.tcdeploy = LayerBinding(matrices[2], matrices[3], StepHolder())
+        self.tcdeploy = LayerBinding((matrices[2], matrices[3]), StepHolder())
         self.multiply = multiply
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def by_buffer(layer: Any, x: Tensor) -> Tensor:
 
 
 def by_state(layer: Any, x: Tensor) -> Tensor:
-    return nn.functional.linear(x, layer.tcdeploy.k_cache)
+    return nn.functional.linear(x, layer.tcdeploy.state[0])
 
 
 def by_updated_buffer(layer: Any, x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_a_call_describes_all_inputs() -> None:
     call = RegionCall(layer, step, rows, (hidden,), {"other": other})
     prefill = step.attention_metadata.prefill
     assert prefill is not None
-    inputs = [layer.weight, layer.table, layer.tcdeploy.k_cache, layer.tcdeploy.v_cache, rows, prefill.slot_mapping]
+    inputs = [layer.weight, layer.table, *layer.tcdeploy.state, rows, prefill.slot_mapping]
     expected = [WEIGHT, WEIGHT, STATE, STATE, ROWS, Role.TOKENS]
     assert call.roles([*inputs, prefill.block_table, hidden, other, 7]) == [*expected, STEP, Role.TOKENS, VALUE, VALUE]
 
@@ -195,7 +195,7 @@ def test_only_a_dimension_of_tokens_is_dynamic() -> None:
 @pytest.mark.parametrize(
     ("name", "role"),
     [
-        ("weight/model.layers.0.step/rows", WEIGHT), ("kv/3/k", STATE), ("value/0", VALUE), ("step/rows", ROWS),
+        ("weight/model.layers.0.step/rows", WEIGHT), ("state/3/k", STATE), ("value/0", VALUE), ("step/rows", ROWS),
         ("step/input_ids", Role.TOKENS), ("step/prefill.slot_mapping", Role.TOKENS), ("step/decode.block_table", STEP),
     ],
 )  # fmt: skip

@@ -6,7 +6,8 @@ another block, a damaged graph. Results that were already wrong when recorded ar
 
 Each case is a batch of fixed prompts in a fixed bucket, run by `ModelRunner` directly. The scheduler would choose
 buckets by load, and would reuse keys and values of the prefix cache instead of computing them. KV blocks come from the
-engine's allocator, differ between runs, and are never registered in the prefix cache. Prompts are short even in large
+engine's allocator, differ between runs, and are never registered in the prefix cache; state slots come from the
+scheduler. Prompts are short even in large
 buckets: a graph computes its whole size anyway. Of a dynamic bucket, three of the graphs without decode rows are
 checked; those of mixed steps are not.
 """
@@ -172,11 +173,12 @@ class Canary:
     def _run(self, case: CanaryCase) -> Generator[CanaryStep]:
         """Run the case, one step per item."""
         assert not self._engine.has_work, "requests and a canary would overwrite each other's rows"
-        allocator = self._engine.allocator
+        allocator, slots = self._engine.allocator, self._engine.scheduler.slots
         sequences = [Sequence(0, list(prompt), len(prompt), SamplingParams()) for prompt in case.prompts]
         try:
             for sequence in sequences:
                 sequence.blocks = allocator.allocate(self._blocks_for(sequence.token_ids))
+                sequence.slot = slots.allocate()
             yield from self._prefill(case, sequences[0])
             if not case.bucket.is_prefill:
                 self._runner.row_assignment.apply(prefilled_rows(sequences))
@@ -185,6 +187,7 @@ class Canary:
         finally:
             for sequence in sequences:
                 allocator.release(sequence.blocks)
+                slots.release(sequence.slot)
             self._runner.row_assignment.clear()
 
     def _prefill(self, case: CanaryCase, sequence: Sequence) -> Iterator[CanaryStep]:
@@ -195,7 +198,7 @@ class Canary:
             chunk = Chunk(sequence, start, min(start + case.chunk_size, end))
             feeds_next = is_prefill and chunk.stop == end
             batch = StepBatch(
-                rows=[NewRow()] if start == 0 else None,
+                rows=[NewRow(slot=sequence.slot)] if start == 0 else None,
                 blocks=[RowBlocks(0, 0, sequence.blocks.copy())] if start == 0 else [],
                 chunks=[prompt_chunk(chunk, row=0 if feeds_next else None)],
                 bucket=case.bucket if is_prefill else None,

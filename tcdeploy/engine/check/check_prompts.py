@@ -86,7 +86,9 @@ class CheckPrompts:
         plan, continued = self._plan, self.continued(bucket)
         if not plan.mixed_steps or not continued:
             return []
-        rows = self.batch(bucket)[1 : 1 + min(MIXED_ROWS, plan.decode_buckets[-1].size)]
+        # Beside rows, the chunk needs a slot of its own.
+        max_rows = plan.decode_buckets[-1].size - (1 if plan.slots else 0)
+        rows = self.batch(bucket)[1 : 1 + min(MIXED_ROWS, max_rows)]
         return rows if self._blocks_for(prefix.length for prefix in [*continued, *rows]) < plan.kv_blocks else []
 
     def blocks_needed(self, bucket: Bucket) -> int:

@@ -3,7 +3,9 @@
 Check batches (check_prompts.py) have unequal lengths and leave padding in the bucket, so that the parity check covers
 packing and padding rows. Timing batches are random tokens that fill the bucket. Neither goes through the scheduler.
 Without a given allocator, each batch takes its KV blocks from a new one, so batches overwrite each other's cache. While
-a server has requests, these are the blocks that `Engine.paused` reserves.
+a server has requests, these are the blocks that `Engine.paused` reserves. State slots are always those of a new
+allocator: no request has a slot while a batch runs. A batch writes its state before it reads it, so a batch may run
+several times, but a check reads only the first run of a decode step after `fill_state`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import NamedTuple
 from tcdeploy.engine.check.check_prompts import CheckPrompts, PromptPrefix
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.schedule.slots import SlotAllocator
 from tcdeploy.engine.schedule.step_batch import StepBatch, prefilled_rows, prompt_batch, prompt_chunk
 from tcdeploy.engine.step.batch import StepOutput
 from tcdeploy.engine.step.runner import ModelRunner
@@ -45,9 +48,9 @@ class WarmupBatch(NamedTuple):
         self.runner.row_assignment.apply(prefilled_rows(self.sequences))
         return self.runner.run(StepBatch(num_decoding=len(self.sequences)))
 
-    def fill_kv_cache(self) -> None:
-        """Write the keys and values of all but each sequence's last token, by eager packed prefills."""
-        self._fill_kv_cache([len(sequence.token_ids) - 1 for sequence in self.sequences])
+    def fill_state(self) -> None:
+        """Write the keys, values and slots of all but each sequence's last token, by eager packed prefills."""
+        self._fill_state([len(sequence.token_ids) - 1 for sequence in self.sequences])
 
     def run_in_two_chunks(self) -> StepOutput:
         """Prefill the first sequence: its beginning eagerly, and the rest, at most half of it, in the bucket.
@@ -57,7 +60,7 @@ class WarmupBatch(NamedTuple):
         sequence, *decoding = self.sequences
         length = len(sequence.token_ids)
         start = length - min(self.bucket.size - len(decoding), length // 2)
-        self._fill_kv_cache([start, *(len(other.token_ids) - 1 for other in decoding)])
+        self._fill_state([start, *(len(other.token_ids) - 1 for other in decoding)])
         self.runner.row_assignment.apply(prefilled_rows(decoding))
         return self.runner.run(
             StepBatch(
@@ -69,7 +72,7 @@ class WarmupBatch(NamedTuple):
             )
         )
 
-    def _fill_kv_cache(self, lengths: list[int]) -> None:
+    def _fill_state(self, lengths: list[int]) -> None:
         with force_eager():
             for chunks in _packed_chunks(self.sequences, lengths, self.plan):
                 self.runner.run(prompt_batch(chunks, early_size_from=self._early_size_from))
@@ -121,10 +124,12 @@ def _make_batch(
     runner: ModelRunner, bucket: Bucket, token_ids: list[list[int]], allocator: BlockAllocator | None = None
 ) -> WarmupBatch:
     allocator = allocator or runner.batch_allocator()
+    slots = SlotAllocator(runner.plan.slots)
     sequences = []
     for tokens in token_ids:
         sequence = Sequence(0, tokens, len(tokens), SamplingParams())
         sequence.blocks = allocator.allocate(allocator.blocks_for(len(tokens)))
+        sequence.slot = slots.allocate()
         sequences.append(sequence)
     return WarmupBatch(runner, bucket, sequences)
 

@@ -145,7 +145,7 @@ def run_check_steps(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) 
     """Returns the logits [rows, vocab] of the checked rows, the continued prompt, and the decode rows beside it."""
     batch = make_check_batch(runner, bucket, prompts, prompts.batch(bucket))
     if not bucket.is_prefill:
-        batch.fill_kv_cache()
+        batch.fill_state()
     logits = batch.run().logits[checked_rows(bucket, len(batch.sequences))].clone()
     prefixes = [*prompts.continued(bucket), *prompts.mixed_rows(bucket)]
     if not prefixes:

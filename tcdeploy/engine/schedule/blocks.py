@@ -4,10 +4,11 @@ A block is in exactly one of three states: free; in use, with one reference per 
 An evictable block has no reference but is registered in the prefix cache. It is reused for a prompt with the same
 prefix, or evicted in LRU order once the free list is empty.
 
-Registered blocks form a tree. The key of a node is (id of the parent node, tokens of the block), so a key identifies a
-whole prefix and costs the tokens of one block. Rejected: one hash per prefix, which is as fast, but on a collision one
-request would read the keys and values of another. Node ids are never reused, so a node whose parent was evicted is
-unreachable rather than wrong, and evicting a parent needs no search for its children.
+Registered blocks form a tree for each adapter, whose keys and values differ for equal tokens. The key of a node is (id
+of the parent node, tokens of the block), so a key identifies a whole prefix and costs the tokens of one block.
+Rejected: one hash per prefix, which is as fast, but on a collision one request would read the keys and values of
+another. Node ids are never reused, so a node whose parent was evicted is unreachable rather than wrong, and evicting a
+parent needs no search for its children.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 PADDING_BLOCK = 0  # padding tokens of a prefill write here; never allocated
-ROOT_NODE_ID = 0  # parent of the first block of every prefix
 
 
 class Node(NamedTuple):
@@ -32,11 +32,14 @@ class Node(NamedTuple):
 class BlockAllocator:
     """Owns blocks 1 to num_blocks - 1, or only `blocks`, which another allocator has allocated.
 
-    Allocating, releasing and matching are linear in the blocks involved.
+    `reuses_prefixes`: whether blocks are registered and found. Allocating, releasing and matching are linear in the
+    blocks involved.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, blocks: Iterable[int] | None = None) -> None:
-        self.block_size = block_size
+    def __init__(
+        self, num_blocks: int, block_size: int, blocks: Iterable[int] | None = None, reuses_prefixes: bool = True
+    ) -> None:
+        self.block_size, self.reuses_prefixes = block_size, reuses_prefixes
         self._free = deque(range(PADDING_BLOCK + 1, num_blocks) if blocks is None else blocks)
         self.capacity = len(self._free)
         self._references: dict[int, int] = {}  # block in use -> number of sequences that hold it
@@ -44,7 +47,7 @@ class BlockAllocator:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._nodes: dict[int, Node] = {}  # registered block -> its node
         self._registry: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent, tokens) -> block
-        self._node_ids = itertools.count(ROOT_NODE_ID + 1)
+        self._node_ids = itertools.count(1)
 
     @property
     def num_allocatable(self) -> int:
@@ -76,13 +79,13 @@ class BlockAllocator:
                     self._free.append(block)
         blocks.clear()
 
-    def match(self, token_ids: list[int]) -> list[int]:
+    def match(self, token_ids: list[int], adapter_id: int = 0) -> list[int]:
         """The longest registered prefix in full blocks, with one reference taken on each block.
 
         It never covers the last token, whose hidden state is needed to sample the next one.
         """
         matched: list[int] = []
-        parent = ROOT_NODE_ID
+        parent = _root(adapter_id)
         for number in range((len(token_ids) - 1) // self.block_size):
             block = self._registry.get((parent, self._block_tokens(token_ids, number)))
             if block is None:
@@ -94,9 +97,11 @@ class BlockAllocator:
             self._references[block] = self._references.get(block, 0) + 1
         return matched
 
-    def register(self, token_ids: list[int], blocks: list[int], tokens: int) -> None:
+    def register(self, token_ids: list[int], blocks: list[int], tokens: int, adapter_id: int = 0) -> None:
         """Add the full blocks of the first `tokens` tokens to the prefix cache. Their step must have been launched."""
-        parent = ROOT_NODE_ID
+        if not self.reuses_prefixes:
+            return
+        parent = _root(adapter_id)
         for number, block in enumerate(blocks[: tokens // self.block_size]):
             parent = self._register_block(parent, block, token_ids, number)
 
@@ -134,3 +139,8 @@ class BlockAllocator:
     def _unregister(self, block: int) -> None:
         node = self._nodes.pop(block)
         del self._registry[node.parent, node.tokens]
+
+
+def _root(adapter_id: int) -> int:
+    """The parent of the first block of every prefix. Node ids are positive."""
+    return -adapter_id

@@ -1,6 +1,7 @@
 """Continuous batching: picks the prompt chunks and the decode rows of each step. Does not import torch.
 
-A sequence is admitted when a decode row and the KV blocks for its present tokens are free. Blocks for its maximum
+A sequence is admitted when a decode row and the KV blocks for its present tokens are free; for each row there is a
+state slot, if layers keep state in slots. Blocks for its maximum
 length are not reserved: most answers end early, and the reservation would leave most of the cache unused. If the blocks
 run out, the scheduler preempts the sequence it admitted last: that one goes back to the head of the queue and computes
 its tokens again, mostly from the prefix cache. The sequence admitted first is never preempted, so there is no livelock.
@@ -37,6 +38,7 @@ from typing import NamedTuple
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.sequence import Chunk, SchedulerOutput, Sequence
+from tcdeploy.engine.schedule.slots import SCRATCH_SLOT, SlotAllocator
 from tcdeploy.engine.schedule.step_costs import StepPredictor
 from tcdeploy.engine.schedule.step_size import MIN_CHUNK_TOKENS, Backlog, choose_step_tokens
 
@@ -55,6 +57,7 @@ class SchedulerConfig(NamedTuple):
     mixed_steps: bool = False
     itl_target_ms: float | None = None  # of a mixed step's predicted time; None: the default of step_size.py
     min_chunk_tokens: int = MIN_CHUNK_TOKENS  # prompt tokens that a mixed step always has room for
+    has_slots: bool = False  # whether layers keep state in slots, of which there is one for each row
 
 
 class SchedulerStats(NamedTuple):
@@ -68,7 +71,7 @@ class SchedulerStats(NamedTuple):
 
 
 class Scheduler:
-    """Owns the queue, the decode rows and the KV blocks. Not thread-safe.
+    """Owns the queue, the decode rows, the KV blocks and the state slots. Not thread-safe.
 
     Without a predictor of step times, mixed steps have up to `config.prefill_tokens` tokens.
     """
@@ -80,6 +83,7 @@ class Scheduler:
         assert largest_step == config.prefill_tokens, "every prompt is computed in steps that exist"
         self.config = config
         self.allocator = allocator
+        self.slots = SlotAllocator(config.max_rows + 1 if config.has_slots else 0)
         self.predictor = predictor
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # prompts launched in part: at most two, in order of admission
@@ -166,7 +170,7 @@ class Scheduler:
     def requeue_all(self) -> None:
         """After a scheduled step failed: return all admitted sequences to the queue and clear the prefix cache."""
         for sequence in reversed(list(self._admitted)):
-            self.allocator.release(sequence.blocks)
+            self._free_state(sequence)
             sequence.num_computed_tokens = sequence.num_in_flight = 0
             if not sequence.finish_reason:
                 self.waiting.appendleft(sequence)
@@ -177,8 +181,9 @@ class Scheduler:
         self.allocator.reset_prefix_cache()
 
     def requeue_admitted(self) -> None:
-        """Return all admitted sequences to the queue, so that no row and no block is in use. No step may be in flight.
+        """Return all admitted sequences to the queue, so that no row, block or slot is in use.
 
+        No step may be in flight.
         They are computed again later, mostly out of the prefix cache, which is kept.
         """
         for sequence in reversed(list(self._admitted)):
@@ -189,7 +194,7 @@ class Scheduler:
     def _register_prefixes(self) -> None:
         """Register the blocks that the last step's chunks write. A sequence released since then has none left."""
         for sequence, _, stop in self._unregistered_chunks:
-            self.allocator.register(sequence.token_ids, sequence.blocks, stop)
+            self.allocator.register(sequence.token_ids, sequence.blocks, stop, sequence.adapter_id)
         self._unregistered_chunks = ()
 
     def _release_finished(self) -> None:
@@ -241,13 +246,14 @@ class Scheduler:
         if sequence in self._just_preempted:  # its decode row has to be emptied first
             return None
         wants_prompt_logprobs = sequence.params.prompt_logprobs is not None  # cached tokens have to be scored too
-        shared = [] if wants_prompt_logprobs else self.allocator.match(sequence.token_ids)
+        shared = [] if wants_prompt_logprobs else self.allocator.match(sequence.token_ids, sequence.adapter_id)
         missing = self.allocator.blocks_for(len(sequence.token_ids)) - len(shared)
         watermark = len(self._admitted)  # each may need a block at the next step, and would preempt this sequence
         if missing + watermark > self.allocator.num_allocatable:
             self.allocator.release(shared)
             return None
         sequence.blocks = shared + self.allocator.allocate(missing)
+        sequence.slot = self.slots.allocate()
         sequence.num_computed_tokens = (len(sequence.blocks) - missing) * self.allocator.block_size
         sequence.prefix_hit_tokens += sequence.num_computed_tokens
         if not sequence.admitted_at:
@@ -330,8 +336,14 @@ class Scheduler:
             if last is not sequence:
                 self.running[row] = last
         num_known_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids))
-        self.allocator.register(sequence.token_ids, sequence.blocks, num_known_tokens)
+        self.allocator.register(sequence.token_ids, sequence.blocks, num_known_tokens, sequence.adapter_id)
+        self._free_state(sequence)
+
+    def _free_state(self, sequence: Sequence) -> None:
+        """Release its blocks and its slot, which a step in flight may still write: later steps run after it."""
         self.allocator.release(sequence.blocks)
+        self.slots.release(sequence.slot)
+        sequence.slot = SCRATCH_SLOT
 
     def _has_free_row(self) -> bool:
         return len(self._admitted) < self.config.max_rows

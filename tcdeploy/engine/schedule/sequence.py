@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.constraint import Constraint, Matcher
+from tcdeploy.engine.schedule.slots import SCRATCH_SLOT
 from tcdeploy.errors import SpaceError, UsageError
 
 MAX_FLOAT = sys.float_info.max  # comparing with it rejects inf, NaN and integers beyond the range of a float
@@ -197,6 +198,8 @@ class Sequence:
     params: SamplingParams
     group_id: int | None = None  # of the client request; the scheduler shares decode rows fairly between groups
     blocks: list[int] = field(default_factory=list)
+    slot: int = SCRATCH_SLOT  # where layers keep state of the sequence, if any do; the scratch slot if not admitted
+    adapter_id: int = 0  # of the weights that compute it; part of the prefix cache's keys. 0: the model's own
     num_computed_tokens: int = 0  # whose keys and values are written by the steps launched so far
     num_in_flight: int = 0  # tokens of launched steps that the host has not read
     preemptions: int = 0

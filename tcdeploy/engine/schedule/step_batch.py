@@ -22,6 +22,7 @@ from collections.abc import Sequence as ListLike
 from msgspec import Struct
 
 from tcdeploy.engine.schedule.sequence import Chunk, SchedulerOutput, Sequence
+from tcdeploy.engine.schedule.slots import SCRATCH_SLOT
 from tcdeploy.planning.plan import Bucket
 
 
@@ -51,6 +52,7 @@ class NewRow(Struct, array_like=True, frozen=True, gc=False):
     logprobs: int | None = None  # most likely tokens to report with each new token
     token_id: int = 0  # which the next step feeds
     length: int = 0  # tokens of the sequence, `token_id` included
+    slot: int = SCRATCH_SLOT  # where layers keep state of the sequence, if any do
 
 
 class RowBlocks(Struct, array_like=True, frozen=True, gc=False):
@@ -72,6 +74,7 @@ class PromptChunk(Struct, array_like=True, frozen=True, gc=False):
     # prompt has none. [] without prompt_logprobs.
     scored_ids: list[int] = []
     num_logprobs: int = 0  # most likely tokens to report with each of these
+    slot: int = SCRATCH_SLOT  # as in NewRow
 
     @property
     def stop(self) -> int:
@@ -172,16 +175,16 @@ def prompt_chunk(chunk: Chunk, row: int | None = None) -> PromptChunk:
     (sequence, start, stop), k = chunk, chunk.sequence.params.prompt_logprobs
     token_ids, blocks = sequence.token_ids[start:stop], sequence.blocks.copy()  # the scheduler clears released lists
     if k is None:
-        return PromptChunk(start, token_ids, blocks, row)
+        return PromptChunk(start, token_ids, blocks, row, slot=sequence.slot)
     scored_ids = sequence.token_ids[start + 1 : min(stop + 1, sequence.prompt_length)]
-    return PromptChunk(start, token_ids, blocks, row, scored_ids, k)
+    return PromptChunk(start, token_ids, blocks, row, scored_ids, k, sequence.slot)
 
 
 def new_row(sequence: Sequence) -> NewRow:
     """The row of a sequence of which the host knows all tokens but the one that the present step samples."""
     params, length = sequence.params, sequence.prompt_length
     if params.is_unmodified_greedy:
-        return NewRow(logprobs=params.logprobs)
+        return NewRow(logprobs=params.logprobs, slot=sequence.slot)
     sampling = RowSampling(
         temperature=float(params.temperature),  # the values may be numpy's, which cannot be encoded
         top_k=int(params.top_k),
@@ -195,7 +198,7 @@ def new_row(sequence: Sequence) -> NewRow:
         biases=[(int(token), float(value), end) for token, value, end in params.biases(length)],
         history=(sequence.token_ids[:length], sequence.token_ids[length:]) if params.has_penalties else None,
     )
-    return NewRow(sampling, params.logprobs)
+    return NewRow(sampling, params.logprobs, slot=sequence.slot)
 
 
 def prompt_batch(
@@ -210,7 +213,10 @@ def prefilled_rows(sequences: ListLike[Sequence]) -> StepBatch:
     """Rows of greedy sequences as if their prefill had just ended. For steps without the scheduler."""
     return StepBatch(
         empties_rows=True,
-        rows=[NewRow(token_id=sequence.token_ids[-1], length=len(sequence.token_ids)) for sequence in sequences],
+        rows=[
+            NewRow(token_id=sequence.token_ids[-1], length=len(sequence.token_ids), slot=sequence.slot)
+            for sequence in sequences
+        ],
         blocks=[RowBlocks(row, 0, sequence.blocks.copy()) for row, sequence in enumerate(sequences)],
     )
 

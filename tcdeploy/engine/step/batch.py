@@ -10,7 +10,8 @@ since the host may not have read them yet; positions and lengths are known to th
 rows that a step has outputs for. It is fixed by a CUDA graph, so it is the size of a decode bucket, or 0.
 
 Unused rows and tokens of a bucket are padding. The last decode row is the padding row, to which sampled tokens of
-padding are written. Its length is 0, and a sequence of length 0 neither writes nor reads a key.
+padding are written. Its length is 0, and a sequence of length 0 neither writes nor reads a key. Its state slot is the
+scratch slot.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from torch import Tensor
 
 from tcdeploy.engine.schedule.sequence import MAX_LOGIT_BIASES
 from tcdeploy.engine.schedule.step_batch import StepBatch
-from tcdeploy.kernels.attention.kv_cache import PADDING_SLOT
-from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+from tcdeploy.kernels.attention.metadata import PADDING_SLOT, AttentionMetadata, DecodeMetadata, PrefillMetadata
 from tcdeploy.kernels.attention.ops import HOST_SCALARS
 from tcdeploy.kernels.sampling.rows import SamplingRows, make_sampling_rows
 from tcdeploy.planning.plan import Bucket, Plan
@@ -45,6 +45,7 @@ class DecodeRows:
     seq_lens: Tensor  # [max batch + 1] int32: position + 1, or 0 for an empty row
     block_table: Tensor  # [max batch + 1, width] int32
     sampling: SamplingRows
+    slots: Tensor | None  # [max batch + 1] int32: the state slot of each row; None if no layer keeps state in slots
 
     @property
     def padding_row(self) -> int:
@@ -59,6 +60,7 @@ def make_decode_rows(plan: Plan, vocab_size: int) -> DecodeRows:
         seq_lens=zeros(num_rows, dtype=torch.int32),
         block_table=zeros(num_rows, _block_table_width(plan), dtype=torch.int32),
         sampling=make_sampling_rows(num_rows, vocab_size, MAX_LOGIT_BIASES, plan.device),
+        slots=zeros(num_rows, dtype=torch.int32) if plan.slots else None,
     )
 
 
@@ -105,7 +107,8 @@ def decode_buffers(bucket: Bucket, decode_rows: DecodeRows, split_counters: Tens
     size = bucket.size
     block_table = decode_rows.block_table[:size]
     mark_dynamic(block_table, 1)  # the width follows the context, which is not part of a program
-    decode = DecodeMetadata(block_table, decode_rows.seq_lens[:size], split_counters)
+    slots = None if decode_rows.slots is None else decode_rows.slots[:size]
+    decode = DecodeMetadata(block_table, decode_rows.seq_lens[:size], split_counters, slots)
     rows = torch.arange(size, device=decode_rows.token_ids.device)
     input_ids, position_ids = decode_rows.token_ids[None, :size], decode_rows.positions[None, :size]
     return StepBuffers(bucket, input_ids, position_ids, rows, decode.seq_lens, AttentionMetadata(decode=decode))
@@ -128,8 +131,9 @@ class PrefillBuffers:
             logits_indices=outputs, rows=outputs,
         )  # fmt: skip
         self._int32_layout = _PackedLayout(
-            seq_lens=sequences, starts=sequences + 1, lengths=outputs, tables=sequences * width
-        )
+            seq_lens=sequences, starts=sequences + 1, lengths=outputs, state_slots=sequences if plan.slots else 0,
+            tables=sequences * width,
+        )  # fmt: skip
         self._packed = torch.zeros(
             self._int64_layout.size + self._int32_layout.size // 2, dtype=torch.int64, device=plan.device
         )
@@ -145,6 +149,7 @@ class PrefillBuffers:
             seq_lens=self._int32_views["seq_lens"],
             cu_seqlens_q=self._int32_views["starts"],
             host_scalars=torch.zeros(len(HOST_SCALARS), dtype=torch.int64),
+            slots=self._int32_views["state_slots"] if plan.slots else None,
         )
         self._decode = _all_rows(decode_rows, split_counters) if plan.mixed_steps else None
         self._host_scalars_array = self._prefill.host_scalars.numpy()
@@ -202,6 +207,8 @@ class PrefillBuffers:
             tables[entry, : len(blocks)] = blocks
             int32_views["seq_lens"][entry] = chunk.stop
             int32_views["starts"][entry + 1 :] = end
+            if self.plan.slots:
+                int32_views["state_slots"][entry] = chunk.slot
             if chunk.row is not None:
                 int64_views["rows"][number], int32_views["lengths"][number] = chunk.row, chunk.stop
         self._packed.copy_(staging, non_blocking=True)
@@ -228,9 +235,12 @@ class PrefillBuffers:
 
 def _all_rows(decode_rows: DecodeRows, split_counters: Tensor) -> DecodeMetadata:
     """All decode rows, as mixed steps read them. Programs depend neither on the largest batch nor on the context."""
-    for tensor, dim in ((decode_rows.block_table, 0), (decode_rows.block_table, 1), (decode_rows.seq_lens, 0)):
+    dynamic = [(decode_rows.block_table, 0), (decode_rows.block_table, 1), (decode_rows.seq_lens, 0)]
+    if decode_rows.slots is not None:
+        dynamic.append((decode_rows.slots, 0))
+    for tensor, dim in dynamic:
         mark_dynamic(tensor, dim)
-    return DecodeMetadata(decode_rows.block_table, decode_rows.seq_lens, split_counters)
+    return DecodeMetadata(decode_rows.block_table, decode_rows.seq_lens, split_counters, decode_rows.slots)
 
 
 @functools.cache

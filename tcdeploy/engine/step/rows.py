@@ -89,6 +89,7 @@ class RowAssignment:
             self._gather_rows(source, combined_features(previous))
         new = {number: row for number, row in enumerate(rows) if isinstance(row, NewRow)}
         self._upload_sampling({number: row.sampling for number, row in new.items() if row.sampling})
+        self._upload_slots([(number, row.slot) for number, row in new.items()])
         self._upload_tokens([(number, row.token_id, row.length) for number, row in new.items() if row.length])
         self._rows = [previous[row] if isinstance(row, int) else row_use(row) for row in rows]
 
@@ -96,6 +97,7 @@ class RowAssignment:
         """Row i takes the content of row source[i]; of vocabulary-sized penalty counts only if `features` use them."""
         decode_rows = self.decode_rows
         tensors = [decode_rows.token_ids, decode_rows.positions, decode_rows.seq_lens, decode_rows.block_table]
+        tensors += [] if decode_rows.slots is None else [decode_rows.slots]
         tensors += decode_rows.sampling.tensors_to_gather(features or Features(penalties=False, filters=False))
         index = to_device(source, torch.int64, decode_rows.token_ids.device)
         for tensor in tensors:
@@ -122,6 +124,14 @@ class RowAssignment:
         decode_rows.token_ids.index_copy_(0, rows, token_ids)
         decode_rows.positions.index_copy_(0, rows, lengths - 1)
         decode_rows.seq_lens.index_copy_(0, rows, lengths.to(decode_rows.seq_lens.dtype))
+
+    def _upload_slots(self, row_slots: ListLike[tuple[int, int]]) -> None:
+        """Write (row, state slot) of new rows, if layers keep state in slots."""
+        slots = self.decode_rows.slots
+        if slots is None or not row_slots:
+            return
+        rows, values = to_device(row_slots, torch.int64, slots.device).T
+        slots.index_copy_(0, rows, values.to(slots.dtype))
 
     def _upload_blocks(self, new_blocks: ListLike[RowBlocks]) -> None:
         """Append to the block tables, in one copy for all rows."""

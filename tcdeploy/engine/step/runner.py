@@ -31,6 +31,7 @@ from tcdeploy.engine.step.batch import (
     make_decode_rows,
 )
 from tcdeploy.engine.step.rows import RowAssignment, combined_features
+from tcdeploy.engine.step.slot_states import SlotStates
 from tcdeploy.engine.step.step_graphs import StepGraphs
 from tcdeploy.kernels.attention.metadata import AttentionConfig, Step, StepHolder, do_nothing
 from tcdeploy.kernels.attention.ops import HOST_SCALARS, choose_decode_splits
@@ -63,14 +64,17 @@ class ModelRunner:
 
     def __init__(
         self, model: PreTrainedModel | None, plan: Plan, step_holder: StepHolder, split_counters: Tensor,
-        vocab_size: int, forward: ModelForward | None = None,
+        vocab_size: int, forward: ModelForward | None = None, slot_tensors: ListLike[Tensor] = (),
     ) -> None:  # fmt: skip
+        """`slot_tensors`: as in `SlotStates`."""
         self._model = model
         self.step_holder = step_holder
         self.forward: ModelForward = forward or self.transformers_forward  # ahead-of-time programs replace it
         self.plan = plan
         self.split_counters = split_counters
         self.vocab_size = vocab_size
+        self.slot_states = SlotStates(slot_tensors)
+        self._earlier_states: dict[int, list[Tensor]] = {}  # by slot, before the last step, of chunks with scored_ids
         self.decode_rows = make_decode_rows(plan, vocab_size)
         self.row_assignment = RowAssignment(self.decode_rows)
         self._decode_buffers = {b: decode_buffers(b, self.decode_rows, split_counters) for b in plan.decode_buckets}
@@ -107,6 +111,8 @@ class ModelRunner:
         """Launch a step, whose outputs are those of `StepBatch.output_rows`. Their tokens are the greedy ones."""
         assert batch.num_tokens, "`apply` takes a batch without a step"
         self.apply(batch)
+        scored_slots = {chunk.slot for chunk in batch.chunks if chunk.scored_ids}
+        self._earlier_states = {slot: self.slot_states.save(slot) for slot in scored_slots}
         return self._run_prefill(batch) if batch.chunks else self._run_decode(batch.num_decoding)
 
     def apply(self, batch: StepBatch) -> None:
@@ -223,24 +229,28 @@ class ModelRunner:
 
     @torch.no_grad()
     def compute_prompt_logprobs(self, chunk: PromptChunk) -> list[tuple[int, Logprobs]]:
-        """Log-probabilities of the `scored_ids` of a chunk, and of the most likely tokens.
+        """Log-probabilities of the `scored_ids` of a chunk of the last step, and of the most likely tokens.
 
         Returns pieces of at most PROMPT_LOGPROBS_CHUNK rows, each with the position of its first row: the logits of a
         whole prompt may be larger than the weights. Graphs are not used, since they keep only the last row of a prompt.
+        Each piece computes the chunk again from the state before the step; afterwards the state is as the step left it.
         """
         tokens = len(chunk.token_ids)
         bucket = smallest_bucket(self.plan.prefill_buckets, tokens)
         prefill = self._prefill_for(bucket, tokens, self._sizes(bucket, 0))
         prefill.fill(StepBatch(chunks=[replace(chunk, row=None)]))  # it changes no decode row
         pieces: list[tuple[int, Logprobs]] = []
+        state = self.slot_states.save(chunk.slot)
         with reuse_body_output(self.model) if self.has_model else contextlib.nullcontext():
             for begin in range(0, len(chunk.scored_ids), PROMPT_LOGPROBS_CHUNK):
                 next_ids = torch.tensor(
                     chunk.scored_ids[begin : begin + PROMPT_LOGPROBS_CHUNK], device=self.plan.device
                 )
+                self.slot_states.restore(chunk.slot, self._earlier_states[chunk.slot])
                 rows = torch.arange(begin, begin + len(next_ids), device=self.plan.device)
                 logits = self._logits(prefill.buffers(), rows, False)
                 pieces.append((chunk.start + begin, self.logprobs(logits, next_ids, chunk.num_logprobs)))
+        self.slot_states.restore(chunk.slot, state)
         self.graphs.uncaptured_runs += self.graphs.is_captured(bucket)
         return pieces
 

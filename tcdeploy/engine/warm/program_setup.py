@@ -37,8 +37,8 @@ def install_programs(
 def traced_layers(model: PreTrainedModel, architecture: Architecture) -> list[TracedLayer]:
     """The model's layers, which are exported as programs."""
     return [
-        TracedLayer(layer.module, layer.path, model.get_submodule(spec.path).tcdeploy, layer.kind)
-        for layer, spec in zip(find_layers(model, architecture), architecture.attention_layers, strict=True)
+        TracedLayer(layer.module, layer.path, model.get_submodule(state.path).tcdeploy, state.tensor_names, layer.kind)
+        for layer, state in zip(find_layers(model, architecture), architecture.layer_states, strict=True)
     ]
 
 

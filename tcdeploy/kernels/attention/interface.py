@@ -7,39 +7,20 @@ layers share one program.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.kernels.attention import ops
-from tcdeploy.kernels.attention.kv_cache import LayerKV
-from tcdeploy.kernels.attention.metadata import StepHolder
-from tcdeploy.planning.architecture import Architecture
+from tcdeploy.kernels.state.layer_state import LayerBinding
 
 ATTN_IMPLEMENTATION = "tcdeploy"
-
-
-@dataclass
-class LayerBinding:
-    """What an attention module carries as its attribute `tcdeploy`."""
-
-    k_cache: Tensor  # [blocks, block_size, kv_heads, head_dim]
-    v_cache: Tensor  # [blocks, block_size, kv_heads, v_head_dim]
-    step_holder: StepHolder
 
 
 def register_attention() -> None:
     """Register `attn_implementation="tcdeploy"` with transformers, which builds no mask for a name it does not know."""
     ALL_ATTENTION_FUNCTIONS.register(ATTN_IMPLEMENTATION, paged_attention)
-
-
-def bind_attention(model: nn.Module, architecture: Architecture, cache: list[LayerKV], step_holder: StepHolder) -> None:
-    """Attach its K and V cache and the step holder to each attention module of `model`."""
-    for spec, layer_kv in zip(architecture.attention_layers, cache, strict=True):
-        binding = LayerBinding(layer_kv.k, layer_kv.v, step_holder)
-        model.get_submodule(spec.path).tcdeploy = binding  # type: ignore[assignment]
 
 
 def paged_attention(
@@ -55,7 +36,7 @@ def paged_attention(
     step = binding.step_holder.step
     assert step is not None, "the runner assigns the step before each forward pass"
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [tokens, heads, head_dim]
-    caches, config = (binding.k_cache, binding.v_cache), step.attention_config
+    caches, config = binding.state, step.attention_config
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     params = (s_aux, scale, sliding_window or 0, softcap or 0.0)
     prefill, decode = step.attention_metadata

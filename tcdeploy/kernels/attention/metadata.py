@@ -25,6 +25,8 @@ from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
 
+PADDING_SLOT = 0  # in the KV cache: K and V of padding tokens are written there, and no sequence uses its block
+
 
 class PrefillMetadata(NamedTuple):
     """Tensors of packed prompts. Lengths count tokens; `sequences` is the number of prompts that a step may pack."""
@@ -34,6 +36,7 @@ class PrefillMetadata(NamedTuple):
     seq_lens: Tensor  # [sequences] int32: cached tokens and new tokens; 0 for padding
     cu_seqlens_q: Tensor  # [sequences + 1] int32
     host_scalars: Tensor  # [7] int64 on the CPU, see ops.HOST_SCALARS
+    slots: Tensor | None = None  # [sequences] int32: see Plan.slots; None if no layer keeps state in slots
 
 
 class DecodeMetadata(NamedTuple):
@@ -42,6 +45,7 @@ class DecodeMetadata(NamedTuple):
     block_table: Tensor  # [rows, width] int32
     seq_lens: Tensor  # [rows] int32: the new token included; 0 for padding
     split_counters: Tensor  # [max batch + 1 or more, kv_heads] int32: see `make_split_counters`
+    slots: Tensor | None = None  # [rows] int32: as in PrefillMetadata
 
 
 class AttentionMetadata(NamedTuple):
@@ -98,10 +102,10 @@ def make_split_counters(plan: Plan, architecture: Architecture) -> Tensor:
     Every launch leaves them at zero. The first max batch + 1 rows are for decode attention. With mixed steps, further
     rows are for the splits of prompts (kernels/attention/prefill.py).
     """
-    kv_heads = max(spec.kv_heads for spec in architecture.attention_layers)
+    kv_heads = max((spec.kv_heads for spec in architecture.attention_layers), default=1)
     rows = plan.decode_buckets[-1].size + 1
     if plan.mixed_steps:
-        heads = max(spec.heads for spec in architecture.attention_layers)
+        heads = max((spec.heads for spec in architecture.attention_layers), default=1)
         rows += -(-num_prefill_counters(heads, plan.max_prefill_sequences + 1) // kv_heads)
     counters = torch.zeros(rows, kv_heads, dtype=torch.int32, device=plan.device)
     mark_dynamic(counters, 0)  # programs must not depend on the largest batch

@@ -218,7 +218,7 @@ def count_spare_bytes(planned: PlannedModel) -> int:
     free = planned.environment.host_memory_bytes
     if plan.device == "cuda":
         free = torch.cuda.mem_get_info()[0] + (traced.num_bytes if traced is not None else 0)
-    return int(free) - plan.weight_bytes - plan.kv_bytes - plan.workspace_bytes
+    return int(free) - plan.weight_bytes - plan.state_bytes - plan.workspace_bytes
 
 
 def start_workers(planned: PlannedModel, prompts: CheckPrompts, staging: StagingFolder) -> CompileWorkers:
@@ -243,7 +243,7 @@ def start_workers(planned: PlannedModel, prompts: CheckPrompts, staging: Staging
     if isinstance(shares, OneProcess):
         log.info("all buckets are compiled in one process: %s", shares.reason)
         return CompileWorkers(staging)
-    log.info("compile workers have %d of %d layers", short_copy.num_layers, len(planned.architecture.attention_layers))
+    log.info("compile workers have %d of %d layers", short_copy.num_layers, len(planned.architecture.layer_states))
     workers: list[CompileProcess] = []
     try:
         for names in shares:

@@ -1,0 +1,1 @@
+"""What layers keep between steps: its tensors, and mechanisms that keep it in slots."""
