@@ -205,6 +205,7 @@ def test_slots_are_not_those_of_the_rows() -> None:
         ("hybrid", {"shapes": "dynamic", "buckets": (128,)}),
         ("hybrid", {"region": "blocks"}),
         ("sums only", {}),
+        ("sums only", {"batch_sizes": (1,), "buckets": (32,)}),  # packed prompts of a check share the one slot
     ],
 )
 def test_tokens_equal_those_of_generate(

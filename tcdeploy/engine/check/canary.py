@@ -7,9 +7,8 @@ another block, a damaged graph. Results that were already wrong when recorded ar
 Each case is a batch of fixed prompts in a fixed bucket, run by `ModelRunner` directly. The scheduler would choose
 buckets by load, and would reuse keys and values of the prefix cache instead of computing them. KV blocks come from the
 engine's allocator, differ between runs, and are never registered in the prefix cache; state slots come from the
-scheduler. Prompts are short even in large
-buckets: a graph computes its whole size anyway. Of a dynamic bucket, three of the graphs without decode rows are
-checked; those of mixed steps are not.
+scheduler. Prompts are short even in large buckets: a graph computes its whole size anyway. Of a dynamic bucket, three
+of the graphs without decode rows are checked; those of mixed steps are not.
 """
 
 from __future__ import annotations
