@@ -45,6 +45,7 @@ from tests.running_sum import (
     sum_chunks,
     sum_mixed,
     sum_rows,
+    unregister,
 )
 
 TOKENS = 24
@@ -56,7 +57,7 @@ LENGTHS = (300, 3, 129, 64, 1, 250, 31, 17)  # some are longer than the largest 
 def registered() -> Iterator[None]:
     register()
     yield
-    MECHANISMS.clear()
+    unregister()
 
 
 @pytest.fixture(scope="module")
