@@ -50,7 +50,7 @@ class StateTensor:
 
     name: str
     shape: tuple[int, ...]  # of one sequence
-    dtype: str  # as torch names it; "" for the compute dtype
+    dtype: str  # a key of DTYPE_BYTES (planning/memory.py); "" for the compute dtype
 
 
 @dataclass(frozen=True)
