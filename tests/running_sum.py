@@ -111,6 +111,9 @@ class PlainMechanism(Mechanism):
         raise AssertionError("a module without state runs its own forward")
 
 
+TEST_MECHANISMS = (RunningSumMechanism(), PlainMechanism())
+
+
 class RunningSumConfig(LlamaConfig):
     model_type = "tcdeploy_running_sum"
     layer_types: list[str] | None = None
@@ -157,7 +160,13 @@ def register() -> None:
     """Make transformers and tcdeploy know the model. Several calls have the effect of one."""
     AutoConfig.register(RunningSumConfig.model_type, RunningSumConfig, exist_ok=True)
     AutoModelForCausalLM.register(RunningSumConfig, RunningSumForCausalLM, exist_ok=True)
-    MECHANISMS.update({mechanism.name: mechanism for mechanism in (RunningSumMechanism(), PlainMechanism())})
+    MECHANISMS.update({mechanism.name: mechanism for mechanism in TEST_MECHANISMS})
+
+
+def unregister() -> None:
+    """Make tcdeploy forget the mechanisms of the model."""
+    for mechanism in TEST_MECHANISMS:
+        MECHANISMS.pop(mechanism.name, None)
 
 
 def make_config(layer_types: tuple[str, ...] = HYBRID, **fields: Any) -> RunningSumConfig:

@@ -50,7 +50,7 @@ class StateTensor:
 
     name: str
     shape: tuple[int, ...]  # of one sequence
-    dtype: str  # as torch names it; "" for the compute dtype
+    dtype: str  # a key of DTYPE_BYTES (planning/memory.py); "" for the compute dtype
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SlotState:
     """State of fixed size per sequence, such as a running sum. Each sequence has a slot of its own."""
 
     path: str  # of the module that keeps it, such as model.layers.0.mixer
-    mechanism: str  # how the module computes: a name in kernels/state/mechanism.py
+    mechanism: str  # how the module computes: its name in kernels/state/mechanisms.py
     tensors: tuple[StateTensor, ...]
 
     @property

@@ -883,6 +883,7 @@ def check_end(engine: FakeEngine, sequences: list[Sequence], arrivals: list[Arri
             assert arrival.aborted_at is None or sequence.num_output_tokens
     assert_idle(engine.scheduler.allocator)
     assert engine.scheduler.allocator.num_allocatable == engine.scheduler.allocator.capacity
+    assert engine.scheduler.slots.num_free == engine.scheduler.slots.capacity
 
 
 @st.composite

@@ -10,14 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tcdeploy.engine.schedule.sequence import SamplingParams
-from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.programs.stances import fail_on_recompile
 from tests.engine.test_canary import recorded_canary, run_round
 from tests.engine.test_continuous_batching import check_random_traffic
 from tests.engine_loop import generate_tokens
 from tests.gpu.test_gpu import PROMPTS, deploy
-from tests.running_sum import HYBRID, SUMS_ONLY, register, save_model
+from tests.running_sum import HYBRID, SUMS_ONLY, register, save_model, unregister
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.gpu
 def registered() -> Iterator[None]:
     register()
     yield
-    MECHANISMS.clear()
+    unregister()
 
 
 @pytest.mark.parametrize("layers", [HYBRID, SUMS_ONLY], ids=["hybrid", "sums only"])

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from tcdeploy.errors import CompileError
 from tcdeploy.kernels.attention.metadata import AttentionMetadata
-from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start.prepare import prepare
 from tests.conftest import reset_programs
 from tests.parity.planted_faults import Target, change_metadata, planted
-from tests.running_sum import SUMS_ONLY, register, save_model
+from tests.running_sum import SUMS_ONLY, register, save_model, unregister
 
 Change = Callable[[AttentionMetadata], AttentionMetadata]
 
@@ -25,7 +24,7 @@ Change = Callable[[AttentionMetadata], AttentionMetadata]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     register()
     yield save_model(tmp_path_factory.mktemp("model"), SUMS_ONLY)
-    MECHANISMS.clear()
+    unregister()
 
 
 def of_chunks(change: Callable[[Any], dict[str, Tensor]]) -> Change:

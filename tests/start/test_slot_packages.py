@@ -25,7 +25,7 @@ from tcdeploy.start.prepare import prepare
 from tests.engine.test_canary import recorded_canary, run_round
 from tests.engine_loop import generate_tokens, new_tokens
 from tests.exported_programs import exported_programs
-from tests.running_sum import HYBRID, SUMS_ONLY, VOCAB_SIZE, register, save_model
+from tests.running_sum import HYBRID, SUMS_ONLY, VOCAB_SIZE, register, save_model, unregister
 from tests.start.test_packaged_start import greedy_tokens
 
 PROMPTS = [
@@ -39,7 +39,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     register()
     monkeypatch.setattr(grouped_mm, "AVAILABLE_NAMESPACES", {*grouped_mm.AVAILABLE_NAMESPACES, "tcdeploy_test"})
     yield
-    MECHANISMS.clear()
+    unregister()
 
 
 @pytest.mark.parametrize("layers", [HYBRID, SUMS_ONLY], ids=["hybrid", "sums only"])

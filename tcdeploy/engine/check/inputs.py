@@ -129,7 +129,8 @@ def _make_batch(
     for tokens in token_ids:
         sequence = Sequence(0, tokens, len(tokens), SamplingParams())
         sequence.blocks = allocator.allocate(allocator.blocks_for(len(tokens)))
-        sequence.slot = slots.allocate()
+        if slots.num_free:  # further prompts of a prefill step share the scratch slot: no step continues them
+            sequence.slot = slots.allocate()
         sequences.append(sequence)
     return WarmupBatch(runner, bucket, sequences)
 

@@ -1,10 +1,10 @@
 """Continuous batching: picks the prompt chunks and the decode rows of each step. Does not import torch.
 
-A sequence is admitted when a decode row and the KV blocks for its present tokens are free; for each row there is a
-state slot, if layers keep state in slots. Blocks for its maximum
-length are not reserved: most answers end early, and the reservation would leave most of the cache unused. If the blocks
-run out, the scheduler preempts the sequence it admitted last: that one goes back to the head of the queue and computes
-its tokens again, mostly from the prefix cache. The sequence admitted first is never preempted, so there is no livelock.
+A sequence is admitted when a decode row and the KV blocks for its present tokens are free. If layers keep state in
+slots, there are as many slots as rows. Blocks for its maximum length are not reserved: most answers end early, and the
+reservation would leave most of the cache unused. If the blocks run out, the scheduler preempts the sequence it admitted
+last: that one goes back to the head of the queue and computes its tokens again, mostly from the prefix cache. The
+sequence admitted first is never preempted, so there is no livelock.
 
 Rows are shared fairly between groups; a group is the sequences of one client request, one per choice. A free row goes
 to the waiting group with the fewest rows, and among equals to the group that has waited longest. If no row is free and
@@ -183,8 +183,7 @@ class Scheduler:
     def requeue_admitted(self) -> None:
         """Return all admitted sequences to the queue, so that no row, block or slot is in use.
 
-        No step may be in flight.
-        They are computed again later, mostly out of the prefix cache, which is kept.
+        No step may be in flight. They are computed again later, mostly out of the prefix cache, which is kept.
         """
         for sequence in reversed(list(self._admitted)):
             self._release(sequence)

@@ -23,8 +23,8 @@ class SlotAllocator:
         return len(self._free)
 
     def allocate(self) -> int:
-        """A free slot. The scratch slot if there is none, for sequences whose state is not read later."""
-        return self._free.pop() if self._free else SCRATCH_SLOT
+        """A free slot, which must exist; the scratch slot if no layer keeps state in slots."""
+        return self._free.pop() if self.capacity else SCRATCH_SLOT
 
     def release(self, slot: int) -> None:
         if slot != SCRATCH_SLOT:

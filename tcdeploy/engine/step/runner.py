@@ -74,7 +74,7 @@ class ModelRunner:
         self.split_counters = split_counters
         self.vocab_size = vocab_size
         self.slot_states = SlotStates(slot_tensors)
-        self._earlier_states: dict[int, list[Tensor]] = {}  # by slot, before the last step, of chunks with scored_ids
+        self._earlier_states: dict[int, list[Tensor]] = {}  # by slot, before the last step
         self.decode_rows = make_decode_rows(plan, vocab_size)
         self.row_assignment = RowAssignment(self.decode_rows)
         self._decode_buffers = {b: decode_buffers(b, self.decode_rows, split_counters) for b in plan.decode_buckets}
@@ -111,8 +111,9 @@ class ModelRunner:
         """Launch a step, whose outputs are those of `StepBatch.output_rows`. Their tokens are the greedy ones."""
         assert batch.num_tokens, "`apply` takes a batch without a step"
         self.apply(batch)
-        scored_slots = {chunk.slot for chunk in batch.chunks if chunk.scored_ids}
-        self._earlier_states = {slot: self.slot_states.save(slot) for slot in scored_slots}
+        # A chunk at position 0 starts from the initial value. At most two of a step continue a prompt.
+        continued = [chunk for chunk in batch.chunks if chunk.scored_ids and chunk.start]
+        self._earlier_states = {chunk.slot: self.slot_states.save(chunk.slot) for chunk in continued}
         return self._run_prefill(batch) if batch.chunks else self._run_decode(batch.num_decoding)
 
     def apply(self, batch: StepBatch) -> None:
@@ -246,7 +247,8 @@ class ModelRunner:
                 next_ids = torch.tensor(
                     chunk.scored_ids[begin : begin + PROMPT_LOGPROBS_CHUNK], device=self.plan.device
                 )
-                self.slot_states.restore(chunk.slot, self._earlier_states[chunk.slot])
+                if chunk.start:
+                    self.slot_states.restore(chunk.slot, self._earlier_states[chunk.slot])
                 rows = torch.arange(begin, begin + len(next_ids), device=self.plan.device)
                 logits = self._logits(prefill.buffers(), rows, False)
                 pieces.append((chunk.start + begin, self.logprobs(logits, next_ids, chunk.num_logprobs)))

@@ -7,11 +7,13 @@ and an op that reads and writes the state. Modelling code is neither patched nor
 What a mechanism's op has to respect:
 
 - The tokens of a step are packed. In prefill, sequence i has the tokens from cu_seqlens_q[i] to cu_seqlens_q[i + 1],
-  and its state is in slots[i]. In decode, row i has token i. In a mixed step the first sequence of the prefill tensors
-  holds the tokens of the decode rows: they are computed as in decode (`AttentionMetadata`).
-- A chunk that starts at position 0 (its seq_lens equals its number of tokens) starts from the initial value, whatever
-  the slot contains, NaN included. Slots are never cleared.
-- A sequence or row of length 0 is padding. It may write to slot 0 only, and tokens behind the last sequence to none.
+  and its state is in slots[i]. In decode, row i has token i. If both are set, the first cu_seqlens_q[1] tokens are
+  those of the first decode rows, and are computed as in decode. No other row has a token in this step: its slot must
+  stay as it is, whatever its seq_lens. cu_seqlens_q[1] may be 0 while rows are in use.
+- A chunk or row that starts at position 0 (its seq_lens equals its number of tokens) starts from the initial value,
+  whatever the slot contains, NaN included. Slots are never cleared.
+- A sequence or row of length 0 is padding, whatever its slot. It may write to slot 0 only, and tokens behind the last
+  sequence to none. Several sequences of a check may have slot 0: they are complete prompts.
 - Nothing may copy to the host or depend on the number of sequences in use: steps are captured as CUDA graphs.
 """
 
