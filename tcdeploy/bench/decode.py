@@ -137,8 +137,8 @@ def device_memory(plan: Plan) -> dict[str, int] | None:
         return None
     torch.cuda.empty_cache()  # return what the measurement itself left in the caching allocator
     free, total = torch.cuda.mem_get_info()
-    known = {"total_bytes": total, "weight_bytes": plan.weight_bytes, "kv_bytes": plan.kv_bytes}
-    return {**known, "other_bytes": total - free - plan.weight_bytes - plan.state_bytes}
+    known = {"weight_bytes": plan.weight_bytes, "kv_bytes": plan.kv_bytes, "slot_bytes": plan.slot_bytes}
+    return {"total_bytes": total, **known, "other_bytes": total - free - sum(known.values())}
 
 
 run = partial(run_benchmark, "decode", measure, measure_baseline)

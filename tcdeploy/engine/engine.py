@@ -102,7 +102,8 @@ class Engine:
         """Between two steps, reserve the decode rows, all state slots and `num_blocks` KV blocks for warm-up batches.
 
         Waits for the step in flight. Open requests return to the queue; afterwards they are computed again, mostly out
-        of the prefix cache. Cached prefixes are evicted only if too few blocks are free. No request has a slot then.
+        of the prefix cache, or from their first token if the plan reuses no prefixes. Cached prefixes are evicted only
+        if too few blocks are free. No request has a slot meanwhile.
         """
         previous, self._in_flight = self._in_flight, None
         self._deliver(previous)

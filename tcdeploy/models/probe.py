@@ -34,7 +34,7 @@ from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.probe_failure import CONFIG_HINT, UnexplainedFailureError, describe_exception, explaining_failures
 from tcdeploy.models.refusals import Refusals
-from tcdeploy.models.slot_layers import Mechanism, SlotRecorder
+from tcdeploy.models.slot_layers import ProbedMechanism, SlotRecorder
 from tcdeploy.models.weight_bytes import PROBE_DTYPE, weight_bytes
 from tcdeploy.planning.architecture import Architecture, LayerState, digest_config
 from tcdeploy.planning.memory import DTYPE_BYTES
@@ -66,13 +66,11 @@ class ProbedModel(NamedTuple):
 
 
 def probe_model(
-    config: PreTrainedConfig, trust_remote_code: bool = False, mechanisms: Collection[Mechanism] = ()
+    config: PreTrainedConfig, trust_remote_code: bool = False, mechanisms: Collection[ProbedMechanism] = ()
 ) -> ProbedModel:
     """The Architecture, and the model with fake tensors, whose quantised layers are converted.
 
-    `mechanisms`: those that keep state in slots.
-
-    Raises UnsupportedModelError.
+    `mechanisms`: those that keep state in slots. Raises UnsupportedModelError.
     """
     refusals = Refusals(config.model_type)
     try:
@@ -86,7 +84,7 @@ def probe_model(
 
 
 def _probe(
-    config: PreTrainedConfig, trust_remote_code: bool, mechanisms: Collection[Mechanism], refusals: Refusals
+    config: PreTrainedConfig, trust_remote_code: bool, mechanisms: Collection[ProbedMechanism], refusals: Refusals
 ) -> ProbedModel:
     name, text_config = config.model_type, config.get_text_config()
     positions, linear_recorder = PositionTracer(PROBE_TOKENS), _LinearRecorder()

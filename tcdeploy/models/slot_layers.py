@@ -19,8 +19,8 @@ from tcdeploy.planning.architecture import NoState, SlotState, StateTensor
 from tcdeploy.torch_compat.dynamo.mark_dynamic import tensors_in
 
 
-class Mechanism(Protocol):
-    """What the probe uses of kernels/state/mechanism.py."""
+class ProbedMechanism(Protocol):
+    """What the probe uses of `Mechanism` in kernels/state/mechanism.py, which this folder may not import."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,7 @@ class Mechanism(Protocol):
 class SlotRecorder:
     """Runs claimed modules by their mechanism, and records their calls by module."""
 
-    def __init__(self, mechanisms: Collection[Mechanism], positions: PositionTracer) -> None:
+    def __init__(self, mechanisms: Collection[ProbedMechanism], positions: PositionTracer) -> None:
         self._mechanisms, self._positions = mechanisms, positions
         self.states: dict[int, SlotState | NoState] = {}  # by id of the module, without paths
         self.calls: Counter[int] = Counter()  # by id of the module
@@ -49,6 +49,7 @@ class SlotRecorder:
         for module in model.modules():
             for mechanism in self._mechanisms:
                 if mechanism.claims(module):
+                    assert id(module) not in self.states, f"several mechanisms claim {type(module).__name__}"
                     tensors = mechanism.state(module)
                     self.states[id(module)] = SlotState("", mechanism.name, tensors) if tensors else NoState("")
                     module.forward = functools.partial(self._run, module, mechanism)
@@ -58,7 +59,7 @@ class SlotRecorder:
             if id(module) in self.states:
                 del module.forward
 
-    def _run(self, module: nn.Module, mechanism: Mechanism, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, module: nn.Module, mechanism: ProbedMechanism, *args: Any, **kwargs: Any) -> Any:
         self.calls[id(module)] += 1
         keeps_state = isinstance(self.states[id(module)], SlotState)
         run: Any = mechanism.trace if keeps_state else type(module).forward

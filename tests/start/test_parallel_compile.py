@@ -258,6 +258,13 @@ def test_weights_that_are_allocated_already_do_not_count_twice(monkeypatch: pyte
     assert spare == [79 * GIB - plan.weight_bytes - plan.kv_bytes - plan.workspace_bytes] * 2
 
 
+def test_the_state_slots_of_a_worker_need_memory_too() -> None:
+    recipe = make_recipe(**RECIPE)
+    plan = dataclasses.replace(make_plan(recipe, H100, LLAMA_8B), slots=33, slot_bytes=20 * GIB)
+    result = share_buckets(recipe, plan, COPY, 16, 25 * GIB, 128 * GIB)
+    assert isinstance(result, OneProcess) and result.reason.startswith("25.00 GiB are free beside the model")
+
+
 def test_a_small_model_is_compiled_in_one_process() -> None:
     recipe = make_recipe(**RECIPE)
     plan = make_plan(recipe, H100, LLAMA_8B)

@@ -187,7 +187,7 @@ def share_buckets(
     """
     if reason := reason_for_one_process(recipe, plan, cores):
         return OneProcess(reason)
-    copy_bytes = COPY_FACTOR * copy.weight_bytes + plan.workspace_bytes
+    copy_bytes = COPY_FACTOR * copy.weight_bytes + plan.slot_bytes + plan.workspace_bytes  # slots: at most
     if spare_bytes < copy_bytes:
         return OneProcess(f"{gib(spare_bytes)} are free beside the model; a copy needs {gib(copy_bytes)}")
     if host_bytes < 2 * HOST_BYTES_PER_PROCESS:
