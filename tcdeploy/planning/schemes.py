@@ -36,7 +36,8 @@ class Scheme:
     dequantise: the weight in the given dtype, from its tensors. The parity check also asks for a wider one than the
         plan's, so scales are converted, not assumed to have it.
     quantise: the inverse for random weights. Needs no values, so that it runs on fake tensors.
-    packs_rows: whether weights of equal columns are packed by joining each of their tensors at dimension 0.
+    row_block: the number of rows that share a scale, for example. Weights of equal columns whose numbers of rows are
+        multiples of it are packed by joining each of their tensors at dimension 0. 0: weights are not packed.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Scheme:
     dense_shape: Callable[[Sequence[Shape]], tuple[int, int]]
     dequantise: Callable[[Sequence[Tensor], torch.dtype], Tensor]
     quantise: Callable[[Tensor], Sequence[Tensor]]
-    packs_rows: bool
+    row_block: int
 
 
 SCHEMES: dict[str, Scheme] = {}  # by name

@@ -262,11 +262,11 @@ def quantised_group(rows: list[int], scheme: Scheme = SCHEME, columns: int = 8) 
     )
 
 
-def blocks_of_4_rows(name: str, packs_rows: bool = True) -> Scheme:
+def blocks_of_4_rows(name: str, row_block: int = 4) -> Scheme:
     """One scale for four rows."""
 
     def quantise_blocks(weight: Tensor) -> list[Tensor]:
-        return [weight.round().to(torch.int8), torch.ones(-(-len(weight) // 4))]
+        return [(10 * weight).round().to(torch.int8), torch.rand(-(-len(weight) // 4))]
 
     def dequantise_blocks(tensors: Any, dtype: torch.dtype) -> Tensor:
         return tensors[0].to(dtype) * tensors[1].to(dtype).repeat_interleave(4)[: len(tensors[0]), None]
@@ -274,17 +274,18 @@ def blocks_of_4_rows(name: str, packs_rows: bool = True) -> Scheme:
     scale = SCHEME.tensors[1]._replace(shape=lambda rows, columns: (-(-rows // 4),))
     return replace(
         SCHEME, name=name, tensors=(SCHEME.tensors[0], scale), quantise=quantise_blocks, dequantise=dequantise_blocks,
-        packs_rows=packs_rows,
+        row_block=row_block,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("rows", "packs_rows", "is_packed"), [([8, 4], True, True), ([6, 4], True, False), ([8, 4], False, False)]
+    ("rows", "row_block", "is_packed"),
+    [([8, 4], 4, True), ([6, 4], 4, False), ([7, 7], 4, False), ([3, 3], 4, False), ([8, 4], 0, False)],
 )
 def test_only_whole_blocks_of_rows_are_packed(
-    rows: list[int], packs_rows: bool, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+    rows: list[int], row_block: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheme = blocks_of_4_rows("blocks", packs_rows)
+    scheme = blocks_of_4_rows("blocks", row_block)
     monkeypatch.setitem(SCHEMES, "blocks", scheme)
     group, x = quantised_group(rows, scheme), torch.randn(3, 8)
     expected = [layer(x) for layer in group.values()]
@@ -292,6 +293,8 @@ def test_only_whole_blocks_of_rows_are_packed(
     assert (group["l0"].weight is group["l1"].weight) == is_packed
     for layer, output in zip(group.values(), expected, strict=True):
         torch.testing.assert_close(layer(x), output)
+        op_output = scheme_linear(x, layer.tensors, layer.packed_bias, layer.scheme)
+        torch.testing.assert_close(op_output[:, layer.start : layer.stop], output)
 
 
 def test_a_quantised_and_a_dense_layer_are_not_packed() -> None:
