@@ -8,7 +8,6 @@ columns does not say what happens to scales.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -103,7 +102,7 @@ def insert_quantised_weights(
     name: of the model, for errors. trace: of the checkpoint as it is stored. Raises ModelError if a stand-in is left,
     or if a layer is dense that has a scheme according to config.json.
     """
-    scheme_of, traced = schemes_of(config), functools.cache(trace.tensor)  # tied layers share tensors
+    scheme_of = schemes_of(config)
     dense: list[str] = []
     for path, module in list(model.named_modules()):
         scheme = scheme_of(path) if type(module) is nn.Linear else None
@@ -113,7 +112,7 @@ def insert_quantised_weights(
         if weight is None:
             dense.append(f"{path}.weight")
         elif weight.scheme is scheme:
-            layer = SchemeLinear(scheme, [traced(item) for item in weight.names], module.bias)
+            layer = SchemeLinear(scheme, [trace.tensor(item) for item in weight.names], module.bias)
             model.set_submodule(path, layer)
     _check_no_stand_in(model, name, weights, trace)
     if dense:
