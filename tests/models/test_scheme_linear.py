@@ -34,7 +34,7 @@ from tcdeploy.start.decide import decide
 from tcdeploy.start.planned import PlannedModel
 from tcdeploy.start.workers.parallel import make_short_copy
 from tests.conftest import TINY
-from tests.int8_checkpoint import WEIGHTS, Pair, change_config, change_tensors, registered, save_pair
+from tests.int8_checkpoint import METHOD, WEIGHTS, Pair, change_config, change_tensors, registered, save_pair
 from tests.int8_rows import SCHEME, dequantise, kernel, quantise
 from tests.machines import decision_named
 from tests.models.test_traced_model import save_model
@@ -233,6 +233,18 @@ def test_a_quantised_embedding_is_refused(pair: Pair) -> None:
 
     change_tensors(pair.quantised, change)
     assert f"{name}.weight of {pair.quantised} is stored in int8_rows" in error_of(lambda: plan(pair.quantised))
+
+
+def test_a_quantised_head_that_is_tied_to_a_dense_embedding_is_refused(pair: Pair) -> None:
+    """transformers compares the values of the two if the checkpoint has both."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"], tensors["lm_head.weight_scale"] = quantise(tensors["model.embed_tokens.weight"])
+
+    change_tensors(pair.quantised, change)
+    settings = {"quant_method": METHOD, "ignore": []}
+    change_config(pair.quantised, quantization_config=settings, tie_word_embeddings=True)
+    assert "lm_head.weight is stored in another format" in error_of(lambda: plan(pair.quantised))
 
 
 def test_weights_that_cannot_be_traced_are_refused_with_the_reason(pair: Pair) -> None:
