@@ -1,9 +1,9 @@
 """Finds the quantised weights of a checkpoint, and puts them into a traced model.
 
-transformers knows nothing of them: it loads a stand-in for each, which has the name and shape of the dense weight, so
-that its renames apply. When it has loaded, a linear layer with a stand-in becomes a `SchemeLinear` with the stored
-tensors beside that name. A stand-in anywhere else is an error, because a merge or a permutation of dense rows and
-columns does not say what happens to scales.
+transformers does not see them. It loads a stand-in for each, which has the name and shape of the dense weight, so that
+its renames apply. Afterwards, a linear layer with a stand-in becomes a `SchemeLinear` with the stored tensors beside
+that name. A stand-in anywhere else is an error, because a merge or a permutation of dense rows and columns does not say
+what happens to scales.
 """
 
 from __future__ import annotations
