@@ -141,6 +141,16 @@ def test_the_floor_counts_bytes_as_stored_and_products_as_dense(pair: Pair) -> N
     assert sizes[1].step_bytes - sizes[0].step_bytes == saved > 0
 
 
+def test_the_floor_counts_a_quantised_head_as_read(pair: Pair) -> None:
+    """Its tensors may have other names than `weight`."""
+    model = load(plan(pair.dense))
+    tied, embedding = count_weights(model, 1 << 30), model.get_input_embeddings().weight
+    scheme = replace(SCHEME, tensors=(SCHEME.tensors[0]._replace(suffix="qweight"), SCHEME.tensors[1]))
+    model.set_output_embeddings(SchemeLinear(scheme, quantise(embedding), None))
+    sizes = count_weights(model, 1 << 30)
+    assert sizes == tied._replace(step_bytes=tied.step_bytes - embedding.nbytes)
+
+
 # Errors
 
 
