@@ -41,7 +41,7 @@ SCHEME = Scheme(
     dense_shape=dense_shape,
     dequantise=dequantise,
     quantise=quantise,
-    packs_rows=True,
+    row_block=1,
 )
 
 

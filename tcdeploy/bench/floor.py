@@ -73,7 +73,7 @@ def measure_rates(device: str, dtype: str) -> Rates:
 def count_weights(model: PreTrainedModel, plan_weight_bytes: int) -> WeightSizes:
     """A tied embedding counts as read, as the LM head. An untied one does not: a step looks up a few rows only."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
-    is_tied = head is None or head.weight is embedding or head.weight.data_ptr() == embedding.data_ptr()
+    is_tied = head is None or any(tensor.data_ptr() == embedding.data_ptr() for tensor in head.parameters())
     unread_bytes = 0 if is_tied else embedding.nbytes
     body_parameters = count_elements(model) - embedding.numel() - (0 if is_tied else count_elements(head))
     return WeightSizes(plan_weight_bytes - unread_bytes, body_parameters, not _has_experts(model.config))

@@ -21,7 +21,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class SchemeTensor(NamedTuple):
-    """A tensor of a weight. `shape`: for the number of rows and columns of the weight."""
+    """A tensor of a weight. `shape`: of the tensor, from the rows and columns of the weight."""
 
     suffix: str  # after the path of the layer, also in the checkpoint
     dtype: str  # "int8", as torch names it
@@ -33,10 +33,11 @@ class Scheme:
     """How weights [rows, columns] are stored: as `tensors`, in this order wherever a scheme's tensors are a list.
 
     dense_shape: the rows and columns, from the shapes of the tensors.
-    dequantise: the weight in the given dtype, from its tensors. The parity check also asks for a wider one than the
-        plan's, so scales are converted, not assumed to have it.
-    quantise: the inverse for random weights. Needs no values, so that it runs on fake tensors.
-    packs_rows: whether weights of equal columns are packed by joining each of their tensors at dimension 0.
+    dequantise: the weight in the given dtype, from its tensors. It converts the scales too: the parity check calls it
+        with a wider dtype than that of the plan.
+    quantise: the inverse, for random weights. It also runs on fake tensors, which have no values.
+    row_block: the number of rows that share a scale, for example. Weights of equal columns whose numbers of rows are
+        multiples of it are packed by joining each of their tensors at dimension 0. 0: weights are not packed.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Scheme:
     dense_shape: Callable[[Sequence[Shape]], tuple[int, int]]
     dequantise: Callable[[Sequence[Tensor], torch.dtype], Tensor]
     quantise: Callable[[Tensor], Sequence[Tensor]]
-    packs_rows: bool
+    row_block: int
 
 
 SCHEMES: dict[str, Scheme] = {}  # by name

@@ -34,7 +34,7 @@ from tcdeploy.start.decide import decide
 from tcdeploy.start.planned import PlannedModel
 from tcdeploy.start.workers.parallel import make_short_copy
 from tests.conftest import TINY
-from tests.int8_checkpoint import WEIGHTS, Pair, change_config, change_tensors, registered, save_pair
+from tests.int8_checkpoint import METHOD, WEIGHTS, Pair, change_config, change_tensors, registered, save_pair
 from tests.int8_rows import SCHEME, dequantise, kernel, quantise
 from tests.machines import decision_named
 from tests.models.test_traced_model import save_model
@@ -141,6 +141,16 @@ def test_the_floor_counts_bytes_as_stored_and_products_as_dense(pair: Pair) -> N
     assert sizes[1].step_bytes - sizes[0].step_bytes == saved > 0
 
 
+def test_the_floor_counts_a_quantised_head_as_read(pair: Pair) -> None:
+    """Its tensors may have other names than `weight`."""
+    model = load(plan(pair.dense))
+    tied, embedding = count_weights(model, 1 << 30), model.get_input_embeddings().weight
+    scheme = replace(SCHEME, tensors=(SCHEME.tensors[0]._replace(suffix="qweight"), SCHEME.tensors[1]))
+    model.set_output_embeddings(SchemeLinear(scheme, quantise(embedding), None))
+    sizes = count_weights(model, 1 << 30)
+    assert sizes == tied._replace(step_bytes=tied.step_bytes - embedding.nbytes)
+
+
 # Errors
 
 
@@ -235,6 +245,18 @@ def test_a_quantised_embedding_is_refused(pair: Pair) -> None:
     assert f"{name}.weight of {pair.quantised} is stored in int8_rows" in error_of(lambda: plan(pair.quantised))
 
 
+def test_a_quantised_head_that_is_tied_to_a_dense_embedding_is_refused(pair: Pair) -> None:
+    """transformers compares the values of the two if the checkpoint has both."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"], tensors["lm_head.weight_scale"] = quantise(tensors["model.embed_tokens.weight"])
+
+    change_tensors(pair.quantised, change)
+    settings = {"quant_method": METHOD, "ignore": []}
+    change_config(pair.quantised, quantization_config=settings, tie_word_embeddings=True)
+    assert "lm_head.weight is stored in another format" in error_of(lambda: plan(pair.quantised))
+
+
 def test_weights_that_cannot_be_traced_are_refused_with_the_reason(pair: Pair) -> None:
     planned = plan(pair.quantised)
     torch.save(load_file(pair.quantised / WEIGHTS), pair.quantised / "pytorch_model.bin")
@@ -262,11 +284,11 @@ def quantised_group(rows: list[int], scheme: Scheme = SCHEME, columns: int = 8) 
     )
 
 
-def blocks_of_4_rows(name: str, packs_rows: bool = True) -> Scheme:
+def blocks_of_4_rows(name: str, row_block: int = 4) -> Scheme:
     """One scale for four rows."""
 
     def quantise_blocks(weight: Tensor) -> list[Tensor]:
-        return [weight.round().to(torch.int8), torch.ones(-(-len(weight) // 4))]
+        return [(10 * weight).round().to(torch.int8), torch.rand(-(-len(weight) // 4))]
 
     def dequantise_blocks(tensors: Any, dtype: torch.dtype) -> Tensor:
         return tensors[0].to(dtype) * tensors[1].to(dtype).repeat_interleave(4)[: len(tensors[0]), None]
@@ -274,17 +296,18 @@ def blocks_of_4_rows(name: str, packs_rows: bool = True) -> Scheme:
     scale = SCHEME.tensors[1]._replace(shape=lambda rows, columns: (-(-rows // 4),))
     return replace(
         SCHEME, name=name, tensors=(SCHEME.tensors[0], scale), quantise=quantise_blocks, dequantise=dequantise_blocks,
-        packs_rows=packs_rows,
+        row_block=row_block,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("rows", "packs_rows", "is_packed"), [([8, 4], True, True), ([6, 4], True, False), ([8, 4], False, False)]
+    ("rows", "row_block", "is_packed"),
+    [([8, 4], 4, True), ([6, 4], 4, False), ([7, 7], 4, False), ([3, 3], 4, False), ([8, 4], 0, False)],
 )
 def test_only_whole_blocks_of_rows_are_packed(
-    rows: list[int], packs_rows: bool, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+    rows: list[int], row_block: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheme = blocks_of_4_rows("blocks", packs_rows)
+    scheme = blocks_of_4_rows("blocks", row_block)
     monkeypatch.setitem(SCHEMES, "blocks", scheme)
     group, x = quantised_group(rows, scheme), torch.randn(3, 8)
     expected = [layer(x) for layer in group.values()]
@@ -292,6 +315,8 @@ def test_only_whole_blocks_of_rows_are_packed(
     assert (group["l0"].weight is group["l1"].weight) == is_packed
     for layer, output in zip(group.values(), expected, strict=True):
         torch.testing.assert_close(layer(x), output)
+        op_output = scheme_linear(x, layer.tensors, layer.packed_bias, layer.scheme)
+        torch.testing.assert_close(op_output[:, layer.start : layer.stop], output)
 
 
 def test_a_quantised_and_a_dense_layer_are_not_packed() -> None:

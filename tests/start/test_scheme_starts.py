@@ -163,7 +163,7 @@ def test_packages_of_a_family_give_the_tokens_of_the_dense_model(family: str, tm
         again = start(pair.quantised, tmp_path / "cache", programs="aot")
         assert not again.engine.runner.has_model and outcomes(again) == [("hit", 0)] * 2
         assert tokens_of(again.engine) == expected
-        assert again.weights_read.num_bytes == first.weights_read.num_bytes < first.plan.weight_bytes + 1
+        assert again.weights_read.num_bytes == first.weights_read.num_bytes <= first.plan.weight_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

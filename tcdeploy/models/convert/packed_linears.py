@@ -48,7 +48,7 @@ class PackedSlice(nn.Module):
 def pack_linears(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) -> None:
     """Replace each group of linear layers (module paths in `model`) by slices of one packed layer, in place.
 
-    A group whose layers are not all plain nn.Linear of one dtype and device, or all of one scheme, is left unchanged.
+    A group whose layers are not all plain nn.Linear of one dtype and device, or all `packable`, is left unchanged.
     Smaller groups are packed first: a packed matrix that reused the memory block of a larger weight would waste the
     rest of it.
     """
@@ -88,7 +88,7 @@ def _is_plain_linear(layer: Any) -> bool:
 def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:
     is_quantised = isinstance(layers[0], SchemeLinear)
     parts = [layer.tensors if is_quantised else [layer.weight] for layer in layers]
-    first, *others = (nn.Parameter(torch.cat(pieces), requires_grad=False) for pieces in zip(*parts, strict=True))
+    tensors = [nn.Parameter(torch.cat(pieces), requires_grad=False) for pieces in zip(*parts, strict=True)]
     has_bias = layers[0].bias is not None
     bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False) if has_bias else None
     start = 0
@@ -96,9 +96,9 @@ def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:
         packed: nn.Module
         if is_quantised:
             stop = start + layer.rows
-            packed = SchemeLinear(SCHEMES[layer.scheme], [first, *others], bias, start, stop)
+            packed = SchemeLinear(SCHEMES[layer.scheme], tensors, bias, start, stop)
         else:
             stop = start + layer.weight.shape[0]
-            packed = PackedSlice(first, bias, start, stop)
+            packed = PackedSlice(tensors[0], bias, start, stop)
         model.set_submodule(path, packed)
         start = stop

@@ -29,7 +29,8 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # that gpt-oss has in MXFP4
 MXFP4_SUFFIXES = ("_blocks", "_scales")
 MXFP4_BLOCK = 32  # values that share a scale; two values per byte
 SETTINGS = ("quantization_config", "compression_config")  # keys of a config
-# (settings of the method, path of a linear layer) -> the name of its scheme; None: its weight is dense
+# (settings of the method, path) -> the name of the scheme; None: the weight is dense. It gets paths of linear layers in
+# the model, and all paths in the checkpoint, which are other names if transformers renames tensors.
 SchemeName: TypeAlias = Callable[[Mapping[str, Any], str], str | None]
 METHODS: dict[str, SchemeName] = {}  # by `quant_method` of the config
 
@@ -55,7 +56,7 @@ def quantisation_method(config: PreTrainedConfig) -> str | None:
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """Empty settings are an error in transformers too."""
+    """The settings of quantisation, None if there are none. Empty ones are an error in transformers too."""
     for part in (config, config.get_text_config()):
         for name in SETTINGS:
             if (settings := getattr(part, name, None)) is not None:

@@ -1,14 +1,13 @@
 """Finds the quantised weights of a checkpoint, and puts them into a traced model.
 
-transformers knows nothing of them: it loads a stand-in for each, which has the name and shape of the dense weight, so
-that its renames apply. When it has loaded, a linear layer with a stand-in becomes a `SchemeLinear` with the stored
-tensors beside that name. A stand-in anywhere else is an error, because a merge or a permutation of dense rows and
-columns does not say what happens to scales.
+transformers does not see them. It loads a stand-in for each, which has the name and shape of the dense weight, so that
+its renames apply. Afterwards, a linear layer with a stand-in becomes a `SchemeLinear` with the stored tensors beside
+that name. A stand-in anywhere else is an error, because a merge or a permutation of dense rows and columns does not say
+what happens to scales.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -103,7 +102,7 @@ def insert_quantised_weights(
     name: of the model, for errors. trace: of the checkpoint as it is stored. Raises ModelError if a stand-in is left,
     or if a layer is dense that has a scheme according to config.json.
     """
-    scheme_of, traced = schemes_of(config), functools.cache(trace.tensor)  # tied layers share tensors
+    scheme_of = schemes_of(config)
     dense: list[str] = []
     for path, module in list(model.named_modules()):
         scheme = scheme_of(path) if type(module) is nn.Linear else None
@@ -113,7 +112,7 @@ def insert_quantised_weights(
         if weight is None:
             dense.append(f"{path}.weight")
         elif weight.scheme is scheme:
-            layer = SchemeLinear(scheme, [traced(item) for item in weight.names], module.bias)
+            layer = SchemeLinear(scheme, [trace.tensor(item) for item in weight.names], module.bias)
             model.set_submodule(path, layer)
     _check_no_stand_in(model, name, weights, trace)
     if dense:

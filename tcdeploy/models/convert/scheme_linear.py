@@ -60,17 +60,9 @@ class SchemeLinear(nn.Module):
 
 def packable(layers: Sequence[SchemeLinear]) -> bool:
     """Whether each tensor of the packed weight is that of the layers, joined at dimension 0."""
-    scheme, columns = SCHEMES[layers[0].scheme], layers[0].columns
-    if not scheme.packs_rows or any((layer.scheme, layer.columns) != (scheme.name, columns) for layer in layers):
-        return False
-    rows = sum(layer.rows for layer in layers)
-    for tensor, *parts in zip(scheme.tensors, *(layer.tensors for layer in layers), strict=True):
-        shape = tensor.shape(rows, columns)
-        for layer, part in zip(layers, parts, strict=True):
-            # A layer may not fill its last block of rows that share a scale.
-            if len(part) * rows != layer.rows * shape[0] or tuple(part.shape[1:]) != shape[1:]:
-                return False
-    return True
+    block = SCHEMES[layers[0].scheme].row_block
+    is_uniform = len({(layer.scheme, layer.columns) for layer in layers}) == 1
+    return is_uniform and block > 0 and all(layer.rows % block == 0 for layer in layers)
 
 
 def quantise_linears(model: nn.Module, scheme_of: Callable[[str], Scheme | None]) -> None:

@@ -92,6 +92,9 @@ def _apply(func: Any, trace: Trace, args: Any, kwargs: dict[str, Any]) -> Any:
 def _equal(first: TracedTensor, second: TracedTensor) -> bool:
     """Whether the values are equal. Both may have gigabytes: an embedding, and the head that is tied to it."""
     checkpoint = first.origin.checkpoint
+    for name in (*stored_names(first.source), *stored_names(second.source)):
+        if not checkpoint[name].path:  # its values cannot be read
+            raise UnknownOperationError(f"{name} is stored in another format than a tensor that it is tied to")
     match first.source, second.source:
         case ["tensor", name], ["tensor", other] if first.dtype == second.dtype:
             return equal_tensors(checkpoint[name], checkpoint[other])
