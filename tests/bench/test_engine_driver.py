@@ -91,7 +91,7 @@ def test_time_to_first_token_is_measured_without_prefix_hits(engine: Any, prompt
     measure_ttft(engine, prompt)
     hits: list[int] = []
     match = engine.allocator.match
-    engine.allocator.match = lambda token_ids: hits.append(len(match(token_ids))) or []  # type: ignore[func-returns-value]
+    engine.allocator.match = lambda *prefix: hits.append(len(match(*prefix))) or []  # type: ignore[func-returns-value]
     try:
         assert measure_ttft(engine, prompt) > 0
     finally:
