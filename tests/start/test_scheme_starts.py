@@ -29,7 +29,7 @@ from tcdeploy.programs.passes.nodes import is_weight
 from tcdeploy.start.eager import check_eager_steps
 from tcdeploy.start.model_code import load_uncompiled
 from tcdeploy.start.prepare import prepare
-from tests.conftest import PACKAGES, TINY
+from tests.conftest import PACKAGES, TINY, reset_programs
 from tests.engine.test_canary import recorded_canary, run_round
 from tests.engine_loop import generate_tokens
 from tests.exported_programs import exported_programs
@@ -87,6 +87,7 @@ def test_compiled_programs_give_the_tokens_of_the_dense_model(
     tiny: Pair, cache_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed layers call the op once: a decoder layer has four products. All steps of the canary repeat."""
+    reset_programs()  # a program that another test compiled might serve these shapes
     expected = tokens_of(start(tiny.dense, cache_dir).engine)
     calls = counted_calls(monkeypatch)
     with registered():
