@@ -179,8 +179,6 @@ def make_plan(
     workspace_bytes, memory = sizes.decide_memory(inputs, demand, decisions)
     _explain_region_and_mode(recipe, decisions)
     cache_dir = decisions.add("cache folder", *find_cache_dir(recipe.cache_dir, environment))
-    min_size = sizes.DYNAMIC_MIN_SIZE if inputs.recipe.shapes == "dynamic" else 0
-    prefill_buckets = tuple(Bucket("prefill", length, min_size) for length in lengths)
     plan = Plan(
         model=recipe.model,
         revision=recipe.revision,
@@ -202,7 +200,7 @@ def make_plan(
         mixed_steps=mixed_steps,
         itl_target=attention.decide_itl_target(recipe, mixed_steps, decisions),
         max_consecutive_prefills=recipe.max_consecutive_prefills,
-        buckets=(*prefill_buckets, *(Bucket("decode", size) for size in demand.batch_sizes)),
+        buckets=_make_buckets(inputs.recipe, lengths, demand.batch_sizes),
         max_prefill_sequences=sizes.max_prefill_sequences(demand.max_prefill_tokens),
         context=memory.context,
         block_size=demand.block_size,
@@ -217,6 +215,12 @@ def make_plan(
         decisions=(*decisions, *model_decisions),
     )
     return dataclasses.replace(plan, key=_plan_key(plan, architecture))
+
+
+def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[int, ...]) -> tuple[Bucket, ...]:
+    min_size = sizes.DYNAMIC_MIN_SIZE if recipe.shapes == "dynamic" else 0
+    prefill = (Bucket("prefill", length, min_size) for length in lengths)
+    return (*prefill, *(Bucket("decode", size) for size in batch_sizes))
 
 
 def _plan_key(plan: Plan, architecture: Architecture) -> str:
