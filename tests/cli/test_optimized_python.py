@@ -21,6 +21,7 @@ PURE_CALLS = {
     "all",
     "blocks_for",
     "count_symbolic",
+    "id",
     "is_contiguous",
     "items",
     "isdisjoint",
