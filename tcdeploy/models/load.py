@@ -27,6 +27,7 @@ from tcdeploy.models.location import BUILTIN_MODELS, read_config_file
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights import checkpoint
 from tcdeploy.models.weights.files import Checkpoint
+from tcdeploy.models.weights.reader import stored_tensors
 from tcdeploy.planning.extras import check_interpreter
 from tcdeploy.planning.recipe import Recipe
 
@@ -114,7 +115,7 @@ def read_checkpoint(
     with translating_errors(recipe.model):
         found = checkpoint.read_stored_tensors(resolve_model_path(recipe.model), recipe.revision, config)
         if found is not None:
-            quantised = find_quantised_weights(recipe.model, config, found.tensors)
+            quantised = find_quantised_weights(recipe.model, config, stored_tensors(found.paths))
             found = Checkpoint(with_stand_ins(found.tensors, quantised), found.paths, quantised)
             checkpoint.check_tensors(recipe.model, config, found.tensors, shapes, recipe.trust_remote_code)
         return found

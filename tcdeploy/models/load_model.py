@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.convert.convert_model import convert_model
-from tcdeploy.models.convert.quantisation import has_schemes, schemes_of
 from tcdeploy.models.convert.quantised_weights import loading_refusal
 from tcdeploy.models.convert.scheme_linear import quantise_linears
+from tcdeploy.models.formats.methods import is_quantised, scheme_finder
 from tcdeploy.models.load import quiet_transformers, translating_errors
 from tcdeploy.models.pretrained import pretrained_model
 from tcdeploy.models.traced_model import LoadingModel, TracedModel
@@ -52,7 +52,7 @@ def load_model(
     with quiet_transformers(), translating_errors(plan.model):
         if plan.load_format == "dummy":
             model = _dummy_model(plan, config, attn_implementation)
-        elif has_schemes(config):
+        elif is_quantised(config):
             raise loading_refusal(plan.model, config, "they are not traced")
         else:
             model = pretrained_model(plan, config, attn_implementation)
@@ -74,5 +74,5 @@ def _dummy_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str)
     for name in float32_tensors(model, dtype):
         tensors[name].data = tensors[name].data.float()
     draw_dummy_weights(model)
-    quantise_linears(model, schemes_of(config))
+    quantise_linears(model, scheme_finder(config))
     return model

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, Mxfp4Config, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.models.auto_classes import auto_class, model_class
-from tcdeploy.models.convert.quantisation import cast_experts, is_dequantised
 from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load import resolve_model_path
 from tcdeploy.models.weights.checkpoint import check_loading_report
 from tcdeploy.planning.plan import Plan
+
+
+class LoadSettings(Protocol):
+    """The fields of a Plan on which a traced model depends."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+    @property
+    def weight_dtype(self) -> str: ...
 
 
 def pretrained_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
@@ -34,7 +46,7 @@ def pretrained_model(plan: Plan, config: PreTrainedConfig, attn_implementation: 
 
 
 def model_of_tensors(
-    plan: Plan, config: PreTrainedConfig, attn_implementation: str, tensors: Mapping[str, Tensor]
+    plan: LoadSettings, config: PreTrainedConfig, attn_implementation: str, tensors: Mapping[str, Tensor]
 ) -> PreTrainedModel:
     """The model in the plan's weight_dtype, from the tensors of its checkpoint. Raises as `pretrained_model`."""
     loader_class = model_class(config, trust_remote_code=False)
@@ -45,12 +57,11 @@ def model_of_tensors(
 
 
 def _load(
-    loader_class: Any, path: str | None, plan: Plan, config: PreTrainedConfig, attn_implementation: str, **options: Any
+    loader_class: Any, path: str | None, plan: LoadSettings, config: PreTrainedConfig, attn_implementation: str,
+    **options: Any,
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, plan.weight_dtype)
-    if is_dequantised(config):
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
     model, report = loader_class.from_pretrained(
         path,
         config=config,
@@ -63,7 +74,5 @@ def _load(
         generation_config=GenerationConfig(),  # otherwise its file is read, see generation_config.py
         **options,
     )
-    if is_dequantised(config):
-        cast_experts(model, dtype)
     check_loading_report(plan.model, model, report)
     return model  # type: ignore[no-any-return]

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,9 +28,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tcdeploy.errors import TcdeployError, UnsupportedArchitectureError, UnsupportedModelError
 from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, read_layers
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
-from tcdeploy.models.convert.quantisation import quantisation_method, schemes_of
-from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_linears
+from tcdeploy.models.convert.scheme_linear import quantise_linears
 from tcdeploy.models.convert.static_rope import freeze_rope
+from tcdeploy.models.formats.methods import quantisation_method
+from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.probe_failure import CONFIG_HINT, UnexplainedFailureError, describe_exception, explaining_failures
@@ -101,17 +103,15 @@ def _probe(
     refusals.raise_all()
     assert model is not None and context
     packed_linears = _find_packed_linears(model, linear_recorder)
-    quantise_linears(model, schemes_of(config))
     architecture = Architecture(
         model_type=name,
         class_name=type(model).__name__,
-        weight_bytes={dtype: sum(weight_bytes(model, dtype).values()) for dtype in DTYPE_BYTES},
+        weight_bytes=_bytes_by_dtype(model),
         context=int(context),
         vocab_size=int(text_config.vocab_size),
         dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
         layer_states=layer_states,
         quantisation=quantisation_method(config) or "",
-        schemes=dict(Counter(module.scheme for module in model.modules() if isinstance(module, SchemeLinear))),
         is_multimodal=is_multimodal(config),
         rope_limit=_rope_limit(text_config),
         peak_activation_elements=_peak_activation_elements(linear_recorder, text_config),
@@ -119,6 +119,20 @@ def _probe(
         config_digest=digest_config(config_to_dict(config)),
     )
     return ProbedModel(architecture, model)
+
+
+def quantise_probed(probed: ProbedModel, scheme_of: Callable[[str], LayerScheme | None]) -> ProbedModel:
+    """The same model, whose linear layers have these schemes, by path. Changes the fake model in place."""
+    schemes = quantise_linears(probed.model, scheme_of)
+    architecture = dataclasses.replace(
+        probed.architecture, weight_bytes=_bytes_by_dtype(probed.model),
+        schemes=dict(Counter(found.scheme for found in schemes.values())),
+    )  # fmt: skip
+    return ProbedModel(architecture, probed.model)
+
+
+def _bytes_by_dtype(model: nn.Module) -> dict[str, int]:
+    return {dtype: sum(weight_bytes(model, dtype).values()) for dtype in DTYPE_BYTES}
 
 
 def _record_layers(

@@ -22,12 +22,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tcdeploy.errors import TcdeployError
 from tcdeploy.models.auto_classes import model_class
 from tcdeploy.models.convert.convert_model import convert_model
-from tcdeploy.models.convert.quantisation import dequantised_tensors, is_dequantised, without_settings
-from tcdeploy.models.convert.quantised_weights import insert_quantised_weights
+from tcdeploy.models.convert.quantised_weights import InsertedWeights, insert_quantised_weights
 from tcdeploy.models.convert.traced_tensor import Trace, TracedTensor
+from tcdeploy.models.formats.methods import without_settings
 from tcdeploy.models.load import quiet_transformers
 from tcdeploy.models.load_errors import CONVERSION, first_line
-from tcdeploy.models.pretrained import model_of_tensors
+from tcdeploy.models.pretrained import LoadSettings, model_of_tensors
 from tcdeploy.models.weights.checkpoint import DTYPES
 from tcdeploy.models.weights.files import Checkpoint
 from tcdeploy.models.weights.reader import ReadTotal, StoredTensor, stored_tensors
@@ -39,7 +39,6 @@ from tcdeploy.models.weights.sources import (
     stored_names,
 )
 from tcdeploy.models.weights.tensor_names import conversion_error
-from tcdeploy.planning.plan import Plan
 from tcdeploy.torch_compat.tensors_without_storage import supported as can_trace
 
 
@@ -59,6 +58,7 @@ class TracedModel(NamedTuple):
 
     model: PreTrainedModel
     checkpoint: Mapping[str, StoredTensor]
+    inserted: InsertedWeights  # those that are quantised in the checkpoint
 
     @property
     def sources(self) -> dict[str, Source]:
@@ -94,7 +94,7 @@ class TracedModel(NamedTuple):
 
 
 def trace_model(
-    plan: Plan, config: PreTrainedConfig, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]],
+    plan: LoadSettings, config: PreTrainedConfig, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]],
     attn_implementation: str, packed_linears: tuple[tuple[str, ...], ...],
 ) -> TracedModel:  # fmt: skip
     """Let transformers load the model with traced tensors, which also compares the names and shapes of all tensors.
@@ -108,8 +108,6 @@ def trace_model(
     if model_class(config, plan.trust_remote_code) is None:
         raise NotTraceableError("its code is not part of transformers")
     headers, quantised, stored = checkpoint.tensors, checkpoint.quantised, stored_tensors(checkpoint.paths)
-    if is_dequantised(config):
-        headers = dequantised_tensors(headers)
     stand_ins = {
         name: StoredTensor("", DTYPES.get(header.dtype, torch.float32), header.shape, 0, 0)
         for name, header in headers.items()
@@ -119,7 +117,7 @@ def trace_model(
     try:
         with quiet_transformers(), torch.no_grad():
             model = model_of_tensors(plan, without_settings(config), attn_implementation, trace.tensors())
-            insert_quantised_weights(model, plan.model, config, quantised, Trace(stored))
+            inserted = insert_quantised_weights(model, quantised, Trace(stored))
             convert_model(model, packed_linears)
             copy.deepcopy(model, {id(tensor): tensor for _, tensor in _named_tensors(model)})  # as `loading` copies it
     except TcdeployError:
@@ -128,10 +126,10 @@ def trace_model(
         if CONVERSION in str(error) and not trace.problem:
             raise conversion_error(plan.model, headers, dict(shapes)) from error
         raise NotTraceableError(trace.problem or first_line(error)) from error
-    traced = TracedModel(model, stored)
+    traced = TracedModel(model, stored, inserted)
     used = {name for source in traced.sources.values() for name in stored_names(source)}
-    if converted := sorted(used - stored.keys()):
-        raise NotTraceableError(f"{converted[0]} is stored in a format that is converted")
+    if unreadable := sorted(used - stored.keys()):
+        raise NotTraceableError(f"{unreadable[0]} has the dtype {headers[unreadable[0]].dtype}")
     return traced
 
 

@@ -25,20 +25,24 @@ from tcdeploy.cache.record.manifest import Origin
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.engine.generation_defaults import read_model_defaults
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
+from tcdeploy.kernels.linear import ops  # noqa: F401 - registers the schemes
 from tcdeploy.kernels.state.mechanisms import MECHANISMS
-from tcdeploy.models.convert.quantisation import has_schemes
 from tcdeploy.models.convert.quantised_weights import loading_refusal
+from tcdeploy.models.formats.methods import is_quantised, scheme_finder
 from tcdeploy.models.load import config_to_dict, load_config, read_checkpoint
 from tcdeploy.models.load_errors import translate_error
-from tcdeploy.models.probe import ProbedModel, probe_model
+from tcdeploy.models.pretrained import LoadSettings
+from tcdeploy.models.probe import ProbedModel, probe_model, quantise_probed
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.sources import model_sources
 from tcdeploy.models.traced_model import NotTraceableError, TracedModel, trace_model
 from tcdeploy.models.weights.checkpoint import stored_dtype, tensor_shapes
 from tcdeploy.models.weights.files import Checkpoint
-from tcdeploy.planning.decision import Decision
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.decision import Decision, Decisions, decide_inputs
 from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
 from tcdeploy.planning.environment import Environment, detect_environment
+from tcdeploy.planning.memory import DTYPE_BYTES, gib
 from tcdeploy.planning.plan import Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.passes.post_grad import op_source_digests
@@ -76,9 +80,12 @@ def decide(
         architecture = dataclasses.replace(architecture, dtype=dtype)
         reason = "dtype of the first floating-point tensor; config.json states none"
         decisions += (Decision("checkpoint dtype", dtype, reason),)
-    findings: tuple[PlanFinding, ...] = ()
+    model = model._replace(probed=ProbedModel(architecture, model.probed.model))
+    quantised = _decide_schemes(recipe, environment, model, is_dry_run)
+    architecture, decisions, findings = quantised.architecture, (*decisions, *quantised.decisions), quantised.findings
     if is_dry_run:
-        plan, recipe, environment, findings = plan_with_findings(recipe, environment, architecture, decisions)
+        plan, recipe, environment, found = plan_with_findings(recipe, environment, architecture, decisions)
+        findings += found
         if plan.device == "cpu" and not environment.compiler:
             findings = (*findings, NO_COMPILER)
     else:
@@ -86,12 +93,59 @@ def decide(
     planned = PlannedModel(
         recipe=recipe, environment=environment, architecture=architecture, plan=plan, generation_defaults=defaults,
         config=config, fake_model=model.probed.model, checkpoint=model.checkpoint,
-        model_decisions=decisions, tokenizer=tokenizer, findings=findings,
+        model_decisions=decisions, tokenizer=tokenizer, findings=findings, traced_model=quantised.traced,
     )  # fmt: skip
     planned = resolve_programs(planned, jit_reason, policy)
-    if not needs_weights or recipe.load_format == "dummy":
+    if not needs_weights or recipe.load_format == "dummy" or is_quantised(config):
         return planned
-    return _with_traced_weights(planned, is_dry_run)
+    return _with_traced_weights(planned)
+
+
+class _Quantised(NamedTuple):
+    """What is known of a model after its quantised weights were found; without such weights, nothing changes."""
+
+    architecture: Architecture
+    traced: TracedModel | None = None
+    decisions: tuple[Decision, ...] = ()
+    findings: tuple[PlanFinding, ...] = ()
+
+
+class _Settings(NamedTuple):
+    """The `LoadSettings` of a plan that is not made yet."""
+
+    model: str
+    revision: str | None
+    trust_remote_code: bool
+    weight_dtype: str
+
+
+def _decide_schemes(recipe: Recipe, environment: Environment, model: _ModelFacts, is_dry_run: bool) -> _Quantised:
+    """Find the schemes of quantised layers, on which memory and programs depend.
+
+    The checkpoint's tensors have them; only for random weights, the config. Raises UnsupportedModelError if the weights
+    cannot be traced. In a dry run, this is a finding.
+    """
+    config, probed = model.config, model.probed
+    if not is_quantised(config):
+        return _Quantised(probed.architecture)
+    if recipe.load_format == "dummy":
+        return _Quantised(quantise_probed(probed, scheme_finder(config)).architecture)
+    dtype = decide_inputs(recipe, environment, probed.architecture, Decisions()).dtypes.weight
+    settings = _Settings(recipe.model, recipe.revision, recipe.trust_remote_code, dtype)
+    try:
+        traced = _trace(settings, config, model.checkpoint, probed)
+    except NotTraceableError as error:
+        refusal = loading_refusal(recipe.model, config, str(error))
+        if not is_dry_run:
+            raise refusal from error
+        finding = PlanFinding("weights", refusal.message, refusal.hint)
+        return _Quantised(quantise_probed(probed, scheme_finder(config)).architecture, findings=(finding,))
+    schemes, dequantised = traced.inserted
+    decisions = tuple(
+        Decision(f"dequantised {dtype}", gib(elements * DTYPE_BYTES[dtype]), reason)
+        for reason, elements in dequantised.items()
+    )
+    return _Quantised(quantise_probed(probed, schemes.get).architecture, traced, decisions)
 
 
 def trace_weights(planned: PlannedModel) -> TracedModel:
@@ -99,32 +153,29 @@ def trace_weights(planned: PlannedModel) -> TracedModel:
 
     Raises ModelError if the checkpoint does not fit the model, and NotTraceableError if transformers must load it.
     """
-    if planned.checkpoint is None:
+    probed = ProbedModel(planned.architecture, planned.fake_model)
+    return _trace(planned.plan, planned.config, planned.checkpoint, probed)
+
+
+def _trace(
+    settings: LoadSettings, config: PreTrainedConfig, checkpoint: Checkpoint | None, probed: ProbedModel
+) -> TracedModel:
+    """As `trace_weights`."""
+    if checkpoint is None:
         raise NotTraceableError("it has no safetensors files, or they are not downloaded yet")
     register_attention()
+    shapes, packed_linears = tensor_shapes(probed.model), probed.architecture.packed_linears
     try:
-        return trace_model(
-            planned.plan, planned.config, planned.checkpoint, tensor_shapes(planned.fake_model), ATTN_IMPLEMENTATION,
-            planned.architecture.packed_linears,
-        )  # fmt: skip
+        return trace_model(settings, config, checkpoint, shapes, ATTN_IMPLEMENTATION, packed_linears)
     except OSError as error:
-        raise translate_error(planned.plan.model, error) from error
+        raise translate_error(settings.model, error) from error
 
 
-def _with_traced_weights(planned: PlannedModel, is_dry_run: bool) -> PlannedModel:
-    """Trace the weights. If they cannot be traced, add the reason to the plan.
-
-    Raises UnsupportedModelError if transformers cannot load them either. In a dry run, this is a finding.
-    """
+def _with_traced_weights(planned: PlannedModel) -> PlannedModel:
+    """Trace the weights. If they cannot be traced, transformers loads them, and the plan has the reason."""
     try:
         return dataclasses.replace(planned, traced_model=trace_weights(planned))
     except NotTraceableError as error:
-        if has_schemes(planned.config):
-            refusal = loading_refusal(planned.plan.model, planned.config, str(error))
-            if not is_dry_run:
-                raise refusal from error
-            finding = PlanFinding("weights", refusal.message, refusal.hint)
-            return dataclasses.replace(planned, findings=(*planned.findings, finding))
         decision = Decision("loading", "by transformers", str(error))
         plan = dataclasses.replace(planned.plan, decisions=(*planned.plan.decisions, decision))
         return dataclasses.replace(planned, plan=plan)
@@ -163,7 +214,7 @@ def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool,
             checkpoint = read_checkpoint(recipe, config, tensor_shapes(probed.model))
     with refusals.collecting():
         tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
-    if refusals.reasons and probed is not None and not is_dry_run:
+    if refusals.reasons and probed is not None and not is_dry_run and not is_quantised(config):
         with refusals.collecting():
             make_plan(recipe, environment, probed.architecture)
     refusals.raise_all()

@@ -1,88 +1,101 @@
 """Finds the quantised weights of a checkpoint, and puts them into a traced model.
 
 transformers does not see them. It loads a stand-in for each, which has the name and shape of the dense weight, so that
-its renames apply. Afterwards, a linear layer with a stand-in becomes a `SchemeLinear` with the stored tensors beside
-that name. A stand-in anywhere else is an error, because a merge or a permutation of dense rows and columns does not say
-what happens to scales.
+its renames, merges and permutations apply. Afterwards a linear layer whose weight is a stand-in becomes a
+`SchemeLinear`, if the format has a scheme. Everywhere else, as in stacked experts, the stand-in is replaced by the
+dequantised weight, which threads compute while they read the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
-from tcdeploy.models.convert.quantisation import NOT_QUANTISED_HINT, TensorHeader, quantisation_method, schemes_of
-from tcdeploy.models.convert.scheme_linear import SchemeLinear
+from tcdeploy.models.convert.scheme_linear import SchemeLinear, layer_scheme
 from tcdeploy.models.convert.traced_tensor import Trace, TracedTensor
-from tcdeploy.models.weights.reader import DTYPES
-from tcdeploy.models.weights.sources import dtype_name, stored_names
-from tcdeploy.models.weights.tensor_names import first_names
-from tcdeploy.planning.schemes import Scheme
+from tcdeploy.models.formats.methods import (
+    METHODS,
+    NOT_QUANTISED_HINT,
+    quantisation_method,
+    quantisation_settings,
+)
+from tcdeploy.models.formats.quantised_weight import HINT, Layer, LayerScheme, QuantisedWeight
+from tcdeploy.models.weights.files import STAND_IN_DTYPE, TensorHeader
+from tcdeploy.models.weights.reader import THREADS, StoredTensor, read_tensor
+from tcdeploy.models.weights.sources import WeightSource, replace_tensors, stored_names
+from tcdeploy.planning.schemes import SCHEMES
 
-STAND_IN_DTYPE = "F32"
-HINT = "download the model again, or use the config.json that belongs to these weights"
+# Beside scales, what shows that a tensor belongs to a quantised weight.
+QUANTISED_SUFFIXES = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "SCB", "weight.absmax")
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # of weights that hold values of their own
+WEIGHTS = ("weight", "gate_up_proj", "down_proj", "gate_up_proj_blocks", "down_proj_blocks")
 
 
-class QuantisedWeight(NamedTuple):
-    """The weight [rows, columns] of a linear layer, and the names of its tensors in the checkpoint, in order."""
+class InsertedWeights(NamedTuple):
+    """schemes: of the linear layers that have one, by path. dequantised: elements of other weights, by reason."""
 
-    scheme: Scheme
-    names: tuple[str, ...]
-    shape: tuple[int, int]
+    schemes: dict[str, LayerScheme]
+    dequantised: dict[str, int]
 
 
 def find_quantised_weights(
-    model: str, config: PreTrainedConfig, tensors: Mapping[str, TensorHeader]
+    model: str, config: PreTrainedConfig, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, QuantisedWeight]:
     """The quantised weights among the tensors of a checkpoint, by the name of the dense weight.
 
-    Raises ModelError for weights that lack a tensor, or have one of another shape or dtype.
+    Raises ModelError for weights that lack a tensor or have one of another shape or dtype, and for scales without a
+    useful value.
     """
-    scheme_of = schemes_of(config)
-    weights: dict[str, QuantisedWeight] = {}
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
-        scheme = scheme_of(path)
-        if scheme is not None and _is_quantised(scheme, path, tensors):
-            weights[f"{path}.weight"] = _quantised_weight(model, scheme, path, tensors)
+    method, settings = METHODS.get(quantisation_method(config) or ""), quantisation_settings(config) or {}
+    if method is None:
+        return {}
+    layers: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    for name, stored in tensors.items():
+        path, _, suffix = name.rpartition(".")
+        layers[path][suffix] = stored
+    weights = {
+        f"{path}.{suffix}": weight
+        for path, stored_of_layer in layers.items()
+        for suffix, weight in method.find(settings, Layer(model, path, stored_of_layer)).items()
+        if weight is not None
+    }
+    _check_scales(model, weights.values(), tensors)
     return weights
 
 
-def _is_quantised(scheme: Scheme, path: str, tensors: Mapping[str, TensorHeader]) -> bool:
-    """Whether any tensor of a layer shows that it is: norms and embeddings, which are not, have a `weight` too."""
-    return any(
-        header is not None and (suffix != "weight" or _dtype(header) == dtype)
-        for suffix, dtype, _ in scheme.tensors
-        for header in [tensors.get(f"{path}.{suffix}")]
-    )
+def _check_scales(model: str, weights: Iterable[QuantisedWeight], tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise ModelError for scales that are zero, infinite or no number."""
+    names = [name for weight in weights for name in weight.scales]
+    with ThreadPoolExecutor(THREADS) as threads:
+        for name, problem in zip(names, threads.map(lambda name: _problem(tensors[name]), names), strict=True):
+            if problem:
+                raise ModelError(f"{name} of {model} has a scale that is {problem}", HINT)
 
 
-def _quantised_weight(model: str, scheme: Scheme, path: str, tensors: Mapping[str, TensorHeader]) -> QuantisedWeight:
-    names = tuple(f"{path}.{tensor.suffix}" for tensor in scheme.tensors)
-    for name in names:
-        if name not in tensors:
-            raise ModelError(f"the checkpoint of {model} lacks {name}, which its weights in {scheme.name} need", HINT)
-    headers = [tensors[name] for name in names]
-    try:
-        rows, columns = scheme.dense_shape([header.shape for header in headers])
-    except (ValueError, IndexError):
-        shapes = ", ".join(f"{name} {[*header.shape]}" for name, header in zip(names, headers, strict=True))
-        raise ModelError(
-            f"tensors of {model} have shapes that are impossible in {scheme.name}: {shapes}", HINT
-        ) from None
-    for name, header, (_, dtype, shape_of) in zip(names, headers, scheme.tensors, strict=True):
-        if (shape := shape_of(rows, columns)) != header.shape or _dtype(header) != dtype:
-            stored = f"{_dtype(header)} {[*header.shape]}"
-            message = f"{name} of {model} is stored as {stored}; {scheme.name} requires {dtype} {[*shape]}"
-            raise ModelError(message, HINT)
-    return QuantisedWeight(scheme, names, (rows, columns))
+def _problem(stored: StoredTensor) -> str:
+    scales = read_tensor(stored).float()
+    for problem, is_wrong in (
+        ("not a number", torch.isnan), ("infinite", torch.isinf), ("zero", lambda values: values == 0),
+    ):  # fmt: skip
+        if bool(is_wrong(scales).any()):
+            return problem
+    return ""
 
 
-def _dtype(header: TensorHeader) -> str:
-    return dtype_name(DTYPES[header.dtype]) if header.dtype in DTYPES else header.dtype
+def check_not_quantised(model: str, tensors: Mapping[str, TensorHeader]) -> None:
+    """Raise UnsupportedModelError for tensors that are left and whose names or dtypes show a quantised weight."""
+    for name, tensor in tensors.items():
+        is_quantised = tensor.dtype not in FLOAT_DTYPES and name.endswith(WEIGHTS)
+        if is_quantised or name.endswith(QUANTISED_SUFFIXES):
+            message = f"{model} has quantised weights, which are not supported yet: {name} has the dtype {tensor.dtype}"
+            raise UnsupportedModelError(message, NOT_QUANTISED_HINT)
 
 
 def with_stand_ins(
@@ -95,28 +108,33 @@ def with_stand_ins(
 
 
 def insert_quantised_weights(
-    model: nn.Module, name: str, config: PreTrainedConfig, weights: Mapping[str, QuantisedWeight], trace: Trace
-) -> None:
-    """Replace the linear layers of a traced model whose weights are stand-ins, in place.
-
-    name: of the model, for errors. trace: of the checkpoint as it is stored. Raises ModelError if a stand-in is left,
-    or if a layer is dense that has a scheme according to config.json.
-    """
-    scheme_of = schemes_of(config)
-    dense: list[str] = []
+    model: nn.Module, weights: Mapping[str, QuantisedWeight], trace: Trace
+) -> InsertedWeights:
+    """Put the quantised weights into a traced model, in place. trace: of the checkpoint as it is stored."""
+    schemes: dict[str, LayerScheme] = {}
     for path, module in list(model.named_modules()):
-        scheme = scheme_of(path) if type(module) is nn.Linear else None
-        if scheme is None:
-            continue
-        weight = _stand_in(module.weight, weights)
-        if weight is None:
-            dense.append(f"{path}.weight")
-        elif weight.scheme is scheme:
-            layer = SchemeLinear(scheme, [trace.tensor(item) for item in weight.names], module.bias)
+        weight = _stand_in(module.weight, weights) if type(module) is nn.Linear else None
+        if weight is not None and weight.scheme:
+            tensors = [_traced(source, trace) for source in weight.tensors]
+            layer = SchemeLinear(SCHEMES[weight.scheme], tensors, module.bias)
             model.set_submodule(path, layer)
-    _check_no_stand_in(model, name, weights, trace)
-    if dense:
-        raise ModelError(f"weights of {name} are not quantised as config.json says: {first_names(dense)}", HINT)
+            schemes[path] = layer_scheme(layer)
+    dense = {name: weight.dense for name, weight in weights.items()}
+    dequantised: dict[str, int] = defaultdict(int)
+    for tensor in _traced_tensors(model, trace):
+        if used := [name for name in stored_names(tensor.source) if name in weights]:
+            dequantised[_reason(weights[used[0]])] += tensor.numel()
+            tensor.source, tensor.origin = replace_tensors(tensor.source, dense), trace
+    return InsertedWeights(schemes, dict(dequantised))
+
+
+def _reason(weight: QuantisedWeight) -> str:
+    return weight.reason or f"{weight.scheme} has a kernel for linear layers only"
+
+
+def _traced(source: WeightSource, trace: Trace) -> TracedTensor:
+    like = torch.empty(source.shape, dtype=getattr(torch, source.dtype), device="meta")
+    return TracedTensor(source.source, like, trace)
 
 
 def _stand_in(tensor: Tensor, weights: Mapping[str, QuantisedWeight]) -> QuantisedWeight | None:
@@ -126,18 +144,14 @@ def _stand_in(tensor: Tensor, weights: Mapping[str, QuantisedWeight]) -> Quantis
     return None
 
 
-def _check_no_stand_in(model: nn.Module, name: str, weights: Mapping[str, QuantisedWeight], trace: Trace) -> None:
-    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+def _traced_tensors(model: nn.Module, trace: Trace) -> Iterator[TracedTensor]:
+    """The traced tensors of a model that may contain stand-ins, each once."""
+    for _, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, TracedTensor) and tensor.origin is not trace:
-            for stored in stored_names(tensor.source):
-                if stored in weights:
-                    scheme = weights[stored].scheme.name
-                    message = f"{stored} of {name} is stored in {scheme}, and cannot be made into {path}"
-                    reason = f"that must be the whole weight of a linear layer which has {scheme} in config.json"
-                    raise UnsupportedModelError(f"{message}: {reason}", NOT_QUANTISED_HINT)
+            yield tensor
 
 
 def loading_refusal(model: str, config: PreTrainedConfig, reason: str) -> UnsupportedModelError:
-    """The error for weights in a scheme that only transformers could load, for this reason."""
+    """The error for quantised weights that only transformers could load, for this reason."""
     message = f"the weights of {model}, quantised with {quantisation_method(config)}, cannot be loaded: {reason}"
     return UnsupportedModelError(message, f"download safetensors files (hf download), or {NOT_QUANTISED_HINT}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.planning.schemes import SCHEMES, Scheme
 
 
@@ -65,11 +66,31 @@ def packable(layers: Sequence[SchemeLinear]) -> bool:
     return is_uniform and block > 0 and all(layer.rows % block == 0 for layer in layers)
 
 
-def quantise_linears(model: nn.Module, scheme_of: Callable[[str], Scheme | None]) -> None:
-    """Quantise the linear layers that have a scheme, by path, in place. For random weights and fake tensors."""
+def quantise_linears(model: nn.Module, scheme_of: Callable[[str], LayerScheme | None]) -> dict[str, LayerScheme]:
+    """Quantise the linear layers that have a scheme, by path, in place. For random weights and fake tensors.
+
+    Returns the schemes by path. Layers whose columns are no whole number of groups stay dense, and so does a head that
+    is tied to the embedding.
+    """
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    schemes: dict[str, LayerScheme] = {}
     for path, module in list(model.named_modules()):
-        if type(module) is nn.Linear and (scheme := scheme_of(path)) is not None:
-            model.set_submodule(path, SchemeLinear(scheme, scheme.quantise(module.weight.detach()), module.bias))
+        found = scheme_of(path) if type(module) is nn.Linear and id(module.weight) not in tied else None
+        if found is None or (found.group_size and module.in_features % found.group_size):
+            continue
+        scheme = SCHEMES[found.scheme]
+        tensors = scheme.quantise(module.weight.detach(), found.group_size)
+        layer = SchemeLinear(scheme, tensors, module.bias)
+        model.set_submodule(path, layer)
+        schemes[path] = layer_scheme(layer)
+    return schemes
+
+
+def layer_scheme(layer: SchemeLinear) -> LayerScheme:
+    """The scheme of a layer with the columns that share a scale, 0 if the scheme fixes their number."""
+    scale = layer.tensors[1]
+    is_grouped = len(scale.shape) == 2 and layer.columns % scale.shape[1] == 0
+    return LayerScheme(layer.scheme, layer.columns // scale.shape[1] if is_grouped else 0)
 
 
 def count_elements(module: nn.Module) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcdeploy.models.weights.reader import StoredTensor, equal_tensors, read_tensor
+from tcdeploy.models.weights.reader import StoredTensor, equal_tensors
 from tcdeploy.models.weights.sources import Source, evaluate, stored_names
 from tcdeploy.torch_compat.tensors_without_storage import make_wrapper
 
@@ -58,7 +58,7 @@ class TracedTensor(Tensor):
 
     def read(self) -> Tensor:
         """The values, from the files."""
-        return evaluate(self.source, lambda name: read_tensor(self.origin.checkpoint[name])).to(self.dtype)
+        return evaluate(self.source, self.origin.checkpoint).to(self.dtype)
 
     def __deepcopy__(self, memo: Any) -> TracedTensor:
         """A copy of the model gets other tensors in place of its parameters and buffers (traced_model.py)."""

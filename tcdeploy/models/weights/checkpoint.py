@@ -20,21 +20,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import check_task, model_class
-from tcdeploy.models.convert import quantisation
-from tcdeploy.models.convert.quantisation import TensorHeader
+from tcdeploy.models.convert.quantised_weights import check_not_quantised
+from tcdeploy.models.formats.methods import check_method, quantisation_settings
 from tcdeploy.models.hub import uses_local_files_only
-from tcdeploy.models.location import local_folder
+from tcdeploy.models.load_errors import DOWNLOAD_HINT
+from tcdeploy.models.location import HINT, local_folder, read_json_object
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights.files import (
     FORMAT_HINT,
     OTHER_FORMATS,
     Checkpoint,
+    TensorHeader,
     check_format,
     explicit_file,
     read_headers,
 )
 from tcdeploy.models.weights.tensor_names import check_experts, first_names, text_depends_on
 
+MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HUB_TIMEOUT_S = 10
@@ -96,14 +99,28 @@ def check_files(
     with refusals.collecting():
         check_task(model, config, names)
     with refusals.collecting():
-        quantisation.check_method(model, config)
-        if quantisation.MODEL_OPTIMIZER_FILE in names:
-            path = _path_of(quantisation.MODEL_OPTIMIZER_FILE, model, revision, folder)
-            quantisation.check_model_optimizer(model, path)
+        if MODEL_OPTIMIZER_FILE in names and quantisation_settings(config) is None:
+            config.quantization_config = _model_optimizer_settings(
+                model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder)
+            )
+        check_method(model, config)
     is_complete = Path(model).is_dir() or not folder or {item.name for item in folder.iterdir()} < names
     with refusals.collecting():
         if reads_weights and is_complete and not explicit_file(model, config):
             check_format(model, names)
+
+
+def _model_optimizer_settings(model: str, path: Path | None) -> dict[str, Any] | None:
+    """The settings in MODEL_OPTIMIZER_FILE, None if only the KV cache is quantised.
+
+    `path`: None if the file cannot be read, because the model has not been downloaded.
+    """
+    if path is None:
+        raise ModelError(f"{MODEL_OPTIMIZER_FILE} of {model} is not downloaded", DOWNLOAD_HINT)
+    settings = read_json_object(path).get("quantization")
+    if not isinstance(settings, dict) or "quant_algo" not in settings:
+        raise ModelError(f"{path} does not state quant_algo, the format of the weights", HINT)
+    return None if settings["quant_algo"] is None else {"quant_method": "modelopt", **settings}
 
 
 def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConfig) -> Checkpoint | None:
@@ -124,9 +141,7 @@ def check_tensors(
     `shapes`: of the model's tensors, by name. Missing and unknown tensors are found when the model is traced or loaded,
     because transformers renames and converts tensors.
     """
-    if is_mxfp4 := quantisation.is_dequantised(config):
-        tensors = quantisation.dequantised_tensors(tensors)
-    quantisation.check_not_quantised(model, tensors, is_mxfp4)
+    check_not_quantised(model, tensors)
     known_class = model_class(config, trust_remote_code)
     if known_class is not None:
         _check_prefixes(model, tensors, shapes, known_class.base_model_prefix)

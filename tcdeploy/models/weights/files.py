@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.convert.quantisation import TensorHeader
-from tcdeploy.models.convert.quantised_weights import QuantisedWeight
+from tcdeploy.models.formats.quantised_weight import QuantisedWeight
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
 from tcdeploy.models.location import HINT, LFS_HINT, LFS_POINTER
 
@@ -34,13 +33,21 @@ SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 # Files of transformers' distributed checkpoints, which it prefers to all others. Their headers are not those of the
 # model's tensors.
 DISTRIBUTED = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+STAND_IN_DTYPE = "F32"  # in the place of quantised weights
 FORMAT_HINT = "pass a model in transformers' format, with config.json and safetensors files"
+
+
+class TensorHeader(NamedTuple):
+    """A tensor as a safetensors header describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Checkpoint(NamedTuple):
     """The safetensors files of a model, and the tensors in their headers, by name.
 
-    quantised: the weights in a scheme, by the name of the dense weight. `tensors` has stand-ins for them.
+    quantised: the quantised weights, by the name of the dense weight. `tensors` has stand-ins for them.
     """
 
     tensors: dict[str, TensorHeader]

@@ -38,6 +38,7 @@ SWITCH_SECONDS = 0.0005
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
 
@@ -59,6 +60,12 @@ class StoredTensor(NamedTuple):
         row_bytes = (self.end - self.begin) // self.shape[0]
         first = self.begin + begin * row_bytes
         return self._replace(shape=(end - begin, *self.shape[1:]), begin=first, end=first + (end - begin) * row_bytes)
+
+    def view(self, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
+        """The same bytes as another dtype. Raises ValueError if `shape` has another number of bytes."""
+        if math.prod(shape) * dtype.itemsize != self.num_bytes:
+            raise ValueError(f"{self.num_bytes} bytes are not {dtype} {[*shape]}")
+        return self._replace(dtype=dtype, shape=shape)
 
 
 class Copy(NamedTuple):
@@ -139,7 +146,8 @@ def equal_tensors(first: StoredTensor, second: StoredTensor) -> bool:
         return False
 
     def is_equal(begin: int) -> bool:
-        return torch.equal(read_elements(first, begin, count), read_elements(second, begin, count))
+        elements = (read_elements(stored, begin, count) for stored in (first, second))
+        return torch.equal(*(item.view(torch.uint8) if item.dtype.itemsize == 1 else item for item in elements))
 
     count = CHUNK_BYTES // first.dtype.itemsize
     with ThreadPoolExecutor(THREADS) as threads:

@@ -12,6 +12,8 @@ A source is one of, as JSON:
     ["slice", DIM, BEGIN, END, SOURCE]    elements [BEGIN, END) of a dimension
     ["permute", DIMS, SOURCE]             the dimensions in another order
     ["reshape", SHAPE, SOURCE]            the same elements in another shape
+    ["view", DTYPE, SHAPE, NAME]          the bytes of a tensor of the checkpoint as another dtype
+    ["convert", FUNCTION, SHAPE, ARGUMENTS, [...]]  the result of a function of weights/conversions.py, of sources
     ["same", NAME]                        another tensor of the model, whose memory it shares
     ["stored", NAME]                      a tensor that is stored beside the description
 """
@@ -29,6 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from tcdeploy.models.weights.conversions import CONVERSIONS
 from tcdeploy.models.weights.reader import (
     THREADS,
     Copy,
@@ -114,13 +117,20 @@ def _is_equal(copy: Copy) -> bool:
     """
     stored, target, evaluate, _ = copy
     if evaluate is not None:
-        return torch.equal(evaluate().to(target.dtype), target.cpu())
+        return _has_values(target.cpu(), evaluate())
     elements = target.reshape(-1)
     for first in range(0, elements.numel(), CHUNK_ELEMENTS):
         chunk = elements[first : first + CHUNK_ELEMENTS].cpu()
-        if not torch.equal(read_elements(stored, first, CHUNK_ELEMENTS).to(target.dtype), chunk):
+        if not _has_values(chunk, read_elements(stored, first, CHUNK_ELEMENTS)):
             return False
     return True
+
+
+def _has_values(tensor: Tensor, values: Tensor) -> bool:
+    values = values.to(tensor.dtype)
+    if tensor.dtype.itemsize == 1:  # torch compares no float8
+        tensor, values = tensor.view(torch.uint8), values.contiguous().view(torch.uint8)
+    return torch.equal(tensor, values)
 
 
 @contextlib.contextmanager
@@ -173,49 +183,81 @@ def _allocate(sources: Mapping[str, WeightSource], device: str) -> dict[str, Ten
     return tensors
 
 
-def evaluate(source: Source, read: Callable[[str], Tensor]) -> Tensor:
-    """The tensor that a source describes. `read` returns a tensor of the checkpoint."""
+def evaluate(source: Source, checkpoint: Mapping[str, StoredTensor]) -> Tensor:
+    """The tensor that a source describes, in host memory."""
+    if stored := _stored(source, checkpoint):
+        return read_tensor(stored)
+    match source:
+        case ["cat", dim, parts]:
+            return torch.cat([evaluate(part, checkpoint) for part in parts], dim)
+        case ["stack", dim, parts]:
+            return torch.stack([evaluate(part, checkpoint) for part in parts], dim)
+        case ["slice", dim, begin, end, inner]:
+            return evaluate(inner, checkpoint).narrow(dim, begin, end - begin)
+        case ["permute", dims, inner]:
+            return evaluate(inner, checkpoint).permute(dims)
+        case ["reshape", shape, inner]:
+            return evaluate(inner, checkpoint).reshape(shape)
+        case ["convert", function, _, arguments, parts]:
+            return CONVERSIONS[function]([evaluate(part, checkpoint) for part in parts], *arguments)
+    raise ValueError(f"unknown source {source[:1]}")
+
+
+def _stored(source: Source, checkpoint: Mapping[str, StoredTensor]) -> StoredTensor | None:
+    """The bytes of a file that have the values of a source, if there are such."""
     match source:
         case ["tensor", name]:
-            return read(name)
-        case ["cat", dim, parts]:
-            return torch.cat([evaluate(part, read) for part in parts], dim)
-        case ["stack", dim, parts]:
-            return torch.stack([evaluate(part, read) for part in parts], dim)
-        case ["slice", dim, begin, end, inner]:
-            return evaluate(inner, read).narrow(dim, begin, end - begin)
-        case ["permute", dims, inner]:
-            return evaluate(inner, read).permute(dims)
-        case ["reshape", shape, inner]:
-            return evaluate(inner, read).reshape(shape)
-    raise ValueError(f"unknown source {source[:1]}")
+            return checkpoint[name]
+        case ["view", dtype, shape, name]:
+            return checkpoint[name].view(getattr(torch, dtype), tuple(shape))
+        case ["slice", 0, begin, end, inner]:
+            stored = _stored(inner, checkpoint)
+            return stored and stored.rows(begin, end)
+    return None
 
 
 def stored_names(source: Source) -> Iterator[str]:
     """The tensors of the checkpoint in a source."""
-    if source[0] == "tensor":
-        yield source[1]
-    else:
-        for part in source[2] if source[0] in ("cat", "stack") else source[-1:]:
-            yield from stored_names(part)
+    match source:
+        case ["tensor", name] | ["view", _, _, name]:
+            yield name
+        case ["cat" | "stack", _, parts] | ["convert", _, _, _, parts]:
+            for part in parts:
+                yield from stored_names(part)
+        case [*_, inner]:
+            yield from stored_names(inner)
 
 
-def _shape(source: Source, checkpoint: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+def replace_tensors(source: Source, replacements: Mapping[str, Source]) -> Source:
+    """The source with other sources in the place of some tensors of the checkpoint."""
+    match source:
+        case ["tensor", name]:
+            return replacements.get(name, source)
+        case ["cat" | "stack" as kind, dim, parts]:
+            return [kind, dim, [replace_tensors(part, replacements) for part in parts]]
+        case ["slice" | "permute" | "reshape", *_, inner]:
+            return [*source[:-1], replace_tensors(inner, replacements)]
+    return source
+
+
+def source_shape(source: Source, checkpoint: Mapping[str, StoredTensor]) -> tuple[int, ...]:
     """Not by `evaluate` on meta tensors, for which torch imports its compiler."""
     match source:
         case ["tensor", name]:
             return checkpoint[name].shape
+        case ["view" | "convert", _, shape, *_]:
+            return tuple(shape)
         case ["cat", dim, parts]:
-            shapes = [_shape(part, checkpoint) for part in parts]
+            shapes = [source_shape(part, checkpoint) for part in parts]
             return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
         case ["stack", dim, parts]:
-            shape = _shape(parts[0], checkpoint)
+            shape = source_shape(parts[0], checkpoint)
             return (*shape[:dim], len(parts), *shape[dim:])
         case ["slice", dim, begin, end, inner]:
-            shape = _shape(inner, checkpoint)
+            shape = source_shape(inner, checkpoint)
             return (*shape[:dim], end - begin, *shape[dim + 1 :])
         case ["permute", dims, inner]:
-            shape = _shape(inner, checkpoint)
+            shape = source_shape(inner, checkpoint)
             return tuple(shape[dim] for dim in dims)
         case ["reshape", shape, _]:
             return tuple(shape)
@@ -228,31 +270,27 @@ def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTenso
     Parts with a contiguous place are read into it; other sources are evaluated as a whole in host memory. Raises
     KeyError, or ValueError if the shapes differ.
     """
-    if (shape := _shape(source, checkpoint)) != tuple(target.shape):
+    if (shape := source_shape(source, checkpoint)) != tuple(target.shape):
         names = ", ".join(itertools.islice(stored_names(source), 3))
         raise ValueError(f"{names} has the shape {[*shape]}, not {[*target.shape]}")
     parts: list[tuple[Source, Tensor]] = []
+    if stored := _stored(source, checkpoint):
+        yield Copy(stored, target)
+        return
     match source:
-        case ["tensor", name]:
-            yield Copy(checkpoint[name], target)
-            return
-        case ["slice", 0, begin, end, ["tensor", name]]:
-            yield Copy(checkpoint[name].rows(begin, end), target)
-            return
         case ["cat", dim, sources]:
-            sizes = [_shape(part, checkpoint)[dim] for part in sources]
+            sizes = [source_shape(part, checkpoint)[dim] for part in sources]
             parts = list(zip(sources, target.split(sizes, dim), strict=True))
         case ["stack", dim, sources]:
             parts = list(zip(sources, target.unbind(dim), strict=True))
         case ["reshape", _, inner]:
-            parts = [(inner, target.view(_shape(inner, checkpoint)))]
+            parts = [(inner, target.view(source_shape(inner, checkpoint)))]
     if parts and all(piece.is_contiguous() for _, piece in parts):
         for part, piece in parts:
             yield from _copies(part, piece, checkpoint)
     else:
         first, *others = (checkpoint[name] for name in stored_names(source))
-        read = partial(evaluate, source, lambda name: read_tensor(checkpoint[name]))
-        yield Copy(first, target, read, sum(stored.num_bytes for stored in (first, *others)))
+        yield Copy(first, target, partial(evaluate, source, checkpoint), sum(stored.num_bytes for stored in (first, *others)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

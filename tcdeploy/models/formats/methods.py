@@ -1,0 +1,250 @@
+"""The quantisation methods that config.json names, and the formats in which each stores weights.
+
+Which layers are quantised is read from the checkpoint's tensors, not from lists of names in the config: those use the
+names of modules in whatever class quantised the model. The config states only what tensors do not show, such as the
+size of blocks. For random weights there are no tensors, and `config_schemes` follows the config.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from tcdeploy.errors import UnsupportedModelError
+from tcdeploy.models.formats import fp4_weights, packed_weights, scaled_weights
+from tcdeploy.models.formats.layer_names import is_listed
+from tcdeploy.models.formats.quantised_weight import Layer, LayerScheme, QuantisedWeight
+
+NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
+SETTINGS = ("quantization_config", "compression_config")  # keys of a config
+BLOCK = [128, 128]
+EXPLICIT = "tcdeploy"  # the method of configs that state the scheme of each layer, for compile workers
+Settings = Mapping[str, Any]
+
+
+class Method(NamedTuple):
+    """find: the weights of a layer of a checkpoint, by the rest of their names; those that are not quantised are left
+    out. scheme_of: the scheme of a linear layer by path in the model, for random weights. Both get the settings.
+    """
+
+    find: Callable[[Settings, Layer], Mapping[str, QuantisedWeight | None]]
+    scheme_of: Callable[[Settings, str], LayerScheme | None]
+
+
+def quantisation_method(config: PreTrainedConfig) -> str | None:
+    """The quantisation method that the config or its text config names. MLX states its settings without a name."""
+    for part in (config, config.get_text_config()):
+        mlx_settings = getattr(part, "quantization", None)
+        if isinstance(mlx_settings, dict) and {"bits", "group_size"} & mlx_settings.keys():
+            return "MLX"
+    settings = quantisation_settings(config)
+    if settings is None:
+        return None
+    method = settings.get("quant_method") or settings.get("quant_algo") or "an unknown method"
+    return str(getattr(method, "value", method))
+
+
+def quantisation_settings(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The settings of quantisation, None if there are none. Empty ones are an error in transformers too."""
+    for part in (config, config.get_text_config()):
+        for name in SETTINGS:
+            if (settings := getattr(part, name, None)) is not None:
+                return settings if isinstance(settings, dict) else dict(getattr(settings, "to_dict", dict)())
+    return None
+
+
+def without_settings(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy with which transformers does not quantise or dequantise."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config()):
+        for name in SETTINGS:
+            part.__dict__.pop(name, None)
+    return config
+
+
+def is_quantised(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint is quantised with a method of METHODS."""
+    return quantisation_method(config) in METHODS
+
+
+def check_method(model: str, config: PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError for quantised weights that cannot be served. Reads no weights."""
+    method, settings = quantisation_method(config), quantisation_settings(config) or {}
+    if method and method not in METHODS:
+        message = f"{model} is quantised with {method}, which is not supported yet"
+        raise UnsupportedModelError(message, NOT_QUANTISED_HINT)
+    for name in UNSUPPORTED_SETTINGS.get(method or "", ()):
+        if settings.get(name):
+            message = f"{model} is quantised with {method} and {name}, which is not supported yet"
+            raise UnsupportedModelError(message, NOT_QUANTISED_HINT)
+
+
+def scheme_finder(config: PreTrainedConfig) -> Callable[[str], LayerScheme | None]:
+    """The scheme of a linear layer by path in the model, according to the config. None: its weight is dense."""
+    method, settings = METHODS.get(quantisation_method(config) or ""), quantisation_settings(config) or {}
+    return (lambda path: None) if method is None else (lambda path: method.scheme_of(settings, path))
+
+
+def explicit_settings(schemes: Mapping[str, LayerScheme]) -> dict[str, Any]:
+    """Settings of a config that states the scheme of each layer by path."""
+    return {"quant_method": EXPLICIT, "schemes": {path: [*scheme] for path, scheme in schemes.items()}}
+
+
+# The weights of a layer of a checkpoint
+
+
+def _find_fp8(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
+    return {"weight": scaled_weights.find_fp8_weight(layer, _block(settings.get("weight_block_size")))}
+
+
+def _find_compressed(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
+    structures = {str(arguments.get("block_structure")) for arguments in _arguments(settings)} - {"None"}
+    block = next(iter(structures)) if len(structures) == 1 else None
+    return {
+        "weight": packed_weights.find_compressed_weight(layer)
+        or fp4_weights.find_nvfp4_weight(layer)
+        or fp4_weights.find_mxfp4_weight(layer)
+        or scaled_weights.find_fp8_weight(layer, _block(block))
+        or scaled_weights.find_int8_weight(layer)
+    }
+
+
+def _find_model_optimizer(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
+    return {"weight": fp4_weights.find_nvfp4_weight(layer) or scaled_weights.find_fp8_weight(layer)}
+
+
+def _find_gptq(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
+    zero_offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    return {"weight": packed_weights.find_gptq_weight(layer, zero_offset)}
+
+
+def _find_awq(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
+    return {"weight": packed_weights.find_awq_weight(layer)}
+
+
+def _find_auto_round(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
+    packing = str(settings.get("packing_format") or settings.get("backend") or "")
+    return _find_awq(settings, layer) if "awq" in packing else _find_gptq(settings, layer)
+
+
+def _find_mxfp4(settings: Settings, layer: Layer) -> Mapping[str, QuantisedWeight | None]:
+    return fp4_weights.find_mxfp4_experts(layer)
+
+
+# The schemes of linear layers, from the config alone
+
+
+def _fp8_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    if _is_head(path) or is_listed(path, _listed(settings, "modules_to_not_convert", "ignored_layers")):
+        return None
+    match _block(settings.get("weight_block_size")):
+        case None:
+            return LayerScheme("fp8_channel")
+        case scaled_weights.BLOCK:
+            return LayerScheme("fp8_block")
+    return None
+
+
+def _compressed_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    if is_listed(path, _listed(settings, "ignore")):
+        return None
+    for targets in (lambda names: is_listed(path, names), lambda names: "Linear" in names):
+        for group in (settings.get("config_groups") or {}).values():
+            if targets(group.get("targets") or ()):
+                return _scheme_of_arguments(group.get("weights") or {})
+    return None
+
+
+def _scheme_of_arguments(arguments: Mapping[str, Any]) -> LayerScheme | None:
+    """The scheme of weights of compressed-tensors."""
+    group_size = int(arguments.get("group_size") or 0)
+    match arguments.get("type"), arguments.get("num_bits"), arguments.get("strategy"):
+        case "float", 8, "block":
+            return LayerScheme("fp8_block") if _block(arguments.get("block_structure")) == scaled_weights.BLOCK else None
+        case "float", 8, "tensor" | "channel":
+            return LayerScheme("fp8_channel")
+        case "float", 4, _:
+            return LayerScheme("mxfp4" if group_size == fp4_weights.BLOCK else "nvfp4")
+        case "int", 8, _ if arguments.get("symmetric", True):
+            return LayerScheme("int8", group_size)
+        case "int", 4, _:
+            is_permuted = str(arguments.get("actorder") or "").rpartition(".")[2] in ("group", "GROUP", "True")
+            return _int4("bfloat16", group_size, not arguments.get("symmetric", True), is_permuted)
+    return None
+
+
+def _model_optimizer_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    if is_listed(path, _listed(settings, "ignore", "exclude_modules")):
+        return None
+    algorithm = str(settings.get("quant_algo") or "")
+    return LayerScheme("nvfp4" if "NVFP4" in algorithm else "fp8_channel") if "FP" in algorithm else None
+
+
+def _gptq_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    if _is_head(path) and not settings.get("lm_head"):
+        return None
+    group_size, bits = max(int(settings.get("group_size") or 0), 0), settings.get("bits")
+    if bits == 4:
+        return _int4("float16", group_size, not settings.get("sym", True), bool(settings.get("desc_act")))
+    return LayerScheme("int8", group_size) if bits == 8 and settings.get("sym", True) else None
+
+
+def _awq_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    is_dense = _is_head(path) or is_listed(path, _listed(settings, "modules_to_not_convert"))
+    return None if is_dense else _int4("float16", int(settings.get("group_size") or 0), True, False)
+
+
+def _auto_round_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    changed = next(
+        (values for name, values in (settings.get("extra_config") or {}).items() if is_listed(path, (name,))), {}
+    )
+    return _gptq_scheme({**settings, **changed}, path)
+
+
+def _explicit_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    found = settings["schemes"].get(path)
+    return None if found is None else LayerScheme(*found)
+
+
+def _int4(dtype: str, group_size: int, has_zeros: bool, is_permuted: bool) -> LayerScheme:
+    return LayerScheme(f"int4_{dtype}{'_zeros' * has_zeros}{'_permuted' * is_permuted}", group_size)
+
+
+def _arguments(settings: Settings) -> Iterator[Mapping[str, Any]]:
+    for group in (settings.get("config_groups") or {}).values():
+        yield group.get("weights") or {}
+
+
+def _block(size: Any) -> tuple[int, int] | None:
+    """[128, 128], "[128, 128]" or "128x128" as rows and columns."""
+    if not size:
+        return None
+    numbers = [int(word) for word in str(size).replace("x", " ").strip("[]()").replace(",", " ").split()]
+    return (numbers[0], numbers[1])
+
+
+def _listed(settings: Settings, *keys: str) -> tuple[str, ...]:
+    return tuple(name for key in keys for name in settings.get(key) or ())
+
+
+def _is_head(path: str) -> bool:
+    return path.rpartition(".")[2] == "lm_head"
+
+
+# By `quant_method`. Settings that change what a layer computes are refused.
+METHODS: dict[str, Method] = {
+    "fp8": Method(_find_fp8, _fp8_scheme),
+    "fbgemm_fp8": Method(_find_fp8, _fp8_scheme),
+    "compressed-tensors": Method(_find_compressed, _compressed_scheme),
+    "modelopt": Method(_find_model_optimizer, _model_optimizer_scheme),
+    "gptq": Method(_find_gptq, _gptq_scheme),
+    "awq": Method(_find_awq, _awq_scheme),
+    **dict.fromkeys(("auto-round", "intel/auto-round"), Method(_find_auto_round, _auto_round_scheme)),
+    "mxfp4": Method(_find_mxfp4, lambda settings, path: None),
+    EXPLICIT: Method(lambda settings, layer: {}, _explicit_scheme),
+}
+UNSUPPORTED_SETTINGS = {"compressed-tensors": ("transform_config",)}

@@ -1,0 +1,207 @@
+"""Integer weights of 2 to 8 bits in int32 words, with a scale and perhaps a zero point per group of columns.
+
+    w[n, k] = (values[n, k] - zeros[n, group of k]) * scales[n, group of k]
+
+Values and zero points are unsigned. The formats differ in the dimension along which words are filled, the order in a
+word, and what is stored as a zero point:
+
+                        values                   zero points                  scales        filled
+    compressed-tensors  weight_packed [n, k/8]   weight_zero_point [n/8, g]   [n, g]        along k, n
+    GPTQ, AutoRound     qweight [k/8, n]         qzeros [g, n/8]              [g, n]        along k, n
+    AWQ                 qweight [k, n/8]         qzeros [g, n/8]              [g, n]        along n, n, reordered
+
+for 4 bits. Without zero points, the zero is in the middle of the range. `g_idx` [k] is the group of each column; where
+the groups do not follow each other ("act-order"), the columns are sorted by group while the weight is loaded.
+
+With 4 bits the weight becomes int4, with 8 bits, no zero points and groups in order int8; other weights are dense.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from tcdeploy.models.formats.quantised_weight import (
+    FLOATS,
+    Layer,
+    QuantisedWeight,
+    converted,
+    group_size,
+    num_elements,
+    weight_in_scheme,
+)
+from tcdeploy.models.weights.reader import StoredTensor, read_tensor
+from tcdeploy.models.weights.sources import Source, dtype_name, evaluate
+
+WORD_BITS = 32
+BITS = (4, 8, 3, 2)  # of a value
+UNUSED = ("input_scale", "output_scale", "input_zero_point", "bias_scale")
+
+
+class PackedWeight(NamedTuple):
+    """A weight [rows, columns], from which `in_scheme` makes a scheme.
+
+    values: the source of [rows, columns] in uint8. bytes_in_order: of the same values in the bytes of int4 [rows,
+    columns / 2] or int8 [rows, columns], if the checkpoint can be read so. scales: [rows, groups]; their tensor is
+    `scale_suffix`. zeros: [rows, groups] in uint8, None if all are `zero`. groups: of each column [columns], None if
+    they follow each other.
+    """
+
+    layer: Layer
+    names: tuple[str, ...]
+    bits: int
+    rows: int
+    columns: int
+    values: Source
+    bytes_in_order: Source | None
+    scales: Source
+    scale_suffix: str
+    zeros: Source | None
+    groups: Source | None
+
+    @property
+    def zero(self) -> int:
+        return 1 << self.bits - 1
+
+
+def in_scheme(weight: PackedWeight) -> QuantisedWeight:
+    layer, shape, scales = weight.layer, (weight.rows, weight.columns), (weight.layer.name(weight.scale_suffix),)
+    if weight.bits == 4 and weight.columns % 2 == 0:
+        packed = weight.bytes_in_order or converted("nibbles", (weight.rows, weight.columns // 2), [weight.values])
+        name = f"int4_{dtype_name(layer.tensors[weight.scale_suffix].dtype)}"
+        sources = [packed, weight.scales]
+        if weight.zeros is not None:
+            name, sources = f"{name}_zeros", [*sources, weight.zeros]
+        if weight.groups is not None:
+            sources[0] = converted("sorted_nibbles", (weight.rows, weight.columns // 2), [packed, weight.groups])
+            columns = converted("sorted_columns", (weight.columns,), [weight.groups])
+            name, sources = f"{name}_permuted", [*sources, columns]
+        return weight_in_scheme(layer, weight.names, name, sources, scales)
+    if weight.bits == 8 and weight.zeros is None and weight.groups is None:
+        values = converted("without_offset", shape, [weight.bytes_in_order or weight.values], weight.zero)
+        return weight_in_scheme(layer, weight.names, "int8", [values, weight.scales], scales)
+    parts = [weight.values, weight.scales]
+    parts += [source for source in (weight.zeros, weight.groups) if source is not None]
+    dense = converted("grouped_values", shape, parts, *(() if weight.zeros is not None else (weight.zero,)))
+    kind = " with zero points" * (weight.zeros is not None) + " in another order of columns" * bool(weight.groups)
+    return QuantisedWeight(weight.names, shape, dense, reason=f"{weight.bits} bits{kind} have no kernel", scales=scales)
+
+
+def find_compressed_weight(layer: Layer) -> QuantisedWeight | None:
+    """A weight of compressed-tensors in the format pack-quantized. Raises ModelError for impossible tensors."""
+    packed = layer.tensors.get("weight_packed")
+    if packed is None or packed.dtype != torch.int32:
+        return None
+    shape = layer.require("weight_shape", (torch.int64, torch.int32), (2,))
+    rows, columns = read_tensor(shape).tolist()
+    bits = next((bits for bits in BITS if packed.shape == (rows, _words(columns, bits))), 0)
+    if not bits:
+        raise layer.wrong("weight_packed", f"cannot be a weight [{rows}, {columns}], the values of weight_shape")
+    scale = layer.require("weight_scale", FLOATS)
+    groups = scale.shape[-1] if len(scale.shape) == 2 else 1
+    group_size(layer, "weight_scale", columns, groups)
+    if num_elements(scale) == 1:
+        scales = ["reshape", [rows, 1], converted("repeated", (rows,), [layer.source("weight_scale")], rows)]
+    else:
+        layer.require("weight_scale", FLOATS, (rows, groups))
+        scales = layer.source("weight_scale")
+    zeros = None
+    if "weight_zero_point" in layer.tensors:
+        layer.require("weight_zero_point", (torch.int32,), (_words(rows, bits), groups))
+        zeros = converted("unpacked", (rows, groups), [layer.source("weight_zero_point")], bits, 0, rows)
+    in_order = None
+    if columns * bits % WORD_BITS == 0 and bits in (4, 8):
+        in_order = ["view", "uint8", [rows, columns * bits // 8], layer.name("weight_packed")]
+    return in_scheme(PackedWeight(
+        layer=layer, bits=bits, rows=rows, columns=columns,
+        names=layer.names(
+            ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", *UNUSED)
+        ),
+        values=converted("unpacked", (rows, columns), [layer.source("weight_packed")], bits, 1, columns),
+        bytes_in_order=in_order, scales=scales, scale_suffix="weight_scale", zeros=zeros,
+        groups=_groups_out_of_order(layer, "weight_g_idx", columns, groups),
+    ))  # fmt: skip
+
+
+def find_gptq_weight(layer: Layer, zero_offset: int) -> QuantisedWeight | None:
+    """A weight of GPTQ or AutoRound. zero_offset: what is added to stored zero points, 1 but for gptq_v2."""
+    if "qweight" not in layer.tensors:
+        return None
+    scales = layer.require("scales", FLOATS)
+    if len(scales.shape) != 2:
+        raise layer.wrong("scales", "must have a row for each group")
+    groups, rows = scales.shape
+    zero_words = layer.require("qzeros", (torch.int32,)).shape
+    bits = next((bits for bits in BITS if zero_words == (groups, _words(rows, bits))), 0)
+    if not bits:
+        raise layer.wrong("qzeros", f"does not fit scales {[*scales.shape]}")
+    columns = math.prod(layer.require("qweight", (torch.int32,)).shape[:1]) * WORD_BITS // bits
+    layer.require("qweight", (torch.int32,), (_words(columns, bits), rows))
+    group_size(layer, "scales", columns, groups)
+    by_group = converted("unpacked", (groups, rows), [layer.source("qzeros")], bits, 1, rows, zero_offset)
+    zeros: Source | None = ["permute", [1, 0], by_group]
+    if bool((evaluate(by_group, _by_name(layer)) == 1 << bits - 1).all()):
+        zeros = None
+    in_order = None
+    if bits in (4, 8) and columns * bits % WORD_BITS == 0:
+        words = _words(columns, bits)
+        in_bytes = ["view", "uint8", [words, rows, WORD_BITS // 8], layer.name("qweight")]
+        in_order = ["reshape", [rows, words * WORD_BITS // 8], ["permute", [1, 0, 2], in_bytes]]
+    values = converted("unpacked", (columns, rows), [layer.source("qweight")], bits, 0, columns)
+    return in_scheme(PackedWeight(
+        layer=layer, names=layer.names(("qweight", "qzeros", "scales", "g_idx", *UNUSED)), bits=bits, rows=rows,
+        columns=columns, values=["permute", [1, 0], values], bytes_in_order=in_order,
+        scales=["permute", [1, 0], layer.source("scales")], scale_suffix="scales", zeros=zeros,
+        groups=_groups_out_of_order(layer, "g_idx", columns, groups),
+    ))  # fmt: skip
+
+
+def find_awq_weight(layer: Layer) -> QuantisedWeight | None:
+    """A weight of AWQ in the layout `gemm`, which has 4 bits."""
+    if "qweight" not in layer.tensors:
+        return None
+    scales = layer.require("scales", FLOATS)
+    columns = layer.require("qweight", (torch.int32,)).shape[0]
+    if len(scales.shape) != 2:
+        raise layer.wrong("scales", "must have a row for each group")
+    groups, rows = scales.shape
+    group_size(layer, "scales", columns, groups)
+    layer.require("qweight", (torch.int32,), (columns, _words(rows, 4)))
+    zeros = layer.find("qzeros")
+    if zeros:
+        layer.require("qzeros", (torch.int32,), (groups, _words(rows, 4)))
+    values = converted("awq_values", (columns, rows), [layer.source("qweight")])
+    return in_scheme(PackedWeight(
+        layer=layer, names=layer.names(("qweight", "qzeros", "scales", *UNUSED)), bits=4, rows=rows, columns=columns,
+        values=["permute", [1, 0], values],
+        bytes_in_order=converted("awq_nibbles", (rows, columns // 2), [layer.source("qweight")]),
+        scales=["permute", [1, 0], layer.source("scales")], scale_suffix="scales",
+        zeros=["permute", [1, 0], converted("awq_values", (groups, rows), [layer.source("qzeros")])] if zeros else None,
+        groups=None,
+    ))  # fmt: skip
+
+
+def _words(count: int, bits: int) -> int:
+    """The number of int32 words that hold `count` values."""
+    return -(-count * bits // WORD_BITS)
+
+
+def _by_name(layer: Layer) -> dict[str, StoredTensor]:
+    return {layer.name(suffix): stored for suffix, stored in layer.tensors.items()}
+
+
+def _groups_out_of_order(layer: Layer, suffix: str, columns: int, groups: int) -> Source | None:
+    """The group of each column, None if groups of equal size follow each other. Raises ModelError if they differ."""
+    if suffix not in layer.tensors:
+        return None
+    stored = layer.require(suffix, (torch.int32, torch.int64), (columns,))
+    of_column = read_tensor(stored).long()
+    if bool((of_column == -1).all()):  # compressed-tensors stores it so if the order was not changed
+        return None
+    in_order = torch.arange(columns) * groups // columns
+    if not torch.equal(of_column.sort().values, in_order):
+        raise layer.wrong(suffix, f"must give {columns // groups} columns to each of {groups} groups")
+    return None if torch.equal(of_column, in_order) else layer.source(suffix)
+
