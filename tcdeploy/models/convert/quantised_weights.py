@@ -73,10 +73,11 @@ def _quantised_weight(model: str, scheme: Scheme, path: str, tensors: Mapping[st
         raise ModelError(
             f"tensors of {model} have shapes that are impossible in {scheme.name}: {shapes}", HINT
         ) from None
-    for name, header, (_, dtype, shape_of) in zip(names, headers, scheme.tensors, strict=True):
-        if (shape := shape_of(rows, columns)) != header.shape or _dtype(header) != dtype:
+    for name, header, tensor in zip(names, headers, scheme.tensors, strict=True):
+        if not tensor.fits(header.shape, rows, columns) or _dtype(header) != tensor.dtype:
             stored = f"{_dtype(header)} {[*header.shape]}"
-            message = f"{name} of {model} is stored as {stored}; {scheme.name} requires {dtype} {[*shape]}"
+            sizes = ", ".join("groups" if size is None else str(size) for size in tensor.shape(rows, columns))
+            message = f"{name} of {model} is stored as {stored}; {scheme.name} requires {tensor.dtype} [{sizes}]"
             raise ModelError(message, HINT)
     return QuantisedWeight(scheme, names, (rows, columns))
 
