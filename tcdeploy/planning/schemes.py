@@ -2,7 +2,7 @@
 
 A `Scheme` names the tensors that hold a weight [rows, columns], and has their conversion to a matrix and back, in plain
 torch. Bytes, loading, packing, parity and programs are derived from it. Kernels are registered by its name
-(kernels/linear/scheme_linear.py), and models/convert/quantisation.py finds the scheme of a layer in config.json.
+(kernels/linear/scheme_linear.py), and models/formats/ finds the schemes of a checkpoint.
 
 A dense weight has no scheme: its layer stays nn.Linear, and nothing here concerns it. Does not import torch.
 """
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape: TypeAlias = tuple[int, ...]
+ShapePattern: TypeAlias = tuple[int | None, ...]  # None: a size that `dense_shape` checks, such as a number of groups
 
 
 class SchemeTensor(NamedTuple):
@@ -25,14 +26,20 @@ class SchemeTensor(NamedTuple):
 
     suffix: str  # after the path of the layer, also in the checkpoint
     dtype: str  # "int8", as torch names it
-    shape: Callable[[int, int], Shape]
+    shape: Callable[[int, int], ShapePattern]
+
+    def fits(self, shape: Shape, rows: int, columns: int) -> bool:
+        """Whether a tensor of this shape belongs to a weight [rows, columns]."""
+        pattern = self.shape(rows, columns)
+        return len(pattern) == len(shape) and all(map(_is_size, pattern, shape))
 
 
 @dataclass(frozen=True)
 class Scheme:
     """How weights [rows, columns] are stored: as `tensors`, in this order wherever a scheme's tensors are a list.
 
-    dense_shape: the rows and columns, from the shapes of the tensors.
+    dense_shape: the rows and columns, from the shapes of the tensors. Raises ValueError or IndexError for shapes that
+        no weight has.
     dequantise: the weight in the given dtype, from its tensors. It converts the scales too: the parity check calls it
         with a wider dtype than that of the plan.
     quantise: the inverse, for random weights. It also runs on fake tensors, which have no values.
@@ -49,3 +56,15 @@ class Scheme:
 
 
 SCHEMES: dict[str, Scheme] = {}  # by name
+
+
+def int4_scheme_name(dtype: str, zeros: bool, permuted: bool) -> str:
+    """The scheme of four-bit integers (kernels/linear/int4_scheme.py) for scales of this dtype, "float16" for example.
+
+    zeros: each group has a zero point. permuted: the columns are stored in another order.
+    """
+    return f"int4_{dtype}{'_zeros' if zeros else ''}{'_permuted' if permuted else ''}"
+
+
+def _is_size(expected: int | None, size: int) -> bool:
+    return expected is None or expected == size

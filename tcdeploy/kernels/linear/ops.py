@@ -21,7 +21,11 @@ from torch import Tensor
 
 from tcdeploy.kernels.custom_op import custom_op
 from tcdeploy.kernels.linear import (
+    fp4_scheme,  # noqa: F401 - like the next three, registers its schemes
+    fp8_scheme,  # noqa: F401
     gemv,
+    int4_scheme,  # noqa: F401
+    int8_scheme,  # noqa: F401
     scheme_linear,  # noqa: F401 - registers its op
     skinny_gemm,
 )

@@ -32,7 +32,7 @@ class SchemeLinear(nn.Module):
             parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
             self.register_parameter(suffix, parameter)
         self.packed_bias = bias
-        self.rows, self.columns = scheme.dense_shape([tuple(tensor.shape) for tensor in tensors])
+        self.rows, self.in_features = scheme.dense_shape([tuple(tensor.shape) for tensor in tensors])
         self.start, self.stop = start, self.rows if stop is None else stop
 
     @property
@@ -62,8 +62,8 @@ class SchemeLinear(nn.Module):
 def packable(layers: Sequence[SchemeLinear]) -> bool:
     """Whether each tensor of the packed weight is that of the layers, joined at dimension 0."""
     block = SCHEMES[layers[0].scheme].row_block
-    is_uniform = len({(layer.scheme, layer.columns) for layer in layers}) == 1
-    return is_uniform and block > 0 and all(layer.rows % block == 0 for layer in layers)
+    row_shapes = {(layer.scheme, *(tensor.shape[1:] for tensor in layer.tensors)) for layer in layers}
+    return len(row_shapes) == 1 and block > 0 and all(layer.rows % block == 0 for layer in layers)
 
 
 def quantise_linears(model: nn.Module, scheme_of: Callable[[str], LayerScheme | None]) -> dict[str, LayerScheme]:
@@ -99,5 +99,5 @@ def count_elements(module: nn.Module) -> int:
     for child in module.modules():
         if isinstance(child, SchemeLinear):
             first, *others = child.tensors
-            counts |= {id(first): child.rows * child.columns, **dict.fromkeys(map(id, others), 0)}
+            counts |= {id(first): child.rows * child.in_features, **dict.fromkeys(map(id, others), 0)}
     return sum(counts.values())

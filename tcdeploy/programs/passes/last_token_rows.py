@@ -92,7 +92,8 @@ def _row_args(node: Node, tokens: int | SymInt) -> tuple[int, ...] | None:
     if node.target is aten.addmm.default:
         return _arg_if_row_dim(0, node, 1, tokens) if node.args[0].meta["val"].ndim == 1 else None  # type: ignore[union-attr]
     if node.target is torch.ops.tcdeploy.scheme_linear.default:
-        return _arg_if_row_dim(dim, node, 0, tokens)
+        is_row = dim < node.meta["val"].ndim - 1  # the last dimension holds the features
+        return _arg_if_row_dim(dim, node, 0, tokens) if is_row else None
     if node.target in RESHAPES:
         other_sizes = [size for axis, size in enumerate(node.meta["val"].shape) if axis != dim]
         return (0,) if _row_dim(node.args[0], tokens) is not None and not count_symbolic(other_sizes) else None

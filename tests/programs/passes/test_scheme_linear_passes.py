@@ -80,6 +80,18 @@ def test_a_last_layer_calls_the_op_for_the_selected_rows(is_dynamic: bool, is_fu
     assert others == ["3", "3", "3"] and (mixed != "3" if is_dynamic else mixed == "64")
 
 
+def test_a_selection_of_features_is_not_one_of_tokens() -> None:
+    """The input has one token and as many features as the output: only the dimension tells them apart."""
+    layer, x, rows = nn.ModuleList([nn.Linear(64, 64)]).requires_grad_(False), torch.randn(1, 64), torch.tensor(ROWS)
+    quantise_linears(layer, lambda path: SCHEME)
+    graph_pass = RecordingPass()
+    out = compile_and_run(
+        lambda x, rows: layer[0](x)[:, rows], x, rows, post_grad_pass=graph_pass, codegen=False, rows=rows
+    )
+    assert graph_pass.tokens == ["64"]
+    torch.testing.assert_close(out, layer[0](x)[:, rows], rtol=1e-4, atol=1e-4)
+
+
 def test_products_of_one_row_stay_calls_of_the_op() -> None:
     """No pass for one-row products takes them for its own, also with the shapes and dtype that it looks for."""
     layer, x = Layer().bfloat16(), torch.randn(1, 1, 1024).bfloat16()

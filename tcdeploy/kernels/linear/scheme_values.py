@@ -1,0 +1,49 @@
+"""Plain-torch arithmetic that the schemes of this folder share: scales of groups, and two codes in a byte.
+
+Everything works on fake tensors and copies nothing from the host, so a product that dequantises its weight can be
+captured in a CUDA graph. Tables of values are therefore computed, not looked up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP_SIZE = 128  # columns that share a scale in random weights, if it divides the columns
+
+
+def scale_groups(values: Tensor, scales: Tensor) -> Tensor:
+    """values [n, k] * scales [n, groups], each scale for k / groups consecutive columns."""
+    return (values.view(*scales.shape, -1) * scales[:, :, None]).view(values.shape)
+
+
+def scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values and scales are multiplied for a weight of this dtype.
+
+    Scales of 8-bit and 4-bit floats are near the smallest normal float16, 6e-5, below which float16 loses digits. So a
+    float16 weight is computed in float32 and rounded once.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def groups_of(weight: Tensor, size: int = GROUP_SIZE) -> Tensor:
+    """weight [n, k] in float32 as [n, groups, size]; one group if `size` does not divide k."""
+    n, k = weight.shape
+    return weight.float().view(n, -1, size if k % size == 0 else k)
+
+
+def check_groups(columns: int, groups: int) -> None:
+    """Raise ValueError unless the columns are whole groups of one size."""
+    if groups < 1 or columns < 1 or columns % groups:
+        raise ValueError(f"{columns} columns are not {groups} groups of one size")
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """uint8 [n, k / 2] to uint8 [n, k] below 16. The low four bits of a byte are the column with the even index."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """The inverse of `unpack_nibbles`. The number of columns is even."""
+    even, odd = codes.to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
+    return even | odd << 4
