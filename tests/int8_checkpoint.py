@@ -17,7 +17,9 @@ from transformers import AutoConfig
 
 from tcdeploy.kernels.linear.scheme_linear import SchemeFunction
 from tcdeploy.models.auto_classes import auto_class
-from tcdeploy.models.convert.quantisation import METHODS
+from tcdeploy.models.formats.layer_names import is_listed
+from tcdeploy.models.formats.methods import METHODS, Method
+from tcdeploy.models.formats.quantised_weight import Layer, LayerScheme, QuantisedWeight, weight_in_scheme
 from tests.int8_rows import SCHEME, dequantise, kernel, quantise, scheme_registered
 
 METHOD = "int8-rows-of-tests"
@@ -25,15 +27,27 @@ IGNORED = ("lm_head", "gate", "router", "shared_expert_gate")
 WEIGHTS = "model.safetensors"
 
 
-def scheme_name(settings: Mapping[str, Any], path: str) -> str | None:
-    """`ignore` lists paths, and last parts of paths."""
-    return None if {path, path.rpartition(".")[2]} & set(settings["ignore"]) else SCHEME.name
+def find(settings: Mapping[str, Any], layer: Layer) -> dict[str, QuantisedWeight | None]:
+    if not {"weight", "weight_scale"} & layer.tensors.keys() or layer.path.rpartition(".")[2] in settings["ignore"]:
+        return {}
+    weight = layer.tensors.get("weight")
+    if "weight_scale" not in layer.tensors and weight is not None and weight.dtype != torch.int8:
+        return {}
+    layer.require("weight", (torch.int8,))
+    layer.require("weight_scale", (torch.float32,))
+    sources = [layer.source(suffix) for suffix in ("weight", "weight_scale")]
+    names = layer.names(("weight", "weight_scale"))
+    return {"weight": weight_in_scheme(layer, names, SCHEME.name, sources, names[1:])}
+
+
+def scheme_of(settings: Mapping[str, Any], path: str) -> LayerScheme | None:
+    return None if is_listed(path, settings["ignore"]) else LayerScheme(SCHEME.name)
 
 
 @contextlib.contextmanager
 def registered(function: SchemeFunction | None = kernel, max_rows: int | None = None) -> Iterator[None]:
     """As `scheme_registered`; checkpoints of METHOD have the scheme."""
-    with scheme_registered(function, max_rows), mock.patch.dict(METHODS, {METHOD: scheme_name}):
+    with scheme_registered(function, max_rows), mock.patch.dict(METHODS, {METHOD: Method(find, scheme_of)}):
         yield
 
 

@@ -17,7 +17,7 @@ from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeFunction, Schem
 from tcdeploy.planning.schemes import SCHEMES, Scheme, SchemeTensor
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantise(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     scale = weight.float().abs().amax(1).clamp(min=1e-8) / 127
     return (weight.float() / scale[:, None]).round().to(torch.int8), scale
 

@@ -57,7 +57,11 @@ def model_of_tensors(
 
 
 def _load(
-    loader_class: Any, path: str | None, plan: LoadSettings, config: PreTrainedConfig, attn_implementation: str,
+    loader_class: Any,
+    path: str | None,
+    plan: LoadSettings,
+    config: PreTrainedConfig,
+    attn_implementation: str,
     **options: Any,
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()

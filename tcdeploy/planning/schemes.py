@@ -42,7 +42,8 @@ class Scheme:
         no weight has.
     dequantise: the weight in the given dtype, from its tensors. It converts the scales too: the parity check calls it
         with a wider dtype than that of the plan.
-    quantise: the inverse, for random weights. It also runs on fake tensors, which have no values.
+    quantise: the inverse, for random weights, from the weight and the columns that share a scale, which is ignored if
+        the scheme fixes their number. It also runs on fake tensors, which have no values.
     row_block: the number of rows that share a scale, for example. Weights of equal columns whose numbers of rows are
         multiples of it are packed by joining each of their tensors at dimension 0. 0: weights are not packed.
     """
@@ -51,7 +52,7 @@ class Scheme:
     tensors: tuple[SchemeTensor, ...]
     dense_shape: Callable[[Sequence[Shape]], tuple[int, int]]
     dequantise: Callable[[Sequence[Tensor], torch.dtype], Tensor]
-    quantise: Callable[[Tensor], Sequence[Tensor]]
+    quantise: Callable[..., Sequence[Tensor]]
     row_block: int
 
 

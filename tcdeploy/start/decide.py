@@ -14,6 +14,7 @@ from tcdeploy.models.unused_packages import import_transformers
 
 import_transformers()  # before other modules import it
 
+import contextlib
 import dataclasses
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers import PreTrainedConfig
 from tcdeploy.cache.record.manifest import Origin
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.engine.generation_defaults import read_model_defaults
+from tcdeploy.errors import UsageError
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
 from tcdeploy.kernels.linear import ops  # noqa: F401 - registers the schemes
 from tcdeploy.kernels.state.mechanisms import MECHANISMS
@@ -130,7 +132,9 @@ def _decide_schemes(recipe: Recipe, environment: Environment, model: _ModelFacts
         return _Quantised(probed.architecture)
     if recipe.load_format == "dummy":
         return _Quantised(quantise_probed(probed, scheme_finder(config)).architecture)
-    dtype = decide_inputs(recipe, environment, probed.architecture, Decisions()).dtypes.weight
+    dtype: str = recipe.dtype or "bfloat16"
+    with contextlib.suppress(UsageError):  # of a device that this machine lacks; the plan reports it
+        dtype = decide_inputs(recipe, environment, probed.architecture, Decisions()).dtypes.weight
     settings = _Settings(recipe.model, recipe.revision, recipe.trust_remote_code, dtype)
     try:
         traced = _trace(settings, config, model.checkpoint, probed)

@@ -58,7 +58,7 @@ def _dequantise_mxfp4(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return scale_groups(decode(unpack_nibbles(weight), wide), scale).to(dtype)
 
 
-def _quantise_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise_mxfp4(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     groups = weight.float().unflatten(1, (-1, MXFP4_GROUP))
     exponent = (groups.abs().amax(2) / LARGEST).clamp(min=2.0**-126).log2().ceil()
     codes = encode(groups / exponent.exp2()[:, :, None])
@@ -71,7 +71,7 @@ def _dequantise_nvfp4(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return (scale_groups(decode(unpack_nibbles(weight), wide), scale) * global_scale[:, None]).to(dtype)
 
 
-def _quantise_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _quantise_nvfp4(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     groups = weight.float().unflatten(1, (-1, NVFP4_GROUP))
     largest = groups.abs().amax(2)
     global_scale = (largest.amax(1) / (LARGEST * LARGEST_SCALE)).clamp(min=1e-30)

@@ -34,7 +34,7 @@ def _dequantise_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return (weight * scale[:, None]).to(dtype)
 
 
-def _quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise_rows(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     scale = weight.float().abs().amax(1).clamp(min=SMALLEST_SCALE) / LARGEST
     return _round(weight.float() / scale[:, None]), scale
 
@@ -44,7 +44,7 @@ def _dequantise_blocks(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return (weight * _repeat_blocks(scale, weight)).to(dtype)
 
 
-def _quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise_blocks(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     n, k = weight.shape
     padded = functional.pad(weight.float().abs(), (0, -k % BLOCK, 0, -n % BLOCK))
     largest = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3))

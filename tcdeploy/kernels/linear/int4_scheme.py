@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.kernels.linear.scheme_values import (
+    GROUP_SIZE,
     check_groups,
     groups_of,
     pack_nibbles,
@@ -51,9 +52,11 @@ def _dequantise(tensors: Sequence[Tensor], dtype: torch.dtype, zeros: bool, perm
     return weight.index_select(1, tensors[-1].argsort()) if permuted else weight
 
 
-def _quantise(weight: Tensor, dtype: torch.dtype, zeros: bool, permuted: bool) -> list[Tensor]:
+def _quantise(
+    weight: Tensor, group_size: int = GROUP_SIZE, *, dtype: torch.dtype, zeros: bool, permuted: bool
+) -> list[Tensor]:
     columns = torch.ones_like(weight[0], dtype=torch.int32).cumsum(0, dtype=torch.int32).sub(1).flip(0)
-    groups = groups_of(weight.flip(1) if permuted else weight)
+    groups = groups_of(weight.flip(1) if permuted else weight, group_size)
     smallest, largest = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     span = (largest - smallest) / 15 if zeros else torch.maximum(largest, -smallest) / 7
     scale = span.clamp(min=torch.finfo(dtype).tiny).to(dtype)

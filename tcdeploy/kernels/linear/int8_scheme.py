@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.linear.scheme_values import check_groups, groups_of, scale_dtype, scale_groups
+from tcdeploy.kernels.linear.scheme_values import GROUP_SIZE, check_groups, groups_of, scale_dtype, scale_groups
 from tcdeploy.planning.schemes import SCHEMES, Scheme, SchemeTensor, Shape
 
 NAME = "int8"
@@ -30,8 +30,8 @@ def _dequantise(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return scale_groups(weight, scale).to(dtype)
 
 
-def _quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    groups = groups_of(weight)
+def _quantise(weight: Tensor, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor]:
+    groups = groups_of(weight, group_size)
     scale = groups.abs().amax(2).clamp(min=SMALLEST_SCALE) / 127
     return (groups / scale[:, :, None]).round().to(torch.int8).view(weight.shape), scale
 

@@ -107,9 +107,7 @@ def with_stand_ins(
     return dense | {name: TensorHeader(STAND_IN_DTYPE, weight.shape) for name, weight in weights.items()}
 
 
-def insert_quantised_weights(
-    model: nn.Module, weights: Mapping[str, QuantisedWeight], trace: Trace
-) -> InsertedWeights:
+def insert_quantised_weights(model: nn.Module, weights: Mapping[str, QuantisedWeight], trace: Trace) -> InsertedWeights:
     """Put the quantised weights into a traced model, in place. trace: of the checkpoint as it is stored."""
     schemes: dict[str, LayerScheme] = {}
     for path, module in list(model.named_modules()):

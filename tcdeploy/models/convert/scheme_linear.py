@@ -79,7 +79,7 @@ def quantise_linears(model: nn.Module, scheme_of: Callable[[str], LayerScheme | 
         if found is None or (found.group_size and module.in_features % found.group_size):
             continue
         scheme = SCHEMES[found.scheme]
-        tensors = scheme.quantise(module.weight.detach(), found.group_size)
+        tensors = scheme.quantise(module.weight.detach(), found.group_size or module.in_features)
         layer = SchemeLinear(scheme, tensors, module.bias)
         model.set_submodule(path, layer)
         schemes[path] = layer_scheme(layer)
@@ -89,8 +89,8 @@ def quantise_linears(model: nn.Module, scheme_of: Callable[[str], LayerScheme | 
 def layer_scheme(layer: SchemeLinear) -> LayerScheme:
     """The scheme of a layer with the columns that share a scale, 0 if the scheme fixes their number."""
     scale = layer.tensors[1]
-    is_grouped = len(scale.shape) == 2 and layer.columns % scale.shape[1] == 0
-    return LayerScheme(layer.scheme, layer.columns // scale.shape[1] if is_grouped else 0)
+    is_grouped = len(scale.shape) == 2 and layer.in_features % scale.shape[1] == 0
+    return LayerScheme(layer.scheme, layer.in_features // scale.shape[1] if is_grouped else 0)
 
 
 def count_elements(module: nn.Module) -> int:

@@ -1,12 +1,12 @@
 """Weights of 4-bit floating point (e2m1), two per byte, the even column in the lower half.
 
-    nvfp4    a float8_e4m3fn scale for 16 columns, and a float32 one for the matrix
-             compressed-tensors: weight_packed, weight_scale, and weight_global_scale, which divides
-             TensorRT Model Optimizer: weight, weight_scale, and weight_scale_2, which multiplies
-    mxfp4    a power of two (e8m0) for 32 columns
-             compressed-tensors: weight_packed and weight_scale
-             gpt-oss: experts, NAME_blocks [experts, n, k/32, 16] and NAME_scales [experts, n, k/32] for NAME
-             [experts, k, n]
+nvfp4    a float8_e4m3fn scale for 16 columns, and a float32 one for the matrix
+         compressed-tensors: weight_packed, weight_scale, and weight_global_scale, which divides
+         TensorRT Model Optimizer: weight, weight_scale, and weight_scale_2, which multiplies
+mxfp4    a power of two (e8m0) for 32 columns
+         compressed-tensors: weight_packed and weight_scale
+         gpt-oss: experts, NAME_blocks [experts, n, k/32, 16] and NAME_scales [experts, n, k/32] for NAME
+         [experts, k, n]
 """
 
 from __future__ import annotations
@@ -72,4 +72,3 @@ def find_mxfp4_experts(layer: Layer) -> dict[str, QuantisedWeight]:
             reason="experts in MXFP4 have no kernel",
         )  # fmt: skip
     return weights
-

@@ -27,7 +27,9 @@ def _is_match(path: str, name: str) -> bool:
             return False
         return any(expression.match(f"{prefix}{_core(path)}") for prefix in ("", "model.", "model.language_model."))
     if "*" in name:
-        return fnmatch.fnmatchcase(_core(path), f"{_core(name)}") or fnmatch.fnmatchcase(_core(path), f"{_core(name)}.*")
+        return fnmatch.fnmatchcase(_core(path), f"{_core(name)}") or fnmatch.fnmatchcase(
+            _core(path), f"{_core(name)}.*"
+        )
     return f".{_core(name)}." in f".{_core(path)}."
 
 

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import UnsupportedModelError
@@ -164,7 +163,9 @@ def _scheme_of_arguments(arguments: Mapping[str, Any]) -> LayerScheme | None:
     group_size = int(arguments.get("group_size") or 0)
     match arguments.get("type"), arguments.get("num_bits"), arguments.get("strategy"):
         case "float", 8, "block":
-            return LayerScheme("fp8_block") if _block(arguments.get("block_structure")) == scaled_weights.BLOCK else None
+            return (
+                LayerScheme("fp8_block") if _block(arguments.get("block_structure")) == scaled_weights.BLOCK else None
+            )
         case "float", 8, "tensor" | "channel":
             return LayerScheme("fp8_channel")
         case "float", 4, _:
@@ -199,10 +200,11 @@ def _awq_scheme(settings: Settings, path: str) -> LayerScheme | None:
 
 
 def _auto_round_scheme(settings: Settings, path: str) -> LayerScheme | None:
-    changed = next(
-        (values for name, values in (settings.get("extra_config") or {}).items() if is_listed(path, (name,))), {}
-    )
-    return _gptq_scheme({**settings, **changed}, path)
+    changes: Mapping[str, Settings] = settings.get("extra_config") or {}
+    for name, changed in changes.items():
+        if is_listed(path, (name,)):
+            return _gptq_scheme({**settings, **changed}, path)
+    return _gptq_scheme(settings, path)
 
 
 def _explicit_scheme(settings: Settings, path: str) -> LayerScheme | None:

@@ -204,4 +204,3 @@ def _groups_out_of_order(layer: Layer, suffix: str, columns: int, groups: int) -
     if not torch.equal(of_column.sort().values, in_order):
         raise layer.wrong(suffix, f"must give {columns // groups} columns to each of {groups} groups")
     return None if torch.equal(of_column, in_order) else layer.source(suffix)
-

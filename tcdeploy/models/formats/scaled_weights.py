@@ -16,7 +16,14 @@ from __future__ import annotations
 
 import torch
 
-from tcdeploy.models.formats.quantised_weight import FLOATS, Layer, QuantisedWeight, converted, num_elements, weight_in_scheme
+from tcdeploy.models.formats.quantised_weight import (
+    FLOATS,
+    Layer,
+    QuantisedWeight,
+    converted,
+    num_elements,
+    weight_in_scheme,
+)
 from tcdeploy.models.weights.reader import StoredTensor
 from tcdeploy.models.weights.sources import Source
 

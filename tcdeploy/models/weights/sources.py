@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -290,7 +290,9 @@ def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTenso
             yield from _copies(part, piece, checkpoint)
     else:
         first, *others = (checkpoint[name] for name in stored_names(source))
-        yield Copy(first, target, partial(evaluate, source, checkpoint), sum(stored.num_bytes for stored in (first, *others)))
+        yield Copy(
+            first, target, partial(evaluate, source, checkpoint), sum(stored.num_bytes for stored in (first, *others))
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

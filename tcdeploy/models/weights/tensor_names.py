@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
+from tcdeploy.models.weights.files import TensorHeader
 
 EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
 # Beside the tensors that transformers' classes declare ignorable:
