@@ -16,13 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load import load_config, resolve_model_path
 from tcdeploy.models.load_model import load_model
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights import checkpoint
 from tcdeploy.models.weights.checkpoint import read_stored_tensors, stored_dtype
-from tcdeploy.models.weights.files import Checkpoint
+from tcdeploy.models.weights.files import Checkpoint, TensorHeader
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
 from tests.coverage.campaign import save_model
@@ -469,19 +468,13 @@ def test_weights_of_any_other_dtype_than_a_floating_one_are_quantised(folder: Pa
 
 
 def test_float8_weights_without_scales_are_values_of_their_own(folder: Path) -> None:
-    """transformers converts them to the plan's dtype."""
+    """They are cast to the plan's dtype."""
     name = f"{QUERY}.weight"
     change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
-    decisions = decide(Recipe(model=str(folder), buckets=(32,), batch_sizes=(1,))).plan.decisions
-    [reason] = [decision.reason for decision in decisions if decision.name == "loading"]
-    assert reason == f"{name} is stored in a format that is converted"
-
-
-def test_quantised_weights_are_recognised_by_a_file_beside_the_config(folder: Path) -> None:
-    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    for load_format in ("auto", "dummy"):
-        message = rejection(folder, load_format=load_format)
-        assert "quantised with TensorRT Model Optimizer (it has hf_quant_config.json)" in message
+    planned = decide(Recipe(model=str(folder), buckets=(32,), batch_sizes=(1,)))
+    assert not [decision for decision in planned.plan.decisions if decision.name == "loading"]
+    loaded = load_model(planned.plan, planned.config, "eager", (), planned.traced_model)
+    assert torch.equal(loaded.get_submodule(QUERY).weight, load_file(folder / "model.safetensors")[name].float())
 
 
 def test_a_quantised_kv_cache_is_not_quantised_weights(folder: Path) -> None:
@@ -517,13 +510,11 @@ def test_the_file_of_model_optimizer_is_downloaded_before_the_weights(
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(path))
     refuse_files("someone/model", None, config)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: 1 / 0)
-    with pytest.raises(ModelError, match="is quantised with TensorRT Model Optimizer"):
+    with pytest.raises(ModelError, match="hf_quant_config.json of someone/model is not downloaded"):
         refuse_files("someone/model", None, config)
 
 
-@pytest.mark.parametrize(
-    "method", ["modelopt", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "no-one-knows-it"]
-)
+@pytest.mark.parametrize("method", ["hqq", "quanto", "no-one-knows-it"])
 def test_a_quantisation_method_of_the_config_is_named(folder: Path, method: str) -> None:
     change_config(folder, quantization_config={"quant_method": method})
     for load_format in ("auto", "dummy"):

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.convert.quantisation import TensorHeader
 from tcdeploy.models.load_errors import recognise
+from tcdeploy.models.weights.files import TensorHeader
 from tcdeploy.models.weights.tensor_names import check_experts
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide

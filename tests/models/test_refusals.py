@@ -23,14 +23,14 @@ from tcdeploy.errors import (
     UnsupportedArchitectureError,
     UnsupportedModelError,
 )
-from tcdeploy.models.convert.quantisation import NOT_QUANTISED_HINT
+from tcdeploy.models.formats.methods import NOT_QUANTISED_HINT
 from tcdeploy.models.refusals import Refusals, SeveralReasonsError
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
 from tests.coverage.small_configs import small_config
 from tests.model_families import SUPPORTED, UNSUPPORTED, probe, save_config
 
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AQLM = {"quant_method": "aqlm", "in_group_size": 8}
 
 
 def change_config(folder: str | Path, **values: Any) -> None:
@@ -45,34 +45,34 @@ def refusal(folder: str | Path, **fields: Any) -> ModelError:
 
 
 def test_a_quantised_hybrid_is_refused_for_both_and_no_unquantised_original_is_suggested(tmp_path: Path) -> None:
-    folder = save_config("qwen3_next", tmp_path, quantization_config=FP8)
+    folder = save_config("qwen3_next", tmp_path, quantization_config=AQLM)
     error = refusal(folder)
     assert error.message.startswith(f"{folder} cannot be served, for 2 reasons:")
-    assert "is quantised with fp8" in error.message and "layers of type linear_attention" in error.message
+    assert "is quantised with aqlm" in error.message and "layers of type linear_attention" in error.message
     assert error.hint == ARCHITECTURE_HINT and "bfloat16" not in error.hint
 
 
 def test_a_quantised_model_whose_original_exceeds_the_memory_is_refused_for_both(tmp_path: Path) -> None:
     wide = {"hidden_size": 32768, "intermediate_size": 131072, "num_hidden_layers": 60}
-    error = refusal(save_config("llama", tmp_path, quantization_config=FP8, **wide))
-    assert "is quantised with fp8" in error.message and "leave no memory for KV" in error.message
+    error = refusal(save_config("llama", tmp_path, quantization_config=AQLM, **wide))
+    assert "is quantised with aqlm" in error.message and "leave no memory for KV" in error.message
     assert error.exit_code == 1 and "; and use a smaller model" in error.hint
 
 
 def test_what_this_machine_lacks_is_no_reason_in_a_dry_run(tmp_path: Path) -> None:
-    folder = save_config("llama", tmp_path, quantization_config=FP8, hidden_size=32768, num_hidden_layers=60)
+    folder = save_config("llama", tmp_path, quantization_config=AQLM, hidden_size=32768, num_hidden_layers=60)
     with pytest.raises(UnsupportedModelError) as caught:
         decide(Recipe(model=folder, load_format="dummy"), is_dry_run=True)
-    assert "is quantised with fp8" in caught.value.message and "memory" not in caught.value.message
+    assert "is quantised with aqlm" in caught.value.message and "memory" not in caught.value.message
 
 
 def test_a_quantised_model_alone_keeps_its_hint(tmp_path: Path) -> None:
-    error = refusal(save_config("llama", tmp_path, quantization_config=FP8))
+    error = refusal(save_config("llama", tmp_path, quantization_config=AQLM))
     assert type(error) is UnsupportedModelError and error.hint == NOT_QUANTISED_HINT
 
 
 def test_a_quantised_adapter_folder_has_both_reasons_and_both_hints(tmp_path: Path) -> None:
-    folder = save_config("llama", tmp_path, quantization_config=FP8)
+    folder = save_config("llama", tmp_path, quantization_config=AQLM)
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     error = refusal(folder)

@@ -221,9 +221,11 @@ def reason_of(planned: PlannedModel) -> str:
     return reason
 
 
-def test_the_plan_says_that_transformers_converts_a_dtype(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.float8_e4m3fn)}))
-    assert reason_of(plan(folder)) == f"{QUERY} is stored in a format that is converted"
+def test_the_plan_says_that_a_dtype_cannot_be_read(folder: Path) -> None:
+    name = "model.norm.bias"
+    name = QUERY.replace("weight", "bias")
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.complex64)}))
+    assert reason_of(plan(folder)) == f"{name} has the dtype C64"
 
 
 def test_the_plan_says_that_there_are_no_safetensors_files(folder: Path) -> None:
