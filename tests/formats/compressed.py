@@ -45,19 +45,18 @@ from torch import Tensor
 
 from tests.formats.checkpoint import Format, StoredWeight, scalar, store_projections
 from tests.formats.number_formats import (
-    E4M3_MAX,
-    FP4_MAX,
     code_at,
     e2m1,
     e4m3,
     e8m0,
     e8m0_codes,
     e8m0_floats,
-    fp4_codes,
-    fp4_floats,
     pack_bits,
     to_fp8,
+    to_fp8_blocks,
     to_integers,
+    to_mxfp4,
+    to_nvfp4,
 )
 
 Arguments = Mapping[str, Any]
@@ -102,16 +101,11 @@ def group_of(settings: Arguments, path: str) -> Mapping[str, Any] | None:
 
 def store_float(weights: Arguments, weight: Tensor, scale_shape: tuple[int, ...] = (1,)) -> StoredWeight:
     """`scale_shape`: of the scale of a whole tensor, (1,) or ()."""
-    strategy, (rows, columns) = weights["strategy"], weight.shape
-    height, width = {"block": weights["block_structure"], "channel": (1, columns)}.get(strategy, weight.shape)
-    grid = (-(-rows // height), -(-columns // width))
-    padded = torch.nn.functional.pad(weight, (0, grid[1] * width - columns, 0, grid[0] * height - rows))
-    largest = padded.view(grid[0], height, grid[1], width).abs().amax((1, 3))
-    scale = (largest / E4M3_MAX).to(SCALE_DTYPE)
-    factors = scale.float().repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :columns]
-    stored = to_fp8(weight / factors)
-    scale = scale.view(scale_shape) if strategy == "tensor" else scale
-    return StoredWeight({"weight": stored, "weight_scale": scale}, stored.float() * factors)
+    strategy = weights["strategy"]
+    block = {"block": weights["block_structure"], "channel": (1, weight.shape[1])}.get(strategy, weight.shape)
+    stored = to_fp8_blocks(weight, *block, lambda scale: scale.to(SCALE_DTYPE))
+    scale = stored.scale.view(scale_shape) if strategy == "tensor" else stored.scale
+    return StoredWeight({"weight": stored.codes, "weight_scale": scale}, stored.weight)
 
 
 def store_mxfp8(weights: Arguments, weight: Tensor) -> StoredWeight:
@@ -149,33 +143,16 @@ def store_packed(weights: Arguments, weight: Tensor) -> StoredWeight:
     return StoredWeight(tensors, integers.weight)
 
 
-def pack_fp4(codes: Tensor) -> Tensor:
-    """Two codes per byte, the first of them in the low nibble."""
-    return codes[..., ::2] | codes[..., 1::2] << 4
-
-
 def store_nvfp4(weights: Arguments, weight: Tensor) -> StoredWeight:
-    parts = weight.unflatten(1, (-1, weights["group_size"]))
-    largest = parts.abs().amax(-1)
-    divisor = E4M3_MAX * FP4_MAX / largest.max()
-    scale = to_fp8(largest / FP4_MAX * divisor)
-    factors = (scale.float() / divisor)[..., None]
-    codes = fp4_codes(parts / factors.clamp(min=1e-12))
-    tensors = {
-        "weight_packed": pack_fp4(codes).flatten(1),
-        "weight_scale": scale,
-        "weight_global_scale": divisor.view(1),
-    }
-    return StoredWeight(tensors, (fp4_floats(codes) * factors).flatten(1))
+    stored = to_nvfp4(weight)
+    assert stored.global_scale is not None
+    tensors = {"weight_packed": stored.packed, "weight_scale": stored.scale}
+    return StoredWeight({**tensors, "weight_global_scale": 1 / stored.global_scale.view(1)}, stored.weight)
 
 
 def store_mxfp4(weights: Arguments, weight: Tensor) -> StoredWeight:
-    parts = weight.unflatten(1, (-1, weights["group_size"]))
-    scale = e8m0_codes(parts.abs().amax(-1), 2)
-    factors = e8m0_floats(scale)[..., None]
-    codes = fp4_codes(parts / factors)
-    tensors = {"weight_packed": pack_fp4(codes).flatten(1), "weight_scale": scale}
-    return StoredWeight(tensors, (fp4_floats(codes) * factors).flatten(1))
+    stored = to_mxfp4(weight)
+    return StoredWeight({"weight_packed": stored.packed, "weight_scale": stored.scale}, stored.weight)
 
 
 STORES = {

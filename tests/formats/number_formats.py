@@ -12,6 +12,7 @@ format: it shares nothing with torch's casts or with the tables of a reader, so 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,64 @@ def e8m0_floats(codes: Tensor) -> Tensor:
 
 def to_fp8(values: Tensor) -> Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+class Fp8Weight(NamedTuple):
+    """`codes` [rows, columns] in E4M3, `scale` [blocks of rows, blocks of columns], `weight` in float32."""
+
+    codes: Tensor
+    scale: Tensor
+    weight: Tensor
+
+
+def to_fp8_blocks(weight: Tensor, height: int, width: int, store_scale: Callable[[Tensor], Tensor]) -> Fp8Weight:
+    """Round with one scale for each block; those at the edges may be smaller. `store_scale`: to its stored dtype."""
+    rows, columns = weight.shape
+    grid = (-(-rows // height), -(-columns // width))
+    padded = torch.nn.functional.pad(weight, (0, grid[1] * width - columns, 0, grid[0] * height - rows))
+    scale = store_scale(padded.view(grid[0], height, grid[1], width).abs().amax((1, 3)) / E4M3_MAX)
+    factors = scale.float().repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :columns]
+    codes = to_fp8(weight / factors)
+    return Fp8Weight(codes, scale, codes.float() * factors)
+
+
+def powers_of_two(scale: Tensor) -> Tensor:
+    """Scales rounded up to powers of two, as E8M0 stores them; in float32."""
+    return torch.exp2(torch.ceil(torch.log2(scale.float())))
+
+
+class Fp4Weight(NamedTuple):
+    """`packed` [rows, columns / 2], `scale` [rows, groups], the scale of the whole weight if any, and the weight."""
+
+    packed: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    weight: Tensor
+
+
+def to_nvfp4(weight: Tensor) -> Fp4Weight:
+    """Groups of 16 with a scale in E4M3, which is multiplied by `global_scale` in float32."""
+    parts = weight.unflatten(-1, (-1, 16))
+    largest = parts.abs().amax(-1)
+    global_scale = largest.max() / (E4M3_MAX * FP4_MAX)
+    scale = to_fp8(largest / FP4_MAX / global_scale)
+    factors = (scale.float() * global_scale)[..., None]
+    codes = fp4_codes(parts / factors.clamp(min=1e-12))
+    return Fp4Weight(pack_fp4(codes).flatten(-2), scale, global_scale, (fp4_floats(codes) * factors).flatten(-2))
+
+
+def to_mxfp4(weight: Tensor) -> Fp4Weight:
+    """Groups of 32 with a scale in E8M0."""
+    parts = weight.unflatten(-1, (-1, 32))
+    scale = e8m0_codes(parts.abs().amax(-1), 2)
+    factors = e8m0_floats(scale)[..., None]
+    codes = fp4_codes(parts / factors)
+    return Fp4Weight(pack_fp4(codes).flatten(-2), scale, None, (fp4_floats(codes) * factors).flatten(-2))
+
+
+def pack_fp4(codes: Tensor) -> Tensor:
+    """Two codes per byte, the first of them in the low nibble."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 class IntegerWeight(NamedTuple):
