@@ -115,7 +115,7 @@ def read_checkpoint(
     with translating_errors(recipe.model):
         found = checkpoint.read_stored_tensors(resolve_model_path(recipe.model), recipe.revision, config)
         if found is not None:
-            quantised = find_quantised_weights(recipe.model, config, stored_tensors(found.paths))
+            quantised = find_quantised_weights(recipe.model, config, stored_tensors(found.paths), shapes)
             found = Checkpoint(with_stand_ins(found.tensors, quantised), found.paths, quantised)
             checkpoint.check_tensors(recipe.model, config, found.tensors, shapes, recipe.trust_remote_code)
         return found

@@ -9,7 +9,7 @@ dequantised weight, which threads compute while they read the files.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.convert.scheme_linear import SchemeLinear, layer_scheme
 from tcdeploy.models.convert.traced_tensor import Trace, TracedTensor
+from tcdeploy.models.formats.layer_names import core_name
 from tcdeploy.models.formats.methods import (
     METHODS,
     NOT_QUANTISED_HINT,
@@ -46,10 +47,11 @@ class InsertedWeights(NamedTuple):
 
 
 def find_quantised_weights(
-    model: str, config: PreTrainedConfig, tensors: Mapping[str, StoredTensor]
+    model: str, config: PreTrainedConfig, tensors: Mapping[str, StoredTensor], known: Collection[str]
 ) -> dict[str, QuantisedWeight]:
     """The quantised weights among the tensors of a checkpoint, by the name of the dense weight.
 
+    known: the names of the model's tensors. AutoGPTQ stores a bias of zeros for layers that have none.
     Raises ModelError for weights that lack a tensor or have one of another shape or dtype, and for scales without a
     useful value.
     """
@@ -66,6 +68,11 @@ def find_quantised_weights(
         for suffix, weight in method.find(settings, Layer(model, path, stored_of_layer)).items()
         if weight is not None
     }
+    known = {core_name(name) for name in known}
+    for name, weight in weights.items():
+        bias = f"{name.removesuffix('weight')}bias"
+        if bias in tensors and core_name(bias) not in known and not read_tensor(tensors[bias]).any():
+            weights[name] = weight._replace(names=(*weight.names, bias))
     _check_scales(model, weights.values(), tensors)
     return weights
 

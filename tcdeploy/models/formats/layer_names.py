@@ -25,13 +25,14 @@ def _is_match(path: str, name: str) -> bool:
             expression = re.compile(name.removeprefix(REGULAR_EXPRESSION))
         except re.error:
             return False
-        return any(expression.match(f"{prefix}{_core(path)}") for prefix in ("", "model.", "model.language_model."))
+        return any(expression.match(f"{prefix}{core_name(path)}") for prefix in ("", "model.", "model.language_model."))
     if "*" in name:
-        return fnmatch.fnmatchcase(_core(path), f"{_core(name)}") or fnmatch.fnmatchcase(
-            _core(path), f"{_core(name)}.*"
+        return fnmatch.fnmatchcase(core_name(path), f"{core_name(name)}") or fnmatch.fnmatchcase(
+            core_name(path), f"{core_name(name)}.*"
         )
-    return f".{_core(name)}." in f".{_core(path)}."
+    return f".{core_name(name)}." in f".{core_name(path)}."
 
 
-def _core(name: str) -> str:
+def core_name(name: str) -> str:
+    """A name without the prefixes in which classes of one model differ."""
     return PREFIX.sub("", name)

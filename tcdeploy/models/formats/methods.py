@@ -127,7 +127,10 @@ def _find_awq(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | N
 
 def _find_auto_round(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
     packing = str(settings.get("packing_format") or settings.get("backend") or "")
-    return _find_awq(settings, layer) if "awq" in packing else _find_gptq(settings, layer)
+    if "awq" in packing:
+        return _find_awq(settings, layer)
+    zero_offset = 0 if packing in ("auto_round", "auto_round:gptqmodel") else 1
+    return {"weight": packed_weights.find_gptq_weight(layer, zero_offset)}
 
 
 def _find_mxfp4(settings: Settings, layer: Layer) -> Mapping[str, QuantisedWeight | None]:

@@ -5,7 +5,9 @@ are multiplied.
 
     [] or [1]                               the whole matrix
     [n] or [n, 1]                           a row
-    [ceil(n / rows), ceil(k / columns)]     a block; the config says its size
+    [ceil(n / rows), ceil(k / columns)]     a block, of 128 x 128 unless the config says another size; Model Optimizer
+                                            has dimensions of 1 between and after them
+    [n, k / columns]                        a group of columns (MXFP8, whose scales are exponents in uint8)
 
 The scale is `weight_scale_inv` in checkpoints of DeepSeek, Qwen3 and Ministral, although it is not inverted, and
 `weight_scale` in those of compressed-tensors, FBGEMM and TensorRT Model Optimizer. Scales of inputs are not used:
@@ -43,21 +45,29 @@ def find_fp8_weight(layer: Layer, block: tuple[int, int] | None = None) -> Quant
     if len(weight.shape) != 2:
         raise layer.wrong("weight", "must have rows and columns")
     suffix = layer.find(*SCALES) or "weight_scale"
-    scale = layer.require(suffix, (*FLOATS, torch.float8_e8m0fnu))
+    scale = layer.require(suffix, (*FLOATS, torch.float8_e8m0fnu, torch.uint8))
     names = layer.names(("weight", suffix, *UNUSED))
+    scales = (layer.name(suffix),) if scale.dtype != torch.uint8 else ()  # uint8: exponents, all of which are valid
     by_row = _source_by_row(layer, suffix, weight, scale)
     if by_row is not None:
-        return weight_in_scheme(layer, names, "fp8_channel", [layer.source("weight"), by_row], (layer.name(suffix),))
+        return weight_in_scheme(layer, names, "fp8_channel", [layer.source("weight"), by_row], scales)
+    (rows, columns), shape = weight.shape, tuple(scale.shape)
+    by_block = layer.source(suffix)
+    if scale.dtype == torch.uint8:
+        by_block = ["view", "float8_e8m0fnu", [*shape], layer.name(suffix)]
+    if len(shape) == 4:
+        shape = (shape[0], num_elements(scale) // shape[0])
+        by_block = ["reshape", [*shape], by_block]
+    if block is None:
+        is_group = len(shape) == 2 and shape[0] == rows and shape[1] > 0
+        block = (1, columns // shape[1]) if is_group else BLOCK
+    if shape != (-(-rows // block[0]), -(-columns // block[1])):
+        raise layer.wrong(suffix, f"is no scale for blocks of {block[0]} x {block[1]} of a weight {[*weight.shape]}")
     if block == BLOCK:
-        sources = [layer.source("weight"), layer.source(suffix)]
-        return weight_in_scheme(layer, names, "fp8_block", sources, (layer.name(suffix),))
-    blocks = None if block is None else tuple(-(-size // step) for size, step in zip(weight.shape, block, strict=True))
-    if block is None or scale.shape != blocks:
-        expected = f"[], [{weight.shape[0]}, 1]" + (f" or {[*blocks]}" if blocks else "")
-        raise layer.wrong(suffix, f"must have the shape {expected} for a weight {[*weight.shape]}")
-    dense = converted("scaled_in_blocks", weight.shape, [layer.source("weight"), layer.source(suffix)], *block)
-    reason = f"blocks of {block[0]} x {block[1]} have no kernel"
-    return QuantisedWeight(names, weight.shape, dense, reason=reason, scales=(layer.name(suffix),))
+        return weight_in_scheme(layer, names, "fp8_block", [layer.source("weight"), by_block], scales)
+    dense = converted("scaled_in_blocks", weight.shape, [layer.source("weight"), by_block], *block)
+    reason = f"FP8 with blocks of {block[0]} x {block[1]} has no kernel"
+    return QuantisedWeight(names, weight.shape, dense, reason=reason, scales=scales)
 
 
 def find_int8_weight(layer: Layer) -> QuantisedWeight | None:
