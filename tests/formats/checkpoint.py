@@ -72,12 +72,12 @@ class Format:
 def store_projections(store: Callable[[str, Tensor], StoredWeight | None]) -> Store:
     """Store the linear layers of attention and of MLPs, all experts' included; never lm_head or a router.
 
-    `store` gets the path of the layer.
+    `store` gets the path of the layer. DeepSeek's kv_a_proj_with_mqa is one of them.
     """
 
     def store_tensor(name: str, tensor: Tensor) -> Stored | None:
         path = name.removesuffix(".weight")
-        if path == name or not path.endswith("_proj"):
+        if path == name or not path.endswith(("_proj", "_proj_with_mqa")):
             return None
         stored = store(path, tensor)
         if stored is None:
