@@ -146,7 +146,7 @@ def _decide_schemes(recipe: Recipe, environment: Environment, model: _ModelFacts
         return _Quantised(quantise_probed(probed, scheme_finder(config)).architecture, findings=(finding,))
     schemes, dequantised = traced.inserted
     decisions = tuple(
-        Decision(f"dequantised {dtype}", gib(elements * DTYPE_BYTES[dtype]), reason)
+        Decision(f"dequantised to {dtype}", gib(elements * DTYPE_BYTES[dtype]), reason)
         for reason, elements in dequantised.items()
     )
     return _Quantised(quantise_probed(probed, schemes.get).architecture, traced, decisions)

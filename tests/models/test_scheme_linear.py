@@ -6,6 +6,7 @@ Starts are in tests/start/test_scheme_starts.py.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +26,11 @@ from tcdeploy.kernels.linear.scheme_linear import scheme_linear
 from tcdeploy.models import traced_model
 from tcdeploy.models.convert.packed_linears import pack_linears
 from tcdeploy.models.convert.scheme_linear import SchemeLinear, count_elements
+from tcdeploy.models.formats.methods import EXPLICIT
 from tcdeploy.models.load_model import load_model
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.models.weights.digest import weights_digest
+from tcdeploy.planning.memory import gib
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.schemes import SCHEMES, Scheme
 from tcdeploy.start.decide import decide
@@ -122,7 +125,9 @@ def test_the_copy_of_compile_workers_is_quantised_and_has_all_kinds_of_layers(pa
     settings = json.loads((pair.quantised / "config.json").read_text())["quantization_config"]
     planned, dense = plan(pair.quantised), plan(pair.dense)
     copy, dense_copy = (make_short_copy(item.fake_model, item) for item in (planned, dense))
-    assert copy.config["quantization_config"] == settings and "quantization_config" not in dense_copy.config
+    stated = copy.config["quantization_config"]
+    assert stated == {"quant_method": EXPLICIT, "schemes": dict.fromkeys(pair.paths, [SCHEME.name, 0])}
+    assert "quantization_config" not in dense_copy.config
     assert copy.num_layers == dense_copy.num_layers < 4 and copy.weight_bytes < dense_copy.weight_bytes
     ignore = [*settings["ignore"], "model.layers.3.self_attn.o_proj"]
     change_config(pair.quantised, quantization_config={**settings, "ignore": ignore})
@@ -168,11 +173,11 @@ def error_of(action: Callable[[], object]) -> str:
         (lambda tensors: tensors.pop(f"{QUERY}.weight"), f"lacks {QUERY}.weight"),
         (
             lambda tensors: tensors.update({f"{QUERY}.weight_scale": torch.ones(8)}),
-            f"{QUERY}.weight_scale of MODEL is stored as float32 [8]; int8_rows requires float32 [192]",
+            f"shapes that are impossible in int8_rows: {QUERY}.weight [192, 192], {QUERY}.weight_scale [8]",
         ),
         (
             lambda tensors: tensors.update({f"{QUERY}.weight": tensors[f"{QUERY}.weight"].view(torch.uint8)}),
-            f"{QUERY}.weight of MODEL is stored as uint8 [192, 192]; int8_rows requires int8 [192, 192]",
+            f"{QUERY}.weight of MODEL is stored as uint8 [192, 192]; it must be int8",
         ),
         (
             lambda tensors: tensors.update({f"{QUERY}.weight": torch.ones(8, dtype=torch.int8)}),
@@ -186,11 +191,19 @@ def error_of(action: Callable[[], object]) -> str:
             lambda tensors: tensors.update(
                 {f"{QUERY}.weight": torch.ones(192, 192), f"{QUERY}.weight_scale": torch.ones(192)}
             ),
-            f"{QUERY}.weight of MODEL is stored as float32 [192, 192]; int8_rows requires int8 [192, 192]",
+            f"{QUERY}.weight of MODEL is stored as float32 [192, 192]; it must be int8",
         ),
         (
-            lambda tensors: tensors.update({f"{QUERY}.weight": tensors.pop(f"{QUERY}.weight_scale").repeat(192, 1)}),
-            f"weights of MODEL are not quantised as config.json says: {QUERY}.weight",
+            lambda tensors: tensors[f"{QUERY}.weight_scale"][7:8].fill_(math.nan),
+            f"{QUERY}.weight_scale of MODEL has a scale that is not a number",
+        ),
+        (
+            lambda tensors: tensors[f"{QUERY}.weight_scale"][7:8].fill_(-math.inf),
+            f"{QUERY}.weight_scale of MODEL has a scale that is infinite",
+        ),
+        (
+            lambda tensors: tensors[f"{QUERY}.weight_scale"][7:8].fill_(0),
+            f"{QUERY}.weight_scale of MODEL has a scale that is zero",
         ),
     ],
 )  # fmt: skip
@@ -201,40 +214,44 @@ def test_a_wrong_tensor_is_an_error_of_the_plan(
     assert text.replace("MODEL", str(pair.quantised)) in error_of(lambda: plan(pair.quantised))
 
 
-def test_a_quantised_layer_that_the_config_ignores_is_refused(pair: Pair) -> None:
+def test_a_quantised_layer_that_the_reader_leaves_out_is_refused(pair: Pair) -> None:
     settings = json.loads((pair.quantised / "config.json").read_text())["quantization_config"]
     change_config(pair.quantised, quantization_config={**settings, "ignore": ["q_proj"]})
     assert f"{QUERY}.weight has the dtype I8" in error_of(lambda: plan(pair.quantised))
 
 
-def test_a_method_without_a_scheme_is_refused(pair: Pair) -> None:
+def test_a_method_whose_tensors_are_others_is_refused(pair: Pair) -> None:
     change_config(pair.quantised, quantization_config={"quant_method": "awq"})
-    assert "is quantised with awq, which is not supported yet" in error_of(lambda: plan(pair.quantised))
+    message = error_of(lambda: plan(pair.quantised))
+    assert "has quantised weights, which are not supported yet: model.layers.0.mlp.down_proj.weight" in message
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda weight: weight.view(2, -1, 192).transpose(0, 1).reshape(192, 192),
-        lambda weight: torch.cat([weight[:8], weight[8:]]),
+        lambda weight: torch.cat([weight[64:], weight[:64]]),
     ],
     ids=["permuted", "merged"],
 )  # fmt: skip
-def test_a_weight_that_transformers_reorders_is_refused_by_name(
+def test_a_weight_that_transformers_reorders_is_dequantised(
     change: Callable[[Tensor], Tensor], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_of_tensors = traced_model.model_of_tensors
+    name, model_of_tensors = f"{QUERY}.weight", traced_model.model_of_tensors
 
     def convert(plan: Any, config: Any, attn_implementation: str, tensors: dict[str, Tensor]) -> PreTrainedModel:
-        name = f"{QUERY}.weight"
         return model_of_tensors(plan, config, attn_implementation, {**tensors, name: change(tensors[name])})
 
     monkeypatch.setattr(traced_model, "model_of_tensors", convert)
-    message = error_of(lambda: plan(pair.quantised))
-    assert f"{QUERY}.weight of {pair.quantised} is stored in int8_rows, and cannot be made into {QUERY}" in message
+    planned = plan(pair.quantised)
+    assert planned.architecture.schemes == {SCHEME.name: len(pair.paths) - 1}
+    decision = decision_named(planned.plan, "dequantised to float32")
+    assert decision.value == gib(192 * 192 * 4) and "linear layers" in decision.reason
+    layer = load(planned).get_submodule(QUERY)
+    assert torch.equal(layer.weight, change(load_file(pair.dense / WEIGHTS)[name]))
 
 
-def test_a_quantised_embedding_is_refused(pair: Pair) -> None:
+def test_a_quantised_embedding_is_dequantised(pair: Pair) -> None:
     name = "model.embed_tokens"
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -242,7 +259,9 @@ def test_a_quantised_embedding_is_refused(pair: Pair) -> None:
         tensors.update({f"{name}.weight": weight, f"{name}.weight_scale": scale})
 
     change_tensors(pair.quantised, change)
-    assert f"{name}.weight of {pair.quantised} is stored in int8_rows" in error_of(lambda: plan(pair.quantised))
+    stored = load_file(pair.quantised / WEIGHTS)
+    expected = dequantise((stored[f"{name}.weight"], stored[f"{name}.weight_scale"]), torch.float32)
+    assert torch.equal(load(plan(pair.quantised)).get_submodule(name).weight, expected)
 
 
 def test_a_quantised_head_that_is_tied_to_a_dense_embedding_is_refused(pair: Pair) -> None:
