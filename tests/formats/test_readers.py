@@ -17,8 +17,8 @@ from tcdeploy.models.weights.conversions import CONVERSIONS
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start.decide import decide
 from tcdeploy.start.planned import PlannedModel
-from tests.formats import compressed, fp8, int_packed, modelopt
-from tests.formats.checkpoint import Format, save_source, write_checkpoint
+from tests.formats import compressed, experts, fp8, int_packed, modelopt
+from tests.formats.checkpoint import Format, save_source, write_checkpoint, write_dense
 
 FORMATS: dict[str, Format] = {
     f"{module.__name__.rpartition('.')[2]}: {name}": form
@@ -55,6 +55,22 @@ def test_all_weights_are_those_of_the_format(name: str, source: Path, tmp_path: 
     weights = dense_weights(plan(tmp_path / "model"))
     for weight_name, values in expected.items():
         assert torch.allclose(weights[weight_name], values, rtol=1e-6, atol=0), weight_name
+
+
+@pytest.mark.parametrize("name", experts.CASES)
+def test_experts_are_those_of_the_format(name: str, tmp_path: Path) -> None:
+    """They are stacked by transformers. The same model with the weights of the format, in float32, has equal tensors."""
+    case = experts.CASES[name]
+    sizes = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "head_dim": None}
+    source = save_source(tmp_path / "source", case.family, **(sizes if case.family == "deepseek_v3" else {}))
+    dense = write_checkpoint(case.form, source, tmp_path / "model")
+    planned, expected = plan(tmp_path / "model"), plan(write_dense(source, dense, tmp_path / "dense"))
+    weights, expected_weights = dense_weights(planned), dense_weights(expected)
+    assert weights.keys() >= expected_weights.keys()
+    for weight_name, values in expected_weights.items():
+        assert torch.allclose(weights[weight_name], values, rtol=1e-6, atol=0), weight_name
+    assert [decision for decision in planned.plan.decisions if decision.name == "dequantised to float32"]
+    assert planned.plan.weight_bytes <= expected.plan.weight_bytes
 
 
 FAULTS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {  # a format, a conversion, a change of its result

@@ -128,8 +128,8 @@ from tests.int8_rows import scheme_registered
 model, cache, programs = sys.argv[1:]
 with scheme_registered():
     if programs == "jit":
-        from tests.int8_checkpoint import METHOD, METHODS, scheme_name
-        METHODS[METHOD] = scheme_name
+        from tests.int8_checkpoint import METHOD, METHODS, Method, find, scheme_of
+        METHODS[METHOD] = Method(find, scheme_of)
     deployment = prepare(Recipe(model=model, programs=programs, buckets=(32,), batch_sizes=(4,), cache_dir=cache))
     tokens = generate_tokens(deployment.engine, {PROMPTS}, SamplingParams(max_tokens=12))
 outcomes = [record.outcome for record in deployment.records]
