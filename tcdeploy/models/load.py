@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from tcdeploy.errors import ModelError, SpaceError, TcdeployError, UnknownModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, remote_class
 from tcdeploy.models.convert.quantised_weights import find_quantised_weights, with_stand_ins
+from tcdeploy.models.formats.methods import is_quantised
 from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load_errors import first_line, translate_error
 from tcdeploy.models.location import BUILTIN_MODELS, read_config_file
@@ -103,17 +104,19 @@ def _read_config(path: str, recipe: Recipe) -> PreTrainedConfig:
 
 
 def read_checkpoint(
-    recipe: Recipe, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
+    recipe: Recipe, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], may_download: bool = False
 ) -> Checkpoint | None:
-    """The headers of a model's downloaded safetensors files, unless they are refused (weights/checkpoint.py).
+    """The headers of a model's safetensors files, unless they are refused (weights/checkpoint.py).
 
-    `shapes`: of the model's tensors, by name. None if they are in another format or not downloaded, or if the weights
-    will be random. Raises ModelError.
+    `shapes`: of the model's tensors, by name. may_download: download the files of a quantised model, whose tensors say
+    which layers have a scheme; transformers downloads others while it loads them. None if they are in another format
+    or not downloaded, or if the weights will be random. Raises ModelError.
     """
     if recipe.load_format == "dummy":
         return None
     with translating_errors(recipe.model):
-        found = checkpoint.read_stored_tensors(resolve_model_path(recipe.model), recipe.revision, config)
+        path, downloads = resolve_model_path(recipe.model), may_download and is_quantised(config)
+        found = checkpoint.read_stored_tensors(path, recipe.revision, config, downloads)
         if found is not None:
             quantised = find_quantised_weights(recipe.model, config, stored_tensors(found.paths), shapes)
             found = Checkpoint(with_stand_ins(found.tensors, quantised), found.paths, quantised)

@@ -215,7 +215,7 @@ def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool,
     with refusals.collecting():
         probed = probe_model(config, recipe.trust_remote_code, MECHANISMS.values())
         if not refusals.reasons:  # a quantised checkpoint, for example, has other tensors than the probed model
-            checkpoint = read_checkpoint(recipe, config, tensor_shapes(probed.model))
+            checkpoint = read_checkpoint(recipe, config, tensor_shapes(probed.model), not is_dry_run)
     with refusals.collecting():
         tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
     if refusals.reasons and probed is not None and not is_dry_run and not is_quantised(config):

@@ -59,7 +59,7 @@ def test_all_weights_are_those_of_the_format(name: str, source: Path, tmp_path: 
 
 @pytest.mark.parametrize("name", experts.CASES)
 def test_experts_are_those_of_the_format(name: str, tmp_path: Path) -> None:
-    """They are stacked by transformers. The same model with the weights of the format, in float32, has equal tensors."""
+    """transformers stacks them. A model with the same weights in float32 has equal tensors."""
     case = experts.CASES[name]
     sizes = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "head_dim": None}
     source = save_source(tmp_path / "source", case.family, **(sizes if case.family == "deepseek_v3" else {}))

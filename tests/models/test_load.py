@@ -9,22 +9,29 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
 from transformers import AutoConfig
 
 from tcdeploy.errors import ARCHITECTURE_HINT, UnsupportedModelError
+from tcdeploy.models import load
 from tcdeploy.models.hub import RETRY_WAITS_S
 from tcdeploy.models.load import MAX_LAYERS, load_config
 from tcdeploy.models.location import BUILTIN_MODELS
+from tcdeploy.models.weights import checkpoint
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.start.decide import decide
 from tcdeploy.text.generation_config import read_generation_config
 from tcdeploy.text.tokenizer import load_tokenizer
 from tests.conftest import cli_environment
 from tests.fork_server import ForkServer
+from tests.formats import fp8
+from tests.formats.checkpoint import save_source, write_checkpoint
 from tests.model_families import save_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -176,6 +183,41 @@ def test_without_a_network_a_downloaded_model_is_read_after_one_check(
     assert waits == list(RETRY_WAITS_S)
     [warning] = [record.getMessage() for record in caplog.records if record.name.startswith("tcdeploy")]
     assert warning.startswith("cannot reach the Hub (") and "HF_HUB_OFFLINE=1 skips" in warning
+
+
+def test_the_weights_of_a_quantised_model_are_downloaded_by_the_plan_but_not_in_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tensors say which layers are quantised."""
+    source = write_fp8_model(tmp_path / "files")
+    snapshot = tmp_path / "models--someone--fp8" / "snapshots" / COMMIT
+    shutil.copytree(source, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "models--someone--fp8/refs").mkdir()
+    (tmp_path / "models--someone--fp8/refs/main").write_text(COMMIT)
+    requested: list[Any] = []
+
+    def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        requested.append((model, revision, allow_patterns))
+        shutil.copy(source / "model.safetensors", snapshot)
+        return str(snapshot)
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(checkpoint, "uses_local_files_only", lambda *_: False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=[]))
+    monkeypatch.setattr(load, "_read_config", lambda *_: AutoConfig.from_pretrained(source))
+    recipe = Recipe(model="someone/fp8", buckets=(16,), batch_sizes=(1,), context=64)
+    [finding] = [item for item in decide(recipe, is_dry_run=True).findings if item.name == "weights"]
+    assert "are not downloaded yet" in finding.message and requested == []
+    planned = decide(recipe)
+    assert requested == [("someone/fp8", None, ["model*.safetensors", "model.safetensors.index.json"])]
+    assert planned.architecture.schemes == {"fp8_block": 14} and planned.traced_model is not None
+
+
+def write_fp8_model(folder: Path) -> Path:
+    write_checkpoint(fp8.FORMATS["deepseek"], save_source(folder / "source"), folder / "fp8")
+    return folder / "fp8"
 
 
 def test_a_folder_without_a_config_is_not_a_model(run_cli: Any, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; co
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HUB_TIMEOUT_S = 10
+SAFETENSORS_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
 
 
 def tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -123,13 +124,21 @@ def _model_optimizer_settings(model: str, path: Path | None) -> dict[str, Any] |
     return None if settings["quant_algo"] is None else {"quant_method": "modelopt", **settings}
 
 
-def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConfig) -> Checkpoint | None:
+def read_stored_tensors(
+    model: str, revision: str | None, config: PreTrainedConfig, may_download: bool = False
+) -> Checkpoint | None:
     """The headers of a model's safetensors files.
 
-    None if the files have not been downloaded or are not safetensors. Raises ModelError for broken files.
+    may_download: download them first if necessary. None if the files have not been downloaded or are not safetensors.
+    Raises ModelError for broken files, and what huggingface_hub raises.
     """
-    folder = local_folder(model, revision)
-    return read_headers(model, folder, explicit_file(model, config)) if folder else None
+    folder, name = local_folder(model, revision), explicit_file(model, config)
+    found = read_headers(model, folder, name) if folder else None
+    if found is None and may_download and not Path(model).is_dir() and not uses_local_files_only(model, revision):
+        patterns = [*SAFETENSORS_PATTERNS, *([name] if name else [])]
+        folder = Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns))
+        found = read_headers(model, folder, name)
+    return found
 
 
 def check_tensors(
