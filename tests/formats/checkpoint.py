@@ -52,6 +52,7 @@ class StoredWeight(NamedTuple):
     weight: Tensor
 
 
+Tensors = Mapping[str, Tensor]
 Store = Callable[[str, Tensor], Stored | None]  # (name, tensor) -> None if the tensor stays as it is
 
 
@@ -59,7 +60,8 @@ Store = Callable[[str, Tensor], Stored | None]  # (name, tensor) -> None if the 
 class Format:
     """`settings`: the value of `settings_key` in config.json, None if it does not mention quantisation.
 
-    `extra_tensors` gets the names of the dense model, and returns tensors that belong to no weight.
+    `extra_tensors` gets the names of the dense model, and returns tensors that belong to no weight. `header` gets the
+    dense and the stored tensors, and returns the metadata of the safetensors file.
     """
 
     settings: Mapping[str, Any] | None
@@ -67,6 +69,7 @@ class Format:
     settings_key: str = "quantization_config"
     extra_tensors: Callable[[Iterable[str]], dict[str, Tensor]] = lambda _: {}
     files: Mapping[str, Any] = field(default_factory=dict)  # JSON files beside config.json
+    header: Callable[[Tensors, Tensors], dict[str, str]] = lambda *_: {"format": "pt"}
 
 
 def store_projections(store: Callable[[str, Tensor], StoredWeight | None]) -> Store:
@@ -121,7 +124,8 @@ def write_checkpoint(form: Format, source: Path, folder: Path) -> dict[str, Tens
         tensors |= stored.tensors
         dense |= stored.dense
     tensors |= form.extra_tensors(dense)
-    save_file({name: item.contiguous() for name, item in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    contiguous = {name: item.contiguous() for name, item in tensors.items()}
+    save_file(contiguous, folder / WEIGHTS, form.header(dense, tensors))
     if form.settings is not None:
         change_json(folder / "config.json", {form.settings_key: form.settings})
     for name, content in form.files.items():

@@ -2,15 +2,15 @@
 
 config.json's quantization_config has quant_method "compressed-tensors", `config_groups`, `format` and `ignore`. A group
 has `targets`, `weights` and `input_activations` (how a kernel rounds inputs; the stored weight does not depend on it).
-Newer files repeat `format` in the group, and state "mixed-precision" above if groups differ in it. A target is a class
-name ("Linear"), the path of a module, or `re:` and a regular expression that must match from the path's start
-(`re.match`, so "re:.*mlp.gate$"). An exact path wins over an expression, that over a class. `ignore` has the same forms
-and wins over targets. Paths are those of the saved model's modules: "lm_head", "model.layers.0.mlp.gate". Versions
-since transformers 5 write the names of the checkpoint instead where transformers renames (`_map_to_checkpoint_names`).
-Lists in public files: ["lm_head"] of most; all gates by path in Mixtral and Qwen3-MoE ("model.layers.3.mlp.gate");
-["re:.*lm_head", "re:visual.*", "re:model.visual.*", "re:.*mlp.gate$"] of Qwen3-VL-MoE; ["re:.*self_attn.*",
-"re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*"] of Kimi-K2-Thinking, which only
-has experts in 4 bits; some list several hundred paths of a vision tower.
+Newer files repeat `format` in the group, state "mixed-precision" above if groups differ in it, and have `scale_dtype`.
+A target is a class name ("Linear"), the path of a module, or `re:` and a regular expression that must match from the
+path's start (`re.match`, so "re:.*mlp.gate$"). An exact path wins over an expression, that over a class. `ignore` has
+the same forms and wins over targets. Paths are those of the saved model's modules: "lm_head",
+"model.layers.0.mlp.gate". Versions since transformers 5 write the names of the checkpoint instead where transformers
+renames (`_map_to_checkpoint_names`). Lists in public files: ["lm_head"] of most; all gates by path in Mixtral and
+Qwen3-MoE; ["re:.*lm_head", "re:visual.*", "re:model.visual.*", "re:.*mlp.gate$"] of Qwen3-VL-MoE; ["re:.*self_attn.*",
+"re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*"] of Kimi's models, which only have
+experts in 4 bits; some list several hundred paths of a vision tower.
 
 Tensors beside a layer's path, for a weight [n, k] (scales in the model's dtype unless stated):
 
@@ -222,8 +222,9 @@ TOKEN_INT8 = arguments(8, "int", "token", dynamic=True, observer=None)
 CHANNEL_INT8 = arguments(8, "int", "channel")
 ASYMMETRIC_INT8 = arguments(8, "int", "channel", symmetric=False)
 GROUP_INT4 = arguments(4, "int", "group", group_size=128)
-NVFP4 = arguments(4, "float", "tensor_group", group_size=16)
-MXFP4 = arguments(4, "float", "group", group_size=32)
+OLD_NVFP4 = arguments(4, "float", "tensor_group", group_size=16)
+NVFP4 = {**OLD_NVFP4, "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": None}
+MXFP4 = arguments(4, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype=None)
 SOME_DENSE = ("lm_head", "model.layers.1.mlp.down_proj", "re:.*layers\\.0\\.self_attn\\.o_proj$")
 ATTENTION = ("re:.*self_attn\\.(q|k|v|o)_proj$",)
 
@@ -247,7 +248,7 @@ FORMATS: dict[str, Format] = {
     "int8 packed": compressed(config("pack-quantized", group({**GROUP_INT4, "num_bits": 8}))),
     "int8 packed channel": compressed(config("pack-quantized", group(CHANNEL_INT8))),
     "nvfp4": compressed(config("nvfp4-pack-quantized", group(NVFP4, {**NVFP4, "dynamic": "local"}))),
-    "nvfp4 weights only": compressed(config("nvfp4-pack-quantized", group(NVFP4))),
+    "nvfp4 weights only": compressed(config("nvfp4-pack-quantized", group(OLD_NVFP4))),
     "mxfp4": compressed(config("mxfp4-pack-quantized", group(MXFP4))),
     "mxfp8": compressed(config("mxfp8-quantized", group({**MXFP4, "num_bits": 8}))),
     "mixed": compressed(

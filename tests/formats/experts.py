@@ -14,6 +14,9 @@ qweight, qzeros, scales and g_idx of GPTQ. Scales of gate and up differ, and tho
 dense, by the list of the config: by path in FP8 Qwen3-MoE and in older compressed-tensors files, by "re:.*mlp.gate$" in
 newer ones; not listed in DeepSeek-V3, whose router is no linear module. Its shared_experts are quantised.
 
+transformers 5.23 is no reference for all of these: it drops weight_global_scale of NVFP4 experts, does not read MXFP4
+experts of compressed-tensors, and refuses FP8 blocks at an edge (576 rows of DeepSeek). compressed-tensors reads them.
+
 Established from openai/gpt-oss-20b's config and tensor names as quoted in public repositories, transformers 5.23's
 integrations/mxfp4.py (the tool that the values are compared with) and conversion_mapping.py, and
 llm-compressor's examples for MoE models.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.formats.checkpoint import WEIGHTS, StoredWeight, random_weight, save_source, write_checkpoint
+from tests.formats.checkpoint import WEIGHTS, StoredWeight, random_weight, read_tensors, write_checkpoint
 from tests.formats.compressed import FORMATS, config, group_of, store, value_at
+from tests.formats.experts import CASES
+from tests.formats.layers import Kind, decode, layer_kinds, relative_error
 
 ROWS, COLUMNS = 12, 256
 # The largest error, relative to the largest weight of a group or of what else shares a scale.
@@ -44,16 +47,13 @@ def stored_weight(name: str, weight: Tensor) -> tuple[str, dict[str, Any], Store
     return group.get("format", form.settings["format"]), group["weights"], StoredWeight(tensors, *stored.dense.values())
 
 
-def decode(form: str, weights: dict[str, Any], tensors: dict[str, Tensor], shape: torch.Size) -> Tensor:
-    rows, columns = map(range, shape)
-    return torch.tensor([[value_at(form, weights, tensors, row, column) for column in columns] for row in rows])
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_returned_weight_is_the_stored_one_by_definition(name: str) -> None:
     weight = random_weight(ROWS, COLUMNS)
     form, weights, stored = stored_weight(name, weight)
-    torch.testing.assert_close(decode(form, weights, stored.tensors, weight.shape), stored.weight, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        decode(partial(value_at, form, weights), stored.tensors, weight.shape), stored.weight, rtol=1e-6, atol=0
+    )
     error = (stored.weight - weight).abs().amax() / weight.abs().amax()
     assert 0 < error < ERRORS[name.split()[0]]
 
@@ -63,8 +63,8 @@ def test_a_wrong_reading_changes_the_weight(name: str) -> None:
     weight = random_weight(ROWS, COLUMNS)
     form, weights, stored = stored_weight(name, weight)
     suffix, change = FAULTS[name]
-    wrong = decode(form, weights, {**stored.tensors, suffix: change(stored.tensors[suffix])}, weight.shape)
-    assert (wrong - stored.weight).norm() > 0.04 * stored.weight.norm()
+    tensors = {**stored.tensors, suffix: change(stored.tensors[suffix])}
+    assert relative_error(decode(partial(value_at, form, weights), tensors, weight.shape), stored.weight) > 0.04
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -112,7 +112,7 @@ def test_the_settings_are_those_of_compressed_tensors(name: str) -> None:
 
 
 LAYER = "model.layers.0.self_attn.k_proj"  # [64, 256]
-STORED: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
+STORED: dict[str, dict[str, Kind]] = {
     "float channel": {"weight": (torch.float8_e4m3fn, (64, 256)), "weight_scale": (torch.bfloat16, (64, 1))},
     "float tensor": {
         "weight": (torch.float8_e4m3fn, (64, 256)), "weight_scale": (torch.bfloat16, (1,)),
@@ -144,25 +144,39 @@ STORED: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_source(tmp_path_factory.mktemp("dense") / "llama")
-
-
 @pytest.mark.parametrize("name", STORED)
-def test_a_folder_has_the_tensors_of_the_format(name: str, source: Path, tmp_path: Path) -> None:
-    dense = write_checkpoint(FORMATS[name], source, tmp_path / "stored")
-    tensors = load_file(tmp_path / "stored" / WEIGHTS)
-    layer = {key.removeprefix(f"{LAYER}."): item for key, item in tensors.items() if key.startswith(f"{LAYER}.")}
-    assert {key: (item.dtype, tuple(item.shape)) for key, item in layer.items()} == STORED[name]
-    assert dense.keys() == load_file(source / WEIGHTS).keys()
+def test_a_folder_has_the_tensors_of_the_format(name: str, llama: Path, tmp_path: Path) -> None:
+    dense = write_checkpoint(FORMATS[name], llama, tmp_path / "stored")
+    assert layer_kinds(tmp_path / "stored", LAYER) == STORED[name]
+    assert dense.keys() == load_file(llama / WEIGHTS).keys()
     assert all(item.dtype == torch.float32 for item in dense.values())
     settings = json.loads((tmp_path / "stored" / "config.json").read_text())["quantization_config"]
     assert settings == FORMATS[name].settings
 
 
-def test_ignored_layers_stay_dense_and_groups_differ(source: Path, tmp_path: Path) -> None:
-    write_checkpoint(FORMATS["mixed"], source, tmp_path / "stored")
+EXPERT_CASES = ("int4", "nvfp4", "mxfp4 experts only")
+
+
+@pytest.mark.parametrize("name", [*(name for name in FORMATS if "g_idx" not in name), *EXPERT_CASES])
+def test_the_weights_of_a_folder_are_those_of_compressed_tensors(
+    name: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """The tool finds the layers by the settings. It multiplies in the dtype of scales, and rounds to bfloat16.
+
+    It does not know classes: embeddings would be targets too.
+    """
+    converters = pytest.importorskip("compressed_tensors.entrypoints.convert.converters")
+    family, form = CASES[name] if name in EXPERT_CASES else ("llama", FORMATS[name])
+    dense = write_checkpoint(form, sources[family], tmp_path / "stored")
+    tool = converters.CompressedTensorsDequantizer(str(tmp_path / "stored"), ["model.embed_tokens"])
+    tensors = tool.process(read_tensors(tmp_path / "stored"))
+    for key, weight in dense.items():
+        torch.testing.assert_close(tensors.pop(key).float(), weight, rtol=2**-7, atol=0)
+    assert {key.rpartition(".")[2] for key in tensors} <= {"input_scale", "input_global_scale"}
+
+
+def test_ignored_layers_stay_dense_and_groups_differ(llama: Path, tmp_path: Path) -> None:
+    write_checkpoint(FORMATS["mixed"], llama, tmp_path / "stored")
     tensors = load_file(tmp_path / "stored" / WEIGHTS)
     dtypes = {name: tensors[f"model.layers.{name}.weight"].dtype for name in ("0.self_attn.o_proj", "1.mlp.down_proj")}
     assert set(dtypes.values()) == {torch.bfloat16}
@@ -170,8 +184,8 @@ def test_ignored_layers_stay_dense_and_groups_differ(source: Path, tmp_path: Pat
     assert "model.layers.0.mlp.down_proj.weight_packed" in tensors
 
 
-def test_scales_of_the_kv_cache_belong_to_the_attention_module(source: Path, tmp_path: Path) -> None:
-    write_checkpoint(FORMATS["float and kv"], source, tmp_path / "stored")
+def test_scales_of_the_kv_cache_belong_to_the_attention_module(llama: Path, tmp_path: Path) -> None:
+    write_checkpoint(FORMATS["float and kv"], llama, tmp_path / "stored")
     scales = {name: item for name, item in load_file(tmp_path / "stored" / WEIGHTS).items() if name.endswith("v_scale")}
     assert list(scales) == ["model.layers.0.self_attn.v_scale", "model.layers.1.self_attn.v_scale"]
     assert len({item.item() for item in scales.values()}) == 2

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.formats.checkpoint import random_weight, read_tensors, save_source, write_checkpoint
+from tests.formats.checkpoint import random_weight, read_tensors, write_checkpoint, write_dense
 from tests.formats.experts import CASES, gpt_oss_value_at, store_gpt_oss
 from tests.formats.layers import Kind, layer_kinds, relative_error
 
@@ -71,12 +72,6 @@ STORED: dict[str, dict[str, Kind]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("experts")
-    return {family: save_source(folder / family, family) for family in {case.family for case in CASES.values()}}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_has_the_tensors_of_the_format(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     family, form = CASES[name]
@@ -109,3 +104,22 @@ def test_deepseek_has_blocks_at_the_edge(sources: dict[str, Path], tmp_path: Pat
     write_checkpoint(CASES["fp8 deepseek"].form, sources["deepseek_v3"], tmp_path / "stored")
     kinds = layer_kinds(tmp_path / "stored", "model.layers.0.self_attn.kv_a_proj_with_mqa")
     assert kinds["weight"][1] == (576, 256) and kinds["weight_scale_inv"][1] == (5, 2)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "fp8 qwen3"])
+def test_transformers_loads_the_weights_that_the_dense_model_has(
+    name: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """With its own renaming and merging of experts. It dequantises to bfloat16."""
+    if name != "gpt-oss":
+        pytest.importorskip("accelerate", reason="transformers' FP8 quantizer needs it")
+    family, form = CASES[name]
+    dense = write_checkpoint(form, sources[family], tmp_path / "stored")
+    write_dense(sources[family], dense, tmp_path / "dense")
+    settings = {"gpt-oss": Mxfp4Config, "fp8 qwen3": FineGrainedFP8Config}[name](dequantize=True)
+    load = AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "stored", dtype=torch.bfloat16, quantization_config=settings)
+    weights = load(tmp_path / "dense", dtype=torch.float32).state_dict()
+    assert model.state_dict().keys() == weights.keys()
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(weight.float(), weights[key], rtol=2**-8, atol=0)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from transformers import FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -108,3 +108,15 @@ def test_transformers_accepts_the_settings(name: str) -> None:
     settings = FORMATS[name].settings
     assert settings is not None
     FineGrainedFP8Config.from_dict(dict(settings))
+
+
+@pytest.mark.parametrize("name", ["deepseek", "e8m0", "qwen3", "minimax", "ministral"])
+def test_the_weights_of_a_folder_are_those_that_transformers_loads(name: str, llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers' FP8 quantizer needs it")
+    dense = write_checkpoint(FORMATS[name], llama, tmp_path / "stored")
+    settings = FineGrainedFP8Config(dequantize=True)
+    load = AutoModelForCausalLM.from_pretrained
+    weights = load(tmp_path / "stored", dtype=torch.bfloat16, quantization_config=settings).state_dict()
+    assert weights.keys() == dense.keys()
+    for key, weight in dense.items():
+        torch.testing.assert_close(weights[key].float(), weight, rtol=2**-8, atol=0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.formats.checkpoint import random_weight, write_checkpoint
-from tests.formats.int_packed import FORMATS, auto_round_settings, gptq_settings, value_at
+from tests.formats.int_packed import FORMATS, auto_round_settings, gptq_settings, store_awq, store_gptq, value_at
 from tests.formats.layers import PATH, Kind, decode, layer_kinds, relative_error, store_layer
 
 ROWS, COLUMNS = 32, 256  # words of 3 bits need 32 outputs
@@ -165,3 +165,22 @@ def test_parts_of_paths_stay_dense_in_awq(llama: Path, tmp_path: Path) -> None:
     write_checkpoint(FORMATS["awq group 32"], llama, tmp_path / "stored")
     assert "weight" in layer_kinds(tmp_path / "stored", "model.layers.1.mlp.up_proj")
     assert "qweight" in layer_kinds(tmp_path / "stored", "model.layers.0.self_attn.q_proj")
+
+
+def test_a_word_of_gptq_holds_eight_inputs_in_order() -> None:
+    weight = torch.zeros(32, 128)
+    weight[:, 8], weight[3, :8] = 15, torch.arange(8)
+    for offset, zeros in ((0, 0), (1, 0)):
+        stored = store_gptq({"bits": 4, "group_size": 128, "sym": False}, offset, True, weight)
+        first = stored.tensors["qweight"][0, 3].item()
+        assert first == (0x76543210 if offset == 0 else 0x87654321 - 2**32)
+        assert set(stored.tensors["qzeros"].flatten().tolist()) == {zeros}
+
+
+def test_a_word_of_awq_holds_eight_outputs_with_even_ones_first() -> None:
+    weight = torch.zeros(8, 128)
+    weight[:, 1], weight[:, 0] = 15, torch.arange(8)
+    stored = store_awq({"bits": 4, "group_size": 128, "sym": False}, weight)
+    assert stored.tensors["qweight"][0, 0].item() == 0x75316420
+    assert stored.tensors["qzeros"].tolist() == [[0]]
+    assert torch.equal(stored.weight, weight)
