@@ -17,12 +17,12 @@ from tcdeploy.models.weights.conversions import CONVERSIONS
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start.decide import decide
 from tcdeploy.start.planned import PlannedModel
-from tests.formats import compressed, experts, fp8, int_packed, modelopt
+from tests.formats import bitsandbytes, compressed, experts, fp8, int_packed, modelopt, torchao
 from tests.formats.checkpoint import Format, save_source, write_checkpoint, write_dense
 
 FORMATS: dict[str, Format] = {
     f"{module.__name__.rpartition('.')[2]}: {name}": form
-    for module in (compressed, fp8, int_packed, modelopt)
+    for module in (bitsandbytes, compressed, fp8, int_packed, modelopt, torchao)
     for name, form in module.FORMATS.items()
 }
 

@@ -125,7 +125,7 @@ def test_quantisation_without_a_method_is_refused(folder: Path, settings: dict[s
 @pytest.mark.parametrize(
     "method",
     [
-        "bitsandbytes", "torchao", "hqq", "eetq", "quanto", "aqlm", "vptq", "spqr", "higgs", "quark", "bitnet",
+        "hqq", "eetq", "quanto", "aqlm", "vptq", "spqr", "higgs", "quark", "bitnet",
         "fp_quant",
     ],
 )  # fmt: skip

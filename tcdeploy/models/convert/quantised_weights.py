@@ -34,7 +34,15 @@ from tcdeploy.models.weights.sources import WeightSource, replace_tensors, store
 from tcdeploy.planning.schemes import SCHEMES
 
 # Beside scales, what shows that a tensor belongs to a quantised weight.
-QUANTISED_SUFFIXES = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "SCB", "weight.absmax")
+QUANTISED_SUFFIXES = (
+    "_weight_qdata",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_packed",
+    "qweight",
+    "SCB",
+    "weight.absmax",
+)
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # of weights that hold values of their own
 WEIGHTS = ("weight", "gate_up_proj", "down_proj", "gate_up_proj_blocks", "down_proj_blocks")
 
@@ -60,7 +68,8 @@ def find_quantised_weights(
         return {}
     layers: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, stored in tensors.items():
-        path, _, suffix = name.rpartition(".")
+        path, is_part, part = name.partition(".weight.")
+        path, suffix = (path, f"weight.{part}") if is_part else name.rpartition(".")[::2]
         layers[path][suffix] = stored
     weights = {
         f"{path}.{suffix}": weight

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import UnsupportedModelError
-from tcdeploy.models.formats import fp4_weights, packed_weights, scaled_weights
+from tcdeploy.models.formats import fp4_weights, library_weights, packed_weights, scaled_weights
 from tcdeploy.models.formats.layer_names import is_listed
 from tcdeploy.models.formats.quantised_weight import Layer, LayerScheme, QuantisedWeight
 
@@ -133,6 +133,14 @@ def _find_auto_round(settings: Settings, layer: Layer) -> dict[str, QuantisedWei
     return {"weight": packed_weights.find_gptq_weight(layer, zero_offset)}
 
 
+def _find_bitsandbytes(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
+    return {"weight": library_weights.find_bitsandbytes_weight(layer)}
+
+
+def _find_torchao(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
+    return {"weight": library_weights.find_torchao_weight(layer)}
+
+
 def _find_mxfp4(settings: Settings, layer: Layer) -> Mapping[str, QuantisedWeight | None]:
     return fp4_weights.find_mxfp4_experts(layer)
 
@@ -210,6 +218,19 @@ def _auto_round_scheme(settings: Settings, path: str) -> LayerScheme | None:
     return _gptq_scheme(settings, path)
 
 
+def _bitsandbytes_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    is_dense = _is_head(path) or is_listed(path, _listed(settings, "llm_int8_skip_modules"))
+    return LayerScheme("int8") if settings.get("load_in_8bit") and not is_dense else None
+
+
+def _torchao_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    kinds = [str((value or {}).get("_type")) for value in (settings.get("quant_type") or {}).values()]
+    if _is_head(path) or is_listed(path, _listed(settings, "modules_to_not_convert")) or len(kinds) != 1:
+        return None
+    schemes = {"Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "fp8_channel"}
+    return LayerScheme(schemes[kinds[0]]) if kinds[0] in schemes else None
+
+
 def _explicit_scheme(settings: Settings, path: str) -> LayerScheme | None:
     found = settings["schemes"].get(path)
     return None if found is None else LayerScheme(*found)
@@ -250,6 +271,8 @@ METHODS: dict[str, Method] = {
     "awq": Method(_find_awq, _awq_scheme),
     **dict.fromkeys(("auto-round", "intel/auto-round"), Method(_find_auto_round, _auto_round_scheme)),
     "mxfp4": Method(_find_mxfp4, lambda settings, path: None),
+    "bitsandbytes": Method(_find_bitsandbytes, _bitsandbytes_scheme),
+    "torchao": Method(_find_torchao, _torchao_scheme),
     EXPLICIT: Method(lambda settings, layer: {}, _explicit_scheme),
 }
 UNSUPPORTED_SETTINGS = {"compressed-tensors": ("transform_config",)}

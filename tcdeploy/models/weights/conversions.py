@@ -118,6 +118,36 @@ def grouped_values(tensors: Sequence[Tensor], zero: int | None = None) -> Tensor
     return (values.float() - zeros[:, groups]) * scales.float()[:, groups]
 
 
+def divided(tensors: Sequence[Tensor], divisor: float) -> Tensor:
+    return tensors[0].float() / divisor
+
+
+def table_values(
+    tensors: Sequence[Tensor], rows: int, columns: int, block: int, nested_block: int = 0, offset: float = 0.0
+) -> Tensor:
+    """A weight of bitsandbytes with 4 bits: [rows, columns] float32.
+
+    tensors: codes, two per byte, the first in the high half; the table [16]; the largest value of each `block` values.
+    With `nested_block`, the latter are codes, too: of the table [256] after the largest values of each of their blocks,
+    and less `offset`.
+    """
+    codes, table, largest, *nested = tensors
+    if nested_block:
+        scales, nested_table = nested
+        largest = nested_table[largest.long()] * scales.repeat_interleave(nested_block)[: len(largest)] + offset
+    values = table[torch.stack([codes.flatten() >> 4, codes.flatten() & 15], -1).flatten().long()]
+    count = rows * columns
+    return (values[:count] * largest.repeat_interleave(block)[:count]).view(rows, columns)
+
+
+def signed_nibbles_and_offsets(tensors: Sequence[Tensor]) -> Tensor:
+    """code * scale + zero [groups, n], for codes -8 to 7 in int8 [n, k / 2], the first in the low half: [n, k]."""
+    packed, scales, zeros = tensors
+    codes = (unpacked_nibbles(packed.view(torch.uint8)) ^ 8).float() - 8
+    groups = torch.arange(codes.shape[1]) * len(scales) // codes.shape[1]
+    return codes * scales.float().T[:, groups] + zeros.float().T[:, groups]
+
+
 def mxfp4_experts(tensors: Sequence[Tensor]) -> Tensor:
     """Blocks [experts, n, k / 32, 16] and scales [experts, n, k / 32] -> [experts, k, n] bfloat16, which is exact."""
     blocks, scales = tensors
@@ -131,6 +161,7 @@ CONVERSIONS: dict[str, Callable[..., Tensor]] = {
     function.__name__: function
     for function in (
         dequantised, repeated, reciprocal, scaled_in_blocks, without_offset, unpacked, nibbles, awq_values,
-        awq_nibbles, sorted_columns, sorted_nibbles, grouped_values, mxfp4_experts,
+        awq_nibbles, sorted_columns, sorted_nibbles, grouped_values, divided, table_values,
+        signed_nibbles_and_offsets, mxfp4_experts,
     )
 }  # fmt: skip

@@ -1,0 +1,56 @@
+"""Models in quantised formats give the tokens of the same models with dequantised weights, in several families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.start.prepare import prepare
+from tests.engine_loop import generate_tokens
+from tests.exported_programs import exported_programs
+from tests.formats import bitsandbytes, compressed, experts, fp8, int_packed, modelopt
+from tests.formats.checkpoint import Format, save_source, write_checkpoint, write_dense
+
+PROMPTS = [list(range(40, 60)), [5, 6, 7]]
+CASES: dict[str, tuple[str, Format]] = {
+    "llama, GPTQ": ("llama", int_packed.FORMATS["gptq act order"]),
+    "qwen3, FP8": ("qwen3", fp8.FORMATS["qwen3"]),
+    "mistral, compressed-tensors": ("mistral", compressed.FORMATS["int4 asymmetric"]),
+    "gemma3_text, AWQ": ("gemma3_text", int_packed.FORMATS["awq"]),
+    "qwen2, Model Optimizer": ("qwen2", modelopt.FORMATS["nvfp4"]),
+    "olmo2, int8": ("olmo2", compressed.FORMATS["int8"]),
+    "llama, bitsandbytes": ("llama", bitsandbytes.FORMATS["nf4 nested"]),
+    "gpt_oss": experts.CASES["gpt-oss"],
+    "qwen3_moe": experts.CASES["int4"],
+}
+
+
+def tokens_of(folder: Path, cache: Path) -> tuple[list[list[int]], Any]:
+    flags = {"model": str(folder), "cache_dir": str(cache), "dtype": "float32", "programs": "aot"}
+    deployment = prepare(build_recipe({**flags, "buckets": (32,), "batch_sizes": (4,), "context": 128}, environ={}))
+    return generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=24)), deployment
+
+
+QUICK = ("llama, GPTQ", "qwen3, FP8", "gpt_oss", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in CASES]
+)
+def test_tokens_are_those_of_dequantised_weights_also_from_packages(name: str, tmp_path: Path) -> None:
+    family, form = CASES[name]
+    source = save_source(tmp_path / "source", family, tie_word_embeddings=False)
+    dense = write_checkpoint(form, source, tmp_path / "quantised")
+    write_dense(source, dense, tmp_path / "dense")
+    with exported_programs():
+        expected, _ = tokens_of(tmp_path / "dense", tmp_path / "cache")
+        tokens, first = tokens_of(tmp_path / "quantised", tmp_path / "cache")
+        again, second = tokens_of(tmp_path / "quantised", tmp_path / "cache")
+    assert tokens == again == expected and len(set(tokens[0])) > 3
+    assert first.engine.runner.has_model and not second.engine.runner.has_model
+    assert [record.outcome for record in second.records] == ["hit"] * 2
+    assert second.weights_read.num_bytes == first.weights_read.num_bytes
