@@ -82,27 +82,33 @@ def find_quantised_weights(
         bias = f"{name.removesuffix('weight')}bias"
         if bias in tensors and core_name(bias) not in known and not read_tensor(tensors[bias]).any():
             weights[name] = weight._replace(names=(*weight.names, bias))
-    _check_scales(model, weights.values(), tensors)
+        if name in tensors and name not in weight.names:
+            message = f"{model} has two weights for one layer: {name}, and {weight.names[0]}"
+            raise ModelError(message, "save the model again with only one of them")
+    _check_scales(model, weights.values(), tensors, method.has_negative_scales)
     return weights
 
 
-def _check_scales(model: str, weights: Iterable[QuantisedWeight], tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ModelError for scales that are zero, infinite or no number."""
+def _check_scales(
+    model: str, weights: Iterable[QuantisedWeight], tensors: Mapping[str, StoredTensor], may_be_negative: bool
+) -> None:
+    """Raise ModelError for scales that no weight has. Reads them all, in threads."""
     names = [name for weight in weights for name in weight.scales]
     with ThreadPoolExecutor(THREADS) as threads:
-        for name, problem in zip(names, threads.map(lambda name: _problem(tensors[name]), names), strict=True):
+        problems = threads.map(lambda name: _problem(read_tensor(tensors[name]).float(), may_be_negative), names)
+        for name, problem in zip(names, problems, strict=True):
             if problem:
                 raise ModelError(f"{name} of {model} has a scale that is {problem}", HINT)
 
 
-def _problem(stored: StoredTensor) -> str:
-    scales = read_tensor(stored).float()
-    for problem, is_wrong in (
-        ("not a number", torch.isnan), ("infinite", torch.isinf), ("zero", lambda values: values == 0),
-    ):  # fmt: skip
-        if bool(is_wrong(scales).any()):
-            return problem
-    return ""
+def _problem(scales: Tensor, may_be_negative: bool) -> str:
+    if scales.isnan().any():
+        return "not a number"
+    if scales.isinf().any():
+        return "infinite"
+    if (scales == 0).any():
+        return "zero"
+    return "negative" if not may_be_negative and (scales < 0).any() else ""
 
 
 def check_not_quantised(model: str, tensors: Mapping[str, TensorHeader]) -> None:

@@ -28,10 +28,12 @@ Settings = Mapping[str, Any]
 class Method(NamedTuple):
     """find: the weights of a layer of a checkpoint, by the rest of their names; those that are not quantised are left
     out. scheme_of: the scheme of a linear layer by path in the model, for random weights. Both get the settings.
+    has_negative_scales: AutoRound uses the sign of a symmetric scale, also in files that it writes as those of GPTQ.
     """
 
     find: Callable[[Settings, Layer], Mapping[str, QuantisedWeight | None]]
     scheme_of: Callable[[Settings, str], LayerScheme | None]
+    has_negative_scales: bool = False
 
 
 def quantisation_method(config: PreTrainedConfig) -> str | None:
@@ -267,9 +269,11 @@ METHODS: dict[str, Method] = {
     "fbgemm_fp8": Method(_find_fp8, _fp8_scheme),
     "compressed-tensors": Method(_find_compressed, _compressed_scheme),
     "modelopt": Method(_find_model_optimizer, _model_optimizer_scheme),
-    "gptq": Method(_find_gptq, _gptq_scheme),
+    "gptq": Method(_find_gptq, _gptq_scheme, has_negative_scales=True),
     "awq": Method(_find_awq, _awq_scheme),
-    **dict.fromkeys(("auto-round", "intel/auto-round"), Method(_find_auto_round, _auto_round_scheme)),
+    **dict.fromkeys(
+        ("auto-round", "intel/auto-round"), Method(_find_auto_round, _auto_round_scheme, has_negative_scales=True)
+    ),
     "mxfp4": Method(_find_mxfp4, lambda settings, path: None),
     "bitsandbytes": Method(_find_bitsandbytes, _bitsandbytes_scheme),
     "torchao": Method(_find_torchao, _torchao_scheme),
