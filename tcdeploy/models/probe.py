@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tcdeploy.errors import TcdeployError, UnsupportedArchitectureError, UnsupportedModelError
 from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, read_layers
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
-from tcdeploy.models.convert.scheme_linear import quantise_linears
+from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_linears
 from tcdeploy.models.convert.static_rope import freeze_rope
 from tcdeploy.models.formats.methods import quantisation_method
 from tcdeploy.models.formats.quantised_weight import LayerScheme
@@ -127,8 +127,19 @@ def quantise_probed(probed: ProbedModel, scheme_of: Callable[[str], LayerScheme 
     architecture = dataclasses.replace(
         probed.architecture, weight_bytes=_bytes_by_dtype(probed.model),
         schemes=dict(Counter(found.scheme for found in schemes.values())),
+        largest_scheme_elements=_largest_scheme_elements(probed),
     )  # fmt: skip
     return ProbedModel(architecture, probed.model)
+
+
+def _largest_scheme_elements(probed: ProbedModel) -> int:
+    elements = {
+        path: module.rows * module.in_features
+        for path, module in probed.model.named_modules()
+        if isinstance(module, SchemeLinear)
+    }
+    groups = [sum(elements.get(path, 0) for path in paths) for paths in probed.architecture.packed_linears]
+    return max((*groups, *elements.values()), default=0)
 
 
 def _bytes_by_dtype(model: nn.Module) -> dict[str, int]:

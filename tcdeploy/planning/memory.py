@@ -30,6 +30,7 @@ CHECKED_BLOCKS = 3  # KV blocks of such a row
 MAX_CHECKED_WINDOW = 8192  # tokens; no check sequence reaches beyond a larger sliding window
 # Peak memory of the parity check's float32 reference pass, as a multiple of a step's activations for as many tokens.
 PARITY_CHECK_FACTOR = 3.0
+FLOAT32_COPIES = 2  # of a weight in a scheme, while the reference dequantises it: converted, and scaled
 SAMPLING_BYTES_PER_LOGIT = 3  # per row and vocabulary entry: a count and a flag (engine/step/sampling.py)
 HOST_KV_FRACTION = 0.25  # of host memory beyond the weights, on a CPU
 
@@ -77,7 +78,7 @@ def predict_workspace(
     """Predict the memory on a GPU beside weights and KV cache.
 
     Each decode bucket has its own logits; all prefill steps share one logits buffer. All steps share the memory for
-    activations, which the largest step determines. Each captured size of a prefill bucket has its own input buffers.
+    activations, which the largest step determines, and for the dense copy of a quantised weight. Each captured size of a prefill bucket has its own input buffers.
     num_graphs: CUDA graphs of all buckets once every size is captured.
     """
     token_bytes = architecture.peak_activation_elements * DTYPE_BYTES[compute_dtype]
@@ -88,12 +89,14 @@ def predict_workspace(
     num_tables = len(input_sizes) * (max_prefill_sequences + demand.mixed_steps)
     return Workspace(
         cuda_context_bytes=CUDA_CONTEXT_BYTES + CUBLAS_BYTES,
-        activations_bytes=demand.max_prefill_tokens * token_bytes,
+        activations_bytes=demand.max_prefill_tokens * token_bytes
+        + architecture.largest_scheme_elements * DTYPE_BYTES[compute_dtype],
         decode_rows_bytes=(demand.max_batch + 1) * row_bytes,
         prefill_inputs_bytes=sum(input_sizes) * PREFILL_INPUT_BYTES_PER_TOKEN + num_tables * table_bytes,
         logits_bytes=output_rows * architecture.vocab_size * DTYPE_BYTES[compute_dtype],
         graphs_bytes=num_graphs * len(architecture.layer_states) * GRAPH_BYTES_PER_LAYER,
-        parity_check_bytes=int(PARITY_CHECK_FACTOR * _reference_tokens(architecture, demand) * token_bytes),
+        parity_check_bytes=int(PARITY_CHECK_FACTOR * _reference_tokens(architecture, demand) * token_bytes)
+        + FLOAT32_COPIES * architecture.largest_scheme_elements * DTYPE_BYTES["float32"],
     )
 
 

@@ -87,6 +87,8 @@ def test_the_plan_and_the_loaded_model_have_the_bytes_of_the_scheme(family: str,
     planned = plan(pair.quantised, dtype=dtype)
     assert planned.architecture.schemes == {SCHEME.name: len(pair.paths)} and pair.paths
     assert decision_named(planned.plan, "weights").value == f"{len(pair.paths)} linear layers in {SCHEME.name}"
+    layers = [item for item in load(planned).modules() if isinstance(item, SchemeLinear)]
+    assert planned.architecture.largest_scheme_elements == max(item.rows * item.in_features for item in layers)
     model, dense = load(planned), load(plan(pair.dense, dtype=dtype))
     loaded_bytes = sum(tensor.nbytes for tensor in tensors_of(model).values())
     assert planned.plan.weight_bytes == loaded_bytes < sum(tensor.nbytes for tensor in tensors_of(dense).values())

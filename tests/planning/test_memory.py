@@ -203,6 +203,16 @@ def test_the_workspace_counts_everything_that_grows() -> None:
     assert mixed.logits_bytes - workspace.logits_bytes == 32 * 128256 * 2, "the outputs of the decode rows"
 
 
+def test_the_dense_copy_of_a_quantised_weight_is_counted() -> None:
+    quantised = replace(LLAMA_8B, largest_scheme_elements=28672 * 4096)
+    first, second = (
+        predict_workspace(item, "bfloat16", DEMAND, max_prefill_sequences=8, num_graphs=5)
+        for item in (LLAMA_8B, quantised)
+    )
+    assert second.activations_bytes - first.activations_bytes == 2 * 28672 * 4096
+    assert second.parity_check_bytes - first.parity_check_bytes == 2 * 4 * 28672 * 4096
+
+
 @pytest.mark.parametrize("mixed_steps", [True, False])
 def test_the_inputs_of_every_captured_size_are_counted_as_they_are_made(mixed_steps: bool) -> None:
     """The block tables are the largest part: each size has one."""

@@ -20,10 +20,10 @@ def scale_groups(values: Tensor, scales: Tensor) -> Tensor:
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values and scales are multiplied for a weight of this dtype.
 
-    Scales of 8-bit and 4-bit floats are near the smallest normal float16, 6e-5, below which float16 loses digits. So a
-    float16 weight is computed in float32 and rounded once.
+    float32 for weights of 16 bits, which are rounded once, at the end. A rounded scale would shift all elements of its
+    row or block in one direction, and float16 loses digits of scales below its smallest normal number, 6e-5.
     """
-    return torch.float32 if dtype == torch.float16 else dtype
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def groups_of(weight: Tensor, size: int = GROUP_SIZE) -> Tensor:
