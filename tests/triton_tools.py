@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
@@ -39,10 +40,11 @@ def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     TRITON_INTERPRET is read when `@triton.jit` decorates a function, including Triton's own `tl.max` and `tl.cdiv`: it
     decides for the whole process, and fails if Triton was imported before. This redirects the decorated functions
-    instead. It also works around three faults of the interpreter: a jitted function called from a kernel leaves
-    `triton.language` patched; a dot of bfloat16, which numpy lacks, multiplies the bit patterns; Triton 3.6 cannot loop
-    with numpy 2.4. It also skips two costs, a quarter of the run time: overflow checks, whose result the interpreter
-    discards unless `debug` is set, and the construction of a table in each call of `_get_np_dtype`.
+    instead. It also works around faults of the interpreter: a jitted function called from a kernel leaves
+    `triton.language` patched; dots, sums, products and conversions from integers of bfloat16, which numpy lacks,
+    compute with the bit patterns, and subnormal bfloat16 becomes zero; Triton 3.6 cannot loop with numpy 2.4. It also
+    skips two costs, a quarter of the run time: overflow checks, whose result the interpreter discards unless `debug` is
+    set, and the construction of a table in each call of `_get_np_dtype`.
     """
 
     interpret = functools.cache(interpreter.InterpretedFunction)
@@ -59,6 +61,21 @@ def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return create_dot(self, a, b, *rest)
 
+    binary_op, cast_impl = interpreter.InterpreterBuilder.binary_op, interpreter.InterpreterBuilder.cast_impl
+
+    def calculate(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        if left.dtype.scalar != tl.bfloat16 or operation not in (np.add, np.subtract, np.multiply):
+            return binary_op(self, left, right, operation)
+        wide = (self.cast_impl(value, tl.float32) for value in (left, right))
+        return self.cast_impl(binary_op(self, *wide, operation), tl.bfloat16)
+
+    def cast(self: Any, value: Any, dtype: Any) -> Any:
+        if value.dtype.scalar == tl.bfloat16 and dtype.scalar == tl.float32:
+            return interpreter.TensorHandle((value.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        if dtype.scalar == tl.bfloat16 and value.dtype.scalar.is_int():
+            value = cast_impl(self, value, tl.float32)
+        return cast_impl(self, value, dtype)
+
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     uncached = interpreter._get_np_dtype
     cached = functools.cache(uncached)  # pointer types are not hashable
@@ -72,6 +89,8 @@ def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     patched.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())
     monkeypatch.setattr(interpreter, "_patch_lang", lambda fn: interpreter._LangPatchScope())
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "binary_op", calculate)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(JITFunction, "__call__", call)
     try:

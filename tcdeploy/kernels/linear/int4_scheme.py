@@ -14,6 +14,7 @@ than fits. Permuted weights are not packed, since each layer has an order of its
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -85,7 +86,6 @@ def _int4_scheme(dtype: str, zeros: bool, permuted: bool) -> Scheme:
     )
 
 
-for _dtype in SCALE_DTYPES:
-    for _zeros in (False, True):
-        for _permuted in (False, True):
-            SCHEMES[int4_scheme_name(_dtype, _zeros, _permuted)] = _int4_scheme(_dtype, _zeros, _permuted)
+_INT4_SCHEMES = [_int4_scheme(*case) for case in itertools.product(SCALE_DTYPES, (False, True), (False, True))]
+NAMES = tuple(scheme.name for scheme in _INT4_SCHEMES)
+SCHEMES.update(zip(NAMES, _INT4_SCHEMES, strict=True))

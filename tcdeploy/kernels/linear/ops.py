@@ -6,6 +6,7 @@
     linear_add_      cuBLAS, accumulating into the residual
     grouped_mm       a GEMM per expert; replaces an op of transformers (programs/passes/grouped_mm.py)
     scheme_linear    a product with a quantised weight (scheme_linear.py)
+    fused_scheme_linear    the same with the operations around it (scheme_matmul.py)
 
 `config` indexes the tables of tile_configs.py. As an argument it is part of the graph and of its cache key; the Python
 bodies are not, so programs/passes/post_grad.py hashes their sources.
@@ -21,12 +22,8 @@ from torch import Tensor
 
 from tcdeploy.kernels.custom_op import custom_op
 from tcdeploy.kernels.linear import (
-    fp4_scheme,  # noqa: F401 - like the next three, registers its schemes
-    fp8_scheme,  # noqa: F401
     gemv,
-    int4_scheme,  # noqa: F401
-    int8_scheme,  # noqa: F401
-    scheme_linear,  # noqa: F401 - registers its op
+    scheme_matmul,  # noqa: F401 - registers the schemes, their kernels and ops
     skinny_gemm,
 )
 from tcdeploy.kernels.linear.tile_configs import GEMV_TILES, SKINNY_GEMM_TILES

@@ -1,7 +1,8 @@
 """The op `tcdeploy::scheme_linear`: a linear layer whose weight is stored in a scheme (planning/schemes.py).
 
 Programs call it as an opaque node, which names the scheme. At run time it calls the first kernel in KERNELS for the
-scheme, the device and the number of rows. Without one it dequantises the weight and multiplies, in plain torch.
+scheme that fits the device, the number of rows and the shapes. Without one it dequantises the weight and multiplies, in
+plain torch.
 
 A module of this folder that defines a scheme adds it to SCHEMES and its kernels to KERNELS, and is imported by ops.py.
 Cache keys hold the sources of this folder, and the graph holds the name of the scheme.
@@ -9,7 +10,7 @@ Cache keys hold the sources of this folder, and the graph holds the name of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -22,8 +23,12 @@ from tcdeploy.planning.schemes import SCHEMES
 SchemeFunction: TypeAlias = Callable[[Tensor, list[Tensor], Tensor | None], Tensor]
 
 
+def _accepts_all(x: Tensor, tensors: Sequence[Tensor]) -> bool:
+    return True
+
+
 class SchemeKernel(NamedTuple):
-    """A kernel for inputs of min_rows to max_rows rows; max_rows None: of any number.
+    """A kernel for inputs of min_rows to max_rows rows (max_rows None: of any number) that it `accepts`.
 
     The tensors of the weight are contiguous. They have the role of weights, so a kernel that is launched with PDL may
     read them before the previous kernel has ended (torch_compat/inductor/pdl.py).
@@ -33,6 +38,11 @@ class SchemeKernel(NamedTuple):
     function: SchemeFunction
     min_rows: int = 1
     max_rows: int | None = None
+    accepts: Callable[[Tensor, Sequence[Tensor]], bool] = _accepts_all  # of x [rows, k] and the weight's tensors
+
+    def fits(self, rows: Tensor, tensors: Sequence[Tensor]) -> bool:
+        is_row_count = self.min_rows <= len(rows) <= (self.max_rows or len(rows))
+        return self.device == rows.device.type and is_row_count and self.accepts(rows, tensors)
 
 
 KERNELS: dict[str, tuple[SchemeKernel, ...]] = {}  # by name of the scheme
@@ -43,7 +53,7 @@ def scheme_linear(x: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme:
     """x [..., k] @ w [n, k].T + bias [n]: [..., n] in x's dtype, contiguous. `tensors`: of w, in the scheme's order."""
     rows = x.reshape(-1, x.shape[-1])
     for kernel in KERNELS.get(scheme, ()):
-        if kernel.device == x.device.type and kernel.min_rows <= len(rows) <= (kernel.max_rows or len(rows)):
+        if kernel.fits(rows, tensors):
             out = kernel.function(rows, tensors, bias)
             break
     else:

@@ -31,7 +31,7 @@ from tcdeploy.programs.passes.rms_norm import fuse_rms_norm
 from tcdeploy.programs.passes.rotary import fuse_rope_into_attention
 from tcdeploy.programs.passes.silu_mul import fuse_swiglu
 from tcdeploy.programs.passes.sizes import read_sizes_from_inputs
-from tcdeploy.programs.passes.skinny_gemm import replace_with_skinny_gemm
+from tcdeploy.programs.passes.skinny_gemm import replace_scheme_linears, replace_with_skinny_gemm
 from tcdeploy.programs.roles import compiled_roles_key
 from tcdeploy.torch_compat.inductor.custom_graph_pass import CustomGraphPass
 
@@ -64,6 +64,7 @@ class PostGradPass(CustomGraphPass):
         materialize_mlp_input(graph)
         if self.skinny_gemm and importlib.util.find_spec("triton"):
             replace_with_skinny_gemm(graph)
+            replace_scheme_linears(graph)
             fuse_residual_add(graph)
             if self.fused_epilogues:
                 fuse_swiglu(graph)

@@ -1,7 +1,7 @@
 """FX passes: fuse the residual addition into the product before it, which saves a kernel and a trip through memory.
 
-`tcdeploy::linear` takes the residual as an argument. cuBLAS can accumulate any other product into the residual in place
-if nothing reads the residual later, as at the end of a layer: residual += down(x).
+`tcdeploy::linear` and `fused_scheme_linear` take the residual as an argument. cuBLAS can accumulate any other product
+into the residual in place if nothing reads the residual later, as at the end of a layer: residual += down(x).
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from tcdeploy.programs.passes.nodes import (
 )
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
+ADDING_LINEARS = {tcdeploy_ops.linear.default, tcdeploy_ops.fused_scheme_linear.default}
+ADDEND = 2  # its position in their arguments
 
 
 def fuse_residual_add(graph: Graph) -> None:
-    """Pass the other operand of an addition to a `tcdeploy::linear` without bias that only the addition reads."""
+    """Pass the other operand of an addition to one of ADDING_LINEARS without bias that only the addition reads."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         products = [arg for arg in node.args if _is_unbiased_skinny_gemm(node, arg)]
         others = [arg for arg in node.args if arg not in products]
@@ -39,10 +41,10 @@ def fuse_residual_add(graph: Graph) -> None:
         values = [operand.meta["val"] for operand in (node, products[0], others[0])]
         if not _same_dtype_and_shape(*values) or not values[2].is_contiguous():
             continue
-        x, weight, _, config = linear_node.args
         with graph.inserting_before(node):
             rows = insert_reshape(graph, others[0], linear_node.meta["val"].shape)
-            added = insert_call(graph, tcdeploy_ops.linear.default, x, weight, rows, config)
+            args = (*linear_node.args[:ADDEND], rows, *linear_node.args[ADDEND + 1 :])
+            added = insert_call(graph, linear_node.target, *args)
             shaped = insert_reshape(graph, added, shape)
         node.replace_all_uses_with(shaped)
         graph.erase_node(node)
@@ -100,6 +102,6 @@ def _same_dtype_and_shape(*values: Tensor) -> bool:
 
 
 def _is_unbiased_skinny_gemm(consumer: Node, arg: Any) -> bool:
-    """Whether `arg` is a `tcdeploy::linear` without bias whose only reader is `consumer`."""
+    """Whether `arg` is one of ADDING_LINEARS without bias, and its only reader is `consumer`."""
     source: Any = strip_reshapes(arg) if _has_single_consumer(consumer, arg) else None
-    return target_of(source) is tcdeploy_ops.linear.default and source.args[2] is None
+    return target_of(source) in ADDING_LINEARS and source.args[ADDEND] is None

@@ -1,8 +1,9 @@
 """FX pass: fuse RMSNorm into the GEMVs that read its output, at batch 1.
 
 RMSNorm multiplies a row x by weights g and by the scalar 1 / sqrt(mean(x^2) + eps). The scalar can be applied to the
-product instead, and the GEMV (kernels/linear/gemv.py) sums the squares of x beside the product, while it waits for its
-weights. This removes two kernels per Llama layer, each a reduction of one row that leaves most of the GPU idle.
+product instead, and the GEMV (kernels/linear/gemv.py; scheme_matmul.py for quantised weights) sums the squares of x
+beside the product, while it waits for its weights. This removes two kernels per Llama layer, each a reduction of one
+row that leaves most of the GPU idle.
 
 Rounding differs from eager mode: x * g stays in float32. Rejected: the same rewrite for the products that Inductor
 lowers itself under coordinate descent (5.62 ms per step instead of 5.42; docs/performance-log.md).
@@ -30,7 +31,8 @@ from tcdeploy.programs.passes.nodes import (
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 MUL = aten.mul.Tensor
 EPS_ADD_OPS = {aten.add.Tensor, aten.add.Scalar}  # of modelling code, and of torch.nn.functional.rms_norm
-FUSABLE_LINEARS = {tcdeploy_ops.linear.default, tcdeploy_ops.linear_silu_mul.default}
+SCHEME_LINEAR = tcdeploy_ops.fused_scheme_linear.default
+FUSABLE_LINEARS = {tcdeploy_ops.linear.default, tcdeploy_ops.linear_silu_mul.default, SCHEME_LINEAR}
 
 
 class RMSNormMatch(NamedTuple):
@@ -43,7 +45,7 @@ class RMSNormMatch(NamedTuple):
 
 
 def fuse_rms_norm(graph: Graph) -> None:
-    """Fuse each RMSNorm whose only readers are one-row `tcdeploy::linear` and `linear_silu_mul` nodes."""
+    """Fuse each RMSNorm whose only readers are nodes of FUSABLE_LINEARS with one row."""
     matches = {}
     for node in graph.nodes:
         if target_of(node) in FUSABLE_LINEARS and node.args[0].meta["val"].shape[0] == 1:
@@ -105,14 +107,20 @@ def _feeds_only(node: Node, products: Collection[Node]) -> bool:
 
 
 def _fuse(graph: Graph, product: Node, norm: RMSNormMatch) -> None:
-    gated = product.target is tcdeploy_ops.linear_silu_mul.default
-    row, weight, addend, config = (*product.args[:2], None, product.args[2]) if gated else product.args
-    size = row.meta["val"].shape[1]  # type: ignore[union-attr]
+    size = product.args[0].meta["val"].shape[1]  # type: ignore[union-attr]
     with graph.inserting_before(product):
         x = insert_call(graph, aten.reshape.default, norm.x, [1, size])
         scales = insert_call(graph, aten.reshape.default, norm.weight, [size])
-        fused = insert_call(
-            graph, tcdeploy_ops.rms_norm_linear.default, x, scales, norm.eps, weight, addend, gated, config
-        )
+        fused = _insert_normed(graph, product, x, scales, norm.eps)
     product.replace_all_uses_with(fused)
     erase_if_unused(graph, product)
+
+
+def _insert_normed(graph: Graph, product: Node, x: Node, scales: Node, eps: float) -> Node:
+    """The product of a node of FUSABLE_LINEARS with the normalised row x."""
+    if product.target is SCHEME_LINEAR:
+        _, tensors, addend, gated, *_, scheme = product.args
+        return insert_call(graph, SCHEME_LINEAR, x, tensors, addend, gated, scales, eps, scheme)
+    gated = product.target is tcdeploy_ops.linear_silu_mul.default
+    _, weight, addend, config = (*product.args[:2], None, product.args[2]) if gated else product.args
+    return insert_call(graph, tcdeploy_ops.rms_norm_linear.default, x, scales, eps, weight, addend, gated, config)

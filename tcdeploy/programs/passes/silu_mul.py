@@ -1,7 +1,8 @@
 """FX pass: fuse SwiGLU into the skinny GEMM or GEMV that computes gate and up.
 
 Most decoders' MLPs compute silu(gate) * up, where gate and up are the two halves of one product
-(models/convert/packed_linears.py). `tcdeploy::linear_silu_mul` applies it in the epilogue, which saves a kernel.
+(models/convert/packed_linears.py). `tcdeploy::linear_silu_mul`, or `fused_scheme_linear` for quantised weights, applies
+it in the epilogue, which saves a kernel.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from tcdeploy.kernels.linear.tile_configs import N_MULTIPLE
 from tcdeploy.programs.passes.nodes import erase_if_unused, insert_call, is_float_cast, strip_reshapes, target_of
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
+LINEARS = {tcdeploy_ops.linear.default, tcdeploy_ops.fused_scheme_linear.default}
 
 
 def fuse_swiglu(graph: Graph) -> None:
-    """Replace silu(y[..., :half]) * y[..., half:] if y is a `tcdeploy::linear` with no other users."""
+    """Replace silu(y[..., :half]) * y[..., half:] if y is one of LINEARS with no other users."""
     for node in list(graph.nodes):
         if target_of(node) is not aten.mul.Tensor or node.kwargs:
             continue
@@ -27,22 +29,29 @@ def fuse_swiglu(graph: Graph) -> None:
             linear_node = _match_swiglu(node, silu, up)
             if linear_node is not None:
                 with graph.inserting_before(node):
-                    x, weight, _, config = linear_node.args
-                    gated = insert_call(graph, tcdeploy_ops.linear_silu_mul.default, x, weight, config)
+                    gated = _insert_gated(graph, linear_node)
                     shaped = insert_call(graph, aten.reshape.default, gated, list(node.meta["val"].shape))
                 node.replace_all_uses_with(shaped)
                 erase_if_unused(graph, node)
                 break
 
 
+def _insert_gated(graph: Graph, linear_node: Node) -> Node:
+    """The product of a node of LINEARS with SwiGLU as its epilogue."""
+    if linear_node.target is tcdeploy_ops.linear.default:
+        x, weight, _, config = linear_node.args
+        return insert_call(graph, tcdeploy_ops.linear_silu_mul.default, x, weight, config)
+    x, tensors, _, _, *rest = linear_node.args
+    return insert_call(graph, tcdeploy_ops.fused_scheme_linear.default, x, tensors, None, True, *rest)
+
+
 def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
-    """The `tcdeploy::linear` node if `node` is its SwiGLU and the kernel can compute it, else None."""
+    """The node of LINEARS if `node` is its SwiGLU and the kernel can compute it, else None."""
     halves = [half_node for half_node in (_silu_input(silu), up) if target_of(half_node) is aten.slice.Tensor]
     if len(halves) != 2:
         return None
     linear_node = strip_reshapes(halves[0].args[0])
-    is_linear = target_of(linear_node) is tcdeploy_ops.linear.default
-    if not is_linear or strip_reshapes(halves[1].args[0]) is not linear_node:
+    if target_of(linear_node) not in LINEARS or strip_reshapes(halves[1].args[0]) is not linear_node:
         return None
     value = linear_node.meta["val"]
     half = value.shape[1] // 2

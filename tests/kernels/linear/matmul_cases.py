@@ -1,4 +1,4 @@
-"""Matrix products and their expected results, shared by the tests of both linear kernels.
+"""Matrix products and their expected results, shared by the tests of the linear kernels.
 
 `poisoned_outputs` fills each output with NaN and places it in a larger block of NaN, so that a missing column or an
 additional row fails the test.
@@ -6,6 +6,7 @@ additional row fails the test.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -116,3 +117,19 @@ def assert_replays_repeat(chain: Callable[[], Tensor], x: Tensor) -> None:
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def pointers_used_before_wait(ttir: str) -> set[str]:
+    """The kernel's pointer arguments from which the addresses of loads and stores before the wait are computed."""
+    definitions = dict(re.findall(r"(%\w+) = (.*)", ttir))
+
+    def arguments_of(name: str) -> set[str]:
+        if name not in definitions:  # an argument
+            return {name[1:]}
+        return set().union(*(arguments_of(operand) for operand in re.findall(r"%\w+", definitions[name])))
+
+    before = ttir.split("griddepcontrol.wait")[0]
+    addresses = re.findall(r"tt\.(?:load|store|atomic\w*) (%\w+)", before)
+    assert addresses
+    names = set().union(*(arguments_of(address) for address in addresses))
+    return {name for name in names if re.search(rf"%{name}: !tt.ptr", ttir)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from tests.kernels.linear.matmul_cases import (
     assert_reads_only,
     assert_replays_repeat,
     expected,
+    pointers_used_before_wait,
     rand,
     relative_error,
 )
@@ -180,22 +180,6 @@ def test_the_kernel_fits_hopper_and_reads_only_weights_before_the_wait(
     assert "ld.global" in before and "st.global" not in before and "cp.async" not in before
     assert after.index("griddepcontrol.launch_dependents") < after.index("ld.global")
     assert ("cp.async" in after) == (tile.num_stages > 1)
-
-
-def pointers_used_before_wait(ttir: str) -> set[str]:
-    """The kernel's pointer arguments from which the addresses of loads and stores before the wait are computed."""
-    definitions = dict(re.findall(r"(%\w+) = (.*)", ttir))
-
-    def arguments_of(name: str) -> set[str]:
-        if name not in definitions:  # an argument
-            return {name[1:]}
-        return set().union(*(arguments_of(operand) for operand in re.findall(r"%\w+", definitions[name])))
-
-    before = ttir.split("griddepcontrol.wait")[0]
-    addresses = re.findall(r"tt\.(?:load|store|atomic\w*) (%\w+)", before)
-    assert addresses
-    names = set().union(*(arguments_of(address) for address in addresses))
-    return {name for name in names if re.search(rf"%{name}: !tt.ptr", ttir)}
 
 
 def test_pointers_used_before_the_wait_are_found() -> None:

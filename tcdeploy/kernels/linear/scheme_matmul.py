@@ -1,0 +1,206 @@
+"""Launches the Triton kernels of quantised weights, for 1 to 64 rows: bound by reading the bytes of the weight.
+
+- One row (`_gemv`): a program owns a few rows of the weight and reads them from end to end, 16 bytes per thread at a
+  time, into float32. The sum of such 16 bytes is multiplied by its group's scale. It loads weights before the PDL wait.
+- 2 to 64 rows (`_skinny_gemm`): a step's columns are cut into slices of at most one group. Each slice is a dot of the
+  tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact, and only sums are
+  rounded. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
+
+The epilogues are those of the dense kernels (gemv.py, skinny_gemm.py): a bias or residual, SwiGLU on the halves, and
+RMSNorm of a single row. Permuted weights read x through `index_select`: gathered in the kernel, each program would
+gather it again.
+
+Rejected: two dots of the even and the odd columns, since Triton joins the nibbles in registers anyway; one launch per
+scheme with a kernel of its own, since only `FORMAT` differs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcdeploy.kernels.custom_op import custom_op
+from tcdeploy.kernels.linear import fp4_scheme, fp8_scheme, int4_scheme, int8_scheme
+from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
+from tcdeploy.kernels.linear.scheme_tiles import (
+    SchemeGemvTile,
+    SchemeSkinnyGemmTile,
+    fit_block,
+    fit_skinny_gemm,
+    gemv_tile,
+    is_supported,
+    skinny_gemm_tile,
+)
+from tcdeploy.kernels.linear.tile_configs import MAX_ROWS, N_MULTIPLE
+from tcdeploy.planning.schemes import SCHEMES
+from tcdeploy.torch_compat.inductor.pdl import supports_pdl
+from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
+
+GEMV = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_gemv_kernel")
+SKINNY_GEMM = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_skinny_gemm_kernel")
+FORMATS = {  # how the kernels make values of a scheme's bytes
+    fp8_scheme.CHANNEL_NAME: "fp8", fp8_scheme.BLOCK_NAME: "fp8", int8_scheme.NAME: "int8",
+    fp4_scheme.MXFP4_NAME: "e2m1", fp4_scheme.NVFP4_NAME: "e2m1", **dict.fromkeys(int4_scheme.NAMES, "int4"),
+}  # fmt: skip
+CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)  # compute capabilities with bfloat16 and with fp8
+
+
+class Operands(NamedTuple):
+    """The tensors of a weight [n, k] by their use in the kernels."""
+
+    format: str
+    weight: Tensor  # [n, bytes]
+    row_scale: Tensor | None  # n scales of rows
+    group_scale: Tensor | None  # [n / row_block, groups]
+    zero: Tensor | None  # [n, groups]
+    columns: Tensor | None  # [k]
+    groups: int
+    group: int  # columns of a group; the last may be partial
+    row_block: int  # rows that share the scales of groups
+
+    @property
+    def per_byte(self) -> int:
+        """Columns in a byte."""
+        return 2 if self.format in ("int4", "e2m1") else 1
+
+    @property
+    def k(self) -> int:
+        return self.weight.shape[1] * self.per_byte
+
+
+def operands(scheme: str, tensors: Sequence[Tensor]) -> Operands:
+    """The tensors of a weight in a scheme of FORMATS, in the scheme's order, by their use."""
+    by_suffix = dict(zip((item.suffix for item in SCHEMES[scheme].tensors), tensors, strict=True))
+    weight, scale = by_suffix["weight"], by_suffix["weight_scale"]
+    zero, columns = by_suffix.get("weight_zero_point"), by_suffix.get("columns")
+    groups = scale.shape[1] if scale.ndim == 2 else 1
+    is_blocks = scheme == fp8_scheme.BLOCK_NAME
+    is_row_scale = groups == 1 and not is_blocks and scheme not in (fp4_scheme.MXFP4_NAME, fp4_scheme.NVFP4_NAME)
+    row_scale, group_scale = (scale, None) if is_row_scale else (by_suffix.get("weight_global_scale"), scale)
+    found = Operands(FORMATS[scheme], weight, row_scale, group_scale, zero, columns, groups, 0, 1)
+    if is_blocks:
+        return found._replace(group=fp8_scheme.BLOCK, row_block=fp8_scheme.BLOCK)
+    return found._replace(group=found.k // groups)
+
+
+def is_fusable(scheme: str, rows: int, dtype: torch.dtype, tensors: Sequence[Tensor], gated: bool = False) -> bool:
+    """Whether the kernels compute a product of this many rows. Works on fake tensors."""
+    if scheme not in FORMATS or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    weight = operands(scheme, tensors)
+    n = weight.weight.shape[0]
+    is_whole = n % (2 * N_MULTIPLE) == 0 if gated else n % N_MULTIPLE == 0
+    is_contiguous = all(tensor.is_contiguous() for tensor in tensors)
+    return is_whole and is_contiguous and is_supported(rows, n, weight.k, weight.group, weight.per_byte)
+
+
+def accepts(scheme: str, x: Tensor, tensors: Sequence[Tensor], gated: bool = False) -> bool:
+    """Whether the kernels compute x [rows, k] times the weight, on this GPU."""
+    needs_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
+    capability = torch.cuda.get_device_capability(x.device)
+    is_capable = capability >= (FP8_CAPABILITY if needs_fp8 else CAPABILITY)
+    return is_capable and x.stride(1) == 1 and is_fusable(scheme, len(x), x.dtype, tensors, gated)
+
+
+def matmul(
+    scheme: str, x: Tensor, tensors: Sequence[Tensor], addend: Tensor | None = None, gated: bool = False,
+    norm: Tensor | None = None, eps: float = 0.0, tile: SchemeGemvTile | SchemeSkinnyGemmTile | None = None,
+) -> Tensor:  # fmt: skip
+    """x [rows, k] @ w [n, k].T + addend ([n] or [rows, n]), summed in float32: [rows, n], contiguous, in x's dtype.
+
+    `gated` returns silu(y[:, : n/2]) * y[:, n/2 :] and takes no addend. With `norm` [k], the single row x is replaced
+    by x / sqrt(mean(x^2) + eps) * norm. The weight may be read before the previous kernel on the stream has ended.
+    `tile`: by default that of the heuristics.
+    """
+    weight = operands(scheme, tensors)
+    (rows, k), n = x.shape, weight.weight.shape[0]
+    assert is_fusable(scheme, rows, x.dtype, tensors, gated) and weight.k == k and x.stride(1) == 1
+    assert addend is None or (addend.dtype == x.dtype and addend.stride(-1) == 1 and addend.shape in ((n,), (rows, n)))
+    assert not (gated and addend is not None)
+    assert norm is None or (rows == 1 and norm.shape == (k,) and norm.is_contiguous())
+    if weight.columns is not None:
+        x = x.index_select(1, weight.columns)
+        norm = None if norm is None else norm.index_select(0, weight.columns)
+    out = x.new_empty(rows, n // 2 if gated else n)
+    if rows == 1:
+        assert tile is None or isinstance(tile, SchemeGemvTile)
+        _gemv(out, x, weight, addend, gated, norm, eps, tile or gemv_tile(n))
+    else:
+        assert tile is None or isinstance(tile, SchemeSkinnyGemmTile)
+        _skinny_gemm(out, x, weight, addend, gated, tile or skinny_gemm_tile(rows, n))
+    return out
+
+
+def _gemv(
+    out: Tensor, x: Tensor, weight: Operands, addend: Tensor | None, gated: bool, norm: Tensor | None, eps: float,
+    tile: SchemeGemvTile,
+) -> None:  # fmt: skip
+    n, row_bytes = weight.weight.shape
+    use_pdl = supports_pdl(x.device)
+    GEMV.launch(
+        (n // tile.block_n,),
+        out, x, weight.weight, weight.row_scale, weight.group_scale, weight.zero, addend, norm, n, x.shape[1],
+        row_bytes, weight.groups, eps, weight.format, weight.group, weight.row_block, tile.block_n,
+        fit_block(tile.block_bytes, row_bytes), gated, use_pdl,
+        num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
+
+
+def _skinny_gemm(
+    out: Tensor, x: Tensor, weight: Operands, addend: Tensor | None, gated: bool, tile: SchemeSkinnyGemmTile
+) -> None:
+    (rows, k), (n, row_bytes) = x.shape, weight.weight.shape
+    use_pdl = supports_pdl(x.device)
+    padded_rows = max(8, next_power_of_2(rows))  # for the tensor cores; batches with equal padding share a kernel
+    steps = fit_skinny_gemm(tile, padded_rows, k, weight.group)
+    SKINNY_GEMM.launch(
+        (-(-n // steps.block_n),),
+        out, x, weight.weight, weight.row_scale, weight.group_scale, weight.zero, addend, rows, n, k, row_bytes,
+        weight.groups, x.stride(0), addend.stride(0) if addend is not None and addend.ndim == 2 else 0,
+        weight.format, weight.group, weight.row_block, padded_rows, steps.block_n, steps.width,
+        steps.slices, gated, use_pdl,
+        num_warps=tile.num_warps, num_stages=steps.num_stages, **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
+
+
+@custom_op("fused_scheme_linear")
+def fused_scheme_linear(
+    x: Tensor, tensors: list[Tensor], addend: Tensor | None, gated: bool, norm: Tensor | None, eps: float, scheme: str
+) -> Tensor:
+    """`matmul`: a product with a quantised weight, and the operations around it, as one node of a graph.
+
+    On a CPU and on GPUs without the kernel, the weight is dequantised, and the formulas are computed in float32.
+    """
+    if x.is_cuda and accepts(scheme, x, tensors, gated):
+        return matmul(scheme, x, tensors, addend, gated, norm, eps)
+    row = x.float()
+    if norm is not None:
+        row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + eps) * norm.float()
+    y = row @ SCHEMES[scheme].dequantise(tensors, torch.float32).T
+    if gated:
+        gate, up = y.chunk(2, dim=1)
+        y = torch.nn.functional.silu(gate) * up
+    return (y if addend is None else y + addend.float()).to(x.dtype)
+
+
+@fused_scheme_linear.register_fake
+def _(
+    x: Tensor, tensors: list[Tensor], addend: Tensor | None, gated: bool, norm: Tensor | None, eps: float, scheme: str
+) -> Tensor:
+    n, _ = SCHEMES[scheme].dense_shape([tuple(tensor.shape) for tensor in tensors])
+    return x.new_empty(x.shape[0], n // 2 if gated else n)
+
+
+for _scheme in FORMATS:
+    KERNELS[_scheme] = (
+        SchemeKernel(
+            "cuda",
+            functools.partial(matmul, _scheme),
+            max_rows=MAX_ROWS,
+            accepts=functools.partial(accepts, _scheme),
+        ),
+    )

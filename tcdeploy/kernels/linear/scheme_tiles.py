@@ -1,0 +1,118 @@
+"""The shapes that the kernels of quantised weights accept, and their tiles. Does not import Triton.
+
+The tiles follow from the bytes that a thread loads (16 at once, from each of a few rows) and from the register and
+shared memory use of the compiled kernels. They have not been timed on a GPU: scripts/bench-scheme-linear times all of
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, MAX_ROWS, N_MULTIPLE, ONE_WAVE_N
+
+MIN_GROUP = 16  # columns that share a scale; the smallest depth of a tensor core's product
+MAX_SLICE = 128  # columns of a slice of the skinny GEMM
+MAX_SUMS = 1024  # per warp of the skinny GEMM: 32 registers of each thread, and as many for those of a step
+MIN_STAGES, MAX_STAGES = 3, 8  # if steps are of another size than the tile's
+
+
+class SchemeGemvTile(NamedTuple):
+    """The shape of one GEMV program: rows of the weight, and bytes of each row per loop step."""
+
+    name: str
+    block_n: int
+    block_bytes: int
+    num_warps: int
+
+
+class SchemeSkinnyGemmTile(NamedTuple):
+    """The shape of one skinny-GEMM program: rows of the weight, and columns of each row per loop step."""
+
+    name: str
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int  # of the software pipeline
+
+
+SCHEME_GEMV_TILES = (
+    SchemeGemvTile("n4_b2048", 4, 2048, 4),
+    SchemeGemvTile("n2_b2048", 2, 2048, 4),
+    SchemeGemvTile("n8_b2048", 8, 2048, 4),
+    SchemeGemvTile("n4_b1024", 4, 1024, 2),
+    SchemeGemvTile("n8_b1024", 8, 1024, 2),
+    SchemeGemvTile("n4_b4096", 4, 4096, 8),
+)
+N4_B2048, N2_B2048, N8_B2048, N4_B1024, N8_B1024, N4_B4096 = range(len(SCHEME_GEMV_TILES))
+
+SCHEME_SKINNY_GEMM_TILES = (
+    SchemeSkinnyGemmTile("n32_k512", 32, 512, 4, 4),
+    SchemeSkinnyGemmTile("n16_k512", 16, 512, 4, 4),
+    SchemeSkinnyGemmTile("n16_k256", 16, 256, 4, 5),
+    SchemeSkinnyGemmTile("n16_k1024", 16, 1024, 4, 3),
+    SchemeSkinnyGemmTile("n64_k256", 64, 256, 4, 4),
+    SchemeSkinnyGemmTile("n64_k512", 64, 512, 4, 3),
+    SchemeSkinnyGemmTile("n64_k128", 64, 128, 4, 5),
+    SchemeSkinnyGemmTile("n64_k128_w8", 64, 128, 8, 4),
+)
+N32_K512, N16_K512, N16_K256, N16_K1024, N64_K256, N64_K512, N64_K128, N64_K128_W8 = range(
+    len(SCHEME_SKINNY_GEMM_TILES)
+)
+
+
+def is_supported(rows: int, n: int, k: int, group: int, per_byte: int) -> bool:
+    """Whether the kernels compute x [rows, k] @ w [n, k].T with `group` columns to a scale and per_byte to a byte."""
+    is_group = group >= MIN_GROUP and (group % (16 * per_byte) == 0 or group == MIN_GROUP)
+    return 1 <= rows <= MAX_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
+
+
+def gemv_tile(n: int) -> SchemeGemvTile:
+    """A tile for one row: with fewer rows of the weight if there would be too few programs to fill the GPU."""
+    return SCHEME_GEMV_TILES[N2_B2048 if n <= ONE_WAVE_N else N4_B2048]
+
+
+def skinny_gemm_tile(rows: int, n: int) -> SchemeSkinnyGemmTile:
+    """A tile for 2 to 64 rows.
+
+    Each program reads all inputs again. With 16 rows of a 4-bit weight that would be more bytes than the weight has, so
+    wide products use 64. The sums of many rows need the registers of deep steps.
+    """
+    if rows > 16:
+        return SCHEME_SKINNY_GEMM_TILES[N64_K128 if rows <= 32 else N64_K128_W8]
+    if n <= ONE_WAVE_N:
+        return SCHEME_SKINNY_GEMM_TILES[N16_K512 if rows <= 8 else N16_K256]
+    return SCHEME_SKINNY_GEMM_TILES[N32_K512 if n < 4 * ONE_WAVE_N else N64_K256]
+
+
+def fit_block(block: int, size: int) -> int:
+    """The largest divisor of `size` that divides the power of two `block`, so that no loop step needs a mask."""
+    return math.gcd(block, size)
+
+
+class SkinnyGemmSteps(NamedTuple):
+    """A tile for a weight: rows, columns of a slice, which has one scale, slices of a step, and stages."""
+
+    block_n: int
+    width: int
+    slices: int
+    num_stages: int
+
+
+def fit_skinny_gemm(tile: SchemeSkinnyGemmTile, padded_rows: int, k: int, group: int) -> SkinnyGemmSteps:
+    """One slice, which all warps share, or at least one for each warp: fewer would be computed by several warps.
+
+    Steps are smaller, but more of them are in flight, if the sums of all slices would not fit the registers.
+    """
+    widest = min(MAX_SLICE, max(tile.block_k // tile.num_warps, MIN_GROUP)) if tile.block_k > MAX_SLICE else MAX_SLICE
+    width = math.gcd(widest, k, group)
+    slices, block_n = max(tile.block_k // width, 1), tile.block_n
+    slices = fit_block(max(slices, tile.num_warps) if slices > 1 else 1, k // width)
+    while slices > 1 and block_n * slices * padded_rows > MAX_SUMS * tile.num_warps:
+        if slices > tile.num_warps or block_n == N_MULTIPLE:
+            slices //= 2
+        else:
+            block_n //= 2
+    stages = tile.num_stages * tile.block_k // (slices * width)
+    return SkinnyGemmSteps(block_n, width, slices, min(max(stages, MIN_STAGES), MAX_STAGES))

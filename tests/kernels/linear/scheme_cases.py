@@ -1,0 +1,100 @@
+"""Weights in the schemes of the package, and products with them, shared by the tests of their kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the schemes
+from tcdeploy.kernels.linear.scheme_matmul import matmul
+from tcdeploy.planning.schemes import SCHEMES
+from tests.kernels.linear.matmul_cases import EPS, expected, rand
+
+N, K = 32, 192
+BLOCK_N = 160  # rows of a weight in blocks, of which the last are partial
+# Schemes, and the columns of a group where the shapes say them.
+CASES = {
+    "fp8_channel": ("fp8_channel", 0),
+    "fp8_block": ("fp8_block", 0),
+    "int8 by row": ("int8", K),
+    "int8 by group": ("int8", 64),
+    "int4 by row": ("int4_bfloat16_zeros", K),
+    "int4": ("int4_bfloat16", 32),
+    "int4 with zeros": ("int4_float16_zeros", 64),
+    "int4 permuted": ("int4_float32_permuted", 64),
+    "int4 permuted with zeros": ("int4_float16_zeros_permuted", 96),
+    "mxfp4": ("mxfp4", 0),
+    "nvfp4": ("nvfp4", 0),
+}
+FORMS = {  # addend, gated, norm
+    "plain": (False, False, False),
+    "added": (True, False, False),
+    "gated": (False, True, False),
+    "normed": (False, False, True),
+    "normed and added": (True, False, True),
+    "normed and gated": (False, True, True),
+}
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+def rows_of(case: str) -> int:
+    return BLOCK_N if case == "fp8_block" else N
+
+
+def weight_tensors(case: str, n: int = 0, k: int = K) -> list[Tensor]:
+    """A weight [n or rows_of(case), k] whose scales, zero points and columns differ much from each other."""
+    name, group = CASES[case]
+    n = n or rows_of(case)
+    generator = torch.Generator().manual_seed(5)
+    shapes = [item.shape(n, k) for item in SCHEMES[name].tensors]
+    groups = k // (group if k % max(group, 1) == 0 else k) if group else 0
+    return [
+        _random_tensor(item.suffix, item.dtype, [groups if size is None else size for size in shape], generator)
+        for item, shape in zip(SCHEMES[name].tensors, shapes, strict=True)
+    ]
+
+
+def _random_tensor(suffix: str, dtype: str, shape: list[int], generator: torch.Generator) -> Tensor:
+    def integers(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    if suffix == "columns":
+        return torch.randperm(shape[0], generator=generator).int()
+    if suffix == "weight_zero_point":
+        return integers(0, 17).to(torch.uint8)
+    if suffix == "weight" and dtype == "float8_e4m3fn":
+        return torch.randn(shape, generator=generator).mul(50).clamp(-448, 448).to(torch.float8_e4m3fn)
+    if suffix == "weight":
+        return integers(*((-128, 128) if dtype == "int8" else (0, 256))).to(getattr(torch, dtype))
+    if dtype == "uint8":  # exponents
+        return integers(118, 124).to(torch.uint8)
+    return torch.exp2(torch.rand(shape, generator=generator) * 5 - 8).to(getattr(torch, dtype))
+
+
+def product(
+    case: str, rows: int, form: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", n: int = 0, k: int = K
+) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
+    """x, the tensors of a weight, and the keyword arguments of `form`."""
+    added, gated, normed = FORMS[form]
+    n = n or rows_of(case)
+    torch.manual_seed(rows)
+    tensors = [tensor.to(device) for tensor in weight_tensors(case, n, k)]
+    size = SCHEMES[CASES[case][0]].dequantise(tensors, torch.float32).std().item()
+    x, extras = rand(rows, k, dtype=dtype, device=device) / (size * k**0.5), {"gated": gated}
+    if added:
+        extras["addend"] = rand(rows, n, dtype=dtype, device=device) * 3
+    if normed:
+        extras |= {"norm": rand(k, dtype=dtype, device=device) / size}
+        x = (x * size).to(dtype)
+    return x.to(dtype), tensors, extras
+
+
+def run(case: str, x: Tensor, tensors: list[Tensor], extras: dict[str, Any], **options: Any) -> Tensor:
+    return matmul(CASES[case][0], x, tensors, **extras, **({"eps": EPS} if "norm" in extras else {}), **options)
+
+
+def reference(case: str, x: Tensor, tensors: list[Tensor], extras: dict[str, Any]) -> Tensor:
+    return expected(x, SCHEMES[CASES[case][0]].dequantise(tensors, torch.float64), **extras)

@@ -1,0 +1,73 @@
+"""The kernels of quantised weights, compiled for Hopper without a GPU: how they load weights, and that none spills."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton.backends.nvidia
+
+from tcdeploy.kernels.linear import scheme_matmul
+from tests.kernels.linear.matmul_cases import pointers_used_before_wait
+from tests.kernels.linear.scheme_cases import each_case, product, run
+from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, record_launches
+
+
+def launch(case: str, rows: int, form: str) -> None:
+    x, tensors, extras = product(case, rows, form, n=256, k=4096)
+    run(case, x, tensors, extras)
+
+
+def spilled_bytes(ptx: str, folder: Path) -> int:
+    """Bytes that ptxas spills to local memory."""
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    ptxas = Path(triton.backends.nvidia.__path__[0]) / "bin" / "ptxas"
+    command = [str(ptxas), "-v", "--gpu-name=sm_90a", str(source), "-o", str(folder / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill", report)
+    assert spills, report
+    return sum(map(int, spills))
+
+
+@each_case
+@pytest.mark.parametrize("form", ["normed and gated", "added"])
+def test_the_gemv_loads_weights_16_bytes_at_once_and_before_the_wait(
+    case: str, form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(scheme_matmul, "supports_pdl", lambda _: True)
+    launches = record_launches(monkeypatch)
+    launch(case, 1, form)
+    compiled = compile_for_hopper(launches[0])
+    ptx = compiled.asm["ptx"]
+    assert compiled.metadata.launch_pdl and compiled.metadata.shared <= HOPPER_SHARED_BYTES
+    weight_loads = re.findall(r"ld\.global\S*evict_first\S*", ptx)
+    assert weight_loads and all(load.endswith(".v4.b32") for load in weight_loads)
+    assert pointers_used_before_wait(compiled.asm["ttir"]) <= {"weight", "row_scale"}
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "evict_first" in before and "st.global" not in before
+    assert "griddepcontrol.launch_dependents" in after
+    assert spilled_bytes(ptx, tmp_path) == 0
+
+
+@each_case
+@pytest.mark.parametrize("rows", [8, 16, 64])
+def test_the_skinny_gemm_copies_weights_asynchronously_into_tensor_cores(
+    case: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(scheme_matmul, "supports_pdl", lambda _: True)
+    launches = record_launches(monkeypatch)
+    launch(case, rows, "gated" if rows == 16 else "added")
+    compiled = compile_for_hopper(launches[0])
+    ptx = compiled.asm["ptx"]
+    assert compiled.metadata.launch_pdl and compiled.metadata.shared <= HOPPER_SHARED_BYTES
+    assert "cp.async.cg.shared.global" in ptx
+    assert rows > 16 or "cp.async.ca" not in ptx  # cg copies 16 bytes, ca copies less
+    assert re.search(r"\b(mma\.sync|wgmma)", ptx)
+    accesses = [ptx.index(opcode) for opcode in ("cp.async", "ld.global", "st.global") if opcode in ptx]
+    assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents") < min(accesses)
+    assert spilled_bytes(ptx, tmp_path) == 0

@@ -1,0 +1,302 @@
+"""The kernels of quantised weights agree with the dequantised weight in float64, for each scheme and epilogue.
+
+The values of a weight are exact in the kernels, and sums are float32, so the tolerance is that of the output's
+rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tcdeploy.kernels.linear.scheme_linear import KERNELS
+from tcdeploy.kernels.linear.scheme_matmul import fused_scheme_linear, is_fusable, matmul, operands
+from tcdeploy.kernels.linear.scheme_tiles import (
+    MAX_SUMS,
+    N8_B2048,
+    SCHEME_GEMV_TILES,
+    SCHEME_SKINNY_GEMM_TILES,
+    fit_skinny_gemm,
+    gemv_tile,
+    skinny_gemm_tile,
+)
+from tcdeploy.planning.schemes import SCHEMES
+from tests.kernels.linear.matmul_cases import (
+    EPS,
+    assert_agrees,
+    assert_reads_only,
+    rand,
+)
+from tests.kernels.linear.scheme_cases import (
+    CASES,
+    FORMS,
+    K,
+    each_case,
+    product,
+    reference,
+    rows_of,
+    run,
+    weight_tensors,
+)
+from tests.triton_tools import triton_interpreter
+
+# Arithmetic
+
+
+@each_case
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [(rows, form) for rows in (1, 2, 5, 16, 33) for form in FORMS if rows == 1 or "normed" not in form],
+)
+def test_every_form_agrees_and_writes_only_its_rows(
+    case: str, rows: int, form: str, device: str, poisoned_outputs: list[Tensor]
+) -> None:
+    x, tensors, extras = product(case, rows, form, device=device)
+    assert_agrees(run(case, x, tensors, extras), reference(case, x, tensors, extras))
+    assert poisoned_outputs[0].shape[1] == rows_of(case) // (2 if extras["gated"] else 1)
+    assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
+
+
+@each_case
+@pytest.mark.parametrize("rows", [1, 5])
+def test_inputs_may_be_float16_and_slices(case: str, rows: int, device: str) -> None:
+    x, tensors, extras = product(case, rows, "plain", torch.float16, device)
+    packed = torch.cat([x * 2, x, x], 1)
+    bias = rand(rows_of(case), dtype=torch.float16, device=device)
+    for columns in (packed[:, K : 2 * K], torch.cat([x[:, :3], packed], 1)[:, K + 3 : 2 * K + 3]):
+        extras["addend"] = bias
+        assert_agrees(run(case, columns, tensors, extras), reference(case, x, tensors, extras))
+
+
+@each_case
+@pytest.mark.parametrize("tile", [*SCHEME_GEMV_TILES, *SCHEME_SKINNY_GEMM_TILES], ids=lambda tile: tile.name)
+def test_every_tile_agrees(case: str, tile: Any, device: str) -> None:
+    x, tensors, extras = product(case, 1 if tile in SCHEME_GEMV_TILES else 9, "gated", device=device, n=64, k=512)
+    assert_agrees(run(case, x, tensors, extras, tile=tile), reference(case, x, tensors, extras))
+
+
+@each_case
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_kernels_read_only_their_inputs(case: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permuted inputs are a copy."""
+    if "permuted" in case:
+        return
+    x, tensors, extras = product(case, rows, "added")
+    with triton_interpreter(monkeypatch), assert_reads_only(monkeypatch, x, *tensors, extras["addend"]) as loads:
+        assert_agrees(run(case, x, tensors, extras), reference(case, x, tensors, extras))
+    assert sum(loads) >= x.numel() + sum(tensor.numel() for tensor in tensors)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_codes_have_their_values(rows: int, dtype: torch.dtype, device: str) -> None:
+    """One column of the input is 1 and the others are 0, so that the product is a column of the weight, exactly."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    tensors = {
+        "fp8_channel": [codes.view(torch.float8_e4m3fn), torch.full((256,), 0.5)],
+        "int8": [codes.view(torch.int8), torch.full((256, 1), 0.5)],
+        "int4_bfloat16": [codes, torch.full((256, 1), 0.5, dtype=torch.bfloat16)],
+        "int4_float16_zeros": [codes, torch.full((256, 1), 0.5).half(), (codes % 17)[:, None]],
+        "mxfp4": [codes, torch.full((256, 2), 128, dtype=torch.uint8)],
+        "nvfp4": [codes, torch.full((256, 4), 2.0).to(torch.float8_e4m3fn), torch.full((256,), 0.5)],
+    }
+    x = torch.zeros(rows, 64, dtype=dtype)
+    x[-1, 9] = 1
+    for name, (codes_of_row, *scales) in tensors.items():
+        is_fp8 = name == "fp8_channel"
+        width = 64 if name in ("fp8_channel", "int8") else 32
+        weight = codes_of_row.view(torch.uint8)[:, None].repeat(1, width)
+        if is_fp8:
+            weight[weight & 127 == 127] = 0  # NaN
+        parts = [weight.view(codes_of_row.dtype).to(device), *(item.contiguous().to(device) for item in scales)]
+        column = SCHEMES[name].dequantise(parts, dtype)[:, 9]
+        tile = SCHEME_GEMV_TILES[N8_B2048] if rows == 1 else None
+        assert_close(matmul(name, x.to(device), parts, tile=tile)[-1], column, rtol=0, atol=0)
+
+
+def test_special_exponents_of_mxfp4(device: str) -> None:
+    """0 is 2**-127, and 255 is NaN."""
+    weight = torch.full((16, 32), 0x22, dtype=torch.uint8)  # ones
+    scale = torch.tensor([[0, 127]] * 8 + [[255, 127]] * 8, dtype=torch.uint8)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    x[0, 0] = 2.0**120
+    for rows in (1, 2):
+        y = matmul("mxfp4", x.repeat(rows, 1).to(device), [weight.to(device), scale.to(device)])
+        assert (y[:, :8] == 2.0**-7).all() and y[:, 8:].isnan().all()
+
+
+# Mistakes that the tolerance must not hide
+
+
+def changed(index: int, change: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    return lambda tensors: [change(tensor) if i == index else tensor for i, tensor in enumerate(tensors)]
+
+
+def of_bytes(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: (
+        change(tensor.view(torch.uint8)).view(tensor.dtype) if tensor.itemsize == 1 else change(tensor)
+    )
+
+
+def next_along(dim: int) -> Callable[[Tensor], Tensor]:
+    return of_bytes(lambda tensor: tensor.roll(-1, dim))
+
+
+def swap_nibbles(weight: Tensor) -> Tensor:
+    return weight << 4 | weight >> 4
+
+
+def dropped(scale: Tensor) -> Tensor:
+    return torch.full_like(scale.float(), 127 if scale.dtype == torch.uint8 else 1).to(scale.dtype)
+
+
+FAULTS = {
+    "scale dropped": ([*CASES], changed(1, dropped)),
+    "scale of the next row": ([*CASES], changed(1, next_along(0))),
+    "scale of the next group": (
+        ["fp8_block", "int8 by group", "int4", "int4 with zeros", "int4 permuted", "mxfp4", "nvfp4"],
+        changed(1, next_along(1)),
+    ),
+    "nibbles swapped": ([case for case in CASES if "4" in case], changed(0, swap_nibbles)),
+    "zero point off by one": ([case for case in CASES if "zeros" in case], changed(2, lambda zero: zero + 1)),
+    "zero point of the next group": (["int4 with zeros"], changed(2, next_along(1))),
+    "zero point of the next row": (["int4 by row"], changed(2, next_along(0))),
+    "permutation ignored": (
+        [case for case in CASES if "permuted" in case],
+        lambda tensors: [*tensors[:-1], torch.arange(len(tensors[-1]), dtype=torch.int32)],
+    ),
+    "permutation inverted": (
+        [case for case in CASES if "permuted" in case],
+        lambda tensors: [*tensors[:-1], tensors[-1].argsort().int()],
+    ),
+    "global scale dropped": (["nvfp4"], changed(2, dropped)),
+    "global scale of the next row": (["nvfp4"], changed(2, next_along(0))),
+    "signs ignored": (["mxfp4", "nvfp4"], changed(0, lambda weight: weight & 0x77)),
+}
+
+
+@pytest.mark.parametrize(("fault", "case"), [(fault, case) for fault, (cases, _) in FAULTS.items() for case in cases])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_mistake_exceeds_the_tolerance(fault: str, case: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, tensors, extras = product(case, rows, "plain")
+    with triton_interpreter(monkeypatch):
+        y = run(case, x, tensors, extras)
+    assert_agrees(y, reference(case, x, tensors, extras))
+    with pytest.raises(AssertionError):
+        assert_agrees(y, reference(case, x, FAULTS[fault][1](tensors), extras))
+
+
+# The op, and where the kernels are used
+
+
+@each_case
+@pytest.mark.parametrize("form", FORMS)
+def test_on_a_cpu_the_op_agrees(case: str, form: str) -> None:
+    x, tensors, extras = product(case, 1, form)
+    arguments = (x, tensors, extras.get("addend"), extras["gated"], extras.get("norm"), EPS, CASES[case][0])
+    assert_agrees(fused_scheme_linear(*arguments), reference(case, x, tensors, extras))
+    has_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors)  # which test_schema cannot compare
+    if form in ("added", "normed and gated"):
+        checks = ("test_schema",) if not has_fp8 else ()
+        checks += ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(fused_scheme_linear.overload, arguments, test_utils=checks)
+
+
+def test_every_scheme_has_a_kernel_for_decode_batches_on_a_gpu() -> None:
+    assert KERNELS.keys() == SCHEMES.keys()
+    for kernels in KERNELS.values():
+        assert [(item.device, item.min_rows, item.max_rows) for item in kernels] == [("cuda", 1, 64)]
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "n", "k", "dtype", "gated", "is_supported"),
+    [
+        ("fp8_channel", 1, 160, 320, torch.bfloat16, False, True),
+        ("fp8_channel", 64, 160, 320, torch.float16, True, True),
+        ("fp8_channel", 65, 160, 320, torch.bfloat16, False, False),
+        ("fp8_channel", 1, 160, 320, torch.float32, False, False),
+        ("fp8_block", 1, 168, 320, torch.bfloat16, False, False),
+        ("fp8_block", 1, 160, 336, torch.bfloat16, False, False),
+        ("mxfp4", 1, 176, 320, torch.bfloat16, False, True),
+        ("mxfp4", 1, 176, 320, torch.bfloat16, True, False),
+        ("mxfp4", 1, 160, 352, torch.bfloat16, False, False),
+        ("int4", 1, 160, 320, torch.bfloat16, False, True),
+    ],
+)
+def test_shapes_that_the_kernels_do_not_take(
+    case: str, rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, is_supported: bool
+) -> None:
+    assert is_fusable(CASES[case][0], rows, dtype, weight_tensors(case, n, k), gated) == is_supported
+
+
+def test_groups_that_the_kernels_do_not_take() -> None:
+    weight, columns = torch.zeros(16, 960, dtype=torch.int8), 960
+    sizes = [columns // groups for groups in (1, 5, 10, 20, 30, 60, 120) if _is_int8_fusable(weight, groups)]
+    assert sizes == [960, 192, 96, 48, 32, 16]
+
+
+def _is_int8_fusable(weight: Tensor, groups: int) -> bool:
+    return is_fusable("int8", 1, torch.bfloat16, [weight, torch.ones(len(weight), groups)])
+
+
+def test_tensors_that_are_not_contiguous_are_not_fusable() -> None:
+    weight, scale = weight_tensors("fp8_channel")
+    assert not is_fusable("fp8_channel", 1, torch.bfloat16, [weight.t().contiguous().t(), scale])
+
+
+def test_the_sums_of_a_skinny_gemm_fit_registers() -> None:
+    for tile in SCHEME_SKINNY_GEMM_TILES:
+        for padded_rows in (8, 16, 32, 64):
+            for group in (16, 32, 64, 96, 128, 4096):
+                block_n, width, slices, num_stages = fit_skinny_gemm(tile, padded_rows, 12288, group)
+                assert block_n * slices * padded_rows <= MAX_SUMS * tile.num_warps or slices == 1
+                assert slices == 1 or slices >= tile.num_warps
+                assert group % width == 0 and block_n % 16 == 0 and 12288 % (width * slices) == 0
+                assert 3 <= num_stages <= 8
+
+
+@pytest.mark.parametrize(("rows", "n", "name"), [
+    (1, 2048, "n2_b2048"), (1, 4096, "n4_b2048"), (2, 2048, "n16_k512"), (9, 2048, "n16_k256"), (8, 4096, "n32_k512"),
+    (16, 28672, "n64_k256"), (17, 4096, "n64_k128"), (33, 4096, "n64_k128_w8"),
+])  # fmt: skip
+def test_the_tile_depends_on_rows_and_width(rows: int, n: int, name: str) -> None:
+    assert (gemv_tile(n) if rows == 1 else skinny_gemm_tile(rows, n)).name == name
+
+
+def test_operands_name_the_use_of_each_tensor() -> None:
+    uses = {case: operands(CASES[case][0], weight_tensors(case)) for case in CASES}
+    assert {case: (item.format, item.group, item.groups, item.row_block) for case, item in uses.items()} == {
+        "fp8_channel": ("fp8", 192, 1, 1),
+        "fp8_block": ("fp8", 128, 2, 128),
+        "int8 by row": ("int8", 192, 1, 1),
+        "int8 by group": ("int8", 64, 3, 1),
+        "int4 by row": ("int4", 192, 1, 1),
+        "int4": ("int4", 32, 6, 1),
+        "int4 with zeros": ("int4", 64, 3, 1),
+        "int4 permuted": ("int4", 64, 3, 1),
+        "int4 permuted with zeros": ("int4", 96, 2, 1),
+        "mxfp4": ("e2m1", 32, 6, 1),
+        "nvfp4": ("e2m1", 16, 12, 1),
+    }
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@each_case
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 64])
+def test_real_shapes_agree_on_a_gpu(case: str, rows: int) -> None:
+    """Also as the op `scheme_linear`, which uses the kernels."""
+    for n, k in ((4096, 4096), (28672, 4096), (4096, 14336)):
+        x, tensors, extras = product(case, rows, "plain", device="cuda", n=n, k=k)
+        torch.cuda.synchronize()  # the kernel may read the weights before earlier kernels end
+        name = CASES[case][0]
+        y = torch.ops.tcdeploy.scheme_linear(x, tensors, None, name)
+        assert_agrees(y, reference(case, x, tensors, extras))
+        assert torch.equal(y, run(case, x, tensors, extras))
