@@ -98,7 +98,8 @@ def test_listed_layers_stay_dense(llama: Path, tmp_path: Path) -> None:
 def test_names_are_read_as_transformers_reads_them() -> None:
     names = ["gate", "model.vision_tower", "model.layers.1.mlp", "lm_head"]
     layer = "model.layers.1"
-    listed = {f"{layer}.block.gate", "model.vision_tower.blocks.0.fc", f"{layer}.mlp.up_proj", "lm_head"}
+    listed = {f"{layer}.block.gate", f"{layer}.block.shared_expert_gate", "model.vision_tower.blocks.0.fc", "lm_head"}
+    listed |= {f"{layer}.mlp.up_proj"}
     for path in (*listed, f"{layer}0.mlp.up_proj", f"{layer}.self_attn.gate_proj", "model.vision_tower_2.fc"):
         assert is_listed(names, path) == (path in listed) == (not should_convert_module(path, names))
 
