@@ -20,7 +20,7 @@ by its path in `modules_to_not_convert`, norms included ("lm_head", "model.layer
 "model.layers.0.mlp.gate"). MiniMax has last parts of paths ("gate", "e_score_correction_bias", "lm_head"). Ministral
 has parents ("model.vision_tower", "model.multi_modal_projector", "lm_head"). AutoFP8 calls the list `ignored_layers`
 (full paths). fbgemm_fp8 lists projections by path. transformers takes an entry as a regular expression that matches
-from the start up to a dot, or as the end of a path: "gate" is no part of "gate_proj".
+from the start up to a dot, or as the end of a path, of "shared_expert_gate" too: "gate" is not the end of "gate_proj".
 
 Established from transformers 5.23 (integrations/finegrained_fp8.py, utils/quantization_config.py), compressed-tensors'
 FP8BlockDequantizer, vLLM's fp8.py and fbgemm_fp8.py, neuralmagic/AutoFP8, and configs quoted in public repositories.
@@ -53,8 +53,8 @@ class Layout(NamedTuple):
 
 
 def is_listed(names: Iterable[str], path: str) -> bool:
-    """Whether a path is one of the names, is below one, or ends in one."""
-    return any(f".{path}.".startswith(f".{name}.") or f".{path}".endswith(f".{name}") for name in names)
+    """Whether a path is one of the names, is below one, or ends in one, inside of a part too."""
+    return any(f"{path}.".startswith(f"{name}.") or path.endswith(name) for name in names)
 
 
 def store(settings: Mapping[str, Any], layout: Layout, path: str, weight: Tensor) -> StoredWeight | None:

@@ -187,9 +187,9 @@ def extra_config(names: Iterable[str]) -> dict[str, Any]:
     """Layers of 8 bits, a dense layer, and entries without a linear weight."""
     dense = {"bits": 16, "data_type": "float"}
     return {
+        r".*layers\.1\.self_attn.*": {"group_size": 32},
         **dict.fromkeys(("lm_head", "model.norm", "model.layers.0.input_layernorm", *names), dense),
         "model.layers.1.self_attn.q_proj": {"bits": 8},
-        r".*layers\.1\.self_attn.*": {"group_size": 32},
     }
 
 

@@ -88,10 +88,10 @@ def test_scales_of_mx_formats_are_powers_of_two() -> None:
 
 def test_the_first_fp4_code_is_in_the_low_nibble() -> None:
     weight = torch.zeros(1, 32)
-    weight[0, :3] = torch.tensor([6.0, 0.5, -1.0])
+    weight[0, :3], weight[0, 16] = torch.tensor([6.0, 0.5, -1.0]), 3
     stored = to_mxfp4(weight)
     assert stored.packed[0, :2].tolist() == [0x17, 0x0A] and stored.scale.tolist() == [[127]]
     assert torch.equal(stored.weight, weight)
     nvfp4 = to_nvfp4(weight)
-    assert nvfp4.packed[0, :2].tolist() == [0x17, 0x0A] and nvfp4.scale.float().tolist() == [[448, 0]]
+    assert nvfp4.packed[0, :2].tolist() == [0x17, 0x0A] and nvfp4.scale.float().tolist() == [[448, 224]]
     assert nvfp4.global_scale is not None and nvfp4.global_scale.item() == pytest.approx(1 / 448)
