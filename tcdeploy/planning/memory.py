@@ -78,7 +78,8 @@ def predict_workspace(
     """Predict the memory on a GPU beside weights and KV cache.
 
     Each decode bucket has its own logits; all prefill steps share one logits buffer. All steps share the memory for
-    activations, which the largest step determines, and for the dense copy of a quantised weight. Each captured size of a prefill bucket has its own input buffers.
+    activations, which the largest step determines, and for the dense copy of a quantised weight. Each captured size of
+    a prefill bucket has its own input buffers.
     num_graphs: CUDA graphs of all buckets once every size is captured.
     """
     token_bytes = architecture.peak_activation_elements * DTYPE_BYTES[compute_dtype]

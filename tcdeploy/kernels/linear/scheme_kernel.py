@@ -1,6 +1,6 @@
-"""The Triton kernels of quantised weights, which scheme_gemv.py and scheme_skinny_gemm.py launch and describe.
+"""The Triton kernels of quantised weights, which scheme_matmul.py launches and describes.
 
-One pair of kernels serves all schemes, because schemes differ in two places only. FORMAT says how bytes become values
+The same kernels serve all schemes, because schemes differ in two places only. FORMAT says how bytes become values
 (`_values`). Scales are of two kinds: `row_scale` multiplies a row of the weight, so it is applied to the sums;
 `group_scale` multiplies GROUP columns of ROW_BLOCK rows.
 
@@ -191,6 +191,41 @@ def _scheme_gemv_kernel(
     if addend is not None:
         y += addend_tile.to(tl.float32)
     tl.store(out + column, y.to(out.dtype.element_ty))
+
+
+@ignore_comments
+@triton.jit
+def _scheme_dequantise_kernel(
+    out, weight, row_scale, group_scale, zero, n, k, row_bytes, groups,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+):  # fmt: skip
+    PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    byte = tl.program_id(1) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)
+    mask = (row < n)[:, None] & (byte < row_bytes)[None, :]
+    codes = tl.load(weight + row.to(tl.int64)[:, None] * row_bytes + byte[None, :], mask=mask)
+    if row_scale is not None:
+        factors = tl.load(row_scale + row, mask=row < n).to(tl.float32)[:, None]
+    else:
+        factors = tl.full([BLOCK_N, 1], 1.0, tl.float32)
+    offsets = (row // ROW_BLOCK * groups)[:, None] + (byte * PER_BYTE // GROUP)[None, :]
+    if group_scale is not None:
+        factors *= _load_scales(group_scale + offsets, mask, FORMAT)
+    if PER_BYTE == 2:
+        if zero is not None:
+            zeros = tl.load(zero + offsets, mask=mask).to(tl.float32)[:, :, None]
+        else:
+            zeros = tl.full([1, 1, 1], 8.0, tl.float32)
+        low, high = _nibble_values(codes[:, :, None], zeros, FORMAT, tl.float32)
+        values = tl.reshape(tl.join(low, high), (BLOCK_N, BLOCK_BYTES, 2)) * factors[:, :, None]
+        values = tl.reshape(values, (BLOCK_N, BLOCK_BYTES * 2))
+    else:
+        values = _byte_values(codes, tl.float32) * factors
+    column = tl.program_id(1) * BLOCK_BYTES * PER_BYTE + tl.arange(0, BLOCK_BYTES * PER_BYTE)
+    out_mask = (row < n)[:, None] & (column < k)[None, :]
+    out_ptrs = out + row.to(tl.int64)[:, None] * k + column[None, :]
+    tl.store(out_ptrs, values.to(out.dtype.element_ty), mask=out_mask)
 
 
 @ignore_comments

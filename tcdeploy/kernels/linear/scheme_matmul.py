@@ -1,10 +1,13 @@
-"""Launches the Triton kernels of quantised weights, for 1 to 64 rows: bound by reading the bytes of the weight.
+"""Launches the Triton kernels of quantised weights. For 1 to 64 rows they are bound by reading the weight's bytes.
 
 - One row (`_gemv`): a program owns a few rows of the weight and reads them from end to end, 16 bytes per thread at a
   time, into float32. The sum of such 16 bytes is multiplied by its group's scale. It loads weights before the PDL wait.
 - 2 to 64 rows (`_skinny_gemm`): a step's columns are cut into slices of at most one group. Each slice is a dot of the
   tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact, and only sums are
   rounded. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
+
+- More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
+  cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.
 
 The epilogues are those of the dense kernels (gemv.py, skinny_gemm.py): a bias or residual, SwiGLU on the halves, and
 RMSNorm of a single row. Permuted weights read x through `index_select`: gathered in the kernel, each program would
@@ -42,6 +45,8 @@ from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GEMV = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_gemv_kernel")
 SKINNY_GEMM = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_skinny_gemm_kernel")
+DEQUANTISE = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_dequantise_kernel")
+DEQUANTISE_ROWS, DEQUANTISE_BYTES, DEQUANTISE_WARPS = 8, 256, 4  # of the weight per program
 FORMATS = {  # how the kernels make values of a scheme's bytes
     fp8_scheme.CHANNEL_NAME: "fp8", fp8_scheme.BLOCK_NAME: "fp8", int8_scheme.NAME: "int8",
     fp4_scheme.MXFP4_NAME: "e2m1", fp4_scheme.NVFP4_NAME: "e2m1", **dict.fromkeys(int4_scheme.NAMES, "int4"),
@@ -167,6 +172,35 @@ def _skinny_gemm(
     )  # fmt: skip
 
 
+def dequantised(scheme: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The dense weight [n, k] in the order of the stored columns, computed in float32 and rounded once."""
+    weight = operands(scheme, tensors)
+    n, row_bytes = weight.weight.shape
+    out = torch.empty(n, weight.k, dtype=dtype, device=weight.weight.device)
+    DEQUANTISE.launch(
+        (-(-n // DEQUANTISE_ROWS), -(-row_bytes // DEQUANTISE_BYTES)),
+        out, weight.weight, weight.row_scale, weight.group_scale, weight.zero, n, weight.k, row_bytes, weight.groups,
+        weight.format, weight.group, weight.row_block, DEQUANTISE_ROWS, DEQUANTISE_BYTES, num_warps=DEQUANTISE_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def dequantised_matmul(scheme: str, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """x [rows, k] @ w [n, k].T + bias [n]: [rows, n] in x's dtype, through a dense copy of the weight."""
+    columns = operands(scheme, tensors).columns
+    if columns is not None:
+        x = x.index_select(1, columns)
+    return torch.nn.functional.linear(x, dequantised(scheme, tensors, x.dtype), bias)
+
+
+def can_dequantise(scheme: str, x: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel serves this GPU and weight. Groups of 4-bit values begin with a byte."""
+    needs_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
+    weight = operands(scheme, tensors)
+    is_capable = torch.cuda.get_device_capability(x.device) >= (FP8_CAPABILITY if needs_fp8 else CAPABILITY)
+    return is_capable and weight.group % weight.per_byte == 0 and all(tensor.is_contiguous() for tensor in tensors)
+
+
 @custom_op("fused_scheme_linear")
 def fused_scheme_linear(
     x: Tensor, tensors: list[Tensor], addend: Tensor | None, gated: bool, norm: Tensor | None, eps: float, scheme: str
@@ -202,5 +236,8 @@ for _scheme in FORMATS:
             functools.partial(matmul, _scheme),
             max_rows=MAX_ROWS,
             accepts=functools.partial(accepts, _scheme),
+        ),
+        SchemeKernel(
+            "cuda", functools.partial(dequantised_matmul, _scheme), accepts=functools.partial(can_dequantise, _scheme)
         ),
     )

@@ -7,11 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 import triton.backends.nvidia
 
 from tcdeploy.kernels.linear import scheme_matmul
 from tests.kernels.linear.matmul_cases import pointers_used_before_wait
-from tests.kernels.linear.scheme_cases import each_case, product, run
+from tests.kernels.linear.scheme_cases import CASES, each_case, product, run, weight_tensors
 from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, record_launches
 
 
@@ -70,4 +71,18 @@ def test_the_skinny_gemm_copies_weights_asynchronously_into_tensor_cores(
     assert re.search(r"\b(mma\.sync|wgmma)", ptx)
     accesses = [ptx.index(opcode) for opcode in ("cp.async", "ld.global", "st.global") if opcode in ptx]
     assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents") < min(accesses)
+    assert spilled_bytes(ptx, tmp_path) == 0
+
+
+@each_case
+def test_the_dense_weight_is_written_in_wide_stores_without_spills(
+    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = record_launches(monkeypatch)
+    name, _ = CASES[case]
+    scheme_matmul.dequantised(name, weight_tensors(case, 256, 4096), torch.bfloat16)
+    ptx = compile_for_hopper(launches[0]).asm["ptx"]
+    stores = re.findall(r"st\.global\S*", ptx)
+    assert stores and all(store.endswith((".v4.b32", ".v2.b32")) for store in stores), set(stores)
     assert spilled_bytes(ptx, tmp_path) == 0

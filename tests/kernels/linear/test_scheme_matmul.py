@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tcdeploy.kernels.linear.scheme_linear import KERNELS
-from tcdeploy.kernels.linear.scheme_matmul import fused_scheme_linear, is_fusable, matmul, operands
+from tcdeploy.kernels.linear.scheme_matmul import (
+    dequantised,
+    dequantised_matmul,
+    fused_scheme_linear,
+    is_fusable,
+    matmul,
+    operands,
+)
 from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_SUMS,
     N8_B2048,
@@ -300,3 +307,37 @@ def test_real_shapes_agree_on_a_gpu(case: str, rows: int) -> None:
         y = torch.ops.tcdeploy.scheme_linear(x, tensors, None, name)
         assert_agrees(y, reference(case, x, tensors, extras))
         assert torch.equal(y, run(case, x, tensors, extras))
+
+
+# More rows than the kernels take
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_dense_weight_is_that_of_the_scheme(case: str, dtype: torch.dtype, device: str) -> None:
+    """All bits are equal, except that nvfp4 multiplies its two scales first.
+
+    Triton's interpreter truncates to bfloat16 instead of rounding.
+    """
+    for n, k in ((0, K), (24, 576)):
+        tensors = [tensor.to(device) for tensor in weight_tensors(case, n, k)]
+        expected = SCHEMES[CASES[case][0]].dequantise(tensors, dtype)
+        columns = operands(CASES[case][0], tensors).columns
+        expected = expected if columns is None else expected[:, columns]
+        dense = dequantised(CASES[case][0], tensors, dtype)
+        rounding = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-23}[dtype]
+        is_exact = case != "nvfp4" and dtype != torch.bfloat16
+        assert_close(dense, expected, rtol=0 if is_exact else rounding, atol=0)
+
+
+@each_case
+def test_many_rows_are_multiplied_by_the_dense_weight(case: str, device: str) -> None:
+    x, tensors, extras = product(case, 96, "plain", device=device)
+    bias = rand(rows_of(case), device=device)
+    y = dequantised_matmul(CASES[case][0], x, tensors, bias)
+    precise = reference(case, x, tensors, {**extras, "addend": bias})
+    assert (y - precise).norm() < 0.01 * precise.norm(), "the dense weight has 8 bits of mantissa"
+
+
+def test_kernels_are_tried_in_the_order_of_their_rows() -> None:
+    assert all([kernel.max_rows for kernel in KERNELS[scheme]] == [64, None] for scheme, _ in CASES.values())
