@@ -8,7 +8,7 @@ They are apart from the kernels of matmul_kernel.py: the source of a kernel is t
 dense kernels would have to be timed again whenever a format changes.
 """
 
-# ruff: noqa: SIM300 - a constexpr is not the constant of a comparison with a dtype
+# ruff: noqa: SIM108, SIM300 - a constexpr is not the constant of a comparison, and branches of Triton read better
 from __future__ import annotations
 
 import triton
@@ -195,6 +195,16 @@ def _scheme_gemv_kernel(
 
 @ignore_comments
 @triton.jit
+def _slice_values(codes, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """The values [slices, n, k] of a tile of codes."""
+    if FORMAT == "int4" or FORMAT == "e2m1":
+        low, high = _nibble_values(codes, zeros, FORMAT, DTYPE)
+        return tl.reshape(tl.join(low, high), (codes.shape[0], codes.shape[1], 2 * codes.shape[2]))
+    return _byte_values(codes, DTYPE)
+
+
+@ignore_comments
+@triton.jit
 def _multiply_slices(weights, inputs):
     """weights [slices, n, k] @ inputs [slices, m, k].T: [slices, n, m]. Each slice is computed by a warp of its own.
 
@@ -238,9 +248,8 @@ def _scheme_skinny_gemm_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if addend is not None:  # a bias (row stride 0) or a residual; loaded before the loop, which hides its latency
-        addend_tile = tl.load(
-            addend + row.to(tl.int64)[:, None] * addend_stride + column[None, :], mask=out_mask, other=0.0
-        )
+        addend_ptrs = addend + row.to(tl.int64)[:, None] * addend_stride + column[None, :]
+        addend_tile = tl.load(addend_ptrs, mask=out_mask, other=0.0)
     if row_scale is not None:
         row_scales = tl.load(row_scale + w_row).to(tl.float32)
     offsets = group_rows + (k_slice * WIDTH // GROUP)[:, None]
@@ -248,20 +257,15 @@ def _scheme_skinny_gemm_kernel(
         scales = _load_scales(group_scale + offsets, None, FORMAT)
     if zero is not None:
         zeros = tl.load(zero + offsets).to(tl.float32)
+    else:
+        zeros = tl.full([1, 1], 8.0, tl.float32)
 
     acc = tl.zeros([K_SLICES, BLOCK_N, BLOCK_M], tl.float32)
     for first in range(0, k // WIDTH, K_SLICES):
         tile = tl.reshape(tl.load(w_ptrs + first * SLICE_BYTES), (BLOCK_N, K_SLICES, SLICE_BYTES))
         tile = tl.permute(tile, (1, 0, 2))
         inputs = tl.load(x_ptrs + first * WIDTH, mask=x_mask, other=0.0)
-        if PER_BYTE == 2:
-            if zero is not None:
-                low, high = _nibble_values(tile, zeros[:, :, None], FORMAT, DTYPE)
-            else:
-                low, high = _nibble_values(tile, tl.full([1, 1, 1], 8.0, tl.float32), FORMAT, DTYPE)
-            weights = tl.reshape(tl.join(low, high), (K_SLICES, BLOCK_N, WIDTH))
-        else:
-            weights = _byte_values(tile, DTYPE)
+        weights = _slice_values(tile, zeros[:, :, None], FORMAT, DTYPE)
         # Too small for the pipeline of asynchronous copies, so they are loaded one step ahead.
         following = first + K_SLICES + k_slice
         offsets = group_rows + (following * WIDTH // GROUP)[:, None]

@@ -57,7 +57,9 @@ SCHEME_SKINNY_GEMM_TILES = (
     SchemeSkinnyGemmTile("n64_k128", 64, 128, 4, 5),
     SchemeSkinnyGemmTile("n64_k128_w8", 64, 128, 8, 4),
 )
-N32_K512, N16_K512, N16_K256, N16_K1024, N64_K256, N64_K512, N64_K128, N64_K128_W8 = range(len(SCHEME_SKINNY_GEMM_TILES))
+N32_K512, N16_K512, N16_K256, N16_K1024, N64_K256, N64_K512, N64_K128, N64_K128_W8 = range(
+    len(SCHEME_SKINNY_GEMM_TILES)
+)
 
 
 def is_supported(rows: int, n: int, k: int, group: int, per_byte: int) -> bool:
