@@ -234,8 +234,10 @@ def _slice_values(codes, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """The values [slices, n, k] of a tile of codes."""
     if FORMAT == "int4" or FORMAT == "e2m1":
         low, high = _nibble_values(codes, zeros, FORMAT, DTYPE)
-        return tl.reshape(tl.join(low, high), (codes.shape[0], codes.shape[1], 2 * codes.shape[2]))
-    return _byte_values(codes, DTYPE)
+        values = tl.reshape(tl.join(low, high), (codes.shape[0], codes.shape[1], 2 * codes.shape[2]))
+    else:
+        values = _byte_values(codes, DTYPE)
+    return values
 
 
 @ignore_comments
@@ -248,8 +250,10 @@ def _multiply_slices(weights, inputs):
     if weights.shape[0] == 1:
         rows = tl.reshape(weights, (weights.shape[1], weights.shape[2]))
         columns = tl.trans(tl.reshape(inputs, (inputs.shape[1], inputs.shape[2])))
-        return tl.dot(rows, columns)[None, :, :]
-    return tl.dot(weights, tl.trans(inputs, 0, 2, 1))
+        sums = tl.dot(rows, columns)[None, :, :]
+    else:
+        sums = tl.dot(weights, tl.trans(inputs, 0, 2, 1))
+    return sums
 
 
 # `rows` is not specialised; otherwise a batch of 16 would recompile the kernel.
