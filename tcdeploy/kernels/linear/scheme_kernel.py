@@ -71,8 +71,10 @@ def _missing_factor(FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 def _byte_values(codes, DTYPE: tl.constexpr):
     """The values of fp8 or int8 codes. A conversion of float16 to bfloat16 is slower than two through float32."""
     if codes.dtype == tl.float8e4nv and DTYPE == tl.bfloat16:
-        return codes.to(tl.float16).to(tl.float32).to(DTYPE)
-    return codes.to(DTYPE)
+        values = codes.to(tl.float16).to(tl.float32).to(DTYPE)
+    else:
+        values = codes.to(DTYPE)
+    return values
 
 
 @ignore_comments
@@ -83,8 +85,10 @@ def _load_scales(pointers, mask, FORMAT: tl.constexpr):
     if FORMAT == "e2m1" and scales.dtype == tl.uint8:
         bits = scales.to(tl.int32)
         is_special = (bits == 0) | (bits == 255)
-        return ((bits << 23) | (is_special.to(tl.int32) << 22)).to(tl.float32, bitcast=True)
-    return scales.to(tl.float32)
+        values = ((bits << 23) | (is_special.to(tl.int32) << 22)).to(tl.float32, bitcast=True)
+    else:
+        values = scales.to(tl.float32)
+    return values
 
 
 @ignore_comments
