@@ -71,8 +71,10 @@ def _missing_factor(FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 def _byte_values(codes, DTYPE: tl.constexpr):
     """The values of fp8 or int8 codes. A conversion of float16 to bfloat16 is slower than two through float32."""
     if codes.dtype == tl.float8e4nv and DTYPE == tl.bfloat16:
-        return codes.to(tl.float16).to(tl.float32).to(DTYPE)
-    return codes.to(DTYPE)
+        values = codes.to(tl.float16).to(tl.float32).to(DTYPE)
+    else:
+        values = codes.to(DTYPE)
+    return values
 
 
 @ignore_comments
@@ -83,8 +85,10 @@ def _load_scales(pointers, mask, FORMAT: tl.constexpr):
     if FORMAT == "e2m1" and scales.dtype == tl.uint8:
         bits = scales.to(tl.int32)
         is_special = (bits == 0) | (bits == 255)
-        return ((bits << 23) | (is_special.to(tl.int32) << 22)).to(tl.float32, bitcast=True)
-    return scales.to(tl.float32)
+        values = ((bits << 23) | (is_special.to(tl.int32) << 22)).to(tl.float32, bitcast=True)
+    else:
+        values = scales.to(tl.float32)
+    return values
 
 
 @ignore_comments
@@ -199,8 +203,10 @@ def _slice_values(codes, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """The values [slices, n, k] of a tile of codes."""
     if FORMAT == "int4" or FORMAT == "e2m1":
         low, high = _nibble_values(codes, zeros, FORMAT, DTYPE)
-        return tl.reshape(tl.join(low, high), (codes.shape[0], codes.shape[1], 2 * codes.shape[2]))
-    return _byte_values(codes, DTYPE)
+        values = tl.reshape(tl.join(low, high), (codes.shape[0], codes.shape[1], 2 * codes.shape[2]))
+    else:
+        values = _byte_values(codes, DTYPE)
+    return values
 
 
 @ignore_comments
@@ -213,8 +219,10 @@ def _multiply_slices(weights, inputs):
     if weights.shape[0] == 1:
         rows = tl.reshape(weights, (weights.shape[1], weights.shape[2]))
         columns = tl.trans(tl.reshape(inputs, (inputs.shape[1], inputs.shape[2])))
-        return tl.dot(rows, columns)[None, :, :]
-    return tl.dot(weights, tl.trans(inputs, 0, 2, 1))
+        sums = tl.dot(rows, columns)[None, :, :]
+    else:
+        sums = tl.dot(weights, tl.trans(inputs, 0, 2, 1))
+    return sums
 
 
 # `rows` is not specialised; otherwise a batch of 16 would recompile the kernel.
