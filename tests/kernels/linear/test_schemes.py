@@ -261,6 +261,13 @@ def test_layers_that_are_packed_have_the_values_that_they_had_apart(name: str) -
         assert torch.equal(scheme.dequantise(layers["l0"].tensors, torch.float32), torch.cat(before))
 
 
+def test_layers_whose_blocks_are_partial_are_not_packed() -> None:
+    scheme = SCHEMES["fp8_block"]
+    layers = nn.ModuleDict({name: SchemeLinear(scheme, scheme.quantise(random_weight(64, 128)), None) for name in "ab"})
+    pack_linears(layers, (("a", "b"),))
+    assert layers["a"].weight is not layers["b"].weight
+
+
 def test_layers_with_groups_of_different_sizes_are_not_packed() -> None:
     scheme, weight = SCHEMES["int8"], torch.ones(4, 8, dtype=torch.int8)
     layers = nn.ModuleDict(

@@ -18,6 +18,7 @@ from tcdeploy.models.convert.packed_linears import pack_linears
 from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_linears
 from tcdeploy.planning.schemes import SCHEMES
 from tcdeploy.programs.passes.post_grad import PostGradPass
+from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
 from tests.int8_rows import SCHEME, scheme_registered
 from tests.programs.passes.compiled_targets import compile_and_run
 
@@ -142,6 +143,13 @@ def test_without_skinny_gemm_nothing_is_fused(flags: dict[str, bool]) -> None:
 )
 def test_products_without_a_kernel_stay_calls_of_scheme_linear(layer: Any, x: Tensor) -> None:
     products = compiled_products(layer(), x, **ALL_FLAGS)
+    assert (products.count, products.plain) == (0, 4)
+
+
+def test_products_of_any_number_of_rows_stay_calls_of_scheme_linear() -> None:
+    x = rows(1, 5)
+    mark_dynamic(x, 1, min=2, max=256)
+    products = compiled_products(Layer("int8"), x, **ALL_FLAGS)
     assert (products.count, products.plain) == (0, 4)
 
 
