@@ -228,6 +228,18 @@ def stored_names(source: Source) -> Iterator[str]:
             yield from stored_names(inner)
 
 
+def conversions(source: Source, function: str) -> Iterator[Source]:
+    """The sources in a source that are the result of a function."""
+    match source:
+        case ["convert", name, *_] if name == function:
+            yield source
+        case ["cat" | "stack", _, parts] | ["convert", _, _, _, parts]:
+            for part in parts:
+                yield from conversions(part, function)
+        case ["slice" | "permute" | "reshape", *_, inner]:
+            yield from conversions(inner, function)
+
+
 def replace_tensors(source: Source, replacements: Mapping[str, Source]) -> Source:
     """The source with other sources in the place of some tensors of the checkpoint."""
     match source:
