@@ -76,9 +76,7 @@ def request_schemes(
             )
     if not schemes:
         reasons = "; ".join(dict.fromkeys(dense.values())) or "the decoder layers have none"
-        raise UsageError(
-            f"--quantize {request.text} quantises no linear layer: {reasons}", "use --quantize fp8 or int8"
-        )
+        raise UsageError(f"{request.text} quantises no linear layer of this model: {reasons}", "use fp8 or int8")
     return RequestedSchemes(schemes, dense)
 
 
