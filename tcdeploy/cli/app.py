@@ -31,6 +31,7 @@ class _Commands(LazyGroup):
         "deploy": "tcdeploy.cli.deploy:deploy",
         "explain": "tcdeploy.cli.explain:explain",
         "doctor": "tcdeploy.cli.doctor:doctor",
+        "quantize": "tcdeploy.cli.quantize:quantize",
         "recipes": "tcdeploy.cli.recipes:recipes",
         "bench": "tcdeploy.cli.bench:app",
         "cache": f"{__name__}:cache",

@@ -15,7 +15,7 @@ import typer
 from typer.main import get_command
 
 PANELS = {
-    "Model": ("model", "recipe"),
+    "Model": ("model", "recipe", "revision", "to", "skip"),
     "Plan": ("missed_shapes",),
     "Text": ("chat",),
     "Server": ("port",),

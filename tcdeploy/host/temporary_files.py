@@ -44,9 +44,9 @@ def temporary_file(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def temporary_folder(purpose: str) -> Iterator[Path]:
-    """Create a private folder in TMPDIR, named after `purpose`, and delete it at the end. Raises OSError."""
-    path, descriptor = create_temporary_folder(purpose)
+def temporary_folder(purpose: str, parent: Path | None = None) -> Iterator[Path]:
+    """As `create_temporary_folder`. Deletes the folder at the end, unless it was renamed."""
+    path, descriptor = create_temporary_folder(purpose, parent)
     try:
         yield path
     finally:
@@ -54,18 +54,19 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def create_temporary_folder(purpose: str) -> tuple[Path, int]:
+def create_temporary_folder(purpose: str, parent: Path | None = None) -> tuple[Path, int]:
     """Create a private folder in TMPDIR, named after `purpose`: returns its path and the descriptor that locks it.
 
-    The folder is in use until the descriptor is closed, or the process ends. Raises OSError.
+    In `parent` it has the permissions of other new folders, because it will be renamed. The folder is in use until the
+    descriptor is closed, or the process ends. Raises OSError.
     """
 
     def create() -> tuple[Path, int]:
         path = root / f"tcdeploy-{purpose}-{HOST}-{secrets.token_hex(6)}"
-        path.mkdir(mode=0o700)
+        path.mkdir(mode=0o700 if parent is None else 0o777)
         return path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
-    root = Path(tempfile.gettempdir())
+    root = parent or Path(tempfile.gettempdir())
     _remove_abandoned(root, FOLDER_PATTERN)
     return _create_locked(create)
 

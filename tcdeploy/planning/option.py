@@ -40,6 +40,7 @@ OF_VLLM = {
     "--max-num-batched-tokens": "use --buckets; the largest is the limit of a step",
     "--max-num-seqs": "use --batch-sizes; the largest is the limit",
     "--pipeline-parallel-size": "a model runs on one GPU",
+    "--quantization": "omit it for a quantised checkpoint; use --quantize to quantise one while it is loaded",
     "--tensor-parallel-size": "a model runs on one GPU",
 }
 
@@ -53,7 +54,7 @@ class Option(NamedTuple):
     name: str = ""  # of the flag and of the variable, if not that of the field
     metavar: str | None = None  # placeholder of the value in the help
     choices: tuple[str, ...] = ()  # allowed texts; those of a Literal follow from its type
-    parse: Callable[[str], Any] | None = None  # the field's value from text; raises UsageError
+    parse: Callable[[str], Any] | None = None  # the field's value from text; raises UsageError. Recipes keep the text
     has_variable: bool = False  # whether an environment variable sets it
     minimum: float | None = None  # of a number; `check_ranges` checks it
     maximum: float = math.inf

@@ -4,7 +4,7 @@ Precedence: flags, then environment (`TCDEPLOY_*`), then the recipe file, then t
 of the fields below. None means that planning decides and gives its reason. The flags, their help and the reference
 documentation are derived from the fields (option.py).
 
-Rejected: pydantic, the heaviest import on the path to `--help`. The fields have only five types.
+Rejected: pydantic, the heaviest import on the path to `--help`. The fields have only six types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import yaml
 
-from tcdeploy.errors import RecipeError
+from tcdeploy.errors import RecipeError, UsageError
 from tcdeploy.planning.kubernetes import is_service_variable
 from tcdeploy.planning.option import (
     ENVIRONMENT_PREFIX,
@@ -33,6 +33,7 @@ from tcdeploy.planning.option import (
     options_of,
     variable_name,
 )
+from tcdeploy.planning.quantize_request import CHOICES, parse_quantize
 
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["cpu", "cuda"]
@@ -62,6 +63,18 @@ class Recipe:
     revision: str | None = _model(None, "branch, tag or commit of a hub model")
     load_format: LoadFormat = _model(
         "auto", "auto: load the weights; dummy: random weights, only the config is read", is_advanced=True
+    )
+    quantize: str | None = _model(
+        None,
+        "quantise linear layers while the model is loaded; int4 has groups of 128 columns, int4:GROUP others",
+        metavar=CHOICES,
+        parse=parse_quantize,
+    )
+    quantize_skip: tuple[str, ...] | None = _model(
+        None,
+        "linear layers that --quantize leaves as they are, beside routers of experts, the head, and others outside of "
+        "the decoder layers: names, paths, wildcards or re:EXPRESSION, such as down_proj,model.layers.0",
+        is_advanced=True,
     )
     trust_remote_code: bool = _model(False, "run modelling code from the model repository")
     generation_config: GenerationConfigSource = _model(
@@ -269,13 +282,19 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
             raise RecipeError(f"{_label(key, source)} is {_SHORT.repr(value)}{suggestion}", f"one of {choices}")
         return value
     parse, type_name = _PARSERS[kind]
+    check = options_of(Recipe)[key][1].parse
     try:
         if isinstance(value, bool) and kind is not bool:
             raise ValueError(value)
-        return parse(value)
+        parsed = parse(value)
+        if check is not None:
+            check(parsed)
+        return parsed
     except (TypeError, ValueError, OverflowError) as error:
         text = f"{_label(key, source)} is {_SHORT.repr(value)}, which is not {type_name}"
         raise RecipeError(text, f"{key}: {options_of(Recipe)[key][1].help}") from error
+    except UsageError as error:
+        raise RecipeError(f"{_label(key, source)}: {error.message}", error.hint) from error
 
 
 def _parse_int(value: Any) -> int:
@@ -287,6 +306,13 @@ def _parse_int(value: Any) -> int:
 def _parse_ints(value: Any) -> tuple[int, ...]:
     items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     return tuple(_parse_int(item) for item in items)
+
+
+def _parse_texts(value: Any) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
+        raise ValueError(value)
+    return tuple(items)
 
 
 def _parse_bool(value: Any) -> bool:
@@ -309,6 +335,7 @@ _PARSERS: dict[Any, tuple[Callable[[Any], Any], str]] = {  # by type of the fiel
     bool: (_parse_bool, "true or false"),
     float: (float, "a number"),
     str: (_parse_text, "text"),
+    tuple[str, ...]: (_parse_texts, "a list of names such as q_proj,k_proj"),
 }
 # A few lines of YAML with anchors give a value whose whole text would fill the memory.
 _SHORT = reprlib.Repr()

@@ -20,17 +20,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from tcdeploy.cache.record.manifest import Origin
 from tcdeploy.cache.record.provenance import SigningPolicy
 from tcdeploy.engine.generation_defaults import read_model_defaults
-from tcdeploy.errors import UsageError
+from tcdeploy.errors import TcdeployError, UsageError
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
 from tcdeploy.kernels.linear import ops  # noqa: F401 - registers the schemes
 from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.models.convert.quantised_weights import loading_refusal
-from tcdeploy.models.formats.methods import is_quantised, scheme_finder
+from tcdeploy.models.convert.requested_schemes import request_schemes, with_schemes
+from tcdeploy.models.formats.methods import is_quantised, quantisation_method, scheme_finder
 from tcdeploy.models.load import config_to_dict, load_config, read_checkpoint
 from tcdeploy.models.load_errors import translate_error
 from tcdeploy.models.pretrained import LoadSettings
@@ -40,12 +42,13 @@ from tcdeploy.models.sources import model_sources
 from tcdeploy.models.traced_model import NotTraceableError, TracedModel, trace_model
 from tcdeploy.models.weights.checkpoint import stored_dtype, tensor_shapes
 from tcdeploy.models.weights.files import Checkpoint
-from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.architecture import Architecture, digest_config
 from tcdeploy.planning.decision import Decision, Decisions, decide_inputs
 from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
 from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.memory import DTYPE_BYTES, gib
 from tcdeploy.planning.plan import Plan, make_plan
+from tcdeploy.planning.quantize_request import parse_quantize
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.passes.post_grad import op_source_digests
 from tcdeploy.start.auto_programs import resolve_planned
@@ -78,13 +81,11 @@ def decide(
     model = _read_model(recipe, environment, needs_tokenizer, is_dry_run)
     config, architecture, tokenizer = model.config, model.probed.architecture, model.tokenizer
     defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
-    if model.checkpoint and not architecture.dtype and (dtype := stored_dtype(model.checkpoint)):
-        architecture = dataclasses.replace(architecture, dtype=dtype)
-        reason = "dtype of the first floating-point tensor; config.json states none"
-        decisions += (Decision("checkpoint dtype", dtype, reason),)
-    model = model._replace(probed=ProbedModel(architecture, model.probed.model))
+    model, dtype_decisions = _with_stored_dtype(model)
+    model, requested_decisions = _request_schemes(recipe, model)
     quantised = _decide_schemes(recipe, environment, model, is_dry_run)
-    architecture, decisions, findings = quantised.architecture, (*decisions, *quantised.decisions), quantised.findings
+    config, architecture, findings = model.config, quantised.architecture, quantised.findings
+    decisions = (*decisions, *dtype_decisions, *requested_decisions, *quantised.decisions)
     if is_dry_run:
         plan, recipe, environment, found = plan_with_findings(recipe, environment, architecture, decisions)
         findings += found
@@ -101,6 +102,37 @@ def decide(
     if not needs_weights or recipe.load_format == "dummy" or is_quantised(config):
         return planned
     return _with_traced_weights(planned)
+
+
+class RequestedModel(NamedTuple):
+    """A model that is quantised by `recipe.quantize`, as `tcdeploy quantize` needs it.
+
+    model: with fake tensors; linear layers that stay dense are nn.Linear. decisions: why.
+    """
+
+    model: nn.Module
+    traced: TracedModel
+    decisions: tuple[Decision, ...]
+
+
+def trace_requested(recipe: Recipe) -> RequestedModel:
+    """Decide the schemes of a recipe with `quantize`, and nothing else. Raises as `decide`."""
+    environment = detect_environment(recipe.device)
+    model, _ = _with_stored_dtype(_read_model(recipe, environment, needs_tokenizer=False, is_dry_run=True))
+    model, decisions = _request_schemes(recipe, model)
+    traced = _decide_schemes(recipe, environment, model, is_dry_run=False).traced
+    assert traced is not None, "the recipe requests schemes of stored weights"
+    return RequestedModel(model.probed.model, traced, decisions)
+
+
+def _with_stored_dtype(model: _ModelFacts) -> tuple[_ModelFacts, tuple[Decision, ...]]:
+    """The model with the dtype of its checkpoint, if config.json states none."""
+    architecture = model.probed.architecture
+    if not model.checkpoint or architecture.dtype or not (dtype := stored_dtype(model.checkpoint)):
+        return model, ()
+    probed = model.probed._replace(architecture=dataclasses.replace(architecture, dtype=dtype))
+    reason = "dtype of the first floating-point tensor; config.json states none"
+    return model._replace(probed=probed), (Decision("checkpoint dtype", dtype, reason),)
 
 
 class _Quantised(NamedTuple):
@@ -121,11 +153,29 @@ class _Settings(NamedTuple):
     weight_dtype: str
 
 
+def _request_schemes(recipe: Recipe, model: _ModelFacts) -> tuple[_ModelFacts, tuple[Decision, ...]]:
+    """The model with the config of a quantised one, if the recipe requests it. Raises UsageError."""
+    config, (architecture, fake_model) = model.config, model.probed
+    if recipe.quantize is None:
+        if recipe.quantize_skip:
+            raise UsageError("--quantize-skip needs --quantize", "remove --quantize-skip, or add --quantize fp8")
+        return model, ()
+    request = parse_quantize(recipe.quantize)
+    if method := quantisation_method(config):
+        raise UsageError(f"{recipe.model} is quantised already, with {method}", "serve it without --quantize")
+    requested = request_schemes(fake_model, architecture, request, recipe.quantize_skip or ())
+    config = with_schemes(config, requested.schemes)
+    architecture = dataclasses.replace(
+        architecture, quantisation=f"--quantize {request.text}", config_digest=digest_config(config_to_dict(config))
+    )
+    return model._replace(config=config, probed=ProbedModel(architecture, fake_model)), requested.decisions
+
+
 def _decide_schemes(recipe: Recipe, environment: Environment, model: _ModelFacts, is_dry_run: bool) -> _Quantised:
     """Find the schemes of quantised layers, on which memory and programs depend.
 
-    The checkpoint's tensors have them; only for random weights, the config. Raises UnsupportedModelError if the weights
-    cannot be traced. In a dry run, this is a finding.
+    The checkpoint's tensors have them; for random weights and with --quantize, the config. Raises UnsupportedModelError
+    if the weights cannot be traced. In a dry run, this is a finding.
     """
     config, probed = model.config, model.probed
     if not is_quantised(config):
@@ -139,7 +189,7 @@ def _decide_schemes(recipe: Recipe, environment: Environment, model: _ModelFacts
     try:
         traced = _trace(settings, config, model.checkpoint, probed)
     except NotTraceableError as error:
-        refusal = loading_refusal(recipe.model, config, str(error))
+        refusal = _loading_refusal(recipe, config, str(error))
         if not is_dry_run:
             raise refusal from error
         finding = PlanFinding("weights", refusal.message, refusal.hint)
@@ -150,6 +200,15 @@ def _decide_schemes(recipe: Recipe, environment: Environment, model: _ModelFacts
         for reason, elements in dequantised.items()
     )
     return _Quantised(quantise_probed(probed, schemes.get).architecture, traced, decisions)
+
+
+def _loading_refusal(recipe: Recipe, config: PreTrainedConfig, reason: str) -> TcdeployError:
+    if recipe.quantize is None:
+        return loading_refusal(recipe.model, config, reason)
+    message = f"{recipe.model} cannot be quantised while its files are read: {reason}"
+    return UsageError(
+        message, "download safetensors files (hf download), or save it with transformers' save_pretrained()"
+    )
 
 
 def trace_weights(planned: PlannedModel) -> TracedModel:
@@ -218,7 +277,8 @@ def _read_model(recipe: Recipe, environment: Environment, needs_tokenizer: bool,
             checkpoint = read_checkpoint(recipe, config, tensor_shapes(probed.model), not is_dry_run)
     with refusals.collecting():
         tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
-    if refusals.reasons and probed is not None and not is_dry_run and not is_quantised(config):
+    is_stored_dense = not is_quantised(config) and recipe.quantize is None
+    if refusals.reasons and probed is not None and not is_dry_run and is_stored_dense:
         with refusals.collecting():
             make_plan(recipe, environment, probed.architecture)
     refusals.raise_all()

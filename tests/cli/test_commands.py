@@ -33,7 +33,7 @@ except SystemExit as exit_:
 COMMAND_MODULES = {
     f"tcdeploy.cli.{name}"
     for name in ("bench", "cache_bundle", "cache_inspect", "compile", "deploy", "doctor",
-                 "explain", "generate", "recipes", "serve", "warm")
+                 "explain", "generate", "quantize", "recipes", "serve", "warm")
 }  # fmt: skip
 
 
@@ -66,12 +66,12 @@ def test_a_command_imports_no_other_command_nor_pydantic_nor_rich(
 def test_every_command_of_a_group_can_be_loaded_under_its_name() -> None:
     group: Any = get_command(cli.app)
     assert list(group.commands) == [
-        "compile", "warm", "generate", "serve", "deploy", "explain", "doctor", "recipes", "bench", "cache"
+        "compile", "warm", "generate", "serve", "deploy", "explain", "doctor", "quantize", "recipes", "bench", "cache"
     ]  # fmt: skip
     names = [(name, command.name) for name, command in group.commands.items()]
     for subgroup in ("bench", "cache"):
         names += [(name, command.name) for name, command in group.commands[subgroup].commands.items()]
-    assert len(names) == 10 + 5 + 14 and all(name == own for name, own in names)
+    assert len(names) == 11 + 5 + 14 and all(name == own for name, own in names)
 
 
 def test_a_group_lists_and_suggests_commands_without_loading_them() -> None:

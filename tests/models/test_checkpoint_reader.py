@@ -62,7 +62,7 @@ def test_rows_and_other_dtypes_and_results_are_written_too(
     as_float: Tensor = torch.zeros(77, device=device)
     copies = [
         Copy(stored["matrix"], packed[5:15]), Copy(stored["half"], as_float),
-        Copy(stored["matrix"], transposed, lambda: read_tensor(stored["matrix"]).T),
+        Copy(stored["matrix"], transposed, lambda: [read_tensor(stored["matrix"]).T]),
     ]  # fmt: skip
     with copying_tensors(copies):
         pass
@@ -77,9 +77,9 @@ def test_converted_tensors_may_be_read_during_a_capture(files: list[Path]) -> No
     stored, captures = stored_tensors(files)["half"], threading.Event()
     static, target, pool = torch.ones(4, device="cuda"), torch.zeros(77, device="cuda"), torch.cuda.MemPool()
 
-    def read_during_the_capture() -> Tensor:
+    def read_during_the_capture() -> list[Tensor]:
         assert captures.wait(60)
-        return read_tensor(stored)
+        return [read_tensor(stored)]
 
     def step() -> StepOutput:
         captures.set()

@@ -223,15 +223,43 @@ def test_a_whole_number_may_be_written_as_a_float(recipe_file: Callable[..., str
     assert (context, type(context)) == (4096, int)
 
 
-TEXTS = {int: ("8", 8), tuple[int, ...]: ("1,8", (1, 8)), bool: ("true", True), float: ("0.5", 0.5), str: ("x", "x")}
+TEXTS = {
+    int: ("8", 8), tuple[int, ...]: ("1,8", (1, 8)), bool: ("true", True), float: ("0.5", 0.5), str: ("x", "x"),
+    tuple[str, ...]: ("q_proj,re:.*k", ("q_proj", "re:.*k")),
+}  # fmt: skip
+CHECKED_TEXTS = {"quantize": ("int4:64", "int4:64")}  # of keys that do not take every text
 
 
 @pytest.mark.parametrize("key", [item.name for item in fields(Recipe)])
 def test_every_key_can_be_given_as_text(key: str) -> None:
     kind = field_type(typing.get_type_hints(Recipe)[key])
     is_choice = typing.get_origin(kind) is Literal
-    for text, value in [(choice, choice) for choice in typing.get_args(kind)] if is_choice else [TEXTS[kind]]:
+    texts = [(choice, choice) for choice in typing.get_args(kind)] if is_choice else []
+    for text, value in texts or [CHECKED_TEXTS.get(key) or TEXTS[kind]]:
         assert getattr(from_text(key, text), key) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "hint"),
+    [
+        ("int3", "'int3'; it must be fp8, int8, int4 or int4:GROUP", "--quantize fp8"),
+        ("fp8:64", "fp8:64, but fp8 has one scale for each row", "--quantize fp8"),
+        ("int4:100", "int4:100; a group must be a multiple of 8", "--quantize int4:128"),
+        ("int4:0", "int4:0; a group must be a multiple of 8", "--quantize int4:128"),
+    ],
+)
+def test_numbers_that_weights_cannot_have_are_refused_with_the_choices(text: str, problem: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        from_text("quantize", text)
+    assert (caught.value.message, caught.value.hint) == (f"TCDEPLOY_QUANTIZE: --quantize is {problem}", hint)
+
+
+@pytest.mark.parametrize("value", [3, [1], "", "a,,b"])
+def test_names_are_a_list_of_texts(value: object, recipe_file: Callable[..., str]) -> None:
+    names = recipe_file({"quantize_skip": ["down_proj", "re:a{1,2}"]})
+    assert build_recipe({}, names, {}).quantize_skip == ("down_proj", "re:a{1,2}")
+    with pytest.raises(RecipeError, match="which is not a list of names such as q_proj,k_proj"):
+        build_recipe({}, recipe_file({"quantize_skip": value}), {})
 
 
 def test_every_key_has_help() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tcdeploy.kernels.linear.scheme_values import scale_dtype
+from tcdeploy.kernels.linear.scheme_values import rounded_scale, scale_dtype
 from tcdeploy.planning.schemes import SCHEMES, Scheme, SchemeTensor, Shape
 
 BLOCK = 128
@@ -35,7 +35,7 @@ def _dequantise_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _quantise_rows(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
-    scale = weight.float().abs().amax(1).clamp(min=SMALLEST_SCALE) / LARGEST
+    scale = rounded_scale(weight.float().abs().amax(1).clamp(min=SMALLEST_SCALE) / LARGEST)
     return _round(weight.float() / scale[:, None]), scale
 
 

@@ -12,10 +12,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.linear.scheme_values import GROUP_SIZE, check_groups, groups_of, scale_dtype, scale_groups
+from tcdeploy.kernels.linear.scheme_values import (
+    GROUP_SIZE,
+    check_groups,
+    groups_of,
+    rounded_scale,
+    scale_dtype,
+    scale_groups,
+)
 from tcdeploy.planning.schemes import SCHEMES, Scheme, SchemeTensor, Shape
 
 NAME = "int8"
+LARGEST = 127
 SMALLEST_SCALE = 1e-12  # so that zeros do not become 0 / 0
 
 
@@ -32,8 +40,9 @@ def _dequantise(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _quantise(weight: Tensor, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor]:
     groups = groups_of(weight, group_size)
-    scale = groups.abs().amax(2).clamp(min=SMALLEST_SCALE) / 127
-    return (groups / scale[:, :, None]).round().to(torch.int8).view(weight.shape), scale
+    scale = rounded_scale(groups.abs().amax(2).clamp(min=SMALLEST_SCALE) / LARGEST)
+    codes = (groups / scale[:, :, None]).round().clamp(-LARGEST, LARGEST)
+    return codes.to(torch.int8).view(weight.shape), scale
 
 
 SCHEMES[NAME] = Scheme(

@@ -17,6 +17,15 @@ def scale_groups(values: Tensor, scales: Tensor) -> Tensor:
     return (values.view(*scales.shape, -1) * scales[:, :, None]).view(values.shape)
 
 
+def rounded_scale(scale: Tensor) -> Tensor:
+    """The nearest bfloat16 values, in float32: checkpoints store the scales of 8-bit weights so.
+
+    A weight that is quantised here and saved then has the same values in every reader. Codes are computed with the
+    rounded scale, so this loses no precision. float16 would: scales are near its smallest normal number.
+    """
+    return scale.bfloat16().float()
+
+
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values and scales are multiplied for a weight of this dtype.
 

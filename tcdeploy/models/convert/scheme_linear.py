@@ -9,6 +9,7 @@ equal arguments, of which `programs/passes/cse.py` keeps one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -66,11 +67,21 @@ def packable(layers: Sequence[SchemeLinear]) -> bool:
     return len(row_shapes) == 1 and block > 0 and all(layer.rows % block == 0 for layer in layers)
 
 
-def quantise_linears(model: nn.Module, scheme_of: Callable[[str], LayerScheme | None]) -> dict[str, LayerScheme]:
+# (scheme, weight [rows, columns], columns that share a scale): the tensors of the scheme
+Quantise: TypeAlias = Callable[[Scheme, Tensor, int], Sequence[Tensor]]
+
+
+def quantise_values(scheme: Scheme, weight: Tensor, group_size: int) -> Sequence[Tensor]:
+    return scheme.quantise(weight, group_size)
+
+
+def quantise_linears(
+    model: nn.Module, scheme_of: Callable[[str], LayerScheme | None], quantise: Quantise = quantise_values
+) -> dict[str, LayerScheme]:
     """Quantise the linear layers that have a scheme, by path, in place. For random weights and fake tensors.
 
-    Returns the schemes by path. Layers whose columns are no whole number of groups stay dense, and so does a head that
-    is tied to the embedding.
+    quantise: for other tensors. Returns the schemes by path. Layers whose columns are no whole number of groups stay
+    dense, and so does a head that is tied to the embedding.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     schemes: dict[str, LayerScheme] = {}
@@ -79,7 +90,7 @@ def quantise_linears(model: nn.Module, scheme_of: Callable[[str], LayerScheme | 
         if found is None or (found.group_size and module.in_features % found.group_size):
             continue
         scheme = SCHEMES[found.scheme]
-        tensors = scheme.quantise(module.weight.detach(), found.group_size or module.in_features)
+        tensors = quantise(scheme, module.weight.detach(), found.group_size or module.in_features)
         layer = SchemeLinear(scheme, tensors, module.bias)
         model.set_submodule(path, layer)
         schemes[path] = layer_scheme(layer)

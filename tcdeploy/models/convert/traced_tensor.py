@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tcdeploy.models.weights.reader import StoredTensor, equal_tensors
 from tcdeploy.models.weights.sources import Source, evaluate, stored_names
+from tcdeploy.planning.schemes import Scheme
 from tcdeploy.torch_compat.tensors_without_storage import make_wrapper
 
 PLACEMENT = {"device", "layout", "pin_memory", "non_blocking"}  # arguments that do not change a traced tensor
@@ -73,6 +74,17 @@ class TracedTensor(Tensor):
         except UnknownOperationError as error:
             trace.problem = trace.problem or str(error)
             raise
+
+
+def quantise_traced(scheme: Scheme, weight: Tensor, group_size: int) -> list[TracedTensor]:
+    """The tensors of a scheme, which are computed from the dense weight while it is read."""
+    traced = _traced(weight)
+    shapes = scheme.quantise(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), group_size)
+    sources: list[Source] = [
+        ["convert", "quantised", [*shape.shape], [scheme.name, group_size, index], [traced.source]]
+        for index, shape in enumerate(shapes)
+    ]
+    return [TracedTensor(source, shape, traced.origin) for source, shape in zip(sources, shapes, strict=True)]
 
 
 def _apply(func: Any, trace: Trace, args: Any, kwargs: dict[str, Any]) -> Any:

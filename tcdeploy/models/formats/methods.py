@@ -21,7 +21,7 @@ from tcdeploy.models.formats.quantised_weight import Layer, LayerScheme, Quantis
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
 SETTINGS = ("quantization_config", "compression_config")  # keys of a config
 BLOCK = [128, 128]
-EXPLICIT = "tcdeploy"  # the method of configs that state the scheme of each layer, for compile workers
+EXPLICIT = "tcdeploy"  # the method of configs that state the scheme of each layer: of --quantize and compile workers
 Settings = Mapping[str, Any]
 
 
@@ -88,6 +88,14 @@ def scheme_finder(config: PreTrainedConfig) -> Callable[[str], LayerScheme | Non
     """The scheme of a linear layer by path in the model, according to the config. None: its weight is dense."""
     method, settings = METHODS.get(quantisation_method(config) or ""), quantisation_settings(config) or {}
     return (lambda path: None) if method is None else (lambda path: method.scheme_of(settings, path))
+
+
+def requested_scheme_finder(config: PreTrainedConfig) -> Callable[[str], LayerScheme | None]:
+    """As `scheme_finder`, but only of layers whose weights are dense in the checkpoint (convert/requested_schemes.py).
+
+    For other methods, the tensors of the checkpoint show the scheme.
+    """
+    return scheme_finder(config) if quantisation_method(config) == EXPLICIT else (lambda path: None)
 
 
 def explicit_settings(schemes: Mapping[str, LayerScheme]) -> dict[str, Any]:

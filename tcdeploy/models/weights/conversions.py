@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tcdeploy.planning.schemes import SCHEMES
 
+CHUNK_ELEMENTS = 4 << 20  # of a weight that is quantised
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word's 4-bit values, from the lowest bits: the column of each
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
 
@@ -23,6 +24,21 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bit
 def dequantised(tensors: Sequence[Tensor], scheme: str) -> Tensor:
     """The weight [rows, columns] float32 of the tensors of a scheme."""
     return SCHEMES[scheme].dequantise(tensors, torch.float32)
+
+
+def quantised(tensors: Sequence[Tensor], scheme: str, group_size: int, index: int) -> Tensor:
+    """The tensor `index` of `quantised_tensors`."""
+    return quantised_tensors(tensors[0], scheme, group_size)[index]
+
+
+def quantised_tensors(weight: Tensor, scheme: str, group_size: int) -> list[Tensor]:
+    """The tensors of a scheme for a weight [rows, columns], whose rows do not share scales.
+
+    In chunks of rows, because rounding takes several times the memory of the weight.
+    """
+    chunks = weight.split(max(1, CHUNK_ELEMENTS // weight.shape[1]))
+    parts = (SCHEMES[scheme].quantise(chunk.contiguous(), group_size) for chunk in chunks)
+    return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 
 
 def repeated(tensors: Sequence[Tensor], rows: int) -> Tensor:
@@ -160,7 +176,7 @@ def mxfp4_experts(tensors: Sequence[Tensor]) -> Tensor:
 CONVERSIONS: dict[str, Callable[..., Tensor]] = {
     function.__name__: function
     for function in (
-        dequantised, repeated, reciprocal, scaled_in_blocks, without_offset, unpacked, nibbles, awq_values,
+        dequantised, quantised, repeated, reciprocal, scaled_in_blocks, without_offset, unpacked, nibbles, awq_values,
         awq_nibbles, sorted_columns, sorted_nibbles, grouped_values, divided, table_values,
         signed_nibbles_and_offsets, mxfp4_experts,
     )

@@ -16,7 +16,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -71,14 +71,15 @@ class StoredTensor(NamedTuple):
 class Copy(NamedTuple):
     """Read `source` into `target`, which is contiguous and has the same shape; convert it if the dtypes differ.
 
-    evaluate: if not None, it computes the values instead, in a thread; `source` is then only one of the stored tensors
-        that it reads, which have `evaluated_bytes` in all.
+    evaluate: if not None, it computes the values of `target` and of the `others` instead, in a thread; `source` is then
+        only one of the stored tensors that it reads, which have `evaluated_bytes` in all.
     """
 
     source: StoredTensor
     target: Tensor
-    evaluate: Callable[[], Tensor] | None = None
+    evaluate: Callable[[], Sequence[Tensor]] | None = None
     evaluated_bytes: int = 0
+    others: tuple[Tensor, ...] = ()
 
 
 @dataclass
@@ -206,30 +207,35 @@ def _synchronize(device: torch.device) -> None:
 class _Task(NamedTuple):
     """Copy the file's bytes from `begin` into `target`, which is a view [bytes] uint8.
 
-    With `evaluate`, `target` is the tensor itself, which gets the result.
+    With `evaluate`, `target` and `others` are the tensors themselves, which get the results.
     """
 
     source: StoredTensor
     begin: int
     target: Tensor
-    evaluate: Callable[[], Tensor] | None = None
+    evaluate: Callable[[], Sequence[Tensor]] | None = None
+    others: tuple[Tensor, ...] = ()
 
 
 def _tasks(copy: Copy) -> Iterator[_Task]:
-    source, target, evaluate, _ = copy
+    source, target, evaluate, _, others = copy
     if evaluate:
-        yield _Task(source, source.begin, target, evaluate)
+        yield _Task(source, source.begin, target, evaluate, others)
         return
     elements = target.view(-1)
     if target.dtype != source.dtype:
         count = CHUNK_BYTES // max(target.dtype.itemsize, source.dtype.itemsize)
         for first in range(0, len(elements), count):
-            read = partial(read_elements, source, first, count)
+            read = partial(_read_elements, source, first, count)
             yield _Task(source, source.begin, elements[first : first + count], read)
         return
     content = elements.view(torch.uint8)
     for start in range(0, len(content), CHUNK_BYTES):
         yield _Task(source, source.begin + start, content[start : start + CHUNK_BYTES])
+
+
+def _read_elements(source: StoredTensor, first: int, max_elements: int) -> list[Tensor]:
+    return [read_elements(source, first, max_elements)]
 
 
 def _run_tasks(
@@ -244,15 +250,15 @@ def _run_tasks(
         try:
             while not stop.is_set():
                 try:
-                    source, begin, target, evaluate = tasks.get_nowait()
+                    source, begin, target, evaluate, others = tasks.get_nowait()
                 except queue.Empty:
                     break
                 if evaluate is not None:
-                    values = evaluate().to(target.dtype)
-                    if staging is not None:
-                        staging.copy(values, target)
-                    else:
-                        target.copy_(values)
+                    for values, computed in zip(evaluate(), (target, *others), strict=True):
+                        if staging is not None:
+                            staging.copy(values.to(computed.dtype), computed)
+                        else:
+                            computed.copy_(values)
                     continue
                 if source.path not in descriptors:
                     descriptors[source.path] = os.open(source.path, os.O_RDONLY)

@@ -22,16 +22,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from tcdeploy.models.weights.conversions import CONVERSIONS
+from tcdeploy.models.weights.conversions import CONVERSIONS, quantised_tensors
 from tcdeploy.models.weights.reader import (
     THREADS,
     Copy,
@@ -115,9 +117,10 @@ def _is_equal(copy: Copy) -> bool:
 
     In chunks for which the allocator keeps its memory, because page faults took longer than reading.
     """
-    stored, target, evaluate, _ = copy
+    stored, target, evaluate, *_ = copy
     if evaluate is not None:
-        return _has_values(target.cpu(), evaluate())
+        [values] = evaluate()
+        return _has_values(target.cpu(), values)
     elements = target.reshape(-1)
     for first in range(0, elements.numel(), CHUNK_ELEMENTS):
         chunk = elements[first : first + CHUNK_ELEMENTS].cpu()
@@ -148,7 +151,7 @@ def loading_weights(
             tensors[name] = tensors[source[1]]
         elif source[0] != "stored":
             copies += _copies(source, tensors[name], checkpoint)
-    with copying_tensors(copies) as total:
+    with copying_tensors(_joined(copies)) as total:
         yield LoadingWeights(tensors, total)
 
 
@@ -228,6 +231,18 @@ def stored_names(source: Source) -> Iterator[str]:
             yield from stored_names(inner)
 
 
+def conversions(source: Source, function: str) -> Iterator[Source]:
+    """The sources in a source that are the result of a function."""
+    match source:
+        case ["convert", name, *_] if name == function:
+            yield source
+        case ["cat" | "stack", _, parts] | ["convert", _, _, _, parts]:
+            for part in parts:
+                yield from conversions(part, function)
+        case ["slice" | "permute" | "reshape", *_, inner]:
+            yield from conversions(inner, function)
+
+
 def replace_tensors(source: Source, replacements: Mapping[str, Source]) -> Source:
     """The source with other sources in the place of some tensors of the checkpoint."""
     match source:
@@ -289,10 +304,45 @@ def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTenso
         for part, piece in parts:
             yield from _copies(part, piece, checkpoint)
     else:
-        first, *others = (checkpoint[name] for name in stored_names(source))
-        yield Copy(
-            first, target, partial(evaluate, source, checkpoint), sum(stored.num_bytes for stored in (first, *others))
-        )
+        read = [checkpoint[name] for name in stored_names(source)]
+        yield Copy(read[0], target, _Evaluation((source,), checkpoint), sum(stored.num_bytes for stored in read))
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """A call returns the values of sources, whose inputs are equal, in host memory."""
+
+    sources: tuple[Source, ...]
+    checkpoint: Mapping[str, StoredTensor]
+
+    @property
+    def key(self) -> str:
+        """Equal for evaluations that can be one, "" if none can: the tensors of a quantised weight."""
+        match self.sources[0]:
+            case ["convert", "quantised", _, [*arguments, _], parts]:
+                return json.dumps([arguments, parts])
+        return ""
+
+    def __call__(self) -> list[Tensor]:
+        match self.sources:
+            case [["convert", "quantised", _, [scheme, group_size, _], [weight]], *_]:
+                tensors = quantised_tensors(evaluate(weight, self.checkpoint), scheme, group_size)
+                return [tensors[source[3][-1]] for source in self.sources]
+        return [evaluate(source, self.checkpoint) for source in self.sources]
+
+
+def _joined(copies: Iterable[Copy]) -> Iterator[Copy]:
+    """The same copies; the tensors of a quantised weight are computed together, so that it is read once."""
+    groups: dict[str, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        if isinstance(copy.evaluate, _Evaluation) and copy.evaluate.key:
+            groups[copy.evaluate.key].append(copy)
+        else:
+            yield copy
+    for first, *others in groups.values():
+        evaluations = [copy.evaluate for copy in (first, *others) if isinstance(copy.evaluate, _Evaluation)]
+        evaluation = _Evaluation(tuple(item.sources[0] for item in evaluations), evaluations[0].checkpoint)
+        yield first._replace(evaluate=evaluation, others=tuple(copy.target for copy in others))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

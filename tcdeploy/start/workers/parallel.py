@@ -139,9 +139,11 @@ def make_short_copy(model: nn.Module, planned: PlannedModel) -> ShortCopy:
 
 
 def worker_recipe(planned: PlannedModel, prompts: CheckPrompts) -> Recipe:
-    """The recipe of a worker: `few_blocks_recipe` with random weights."""
+    """The recipe of a worker: `few_blocks_recipe` with random weights. The config of the copy states the schemes."""
     recipe = few_blocks_recipe(planned, prompts)
-    return dataclasses.replace(recipe, revision=None, load_format="dummy", generation_config="none")
+    return dataclasses.replace(
+        recipe, revision=None, load_format="dummy", generation_config="none", quantize=None, quantize_skip=None
+    )
 
 
 def few_blocks_recipe(planned: PlannedModel, prompts: CheckPrompts) -> Recipe:
