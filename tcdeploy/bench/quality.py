@@ -185,13 +185,13 @@ def quality_run(recipe: Recipe, settings: TextSettings, text: Text, progress: Pr
     with temporary_folder("quality") as folder, (folder / "distributions").open("w+b", buffering=0) as file:
         stored = StoredDistributions(file, planned[0].architecture.vocab_size)
         run = QualityRun(text, windows, progress, stored=stored)
-        reference = _score_reference(run, stored, against)
+        reference = score_reference(run, stored, prepare(against, progress))
         release_memory()
         yield dataclasses.replace(run, reference=reference)
 
 
-def _score_reference(run: QualityRun, stored: StoredDistributions, recipe: Recipe) -> QualityRow:
-    deployment = prepare(recipe, run.progress)
+def score_reference(run: QualityRun, stored: StoredDistributions, deployment: Deployment) -> QualityRow:
+    """Fill `stored`, which must be empty. The caller keeps no reference to the deployment if its memory is needed."""
     run.progress.stage("text of the reference")
 
     def keep(rows: ScoredRows) -> None:

@@ -64,7 +64,7 @@ class Text:
         token_ids = list(tokenizer(self.content).input_ids)
         if len(token_ids) < MIN_TOKENS:
             raise UsageError(
-                f"{self.path} has {len(token_ids)} tokens, and the first one is not scored",
+                f"{self.path} has too few tokens: {len(token_ids)}, of which the first is not scored",
                 f"name a text of at least {MIN_TOKENS} tokens: --text FILE",
             )
         return token_ids[: self.max_tokens], self.is_whole and len(token_ids) <= self.max_tokens

@@ -139,10 +139,10 @@ def _of_engine(value: Callable[[Any], str]) -> Callable[[Any], str]:
 QUANTILES = ("p50", "p90", "p99")
 QUALITY_CELLS: list[Cell] = [
     (Column("perplexity"), lambda row: f"{row.perplexity:.5g}"),
-    (Column("nats/token", rank=2), lambda row: f"{row.nats_per_token:.5f}"),
+    (Column("nats/token", rank=1), lambda row: f"{row.nats_per_token:.5f}"),
     (Column("KL nats"), lambda row: optional(row.kl_nats, ".3g")),
     (Column("top-1"), lambda row: optional(row.top1_agreement, ".2%")),
-    (Column("model", "long name", rank=1), lambda row: row.model),
+    (Column("model", "name", rank=2), lambda row: row.model),
 ]
 _COLUMNS: dict[str, list[Cell]] = {
     "decode": [
