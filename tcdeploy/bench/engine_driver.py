@@ -1,8 +1,9 @@
 """Drives the engine of a prepared deployment.
 
-There are two ways. *Placed* sequences occupy decode rows with a KV cache whose contents were never computed, so that
+There are three ways. *Placed* sequences occupy decode rows with a KV cache whose contents were never computed, so that
 a step costs what it costs at that context and can be repeated from the same state. *Requests* go through `submit` and
-`step`, like those of a server.
+`step`, like those of a server. *Scored* prompts run the steps of a request with `prompt_logprobs`, without the
+scheduler: a request needs room for a new token, and returns at most 20 log-probabilities of each position.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.schedule.step_batch import StepBatch, prefilled_rows, prompt_batch
+from tcdeploy.engine.step.runner import PromptLogits
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.plan import Plan
 from tcdeploy.programs.stances import fail_on_recompile
@@ -96,6 +98,28 @@ def prefill_step(engine: Engine, sequence: Sequence) -> Callable[[], None]:
     while engine.wants_graph:  # a server captures these graphs while it runs
         engine.capture_wanted_graph()
     return step
+
+
+def prompt_logits(engine: Engine, token_ids: list[int]) -> Generator[PromptLogits]:
+    """Logits of all positions but the last, in order, in pieces. The engine must have no requests.
+
+    These are the logits from which the engine computes the log-probabilities of a prompt. `token_ids` may fill the
+    context, because nothing is generated. Close the iterator if it is not used to its end.
+    """
+    assert not engine.has_work, "requests would overwrite the rows"
+    allocator, slots, largest = engine.allocator, engine.scheduler.slots, engine.plan.prefill_buckets[-1].size
+    sequence = Sequence(-1, token_ids, len(token_ids), SamplingParams(prompt_logprobs=0))
+    sequence.blocks, sequence.slot = allocator.allocate(allocator.blocks_for(len(token_ids))), slots.allocate()
+    num_inputs = len(token_ids) - 1  # the last token is only predicted
+    try:
+        for start in range(0, num_inputs, largest):
+            batch = prompt_batch([Chunk(sequence, start, min(start + largest, num_inputs))])
+            with fail_on_recompile(), engine.runner.uncounted_steps():
+                engine.runner.run(batch)
+                yield from engine.runner.compute_prompt_logits(batch.chunks[0])
+    finally:
+        allocator.release(sequence.blocks)
+        slots.release(sequence.slot)
 
 
 def submit(engine: Engine, prompt: list[int], new_tokens: int) -> Sequence:

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from tcdeploy.bench.quality_settings import QualitySettings
 from tcdeploy.bench.serve_settings import ServeSettings
 from tcdeploy.bench.settings import CommonSettings, DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
 from tcdeploy.cli.bench_display import publish, publish_document
@@ -28,7 +29,9 @@ from tcdeploy.planning.recipe import Recipe
 
 
 class _Commands(LazyGroup):
-    sources = {name: f"{__name__}:{name}" for name in ("decode", "prefill", "throughput", "startup", "serve")}
+    sources = {
+        name: f"{__name__}:{name}" for name in ("decode", "prefill", "throughput", "quality", "startup", "serve")
+    }
 
 
 app = typer.Typer(
@@ -53,6 +56,22 @@ def prefill(recipe: Recipe, settings: PrefillSettings, json: Json = False) -> No
 def throughput(recipe: Recipe, settings: ThroughputSettings, json: Json = False) -> None:
     """Measure throughput and latencies of many requests on one engine, without HTTP."""
     _measure("throughput", recipe, settings, json)
+
+
+@options_command
+def quality(recipe: Recipe, settings: QualitySettings, json: Json = False) -> None:
+    """Measure perplexity on a text, and KL divergence and top-1 agreement against the 16-bit model."""
+    from tcdeploy.bench.token_windows import read_text
+    from tcdeploy.cli import display
+
+    assert settings.text is not None
+    text = read_text(settings.text, settings.tokens)
+    with display.show_progress() as progress:
+        require_compile_extra()
+        from tcdeploy.bench.quality import run
+
+        report = run(recipe, settings, text, progress)
+    publish_document(report, settings.output, json)
 
 
 def _measure(name: str, recipe: Recipe, settings: CommonSettings, as_json: bool) -> None:

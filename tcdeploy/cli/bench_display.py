@@ -137,6 +137,13 @@ def _of_engine(value: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 QUANTILES = ("p50", "p90", "p99")
+QUALITY_CELLS: list[Cell] = [
+    (Column("perplexity"), lambda row: f"{row.perplexity:.5g}"),
+    (Column("nats/token", rank=1), lambda row: f"{row.nats_per_token:.5f}"),
+    (Column("KL nats"), lambda row: optional(row.kl_nats, ".3g")),
+    (Column("top-1"), lambda row: optional(row.top1_agreement, ".2%")),
+    (Column("model", "name", rank=2), lambda row: row.model),
+]
 _COLUMNS: dict[str, list[Cell]] = {
     "decode": [
         (Column("batch"), lambda row: str(row.batch)),
@@ -169,6 +176,7 @@ _COLUMNS: dict[str, list[Cell]] = {
         (Column("host us", rank=7), _of_engine(lambda engine: _number(engine.host_us))),
         (Column("compiles/captures", rank=8), _of_engine(lambda engine: f"{engine.compiles}/{engine.captures}")),
     ],
+    "quality": QUALITY_CELLS,
     "startup": [
         (Column("start", "name"), lambda row: row.start),
         (Column("process s"), lambda row: optional(row.process_seconds, ".2f")),

@@ -29,6 +29,7 @@ from tcdeploy.planning.memory import gib
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from tcdeploy.bench.quality import Quality
     from tcdeploy.planning.bucket_record import BucketRecord
     from tcdeploy.planning.dry_run import PlanFinding
     from tcdeploy.planning.plan import Plan
@@ -39,7 +40,10 @@ BAR_WIDTH = 16
 JSON_SCHEMA = 3  # raise when a key of any report is renamed or removed
 MAX_LAYER_KINDS = 4  # a model has at most this many kinds of layers; the layers of a kind share a program
 COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json")  # of warm and compile
-COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")  # take a value
+COMMAND_OPTIONS = (  # take a value
+    "--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from", "--text", "--against", "--tokens",
+    "--window",
+)  # fmt: skip
 
 
 @contextmanager
@@ -120,10 +124,13 @@ def show_plan(plan: Plan, findings: Sequence[PlanFinding], as_json: bool) -> Non
         print(warning, file=sys.stderr)
 
 
-def show_compile_report(deployment: Deployment, as_json: bool) -> None:
-    """Print the plan, one row per bucket with eager and compiled times, totals, and the next command."""
+def show_compile_report(deployment: Deployment, quality: Quality | None, as_json: bool) -> None:
+    """Print the plan, one row per bucket with eager and compiled times, totals, and the next command.
+
+    `quality`: on the text of --text, in a few sentences.
+    """
     if as_json:
-        print_report("compile", deployment)
+        print_report("compile", deployment, quality=quality)
         return
     show_table(plan_table(deployment.plan))
     show_table(tabulate(deployment.records, COMPILE_CELLS))
@@ -137,6 +144,8 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     show_sentence(_explain_parity(deployment.records))
     if skipped := sum(record.cudagraph_skips for record in deployment.records):
         show_sentence(f"Inductor skipped CUDA graphs for {skipped} regions that mutate the KV cache or use CPU tensors")
+    for note in quality.notes if quality is not None else ():
+        show_sentence(note)
     _print_totals(deployment)
     print(next_after_compile(deployment.records))
 

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from tcdeploy.models.location import BUILTIN_MODELS
 from tests.bench.fake_server import FakeServer, run_in_thread
 from tests.conftest import ROOT, RunCLI
+from tests.formats.checkpoint import write_checkpoint
+from tests.formats.fp8 import FORMATS
 
 SMALL = ("--buckets", "32", "--batch-sizes", "2", "--context", "128")
 
@@ -35,6 +38,11 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
         (("throughput", "--request-rate", "-1"), "request rate is -1"),
         (("throughput", "--request-rate", "often"), "expected a number"),
         (("startup", "--warm-runs", "0"), "warm runs is 0"),
+        (("quality",), "--text is missing"),
+        (("quality", "--text", "/no/such.txt"), "/no/such.txt cannot be read"),
+        (("quality", "--text", "/dev/null"), "/dev/null is empty"),
+        (("quality", "--text", "x", "--window", "1"), "--window is 1"),
+        (("quality", "--text", "x", "--output", "/no/such/folder/x.json"), "does not exist"),
     ],
 )
 def test_bad_input_is_refused_before_torch(
@@ -92,10 +100,18 @@ def test_lengths_beyond_the_context_are_refused_before_weights_are_loaded(run_cl
     assert not re.search(r"^load\b", completed.stderr, re.MULTILINE)
 
 
+def test_a_window_beyond_the_context_is_refused_before_weights_are_loaded(run_cli: RunCLI) -> None:
+    text = ("--text", str(ROOT / "LICENSE"), "--window", "129")
+    completed = run_cli("bench", "quality", "builtin:tiny", *SMALL, *text)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert "error: --window for builtin:tiny is 129 tokens, and the context is 128" in completed.stderr
+    assert not re.search(r"^load\b", completed.stderr, re.MULTILINE)
+
+
 def test_help_of_each_benchmark_shows_the_defaults_of_its_settings(run_cli: RunCLI) -> None:
     completed = run_cli("bench", "--help")
     assert completed.returncode == 0
-    for command in ("decode", "prefill", "throughput", "startup", "serve"):
+    for command in ("decode", "prefill", "throughput", "quality", "startup", "serve"):
         assert f"  {command} " in completed.stdout
         assert run_cli("bench", command, "--help").returncode == 0
     text = " ".join(run_cli("bench", "decode", "--help").stdout.split())
@@ -151,3 +167,46 @@ def test_throughput_and_prefill_write_their_documents(run_cli: RunCLI, shared_ca
     completed = run_cli("bench", "prefill", "builtin:tiny", *SMALL, "--lengths", "8,60", "--repeats", "2", *cached)
     assert [row["tokens"] for row in parse_document(completed)["rows"]] == [8, 60]
     assert "TTFT ms" in completed.stderr
+
+
+def test_a_quantised_model_beside_the_one_that_it_was_made_from(
+    run_cli: RunCLI, shared_cache: str, tmp_path: Path
+) -> None:
+    """`compile` reports the same numbers as `bench quality`, of the same programs."""
+    write_checkpoint(FORMATS["fbgemm"], BUILTIN_MODELS["builtin:tiny"], tmp_path / "fp8")
+    text, output = ("--text", str(ROOT / "LICENSE"), "--tokens", "300", "--window", "128"), tmp_path / "quality.json"
+    options = (*SMALL, *text, "--against", "builtin:tiny", "--cache-dir", shared_cache)
+    completed = run_cli("bench", "quality", str(tmp_path / "fp8"), *options, "--output", str(output))
+    document = parse_document(completed)
+    assert json.loads(output.read_text()) == document
+    row, reference = document["rows"]
+    assert [(item["subject"], item["model"]) for item in document["rows"]] == [
+        ("tcdeploy", str(tmp_path / "fp8")), ("reference", "builtin:tiny"),
+    ]  # fmt: skip
+    assert 0 < row["kl_nats"] < 0.1 and 0.8 < row["top1_agreement"] < 1
+    assert row["perplexity"] != reference["perplexity"] and reference["kl_nats"] is None
+    assert (document["text"]["scored_tokens"], document["text"]["windows"]) == (297, 3)
+    assert document["plan"]["model"] == str(tmp_path / "fp8") and document["settings"]["against"] == "builtin:tiny"
+    lines = completed.stderr.splitlines()
+    stages = [line.split()[0] for line in lines if re.match(r"(load|text)\b.* s", line)]
+    assert stages == ["load", "text", "load", "text"], "the reference is measured before the model is loaded"
+    assert (
+        next(line.split() for line in lines if "KL nats" in line) == "perplexity nats/token KL nats top-1 model".split()
+    )
+    assert document["notes"][0].startswith(
+        f"perplexity {row['perplexity']:.5g} over 297 tokens of {ROOT / 'LICENSE'}; KL "
+    )
+    assert set(document["notes"]) <= set(lines)
+    compiled = parse_document(run_cli("compile", str(tmp_path / "fp8"), *options, "--json"))
+    assert compiled["quality"] == {"rows": document["rows"], "text": document["text"], "notes": document["notes"]}
+
+
+def test_compile_prints_the_perplexity_below_its_table(run_cli: RunCLI, shared_cache: str) -> None:
+    text = ("--text", str(ROOT / "LICENSE"), "--tokens", "40")
+    completed = run_cli("compile", "builtin:tiny", *SMALL, *text, "--cache-dir", shared_cache)
+    assert completed.returncode == 0, completed.stderr
+    assert re.search(rf"^perplexity [\d.e+]+ over 39 tokens of {ROOT / 'LICENSE'}$", completed.stdout, re.MULTILINE)
+    assert completed.stdout.splitlines()[-1].endswith(f"builtin:tiny {' '.join(SMALL)} --cache-dir {shared_cache}")
+    refused = run_cli("compile", "builtin:tiny", *text, "--dry-run")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "error: --text excludes --dry-run\nhint: remove --text and --against" in refused.stderr

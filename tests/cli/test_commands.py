@@ -71,7 +71,7 @@ def test_every_command_of_a_group_can_be_loaded_under_its_name() -> None:
     names = [(name, command.name) for name, command in group.commands.items()]
     for subgroup in ("bench", "cache"):
         names += [(name, command.name) for name, command in group.commands[subgroup].commands.items()]
-    assert len(names) == 11 + 5 + 14 and all(name == own for name, own in names)
+    assert len(names) == 11 + 6 + 14 and all(name == own for name, own in names)
 
 
 def test_a_group_lists_and_suggests_commands_without_loading_them() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tcdeploy.bench.breakdown import Breakdown, KernelTime
 from tcdeploy.bench.decode import DecodeRow
 from tcdeploy.bench.prefill import PrefillRow
+from tcdeploy.bench.quality import QualityRow
 from tcdeploy.bench.report import Report
 from tcdeploy.bench.serving import ServeRow
 from tcdeploy.bench.startup import StartupRow
@@ -109,6 +110,7 @@ def every_table() -> dict[str, Table]:
         **bench_tables("decode", decode_row("tcdeploy"), decode_row("eager")),
         **bench_tables("prefill", PrefillRow("tcdeploy", 131072, SUMMARY, SUMMARY, 1234.5, 0.123)),
         **bench_tables("throughput", throughput),
+        **bench_tables("quality", QualityRow("tcdeploy", MODEL, 12345.6, 9.42105, 0.00123456, 0.98765)),
         **bench_tables("serve", serve),
         **bench_tables(
             "startup",

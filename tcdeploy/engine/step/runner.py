@@ -54,6 +54,14 @@ class SampledTokens(NamedTuple):
     logprobs: Logprobs | None  # of these tokens; None if no row requests them
 
 
+class PromptLogits(NamedTuple):
+    """Logits of consecutive positions of a prompt, and the tokens that follow these positions."""
+
+    start: int  # position of the first row
+    logits: Tensor  # [rows, vocab]
+    next_ids: Tensor  # [rows] int64
+
+
 class ModelRunner:
     """Owns the decode rows, and the buffers and CUDA graphs of all buckets.
 
@@ -228,19 +236,25 @@ class ModelRunner:
         """As `sampling.logprobs`."""
         return sampling.logprobs(logits, tokens, k, self._backend)
 
-    @torch.no_grad()
     def compute_prompt_logprobs(self, chunk: PromptChunk) -> list[tuple[int, Logprobs]]:
-        """Log-probabilities of the `scored_ids` of a chunk of the last step, and of the most likely tokens.
+        """Log-probabilities of a chunk's `scored_ids`, by the position of the first row of each piece of logits."""
+        return [
+            (start, self.logprobs(logits, next_ids, chunk.num_logprobs))
+            for start, logits, next_ids in self.compute_prompt_logits(chunk)
+        ]
 
-        Returns pieces of at most PROMPT_LOGPROBS_CHUNK rows, each with the position of its first row: the logits of a
-        whole prompt may be larger than the weights. Graphs are not used, since they keep only the last row of a prompt.
-        Each piece computes the chunk again from the state before the step; afterwards the state is as the step left it.
+    @torch.no_grad()
+    def compute_prompt_logits(self, chunk: PromptChunk) -> Iterator[PromptLogits]:
+        """Logits of the positions before the `scored_ids` of a chunk of the last step. Iterate to the end.
+
+        Yields pieces of at most PROMPT_LOGPROBS_CHUNK rows: the logits of a whole prompt may be larger than the
+        weights. Graphs are not used, since they keep only the last row of a prompt. Each piece computes the chunk again
+        from the state before the step; afterwards the state is as the step left it.
         """
         tokens = len(chunk.token_ids)
         bucket = smallest_bucket(self.plan.prefill_buckets, tokens)
         prefill = self._prefill_for(bucket, tokens, self._sizes(bucket, 0))
         prefill.fill(StepBatch(chunks=[replace(chunk, row=None)]))  # it changes no decode row
-        pieces: list[tuple[int, Logprobs]] = []
         state = self.slot_states.save(chunk.slot)
         with reuse_body_output(self.model) if self.has_model else contextlib.nullcontext():
             for begin in range(0, len(chunk.scored_ids), PROMPT_LOGPROBS_CHUNK):
@@ -250,11 +264,9 @@ class ModelRunner:
                 if chunk.start:
                     self.slot_states.restore(chunk.slot, self._earlier_states[chunk.slot])
                 rows = torch.arange(begin, begin + len(next_ids), device=self.plan.device)
-                logits = self._logits(prefill.buffers(), rows, False)
-                pieces.append((chunk.start + begin, self.logprobs(logits, next_ids, chunk.num_logprobs)))
+                yield PromptLogits(chunk.start + begin, self._logits(prefill.buffers(), rows, False), next_ids)
         self.slot_states.restore(chunk.slot, state)
         self.graphs.uncaptured_runs += self.graphs.is_captured(bucket)
-        return pieces
 
     def set_variant(self, bucket: Bucket, variant: Variant) -> None:
         """Run the bucket with this variant from now on. Its graphs are dropped."""
