@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tcdeploy.bench.engine_driver import prompt_logits
 from tcdeploy.engine.check.inputs import make_timing_batch
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.schedule.sequence import SamplingParams
@@ -280,6 +281,10 @@ def test_log_probabilities_of_a_prompt_leave_its_state_as_it_was(
         chosen = [expected[position, token].item() for position, token in enumerate(prompt[1:])]
         assert tokens[0].prompt_logprobs is not None
         assert [each.chosen for each in tokens[0].prompt_logprobs] == pytest.approx(chosen, abs=1e-4)
+        pieces = prompt_logits(deployment.engine, prompt)  # as `bench quality` scores a text
+        scored = [logits.log_softmax(-1).gather(1, ids[:, None])[:, 0] for _, logits, ids in pieces]
+        assert torch.cat(scored).tolist() == pytest.approx(chosen, abs=1e-4)
+    assert deployment.engine.scheduler.slots.num_free == deployment.engine.plan.slots - 1
 
 
 def test_steps_that_run_twice_or_besides_change_no_live_sequence(
