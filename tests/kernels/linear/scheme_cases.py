@@ -37,7 +37,11 @@ FORMS = {  # addend, gated, norm
     "normed and added": (True, False, True),
     "normed and gated": (False, True, True),
 }
+MAIN_CASES = ("fp8_channel", "fp8_block", "int4 with zeros", "nvfp4")  # one of each way to read values and scales
 each_case = pytest.mark.parametrize("case", CASES)
+each_main_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in MAIN_CASES else pytest.mark.long) for case in CASES]
+)
 
 
 def rows_of(case: str) -> int:

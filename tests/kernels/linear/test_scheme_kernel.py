@@ -12,7 +12,7 @@ import triton.backends.nvidia
 
 from tcdeploy.kernels.linear import scheme_matmul
 from tests.kernels.linear.matmul_cases import pointers_used_before_wait
-from tests.kernels.linear.scheme_cases import CASES, each_case, product, run, weight_tensors
+from tests.kernels.linear.scheme_cases import CASES, each_main_case, product, run, weight_tensors
 from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, record_launches
 
 
@@ -33,7 +33,7 @@ def spilled_bytes(ptx: str, folder: Path) -> int:
     return sum(map(int, spills))
 
 
-@each_case
+@each_main_case
 @pytest.mark.parametrize("form", ["normed and gated", "added"])
 def test_the_gemv_loads_weights_16_bytes_at_once_and_before_the_wait(
     case: str, form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -54,7 +54,7 @@ def test_the_gemv_loads_weights_16_bytes_at_once_and_before_the_wait(
     assert spilled_bytes(ptx, tmp_path) == 0
 
 
-@each_case
+@each_main_case
 @pytest.mark.parametrize("rows", [8, 16, 64])
 def test_the_skinny_gemm_copies_weights_asynchronously_into_tensor_cores(
     case: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -74,7 +74,7 @@ def test_the_skinny_gemm_copies_weights_asynchronously_into_tensor_cores(
     assert spilled_bytes(ptx, tmp_path) == 0
 
 
-@each_case
+@each_main_case
 def test_the_dense_weight_is_written_in_wide_stores_without_spills(
     case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ from tests.kernels.linear.scheme_cases import (
     FORMS,
     K,
     each_case,
+    each_main_case,
     product,
     reference,
     rows_of,
@@ -59,7 +60,12 @@ from tests.triton_tools import triton_interpreter
 @each_case
 @pytest.mark.parametrize(
     ("rows", "form"),
-    [(rows, form) for rows in (1, 2, 5, 16, 33) for form in FORMS if rows == 1 or "normed" not in form],
+    [
+        pytest.param(rows, form, marks=pytest.mark.long if rows in (2, 16) else ())
+        for rows in (1, 2, 5, 16, 33)
+        for form in FORMS
+        if rows == 1 or "normed" not in form
+    ],
 )
 def test_every_form_agrees_and_writes_only_its_rows(
     case: str, rows: int, form: str, device: str, poisoned_outputs: list[Tensor]
@@ -81,7 +87,7 @@ def test_inputs_may_be_float16_and_slices(case: str, rows: int, device: str) -> 
         assert_agrees(run(case, columns, tensors, extras), reference(case, x, tensors, extras))
 
 
-@each_case
+@each_main_case
 @pytest.mark.parametrize("tile", [*SCHEME_GEMV_TILES, *SCHEME_SKINNY_GEMM_TILES], ids=lambda tile: tile.name)
 def test_every_tile_agrees(case: str, tile: Any, device: str) -> None:
     x, tensors, extras = product(case, 1 if tile in SCHEME_GEMV_TILES else 9, "gated", device=device, n=64, k=512)
