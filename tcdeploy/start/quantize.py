@@ -32,7 +32,7 @@ from tcdeploy.models.location import local_folder
 from tcdeploy.models.weights.conversions import quantised_tensors
 from tcdeploy.models.weights.files import INDEX
 from tcdeploy.models.weights.reader import StoredTensor, read_tensor
-from tcdeploy.models.weights.sources import conversions
+from tcdeploy.models.weights.sources import Source, conversions, stored_names
 from tcdeploy.models.weights.writer import MAX_FILE_BYTES, TensorSpec, writing_tensors
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.quantize_request import QuantizeRequest, parse_quantize
@@ -67,7 +67,7 @@ def save_quantised(recipe: Recipe, out: Path, progress: Progress, max_file_bytes
     _check_target(out)
     progress.stage("decide")
     requested, request = trace_requested(recipe), parse_quantize(recipe.quantize or "")
-    checkpoint, schemes = requested.traced.checkpoint, _schemes_by_name(requested)
+    checkpoint, schemes = requested.traced.checkpoint, schemes_by_name(requested)
     specs = _specs(checkpoint, schemes, request)
     _check_space(out, sum(spec.num_bytes for spec in specs.values()))
     progress.stage("quantise")
@@ -116,7 +116,7 @@ def _writing_error(out: Path, error: OSError) -> TcdeployError:
     return TcdeployError(f"{out} cannot be written: {error}", "name a folder that you may write")
 
 
-def _schemes_by_name(requested: RequestedModel) -> dict[str, LayerScheme]:
+def schemes_by_name(requested: RequestedModel) -> dict[str, LayerScheme]:
     """The schemes by name of the weight in the checkpoint."""
     schemes: dict[str, LayerScheme] = {}
     for source in requested.traced.sources.values():
@@ -129,8 +129,9 @@ def _schemes_by_name(requested: RequestedModel) -> dict[str, LayerScheme]:
     return schemes
 
 
-def _conversion_error(weight: object) -> TcdeployError:
-    message = f"a linear layer has no weight of its own in the checkpoint, but parts of others: {weight!r:.200}"
+def _conversion_error(weight: Source) -> TcdeployError:
+    names = ", ".join(itertools.islice(stored_names(weight), 3))
+    message = f"the weight of a linear layer is not one tensor of the checkpoint: it is made of {names}"
     return UsageError(message, "serve the model with --quantize, or leave the layer dense with --skip NAME")
 
 

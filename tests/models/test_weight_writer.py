@@ -17,7 +17,7 @@ from tcdeploy.models.weights.writer import TensorSpec, writing_tensors
 
 TENSORS = {
     "codes": torch.arange(15, dtype=torch.uint8).view(3, 5),
-    "b.fp8": torch.linspace(-3, 3, 7).to(torch.float8_e4m3fn),
+    "b.fp8": torch.linspace(-3, 3, 8).to(torch.float8_e4m3fn),
     "a.scale": torch.randn(3, 1).bfloat16(),
     "shape": torch.tensor([3, 5]),
     "scalar": torch.tensor(2.5),
@@ -67,7 +67,7 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
     files = [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)]
     numbers = {"codes": 0, "b.fp8": 1, "a.scale": 1, "shape": 2, "scalar": 3, "empty": 3}
     assert index["weight_map"] == {name: files[number] for name, number in numbers.items()}
-    assert index["metadata"] == {"total_size": 15 + 7 + 6 + 16 + 4}
+    assert index["metadata"] == {"total_size": 15 + 8 + 6 + 16 + 4}
     assert sorted(path.name for path in tmp_path.iterdir()) == [*files, INDEX]
     check_equal({name: tensor for file in files for name, tensor in load_file(tmp_path / file).items()})
     checkpoint = read_headers(str(tmp_path), tmp_path)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,7 +25,7 @@ from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.models.weights.files import INDEX
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start import quantize
-from tcdeploy.start.decide import decide
+from tcdeploy.start.decide import RequestedModel, decide
 from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.quantize import SavedModel, save_quantised
 from tcdeploy.start.record.lookup import NoRecord, find_record
@@ -256,6 +257,14 @@ def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         save(tmp_path / "out", "fp8", source)
     assert "it has no safetensors files" in caught.value.message and "save_pretrained()" in caught.value.hint
+
+
+def test_a_layer_whose_weight_is_part_of_a_tensor_is_refused() -> None:
+    part = ["slice", 0, 0, 8, ["tensor", "qkv.weight"]]
+    source = ["cat", 0, [["convert", "quantised", [8, 4], ["int8", 4, 0], [part]]]]
+    traced: Any = SimpleNamespace(sources={"q_proj.weight": source})
+    with pytest.raises(UsageError, match="is not one tensor of the checkpoint: it is made of qkv.weight"):
+        quantize.schemes_by_name(RequestedModel(torch.nn.Module(), traced, ()))
 
 
 # Starts
