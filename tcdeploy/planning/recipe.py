@@ -294,7 +294,8 @@ def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
         text = f"{_label(key, source)} is {_SHORT.repr(value)}, which is not {type_name}"
         raise RecipeError(text, f"{key}: {options_of(Recipe)[key][1].help}") from error
     except UsageError as error:
-        raise RecipeError(f"{_label(key, source)}: {error.message}", error.hint) from error
+        problem = error.message.removeprefix(flag_name(key))
+        raise RecipeError(f"{_label(key, source)}{problem}", error.hint) from error
 
 
 def _parse_int(value: Any) -> int:

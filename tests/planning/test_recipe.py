@@ -251,7 +251,7 @@ def test_every_key_can_be_given_as_text(key: str) -> None:
 def test_numbers_that_weights_cannot_have_are_refused_with_the_choices(text: str, problem: str, hint: str) -> None:
     with pytest.raises(RecipeError) as caught:
         from_text("quantize", text)
-    assert (caught.value.message, caught.value.hint) == (f"TCDEPLOY_QUANTIZE: --quantize is {problem}", hint)
+    assert (caught.value.message, caught.value.hint) == (f"TCDEPLOY_QUANTIZE is {problem}", hint)
 
 
 @pytest.mark.parametrize("value", [3, [1], "", "a,,b"])
