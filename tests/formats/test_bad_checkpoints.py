@@ -46,6 +46,7 @@ def cast(suffix: str, dtype: torch.dtype) -> Change:
 
 FP8, INT4, INT8 = fp8.FORMATS["deepseek"], compressed.FORMATS["int4 asymmetric"], compressed.FORMATS["int8"]
 GPTQ, AWQ, NVFP4 = int_packed.FORMATS["gptq"], int_packed.FORMATS["awq"], modelopt.FORMATS["nvfp4"]
+ACT_ORDER, ACT_ORDER_INT4 = int_packed.FORMATS["gptq act order"], compressed.FORMATS["int4 g_idx"]
 NF4, TORCHAO = bitsandbytes.bitsandbytes(4, "nf4", is_nested=True), torchao.FORMATS[next(iter(torchao.FORMATS))]
 DEFECTS: dict[str, tuple[Format, Change, str]] = {
     "FP8, no scale": (FP8, drop("weight_scale_inv"), f"lacks {PATH}.weight_scale"),
@@ -67,6 +68,8 @@ DEFECTS: dict[str, tuple[Format, Change, str]] = {
     "GPTQ, no zero points": (GPTQ, drop("qzeros"), f"lacks {PATH}.qzeros"),
     "GPTQ, fewer groups": (GPTQ, keep("scales", 1), f"{PATH}.qzeros of MODEL is stored as int32 [2, 48]"),
     "GPTQ, uneven groups": (GPTQ, fill("g_idx", 1), f"{PATH}.g_idx of MODEL is stored as int32 [256]; it"),
+    "GPTQ, no order of columns": (ACT_ORDER, drop("g_idx"), f"lacks {PATH}.g_idx"),
+    "int4, no order of columns": (ACT_ORDER_INT4, drop("weight_g_idx"), f"lacks {PATH}.weight_g_idx"),
     "GPTQ, zero": (GPTQ, fill("scales", 0), f"{PATH}.scales of MODEL has a scale that is zero"),
     "AWQ, fewer columns": (AWQ, keep("qweight", 255), "has 2 groups, which do not divide 255 columns"),
     "AWQ, no scales": (AWQ, drop("scales"), f"lacks {PATH}.scales"),

@@ -113,8 +113,9 @@ def _find_fp8(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | N
 def _find_compressed(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
     structures = {str(arguments.get("block_structure")) for arguments in _arguments(settings)} - {"None"}
     block = next(iter(structures)) if len(structures) == 1 else None
+    permuted = {_is_permuted(arguments) for arguments in _arguments(settings)}
     return {
-        "weight": packed_weights.find_compressed_weight(layer)
+        "weight": packed_weights.find_compressed_weight(layer, needs_g_idx=permuted == {True})
         or fp4_weights.find_nvfp4_weight(layer)
         or fp4_weights.find_mxfp4_weight(layer)
         or scaled_weights.find_fp8_weight(layer, _block(block))
@@ -128,7 +129,7 @@ def _find_model_optimizer(settings: Settings, layer: Layer) -> dict[str, Quantis
 
 def _find_gptq(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
     zero_offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-    return {"weight": packed_weights.find_gptq_weight(layer, zero_offset)}
+    return {"weight": packed_weights.find_gptq_weight(layer, zero_offset, bool(settings.get("desc_act")))}
 
 
 def _find_awq(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
@@ -194,9 +195,13 @@ def _scheme_of_arguments(arguments: Mapping[str, Any]) -> LayerScheme | None:
         case "int", 8, _ if arguments.get("symmetric", True):
             return LayerScheme("int8", group_size)
         case "int", 4, _:
-            is_permuted = str(arguments.get("actorder") or "").rpartition(".")[2] in ("group", "GROUP", "True")
-            return _int4("bfloat16", group_size, not arguments.get("symmetric", True), is_permuted)
+            return _int4("bfloat16", group_size, not arguments.get("symmetric", True), _is_permuted(arguments))
     return None
+
+
+def _is_permuted(arguments: Mapping[str, Any]) -> bool:
+    """Whether weights of compressed-tensors have a `weight_g_idx`. "weight" and "static" only change calibration."""
+    return str(arguments.get("actorder")).rpartition(".")[2].lower() in ("group", "dynamic", "true")
 
 
 def _model_optimizer_scheme(settings: Settings, path: str) -> LayerScheme | None:

@@ -89,8 +89,11 @@ def in_scheme(weight: PackedWeight) -> QuantisedWeight:
     return QuantisedWeight(weight.names, shape, dense, reason=f"{weight.bits} bits{kind} have no kernel", scales=scales)
 
 
-def find_compressed_weight(layer: Layer) -> QuantisedWeight | None:
-    """A weight of compressed-tensors in the format pack-quantized. Raises ModelError for impossible tensors."""
+def find_compressed_weight(layer: Layer, needs_g_idx: bool = False) -> QuantisedWeight | None:
+    """A weight of compressed-tensors in the format pack-quantized. Raises ModelError for impossible tensors.
+
+    needs_g_idx: the config says that the columns are in the order of activations.
+    """
     packed = layer.tensors.get("weight_packed")
     if packed is None or packed.dtype != torch.int32:
         return None
@@ -121,12 +124,15 @@ def find_compressed_weight(layer: Layer) -> QuantisedWeight | None:
         ),
         values=converted("unpacked", (rows, columns), [layer.source("weight_packed")], bits, 1, columns),
         bytes_in_order=in_order, scales=scales, scale_suffix="weight_scale", zeros=zeros,
-        groups=_groups_out_of_order(layer, "weight_g_idx", columns, groups),
+        groups=_groups_out_of_order(layer, "weight_g_idx", columns, groups, needs_g_idx),
     ))  # fmt: skip
 
 
-def find_gptq_weight(layer: Layer, zero_offset: int) -> QuantisedWeight | None:
-    """A weight of GPTQ or AutoRound. zero_offset: what is added to stored zero points, 1 but for gptq_v2."""
+def find_gptq_weight(layer: Layer, zero_offset: int, needs_g_idx: bool = False) -> QuantisedWeight | None:
+    """A weight of GPTQ or AutoRound. zero_offset: what is added to stored zero points, 1 but for gptq_v2.
+
+    needs_g_idx: the config says that the columns are in the order of activations (`desc_act`).
+    """
     if "qweight" not in layer.tensors:
         return None
     scales = layer.require("scales", FLOATS)
@@ -154,7 +160,7 @@ def find_gptq_weight(layer: Layer, zero_offset: int) -> QuantisedWeight | None:
         layer=layer, names=layer.names(("qweight", "qzeros", "scales", "g_idx", *UNUSED)), bits=bits, rows=rows,
         columns=columns, values=["permute", [1, 0], values], bytes_in_order=in_order,
         scales=["permute", [1, 0], layer.source("scales")], scale_suffix="scales", zeros=zeros,
-        groups=_groups_out_of_order(layer, "g_idx", columns, groups),
+        groups=_groups_out_of_order(layer, "g_idx", columns, groups, needs_g_idx),
     ))  # fmt: skip
 
 
@@ -192,9 +198,13 @@ def _by_name(layer: Layer) -> dict[str, StoredTensor]:
     return {layer.name(suffix): stored for suffix, stored in layer.tensors.items()}
 
 
-def _groups_out_of_order(layer: Layer, suffix: str, columns: int, groups: int) -> Source | None:
-    """The group of each column, None if groups of equal size follow each other. Raises ModelError if they differ."""
-    if suffix not in layer.tensors:
+def _groups_out_of_order(layer: Layer, suffix: str, columns: int, groups: int, is_required: bool) -> Source | None:
+    """The group of each column, None if the groups follow each other.
+
+    is_required: raise ModelError if there are several groups and the tensor is missing: the groups of columns are
+    unknown then. Also raises ModelError for groups of different sizes.
+    """
+    if suffix not in layer.tensors and (groups == 1 or not is_required):
         return None
     stored = layer.require(suffix, (torch.int32, torch.int64), (columns,))
     of_column = read_tensor(stored).long()
