@@ -120,6 +120,22 @@ def test_scales_of_auto_round_may_be_negative(source: Path, tmp_path: Path) -> N
     assert plan(tmp_path / "model").architecture.schemes
 
 
+VERSIONS = {"gptq_v2": "gptq", "gptq": "gptq_v2"}  # checkpoint_format: that of the tensors to the one stated
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_zero_points_of_the_other_version_of_gptq_are_refused(version: str, source: Path, tmp_path: Path) -> None:
+    """Shapes and dtypes are equal. All zero points are 8 in a symmetric weight, so 7 or 9 show the version."""
+    form = int_packed.gptq(checkpoint_format=version)
+    write_checkpoint(form, source, tmp_path / "model")
+    settings = {**(form.settings or {}), "checkpoint_format": VERSIONS[version]}
+    change_json(tmp_path / "model/config.json", {"quantization_config": settings})
+    assert "qzeros of" in (message := error_of(tmp_path / "model"))
+    assert message.endswith(
+        "it has zero points that are off by one for the checkpoint_format or packing_format in config.json"
+    )
+
+
 def test_transforms_of_compressed_tensors_are_refused(source: Path, tmp_path: Path) -> None:
     write_checkpoint(INT4, source, tmp_path / "model")
     settings = {**(INT4.settings or {}), "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}

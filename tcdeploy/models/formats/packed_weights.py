@@ -147,9 +147,7 @@ def find_gptq_weight(layer: Layer, zero_offset: int, needs_g_idx: bool = False) 
     layer.require("qweight", (torch.int32,), (_words(columns, bits), rows))
     group_size(layer, "scales", columns, groups)
     by_group = converted("unpacked", (groups, rows), [layer.source("qzeros")], bits, 1, rows, zero_offset)
-    zeros: Source | None = ["permute", [1, 0], by_group]
-    if bool((evaluate(by_group, _by_name(layer)) == 1 << bits - 1).all()):
-        zeros = None
+    zeros = None if _is_symmetric(layer, by_group, bits, zero_offset) else ["permute", [1, 0], by_group]
     in_order = None
     if bits in (4, 8) and columns * bits % WORD_BITS == 0:
         words = _words(columns, bits)
@@ -162,6 +160,20 @@ def find_gptq_weight(layer: Layer, zero_offset: int, needs_g_idx: bool = False) 
         scales=["permute", [1, 0], layer.source("scales")], scale_suffix="scales", zeros=zeros,
         groups=_groups_out_of_order(layer, "g_idx", columns, groups, needs_g_idx),
     ))  # fmt: skip
+
+
+def _is_symmetric(layer: Layer, zeros: Source, bits: int, zero_offset: int) -> bool:
+    """Whether all zero points are in the middle of the range.
+
+    If all of them are one beside it, the weight is symmetric and stored in the other version of the format, which the
+    shapes do not show. Raises ModelError then.
+    """
+    values, middle = evaluate(zeros, _by_name(layer)), 1 << bits - 1
+    neighbour = middle + 1 if zero_offset else middle - 1
+    if bool((values == neighbour).all()):
+        problem = "has zero points that are off by one for the checkpoint_format or packing_format in config.json"
+        raise layer.wrong("qzeros", problem)
+    return bool((values == middle).all())
 
 
 def find_awq_weight(layer: Layer) -> QuantisedWeight | None:
