@@ -47,6 +47,7 @@ def cast(suffix: str, dtype: torch.dtype) -> Change:
 FP8, INT4, INT8 = fp8.FORMATS["deepseek"], compressed.FORMATS["int4 asymmetric"], compressed.FORMATS["int8"]
 GPTQ, AWQ, NVFP4 = int_packed.FORMATS["gptq"], int_packed.FORMATS["awq"], modelopt.FORMATS["nvfp4"]
 ACT_ORDER, ACT_ORDER_INT4 = int_packed.FORMATS["gptq act order"], compressed.FORMATS["int4 g_idx"]
+LLM_INT8 = bitsandbytes.FORMATS["int8"]
 NF4, TORCHAO = bitsandbytes.bitsandbytes(4, "nf4", is_nested=True), torchao.FORMATS[next(iter(torchao.FORMATS))]
 DEFECTS: dict[str, tuple[Format, Change, str]] = {
     "FP8, no scale": (FP8, drop("weight_scale_inv"), f"lacks {PATH}.weight_scale"),
@@ -81,6 +82,9 @@ DEFECTS: dict[str, tuple[Format, Change, str]] = {
     "NF4, fewer blocks": (NF4, keep("weight.absmax", 100), f"{PATH}.weight.absmax of MODEL is stored as uint8 [100]"),
     "NF4, damaged state": (
         NF4, fill("weight.quant_state.bitsandbytes__nf4", 0), "bitsandbytes__nf4 of MODEL is damaged",
+    ),
+    "LLM.int8, order of tensor cores": (
+        LLM_INT8, fill("weight_format", 2), f"{PATH}.weight_format of MODEL is stored as uint8 []; it must be 0",
     ),
     "torchao, no scale": (TORCHAO, drop("_weight_scale"), f"lacks {PATH}._weight_scale"),
     "two weights": (

@@ -42,6 +42,8 @@ def find_bitsandbytes_weight(layer: Layer) -> QuantisedWeight | None:
     rows, columns = layer.require("weight", (torch.int8,)).shape
     layer.require("SCB", FLOATS, (rows,))
     scale = converted("divided", (rows, 1), [["reshape", [rows, 1], layer.source("SCB")]], 127)
+    if "weight_format" in layer.tensors and read_tensor(layer.require("weight_format", (torch.uint8,))).any():
+        raise layer.wrong("weight_format", "must be 0, the order by rows; other orders are those of tensor cores")
     names = layer.names(("weight", "SCB", "weight_format"))
     return weight_in_scheme(layer, names, "int8", [layer.source("weight"), scale], (layer.name("SCB"),))
 
