@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tcdeploy.errors import ModelError
 from tests.formats import bitsandbytes, compressed, fp8, int_packed, modelopt, torchao
-from tests.formats.checkpoint import WEIGHTS, Format, change_json, read_tensors, save_source, write_checkpoint
+from tests.formats.checkpoint import WEIGHTS, Format, Stored, change_json, read_tensors, save_source, write_checkpoint
 from tests.formats.test_readers import plan
 from tests.models.test_traced_model import change_tensors
 
@@ -138,6 +138,22 @@ def test_zero_points_of_the_other_version_of_gptq_are_refused(version: str, sour
     assert message.endswith(
         "it has zero points that are off by one for the checkpoint_format or packing_format in config.json"
     )
+
+
+def test_a_square_quantised_conv1d_is_refused(tmp_path: Path) -> None:
+    """It would load transposed: its weight has inputs as rows, and GPTQ stores those of linear layers."""
+    sizes = {"n_embd": 256, "n_layer": 1, "n_head": 8, "n_inner": 384, "n_positions": 256}
+    gpt2 = save_source(tmp_path / "source", "gpt2", **sizes)
+    path = "transformer.h.0.attn.c_proj"
+
+    def store(name: str, tensor: Tensor) -> Stored | None:
+        if name != f"{path}.weight":
+            return None
+        stored = int_packed.store_gptq(GPTQ.settings or {}, 1, True, tensor.T)
+        return Stored({f"{path}.{suffix}": item for suffix, item in stored.tensors.items()}, {name: stored.weight.T})
+
+    write_checkpoint(Format(GPTQ.settings, store), gpt2, tmp_path / "model")
+    assert error_of(tmp_path / "model") == f"{path} is a quantised Conv1D, which is not supported"
 
 
 def test_transforms_of_compressed_tensors_are_refused(source: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.convert.scheme_linear import SchemeLinear, layer_scheme
@@ -130,10 +131,16 @@ def with_stand_ins(
 
 
 def insert_quantised_weights(model: nn.Module, weights: Mapping[str, QuantisedWeight], trace: Trace) -> InsertedWeights:
-    """Put the quantised weights into a traced model, in place. trace: of the checkpoint as it is stored."""
+    """Put the quantised weights into a traced model, in place. trace: of the checkpoint as it is stored.
+
+    Raises UnsupportedModelError for a quantised Conv1D of transformers (GPT-2): its weight is [inputs, outputs], and
+    formats store [outputs, inputs], which a square weight does not show.
+    """
     schemes: dict[str, LayerScheme] = {}
     for path, module in list(model.named_modules()):
         weight = _stand_in(module.weight, weights) if type(module) is nn.Linear else None
+        if type(module) is Conv1D and _stand_in(module.weight, weights):
+            raise UnsupportedModelError(f"{path} is a quantised Conv1D, which is not supported", NOT_QUANTISED_HINT)
         if weight is not None and weight.scheme:
             tensors = [_traced(source, trace) for source in weight.tensors]
             layer = SchemeLinear(SCHEMES[weight.scheme], tensors, module.bias)
