@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,15 @@ def test_a_square_quantised_conv1d_is_refused(tmp_path: Path) -> None:
 
     write_checkpoint(Format(GPTQ.settings, store), gpt2, tmp_path / "model")
     assert error_of(tmp_path / "model") == f"{path} is a quantised Conv1D, which is not supported"
+
+
+def test_a_number_of_bits_that_config_json_does_not_state_is_refused(source: Path, tmp_path: Path) -> None:
+    """compressed-tensors stores four values of 7 bits in a word, as many as of 8 bits."""
+    form = compressed.FORMATS["int8 packed"]
+    write_checkpoint(form, source, tmp_path / "model")
+    settings = json.loads(json.dumps(form.settings).replace('"num_bits": 8', '"num_bits": 7'))
+    change_json(tmp_path / "model/config.json", {"quantization_config": settings})
+    assert error_of(tmp_path / "model").endswith("the values of weight_shape, with 7 bits")
 
 
 def test_transforms_of_compressed_tensors_are_refused(source: Path, tmp_path: Path) -> None:

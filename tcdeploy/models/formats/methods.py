@@ -113,9 +113,10 @@ def _find_fp8(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | N
 def _find_compressed(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
     structures = {str(arguments.get("block_structure")) for arguments in _arguments(settings)} - {"None"}
     block = next(iter(structures)) if len(structures) == 1 else None
+    bits = {int(arguments["num_bits"]) for arguments in _arguments(settings) if arguments.get("num_bits")}
     permuted = {_is_permuted(arguments) for arguments in _arguments(settings)}
     return {
-        "weight": packed_weights.find_compressed_weight(layer, needs_g_idx=permuted == {True})
+        "weight": packed_weights.find_compressed_weight(layer, bits or packed_weights.BITS, permuted == {True})
         or fp4_weights.find_nvfp4_weight(layer)
         or fp4_weights.find_mxfp4_weight(layer)
         or scaled_weights.find_fp8_weight(layer, _block(block))

@@ -19,6 +19,7 @@ With 4 bits the weight becomes int4, with 8 bits, no zero points and groups in o
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -89,9 +90,12 @@ def in_scheme(weight: PackedWeight) -> QuantisedWeight:
     return QuantisedWeight(weight.names, shape, dense, reason=f"{weight.bits} bits{kind} have no kernel", scales=scales)
 
 
-def find_compressed_weight(layer: Layer, needs_g_idx: bool = False) -> QuantisedWeight | None:
+def find_compressed_weight(
+    layer: Layer, possible_bits: Collection[int] = BITS, needs_g_idx: bool = False
+) -> QuantisedWeight | None:
     """A weight of compressed-tensors in the format pack-quantized. Raises ModelError for impossible tensors.
 
+    possible_bits: those that the config states. Words of 7-bit values have the shape of words of 8-bit ones.
     needs_g_idx: the config says that the columns are in the order of activations.
     """
     packed = layer.tensors.get("weight_packed")
@@ -99,9 +103,12 @@ def find_compressed_weight(layer: Layer, needs_g_idx: bool = False) -> Quantised
         return None
     shape = layer.require("weight_shape", (torch.int64, torch.int32), (2,))
     rows, columns = read_tensor(shape).tolist()
-    bits = next((bits for bits in BITS if packed.shape == (rows, _words(columns, bits))), 0)
+    fitting = (bits for bits in BITS if bits in possible_bits and packed.shape == (rows, _words(columns, bits)))
+    bits = next(fitting, 0)
     if not bits:
-        raise layer.wrong("weight_packed", f"cannot be a weight [{rows}, {columns}], the values of weight_shape")
+        allowed = " or ".join(map(str, sorted(possible_bits)))
+        problem = f"cannot be a weight [{rows}, {columns}], the values of weight_shape, with {allowed} bits"
+        raise layer.wrong("weight_packed", problem)
     scale = layer.require("weight_scale", FLOATS)
     groups = scale.shape[-1] if len(scale.shape) == 2 else 1
     group_size(layer, "weight_scale", columns, groups)
