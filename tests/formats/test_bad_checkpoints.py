@@ -45,6 +45,10 @@ def cast(suffix: str, dtype: torch.dtype) -> Change:
     return lambda tensors: tensors.update({f"{PATH}.{suffix}": tensors[f"{PATH}.{suffix}"].to(dtype)})
 
 
+def flatten(suffix: str) -> Change:
+    return lambda tensors: tensors.update({f"{PATH}.{suffix}": tensors[f"{PATH}.{suffix}"].flatten()})
+
+
 FP8, INT4, INT8 = fp8.FORMATS["deepseek"], compressed.FORMATS["int4 asymmetric"], compressed.FORMATS["int8"]
 GPTQ, AWQ, NVFP4 = int_packed.FORMATS["gptq"], int_packed.FORMATS["awq"], modelopt.FORMATS["nvfp4"]
 ACT_ORDER, ACT_ORDER_INT4 = int_packed.FORMATS["gptq act order"], compressed.FORMATS["int4 g_idx"]
@@ -87,6 +91,9 @@ DEFECTS: dict[str, tuple[Format, Change, str]] = {
     "LLM.int8, order of tensor cores": (
         LLM_INT8, fill("weight_format", 2), f"{PATH}.weight_format of MODEL is stored as uint8 []; it must be 0",
     ),
+    "int8, one dimension": (INT8, flatten("weight"), "is stored as int8 [98304]; it must have rows and columns"),
+    "LLM.int8, one dimension": (LLM_INT8, flatten("weight"), "it must have rows and columns"),
+    "torchao, one dimension": (TORCHAO, flatten("_weight_qdata"), "it must have rows and columns"),
     "torchao, no scale": (TORCHAO, drop("_weight_scale"), f"lacks {PATH}._weight_scale"),
     "two weights": (
         INT4, lambda tensors: tensors.update({f"{PATH}.weight": torch.ones(384, 256)}),

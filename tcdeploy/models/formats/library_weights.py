@@ -39,7 +39,7 @@ def find_bitsandbytes_weight(layer: Layer) -> QuantisedWeight | None:
         return _four_bit_weight(layer, state)
     if "SCB" not in layer.tensors:
         return None
-    rows, columns = layer.require("weight", (torch.int8,)).shape
+    rows, columns = layer.require_matrix("weight", (torch.int8,)).shape
     layer.require("SCB", FLOATS, (rows,))
     scale = converted("divided", (rows, 1), [["reshape", [rows, 1], layer.source("SCB")]], 127)
     if "weight_format" in layer.tensors and read_tensor(layer.require("weight_format", (torch.uint8,))).any():
@@ -79,9 +79,9 @@ def _four_bit_weight(layer: Layer, state: str) -> QuantisedWeight:
 
 def find_torchao_weight(layer: Layer) -> QuantisedWeight | None:
     data, scale_name, zero_name = TORCHAO
-    stored = layer.tensors.get(data)
-    if stored is None:
+    if data not in layer.tensors:
         return None
+    stored = layer.require_matrix(data, (torch.float8_e4m3fn, torch.int8))
     names, scales = layer.names(TORCHAO), (layer.name(scale_name),)
     scale, rows = layer.require(scale_name, FLOATS), stored.shape[0]
     if stored.dtype == torch.float8_e4m3fn:
@@ -91,7 +91,6 @@ def find_torchao_weight(layer: Layer) -> QuantisedWeight | None:
         by_row: Source = converted("repeated", (rows,), [layer.source(scale_name)], rows)
         by_row = by_row if is_single else ["reshape", [rows], layer.source(scale_name)]
         return weight_in_scheme(layer, names, "fp8_channel", [layer.source(data), by_row], scales)
-    layer.require(data, (torch.int8,))
     if len(scale.shape) == 2 and scale.shape[1] == rows != scale.shape[0] and zero_name in layer.tensors:
         layer.require(zero_name, FLOATS, scale.shape)
         columns = 2 * stored.shape[1]

@@ -77,6 +77,13 @@ class Layer:
             raise self.wrong(suffix, f"must be {expected}")
         return stored
 
+    def require_matrix(self, suffix: str, dtypes: Sequence[torch.dtype]) -> StoredTensor:
+        """As `require`, with rows and columns."""
+        stored = self.require(suffix, dtypes)
+        if len(stored.shape) != 2:
+            raise self.wrong(suffix, "must have rows and columns")
+        return stored
+
     def wrong(self, suffix: str, problem: str) -> ModelError:
         stored = self.tensors[suffix]
         described = f"{self.name(suffix)} of {self.model} is stored as {dtype_name(stored.dtype)} {[*stored.shape]}"

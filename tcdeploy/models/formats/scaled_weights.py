@@ -42,13 +42,12 @@ def find_fp8_weight(layer: Layer, block: tuple[int, int] | None = None) -> Quant
     weight = layer.tensors.get("weight")
     if weight is None or weight.dtype != torch.float8_e4m3fn:
         return None
-    if len(weight.shape) != 2:
-        raise layer.wrong("weight", "must have rows and columns")
+    rows, columns = layer.require_matrix("weight", (torch.float8_e4m3fn,)).shape
     suffix = layer.find(*SCALES) or "weight_scale"
     scale = layer.require(suffix, (*FLOATS, torch.float8_e8m0fnu, torch.uint8))
     names = layer.names(("weight", suffix, *UNUSED))
     scales = (layer.name(suffix),) if scale.dtype != torch.uint8 else ()  # uint8: exponents, all of which are valid
-    (rows, columns), shape = weight.shape, tuple(scale.shape)
+    shape = tuple(scale.shape)
     by_block = layer.source(suffix)
     if scale.dtype == torch.uint8:
         by_block = ["view", "float8_e8m0fnu", [*shape], layer.name(suffix)]
@@ -75,7 +74,7 @@ def find_int8_weight(layer: Layer) -> QuantisedWeight | None:
     weight = layer.tensors.get("weight")
     if weight is None or weight.dtype != torch.int8:
         return None
-    rows, columns = weight.shape
+    rows, columns = layer.require_matrix("weight", (torch.int8,)).shape
     scale = layer.require("weight_scale", FLOATS)
     by_row = _source_by_row(layer.source("weight_scale"), weight, scale)
     if by_row is None:
