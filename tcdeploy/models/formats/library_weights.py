@@ -20,8 +20,8 @@ from tcdeploy.models.formats.quantised_weight import (
     HINT,
     Layer,
     QuantisedWeight,
+    check_groups,
     converted,
-    group_size,
     num_elements,
     weight_in_scheme,
 )
@@ -94,14 +94,14 @@ def find_torchao_weight(layer: Layer) -> QuantisedWeight | None:
     if len(scale.shape) == 2 and scale.shape[1] == rows != scale.shape[0] and zero_name in layer.tensors:
         layer.require(zero_name, FLOATS, scale.shape)
         columns = 2 * stored.shape[1]
-        group_size(layer, scale_name, columns, scale.shape[0])
+        check_groups(layer, scale_name, columns, scale.shape[0])
         sources = [layer.source(data), layer.source(scale_name), layer.source(zero_name)]
         dense = converted("signed_nibbles_and_offsets", (rows, columns), sources)
         reason = "int4 of torchao has zero points between codes"
         return QuantisedWeight(names, (rows, columns), dense, reason=reason, scales=scales)
     columns = stored.shape[1]
     groups = layer.require(scale_name, FLOATS, (rows, *scale.shape[1:])).shape[-1]
-    group_size(layer, scale_name, columns, groups)
+    check_groups(layer, scale_name, columns, groups)
     sources = [layer.source(data), layer.source(scale_name)]
     if zero_name not in layer.tensors or not read_tensor(layer.tensors[zero_name]).any():
         return weight_in_scheme(layer, names, "int8", sources, scales)

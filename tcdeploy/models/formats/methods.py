@@ -17,6 +17,7 @@ from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.formats import fp4_weights, library_weights, packed_weights, scaled_weights
 from tcdeploy.models.formats.layer_names import is_listed
 from tcdeploy.models.formats.quantised_weight import Layer, LayerScheme, QuantisedWeight
+from tcdeploy.planning.schemes import int4_scheme_name
 
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
 SETTINGS = ("quantization_config", "compression_config")  # keys of a config
@@ -253,7 +254,7 @@ def _explicit_scheme(settings: Settings, path: str) -> LayerScheme | None:
 
 
 def _int4(dtype: str, group_size: int, has_zeros: bool, is_permuted: bool) -> LayerScheme:
-    return LayerScheme(f"int4_{dtype}{'_zeros' * has_zeros}{'_permuted' * is_permuted}", group_size)
+    return LayerScheme(int4_scheme_name(dtype, has_zeros, is_permuted), group_size)
 
 
 def _arguments(settings: Settings) -> Iterator[Mapping[str, Any]]:

@@ -28,13 +28,14 @@ from tcdeploy.models.formats.quantised_weight import (
     FLOATS,
     Layer,
     QuantisedWeight,
+    check_groups,
     converted,
-    group_size,
     num_elements,
     weight_in_scheme,
 )
 from tcdeploy.models.weights.reader import StoredTensor, read_tensor
 from tcdeploy.models.weights.sources import Source, dtype_name, evaluate
+from tcdeploy.planning.schemes import int4_scheme_name
 
 WORD_BITS = 32
 BITS = (4, 8, 3, 2)  # of a value
@@ -71,14 +72,15 @@ def in_scheme(weight: PackedWeight) -> QuantisedWeight:
     layer, shape, scales = weight.layer, (weight.rows, weight.columns), (weight.layer.name(weight.scale_suffix),)
     if weight.bits == 4 and weight.columns % 2 == 0:
         packed = weight.bytes_in_order or converted("nibbles", (weight.rows, weight.columns // 2), [weight.values])
-        name = f"int4_{dtype_name(layer.tensors[weight.scale_suffix].dtype)}"
         sources = [packed, weight.scales]
         if weight.zeros is not None:
-            name, sources = f"{name}_zeros", [*sources, weight.zeros]
+            sources.append(weight.zeros)
         if weight.groups is not None:
             sources[0] = converted("sorted_nibbles", (weight.rows, weight.columns // 2), [packed, weight.groups])
             columns = converted("sorted_columns", (weight.columns,), [weight.groups])
-            name, sources = f"{name}_permuted", [*sources, columns]
+            sources.append(columns)
+        dtype = dtype_name(layer.tensors[weight.scale_suffix].dtype)
+        name = int4_scheme_name(dtype, weight.zeros is not None, weight.groups is not None)
         return weight_in_scheme(layer, weight.names, name, sources, scales)
     if weight.bits == 8 and weight.zeros is None and weight.groups is None:
         values = converted("without_offset", shape, [weight.bytes_in_order or weight.values], weight.zero)
@@ -111,7 +113,7 @@ def find_compressed_weight(
         raise layer.wrong("weight_packed", problem)
     scale = layer.require("weight_scale", FLOATS)
     groups = scale.shape[-1] if len(scale.shape) == 2 else 1
-    group_size(layer, "weight_scale", columns, groups)
+    check_groups(layer, "weight_scale", columns, groups)
     if num_elements(scale) == 1:
         scales = ["reshape", [rows, 1], converted("repeated", (rows,), [layer.source("weight_scale")], rows)]
     else:
@@ -152,7 +154,7 @@ def find_gptq_weight(layer: Layer, zero_offset: int, needs_g_idx: bool = False) 
         raise layer.wrong("qzeros", f"does not fit scales {[*scales.shape]}")
     columns = math.prod(layer.require("qweight", (torch.int32,)).shape[:1]) * WORD_BITS // bits
     layer.require("qweight", (torch.int32,), (_words(columns, bits), rows))
-    group_size(layer, "scales", columns, groups)
+    check_groups(layer, "scales", columns, groups)
     by_group = converted("unpacked", (groups, rows), [layer.source("qzeros")], bits, 1, rows, zero_offset)
     zeros = None if _is_symmetric(layer, by_group, bits, zero_offset) else ["permute", [1, 0], by_group]
     in_order = None
@@ -192,7 +194,7 @@ def find_awq_weight(layer: Layer) -> QuantisedWeight | None:
     if len(scales.shape) != 2:
         raise layer.wrong("scales", "must have a row for each group")
     groups, rows = scales.shape
-    group_size(layer, "scales", columns, groups)
+    check_groups(layer, "scales", columns, groups)
     layer.require("qweight", (torch.int32,), (columns, _words(rows, 4)))
     zeros = layer.find("qzeros")
     if zeros:
