@@ -1,6 +1,6 @@
 """Weights as the libraries bitsandbytes and torchao store them.
 
-bitsandbytes  4 bits: codes into a table, with the largest value of 64 consecutive ones, which may be quantised again
+bitsandbytes  4 bits: codes into a table, with the largest value of 64 consecutive ones, which may be quantised too
               (`nested`). `weight.quant_state.*` is JSON with the shape. 8 bits: int8 and `SCB` [n], 127 times the scale
 torchao       `_weight_qdata`, `_weight_scale` and `_weight_zero_point` of a tensor subclass. The dtypes and shapes show
               which: Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor [n, k] with scales [n, k / g], or Int4Tensor
@@ -43,7 +43,7 @@ def find_bitsandbytes_weight(layer: Layer) -> QuantisedWeight | None:
     layer.require("SCB", FLOATS, (rows,))
     scale = converted("divided", (rows, 1), [["reshape", [rows, 1], layer.source("SCB")]], 127)
     if "weight_format" in layer.tensors and read_tensor(layer.require("weight_format", (torch.uint8,))).any():
-        raise layer.wrong("weight_format", "must be 0, the order by rows; other orders are those of tensor cores")
+        raise layer.wrong("weight_format", "must be 0 (rows in order); other values are layouts for tensor cores")
     names = layer.names(("weight", "SCB", "weight_format"))
     return weight_in_scheme(layer, names, "int8", [layer.source("weight"), scale], (layer.name("SCB"),))
 
@@ -97,7 +97,7 @@ def find_torchao_weight(layer: Layer) -> QuantisedWeight | None:
         check_groups(layer, scale_name, columns, scale.shape[0])
         sources = [layer.source(data), layer.source(scale_name), layer.source(zero_name)]
         dense = converted("signed_nibbles_and_offsets", (rows, columns), sources)
-        reason = "int4 of torchao has zero points between codes"
+        reason = "int4 of torchao has zero points in floating point, which have no kernel"
         return QuantisedWeight(names, (rows, columns), dense, reason=reason, scales=scales)
     columns = stored.shape[1]
     groups = layer.require(scale_name, FLOATS, (rows, *scale.shape[1:])).shape[-1]

@@ -249,8 +249,8 @@ def _torchao_scheme(settings: Settings, path: str) -> LayerScheme | None:
 
 
 def _explicit_scheme(settings: Settings, path: str) -> LayerScheme | None:
-    found = settings["schemes"].get(path)
-    return None if found is None else LayerScheme(*found)
+    scheme = settings["schemes"].get(path)
+    return None if scheme is None else LayerScheme(*scheme)
 
 
 def _int4(dtype: str, group_size: int, has_zeros: bool, is_permuted: bool) -> LayerScheme:

@@ -10,10 +10,12 @@ word, and what is stored as a zero point:
     GPTQ, AutoRound     qweight [k/8, n]         qzeros [g, n/8]              [g, n]        along k, n
     AWQ                 qweight [k, n/8]         qzeros [g, n/8]              [g, n]        along n, n, reordered
 
-for 4 bits. Without zero points, the zero is in the middle of the range. `g_idx` [k] is the group of each column; where
-the groups do not follow each other ("act-order"), the columns are sorted by group while the weight is loaded.
+for 4 bits. A weight without zero points has the zero in the middle of the range. `g_idx` [k] is the group of each
+column. If the columns of a group are not consecutive ("act-order"), columns are sorted by group while the weight is
+loaded.
 
-With 4 bits the weight becomes int4, with 8 bits, no zero points and groups in order int8; other weights are dense.
+A weight of 4 bits becomes a scheme `int4`. A weight of 8 bits becomes `int8` if it has no zero points and its
+columns are in order. All others are dequantised.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class PackedWeight(NamedTuple):
 
     values: the source of [rows, columns] in uint8. bytes_in_order: of the same values in the bytes of int4 [rows,
     columns / 2] or int8 [rows, columns], if the checkpoint can be read so. scales: [rows, groups]; their tensor is
-    `scale_suffix`. zeros: [rows, groups] in uint8, None if all are `zero`. groups: of each column [columns], None if
-    they follow each other.
+    `scale_suffix`. zeros: [rows, groups] in uint8, None if all are `zero`. groups: the group of each column
+    [columns], None if the columns of each group are consecutive.
     """
 
     layer: Layer
@@ -138,7 +140,7 @@ def find_compressed_weight(
 
 
 def find_gptq_weight(layer: Layer, zero_offset: int, needs_g_idx: bool = False) -> QuantisedWeight | None:
-    """A weight of GPTQ or AutoRound. zero_offset: what is added to stored zero points, 1 but for gptq_v2.
+    """A weight of GPTQ or AutoRound. zero_offset: what is added to stored zero points, 0 for gptq_v2 and otherwise 1.
 
     needs_g_idx: the config says that the columns are in the order of activations (`desc_act`).
     """
@@ -174,8 +176,8 @@ def find_gptq_weight(layer: Layer, zero_offset: int, needs_g_idx: bool = False) 
 def _is_symmetric(layer: Layer, zeros: Source, bits: int, zero_offset: int) -> bool:
     """Whether all zero points are in the middle of the range.
 
-    If all of them are one beside it, the weight is symmetric and stored in the other version of the format, which the
-    shapes do not show. Raises ModelError then.
+    Raises ModelError if all of them are off by one: the weight is symmetric, and stored in the other version of the
+    format, which has equal shapes.
     """
     values, middle = evaluate(zeros, _by_name(layer)), 1 << bits - 1
     neighbour = middle + 1 if zero_offset else middle - 1
@@ -220,10 +222,10 @@ def _by_name(layer: Layer) -> dict[str, StoredTensor]:
 
 
 def _groups_out_of_order(layer: Layer, suffix: str, columns: int, groups: int, is_required: bool) -> Source | None:
-    """The group of each column, None if the groups follow each other.
+    """The group of each column, None if the columns of each group are consecutive.
 
-    is_required: raise ModelError if there are several groups and the tensor is missing: the groups of columns are
-    unknown then. Also raises ModelError for groups of different sizes.
+    is_required: whether several groups are an error if the tensor is missing. Raises ModelError for that, and for
+    groups of different sizes.
     """
     if suffix not in layer.tensors and (groups == 1 or not is_required):
         return None

@@ -3,8 +3,8 @@
 A source (sources.py) names them, so that threads call them while they read the files, also in starts from packages.
 Each takes tensors in host memory and returns a new tensor. `models/formats/` says which format needs which.
 
-A scheme (planning/schemes.py) is the form in which a program multiplies; checkpoints store the same numbers in other
-orders. Where only the order of bytes differs, a source of moves does it, and nothing is computed.
+Checkpoints store the numbers of a scheme (planning/schemes.py) in other orders. If only whole bytes are in another
+order, the source consists of moves (permute, reshape, view), and needs no function of this module.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def nibbles(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpacked_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of `nibbles`: [n, k / 2] -> [n, k]. kernels/ has a copy, which this layer may not import."""
+    """The inverse of `nibbles`: [n, k / 2] -> [n, k]. A copy, since models/ may not import kernels/."""
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
