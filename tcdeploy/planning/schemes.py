@@ -44,8 +44,8 @@ class Scheme:
         with a wider dtype than that of the plan.
     quantise: the inverse, for random weights, from the weight and the columns that share a scale, which is ignored if
         the scheme fixes their number. It also runs on fake tensors, which have no values.
-    row_block: the number of rows that share a scale, for example. Weights of equal columns whose numbers of rows are
-        multiples of it are packed by joining each of their tensors at dimension 0. 0: weights are not packed.
+    row_block: weights with equal columns are packed, by joining each of their tensors at dimension 0, if their numbers
+        of rows are multiples of row_block: of the rows that share a scale, for example. 0: weights are not packed.
     """
 
     name: str

@@ -136,7 +136,7 @@ def _with_stored_dtype(model: _ModelFacts) -> tuple[_ModelFacts, tuple[Decision,
 
 
 class _Quantised(NamedTuple):
-    """What is known of a model after its quantised weights were found; without such weights, nothing changes."""
+    """A model after its quantised weights were found. Without such weights, only `architecture` is set, unchanged."""
 
     architecture: Architecture
     traced: TracedModel | None = None
@@ -174,8 +174,8 @@ def _request_schemes(recipe: Recipe, model: _ModelFacts) -> tuple[_ModelFacts, t
 def _decide_schemes(recipe: Recipe, environment: Environment, model: _ModelFacts, is_dry_run: bool) -> _Quantised:
     """Find the schemes of quantised layers, on which memory and programs depend.
 
-    The checkpoint's tensors have them; for random weights and with --quantize, the config. Raises UnsupportedModelError
-    if the weights cannot be traced. In a dry run, this is a finding.
+    They are found in the checkpoint's tensors, or in the config for random weights and with --quantize. Raises
+    UnsupportedModelError if the weights cannot be traced; a dry run reports a finding instead.
     """
     config, probed = model.config, model.probed
     if not is_quantised(config):

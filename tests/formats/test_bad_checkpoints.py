@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tcdeploy.errors import ModelError
 from tests.formats import bitsandbytes, compressed, fp8, int_packed, modelopt, torchao
-from tests.formats.checkpoint import WEIGHTS, Format, change_json, read_tensors, save_source, write_checkpoint
+from tests.formats.checkpoint import WEIGHTS, Format, Stored, change_json, read_tensors, save_source, write_checkpoint
 from tests.formats.test_readers import plan
 from tests.models.test_traced_model import change_tensors
 
@@ -44,8 +45,14 @@ def cast(suffix: str, dtype: torch.dtype) -> Change:
     return lambda tensors: tensors.update({f"{PATH}.{suffix}": tensors[f"{PATH}.{suffix}"].to(dtype)})
 
 
+def flatten(suffix: str) -> Change:
+    return lambda tensors: tensors.update({f"{PATH}.{suffix}": tensors[f"{PATH}.{suffix}"].flatten()})
+
+
 FP8, INT4, INT8 = fp8.FORMATS["deepseek"], compressed.FORMATS["int4 asymmetric"], compressed.FORMATS["int8"]
 GPTQ, AWQ, NVFP4 = int_packed.FORMATS["gptq"], int_packed.FORMATS["awq"], modelopt.FORMATS["nvfp4"]
+ACT_ORDER, ACT_ORDER_INT4 = int_packed.FORMATS["gptq act order"], compressed.FORMATS["int4 g_idx"]
+LLM_INT8 = bitsandbytes.FORMATS["int8"]
 NF4, TORCHAO = bitsandbytes.bitsandbytes(4, "nf4", is_nested=True), torchao.FORMATS[next(iter(torchao.FORMATS))]
 DEFECTS: dict[str, tuple[Format, Change, str]] = {
     "FP8, no scale": (FP8, drop("weight_scale_inv"), f"lacks {PATH}.weight_scale"),
@@ -67,6 +74,8 @@ DEFECTS: dict[str, tuple[Format, Change, str]] = {
     "GPTQ, no zero points": (GPTQ, drop("qzeros"), f"lacks {PATH}.qzeros"),
     "GPTQ, fewer groups": (GPTQ, keep("scales", 1), f"{PATH}.qzeros of MODEL is stored as int32 [2, 48]"),
     "GPTQ, uneven groups": (GPTQ, fill("g_idx", 1), f"{PATH}.g_idx of MODEL is stored as int32 [256]; it"),
+    "GPTQ, no order of columns": (ACT_ORDER, drop("g_idx"), f"lacks {PATH}.g_idx"),
+    "int4, no order of columns": (ACT_ORDER_INT4, drop("weight_g_idx"), f"lacks {PATH}.weight_g_idx"),
     "GPTQ, zero": (GPTQ, fill("scales", 0), f"{PATH}.scales of MODEL has a scale that is zero"),
     "AWQ, fewer columns": (AWQ, keep("qweight", 255), "has 2 groups, which do not divide 255 columns"),
     "AWQ, no scales": (AWQ, drop("scales"), f"lacks {PATH}.scales"),
@@ -79,6 +88,12 @@ DEFECTS: dict[str, tuple[Format, Change, str]] = {
     "NF4, damaged state": (
         NF4, fill("weight.quant_state.bitsandbytes__nf4", 0), "bitsandbytes__nf4 of MODEL is damaged",
     ),
+    "LLM.int8, order of tensor cores": (
+        LLM_INT8, fill("weight_format", 2), f"{PATH}.weight_format of MODEL is stored as uint8 []; it must be 0",
+    ),
+    "int8, one dimension": (INT8, flatten("weight"), "is stored as int8 [98304]; it must have rows and columns"),
+    "LLM.int8, one dimension": (LLM_INT8, flatten("weight"), "it must have rows and columns"),
+    "torchao, one dimension": (TORCHAO, flatten("_weight_qdata"), "it must have rows and columns"),
     "torchao, no scale": (TORCHAO, drop("_weight_scale"), f"lacks {PATH}._weight_scale"),
     "two weights": (
         INT4, lambda tensors: tensors.update({f"{PATH}.weight": torch.ones(384, 256)}),
@@ -115,6 +130,47 @@ def test_scales_of_auto_round_may_be_negative(source: Path, tmp_path: Path) -> N
     write_checkpoint(int_packed.FORMATS["auto-round"], source, tmp_path / "model")
     change_tensors(tmp_path / "model", lambda tensors: tensors[f"{PATH}.scales"].neg_())
     assert plan(tmp_path / "model").architecture.schemes
+
+
+VERSIONS = {"gptq_v2": "gptq", "gptq": "gptq_v2"}  # checkpoint_format: that of the tensors to the one stated
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_zero_points_of_the_other_version_of_gptq_are_refused(version: str, source: Path, tmp_path: Path) -> None:
+    """Shapes and dtypes are equal. All zero points are 8 in a symmetric weight, so 7 or 9 show the version."""
+    form = int_packed.gptq(checkpoint_format=version)
+    write_checkpoint(form, source, tmp_path / "model")
+    settings = {**(form.settings or {}), "checkpoint_format": VERSIONS[version]}
+    change_json(tmp_path / "model/config.json", {"quantization_config": settings})
+    assert "qzeros of" in (message := error_of(tmp_path / "model"))
+    assert message.endswith(
+        "it has zero points that are off by one for the checkpoint_format or packing_format in config.json"
+    )
+
+
+def test_a_square_quantised_conv1d_is_refused(tmp_path: Path) -> None:
+    """It would load transposed: its weight has inputs as rows, and GPTQ stores those of linear layers."""
+    sizes = {"n_embd": 256, "n_layer": 1, "n_head": 8, "n_inner": 384, "n_positions": 256}
+    gpt2 = save_source(tmp_path / "source", "gpt2", **sizes)
+    path = "transformer.h.0.attn.c_proj"
+
+    def store(name: str, tensor: Tensor) -> Stored | None:
+        if name != f"{path}.weight":
+            return None
+        stored = int_packed.store_gptq(GPTQ.settings or {}, 1, True, tensor.T)
+        return Stored({f"{path}.{suffix}": item for suffix, item in stored.tensors.items()}, {name: stored.weight.T})
+
+    write_checkpoint(Format(GPTQ.settings, store), gpt2, tmp_path / "model")
+    assert error_of(tmp_path / "model") == f"{path} is a quantised Conv1D, which is not supported"
+
+
+def test_a_number_of_bits_that_config_json_does_not_state_is_refused(source: Path, tmp_path: Path) -> None:
+    """compressed-tensors stores four values of 7 bits in a word, as many as of 8 bits."""
+    form = compressed.FORMATS["int8 packed"]
+    write_checkpoint(form, source, tmp_path / "model")
+    settings = json.loads(json.dumps(form.settings).replace('"num_bits": 8', '"num_bits": 7'))
+    change_json(tmp_path / "model/config.json", {"quantization_config": settings})
+    assert error_of(tmp_path / "model").endswith("the values of weight_shape, with 7 bits")
 
 
 def test_transforms_of_compressed_tensors_are_refused(source: Path, tmp_path: Path) -> None:

@@ -57,6 +57,15 @@ def test_all_weights_are_those_of_the_format(name: str, source: Path, tmp_path: 
         assert torch.allclose(weights[weight_name], values, rtol=1e-6, atol=0), weight_name
 
 
+def test_exponents_of_one_group_per_row_are_not_read_as_integers(tmp_path: Path) -> None:
+    """With 32 inputs, the scales [n, 1] in uint8 of MXFP8 have the shape of scales by row."""
+    source = save_source(tmp_path / "source", intermediate_size=32)
+    expected = write_checkpoint(FORMATS["compressed: mxfp8"], source, tmp_path / "model")
+    weights = dense_weights(plan(tmp_path / "model"))
+    path = "model.layers.0.mlp.down_proj.weight"
+    assert torch.allclose(weights[path], expected[path], rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", experts.CASES)
 def test_experts_are_those_of_the_format(name: str, tmp_path: Path) -> None:
     """transformers stacks them. A model with the same weights in float32 has equal tensors."""

@@ -18,10 +18,11 @@ def scale_groups(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def rounded_scale(scale: Tensor) -> Tensor:
-    """The nearest bfloat16 values, in float32: checkpoints store the scales of 8-bit weights so.
+    """The nearest bfloat16 values, in float32.
 
-    A weight that is quantised here and saved then has the same values in every reader. Codes are computed with the
-    rounded scale, so this loses no precision. float16 would: scales are near its smallest normal number.
+    Checkpoints store the scales of 8-bit weights in bfloat16. With rounded scales, a weight that is quantised here and
+    saved has the same values in every reader. Codes are computed with the rounded scale, so no precision is lost.
+    float16 would lose some, because scales are near its smallest normal number.
     """
     return scale.bfloat16().float()
 

@@ -1,9 +1,9 @@
 """Finds the quantised weights of a checkpoint, and puts them into a traced model.
 
 transformers does not see them. It loads a stand-in for each, which has the name and shape of the dense weight, so that
-its renames, merges and permutations apply. Afterwards a linear layer whose weight is a stand-in becomes a
-`SchemeLinear`, if the format has a scheme. Everywhere else, as in stacked experts, the stand-in is replaced by the
-dequantised weight, which threads compute while they read the files.
+its renames, merges and permutations apply. Afterwards, a linear layer whose weight is a stand-in becomes a
+`SchemeLinear` if the format has a scheme. All other stand-ins, such as those in stacked experts, are replaced by the
+dequantised weights, which threads compute while they read the files.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.convert.scheme_linear import SchemeLinear, layer_scheme
@@ -33,7 +34,7 @@ from tcdeploy.models.weights.reader import THREADS, StoredTensor, read_tensor
 from tcdeploy.models.weights.sources import WeightSource, replace_tensors, stored_names
 from tcdeploy.planning.schemes import SCHEMES
 
-# Beside scales, what shows that a tensor belongs to a quantised weight.
+# Ends of the names of tensors that belong to a quantised weight.
 QUANTISED_SUFFIXES = (
     "_weight_qdata",
     "weight_scale",
@@ -59,9 +60,9 @@ def find_quantised_weights(
 ) -> dict[str, QuantisedWeight]:
     """The quantised weights among the tensors of a checkpoint, by the name of the dense weight.
 
-    known: the names of the model's tensors. AutoGPTQ stores a bias of zeros for layers that have none.
-    Raises ModelError for weights that lack a tensor or have one of another shape or dtype, and for scales without a
-    useful value.
+    known: the names of the model's tensors. A bias of zeros that is not among them belongs to the quantised weight,
+    because AutoGPTQ stores one for layers without a bias. Raises ModelError for weights that lack a tensor or have one
+    of another shape or dtype, and for scales that are zero, infinite, NaN or negative.
     """
     method, settings = METHODS.get(quantisation_method(config) or ""), quantisation_settings(config) or {}
     if method is None:
@@ -92,16 +93,16 @@ def find_quantised_weights(
 def _check_scales(
     model: str, weights: Iterable[QuantisedWeight], tensors: Mapping[str, StoredTensor], may_be_negative: bool
 ) -> None:
-    """Raise ModelError for scales that no weight has. Reads them all, in threads."""
+    """Raise ModelError for scales that are zero, infinite, NaN or negative. Reads all scales, in threads."""
     names = [name for weight in weights for name in weight.scales]
     with ThreadPoolExecutor(THREADS) as threads:
-        problems = threads.map(lambda name: _problem(read_tensor(tensors[name]).float(), may_be_negative), names)
+        problems = threads.map(lambda name: _scale_problem(read_tensor(tensors[name]).float(), may_be_negative), names)
         for name, problem in zip(names, problems, strict=True):
             if problem:
                 raise ModelError(f"{name} of {model} has a scale that is {problem}", HINT)
 
 
-def _problem(scales: Tensor, may_be_negative: bool) -> str:
+def _scale_problem(scales: Tensor, may_be_negative: bool) -> str:
     if scales.isnan().any():
         return "not a number"
     if scales.isinf().any():
@@ -112,7 +113,10 @@ def _problem(scales: Tensor, may_be_negative: bool) -> str:
 
 
 def check_not_quantised(model: str, tensors: Mapping[str, TensorHeader]) -> None:
-    """Raise UnsupportedModelError for tensors that are left and whose names or dtypes show a quantised weight."""
+    """Raise UnsupportedModelError for a tensor whose name or dtype shows a quantised weight.
+
+    tensors: with stand-ins, so that only weights remain that no format has recognised.
+    """
     for name, tensor in tensors.items():
         is_quantised = tensor.dtype not in FLOAT_DTYPES and name.endswith(WEIGHTS)
         if is_quantised or name.endswith(QUANTISED_SUFFIXES):
@@ -130,10 +134,16 @@ def with_stand_ins(
 
 
 def insert_quantised_weights(model: nn.Module, weights: Mapping[str, QuantisedWeight], trace: Trace) -> InsertedWeights:
-    """Put the quantised weights into a traced model, in place. trace: of the checkpoint as it is stored."""
+    """Put the quantised weights into a traced model, in place. trace: of the checkpoint as it is stored.
+
+    Raises UnsupportedModelError for a quantised Conv1D of transformers (GPT-2): its weight is [inputs, outputs], but
+    formats store [outputs, inputs]. If both are equal, the shapes do not show it.
+    """
     schemes: dict[str, LayerScheme] = {}
     for path, module in list(model.named_modules()):
         weight = _stand_in(module.weight, weights) if type(module) is nn.Linear else None
+        if type(module) is Conv1D and _stand_in(module.weight, weights):
+            raise UnsupportedModelError(f"{path} is a quantised Conv1D, which is not supported", NOT_QUANTISED_HINT)
         if weight is not None and weight.scheme:
             tensors = [_traced(source, trace) for source in weight.tensors]
             layer = SchemeLinear(SCHEMES[weight.scheme], tensors, module.bias)

@@ -80,17 +80,17 @@ def quantise_linears(
 ) -> dict[str, LayerScheme]:
     """Quantise the linear layers that have a scheme, by path, in place. For random weights and fake tensors.
 
-    quantise: for other tensors. Returns the schemes by path. Layers whose columns are no whole number of groups stay
-    dense, and so does a head that is tied to the embedding.
+    quantise: how; traced tensors need another function. Returns the schemes by path. A layer whose columns are not a
+    multiple of the group size stays dense, and so does a head that is tied to the embedding.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     schemes: dict[str, LayerScheme] = {}
     for path, module in list(model.named_modules()):
-        found = scheme_of(path) if type(module) is nn.Linear and id(module.weight) not in tied else None
-        if found is None or (found.group_size and module.in_features % found.group_size):
+        choice = scheme_of(path) if type(module) is nn.Linear and id(module.weight) not in tied else None
+        if choice is None or (choice.group_size and module.in_features % choice.group_size):
             continue
-        scheme = SCHEMES[found.scheme]
-        tensors = quantise(scheme, module.weight.detach(), found.group_size or module.in_features)
+        scheme = SCHEMES[choice.scheme]
+        tensors = quantise(scheme, module.weight.detach(), choice.group_size or module.in_features)
         layer = SchemeLinear(scheme, tensors, module.bias)
         model.set_submodule(path, layer)
         schemes[path] = layer_scheme(layer)

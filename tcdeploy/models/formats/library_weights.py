@@ -1,6 +1,6 @@
 """Weights as the libraries bitsandbytes and torchao store them.
 
-bitsandbytes  4 bits: codes into a table, with the largest value of 64 consecutive ones, which may be quantised again
+bitsandbytes  4 bits: codes into a table, with the largest value of 64 consecutive ones, which may be quantised too
               (`nested`). `weight.quant_state.*` is JSON with the shape. 8 bits: int8 and `SCB` [n], 127 times the scale
 torchao       `_weight_qdata`, `_weight_scale` and `_weight_zero_point` of a tensor subclass. The dtypes and shapes show
               which: Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor [n, k] with scales [n, k / g], or Int4Tensor
@@ -20,8 +20,8 @@ from tcdeploy.models.formats.quantised_weight import (
     HINT,
     Layer,
     QuantisedWeight,
+    check_groups,
     converted,
-    group_size,
     num_elements,
     weight_in_scheme,
 )
@@ -39,9 +39,11 @@ def find_bitsandbytes_weight(layer: Layer) -> QuantisedWeight | None:
         return _four_bit_weight(layer, state)
     if "SCB" not in layer.tensors:
         return None
-    rows, columns = layer.require("weight", (torch.int8,)).shape
+    rows, columns = layer.require_matrix("weight", (torch.int8,)).shape
     layer.require("SCB", FLOATS, (rows,))
     scale = converted("divided", (rows, 1), [["reshape", [rows, 1], layer.source("SCB")]], 127)
+    if "weight_format" in layer.tensors and read_tensor(layer.require("weight_format", (torch.uint8,))).any():
+        raise layer.wrong("weight_format", "must be 0 (rows in order); other values are layouts for tensor cores")
     names = layer.names(("weight", "SCB", "weight_format"))
     return weight_in_scheme(layer, names, "int8", [layer.source("weight"), scale], (layer.name("SCB"),))
 
@@ -77,9 +79,9 @@ def _four_bit_weight(layer: Layer, state: str) -> QuantisedWeight:
 
 def find_torchao_weight(layer: Layer) -> QuantisedWeight | None:
     data, scale_name, zero_name = TORCHAO
-    stored = layer.tensors.get(data)
-    if stored is None:
+    if data not in layer.tensors:
         return None
+    stored = layer.require_matrix(data, (torch.float8_e4m3fn, torch.int8))
     names, scales = layer.names(TORCHAO), (layer.name(scale_name),)
     scale, rows = layer.require(scale_name, FLOATS), stored.shape[0]
     if stored.dtype == torch.float8_e4m3fn:
@@ -89,18 +91,17 @@ def find_torchao_weight(layer: Layer) -> QuantisedWeight | None:
         by_row: Source = converted("repeated", (rows,), [layer.source(scale_name)], rows)
         by_row = by_row if is_single else ["reshape", [rows], layer.source(scale_name)]
         return weight_in_scheme(layer, names, "fp8_channel", [layer.source(data), by_row], scales)
-    layer.require(data, (torch.int8,))
     if len(scale.shape) == 2 and scale.shape[1] == rows != scale.shape[0] and zero_name in layer.tensors:
         layer.require(zero_name, FLOATS, scale.shape)
         columns = 2 * stored.shape[1]
-        group_size(layer, scale_name, columns, scale.shape[0])
+        check_groups(layer, scale_name, columns, scale.shape[0])
         sources = [layer.source(data), layer.source(scale_name), layer.source(zero_name)]
         dense = converted("signed_nibbles_and_offsets", (rows, columns), sources)
-        reason = "int4 of torchao has zero points between codes"
+        reason = "int4 of torchao has zero points in floating point, which have no kernel"
         return QuantisedWeight(names, (rows, columns), dense, reason=reason, scales=scales)
     columns = stored.shape[1]
     groups = layer.require(scale_name, FLOATS, (rows, *scale.shape[1:])).shape[-1]
-    group_size(layer, scale_name, columns, groups)
+    check_groups(layer, scale_name, columns, groups)
     sources = [layer.source(data), layer.source(scale_name)]
     if zero_name not in layer.tensors or not read_tensor(layer.tensors[zero_name]).any():
         return weight_in_scheme(layer, names, "int8", sources, scales)

@@ -17,6 +17,7 @@ from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.formats import fp4_weights, library_weights, packed_weights, scaled_weights
 from tcdeploy.models.formats.layer_names import is_listed
 from tcdeploy.models.formats.quantised_weight import Layer, LayerScheme, QuantisedWeight
+from tcdeploy.planning.schemes import int4_scheme_name
 
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
 SETTINGS = ("quantization_config", "compression_config")  # keys of a config
@@ -113,8 +114,10 @@ def _find_fp8(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | N
 def _find_compressed(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
     structures = {str(arguments.get("block_structure")) for arguments in _arguments(settings)} - {"None"}
     block = next(iter(structures)) if len(structures) == 1 else None
+    bits = {int(arguments["num_bits"]) for arguments in _arguments(settings) if arguments.get("num_bits")}
+    permuted = {_is_permuted(arguments) for arguments in _arguments(settings)}
     return {
-        "weight": packed_weights.find_compressed_weight(layer)
+        "weight": packed_weights.find_compressed_weight(layer, bits or packed_weights.BITS, permuted == {True})
         or fp4_weights.find_nvfp4_weight(layer)
         or fp4_weights.find_mxfp4_weight(layer)
         or scaled_weights.find_fp8_weight(layer, _block(block))
@@ -128,7 +131,7 @@ def _find_model_optimizer(settings: Settings, layer: Layer) -> dict[str, Quantis
 
 def _find_gptq(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
     zero_offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-    return {"weight": packed_weights.find_gptq_weight(layer, zero_offset)}
+    return {"weight": packed_weights.find_gptq_weight(layer, zero_offset, bool(settings.get("desc_act")))}
 
 
 def _find_awq(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
@@ -194,9 +197,13 @@ def _scheme_of_arguments(arguments: Mapping[str, Any]) -> LayerScheme | None:
         case "int", 8, _ if arguments.get("symmetric", True):
             return LayerScheme("int8", group_size)
         case "int", 4, _:
-            is_permuted = str(arguments.get("actorder") or "").rpartition(".")[2] in ("group", "GROUP", "True")
-            return _int4("bfloat16", group_size, not arguments.get("symmetric", True), is_permuted)
+            return _int4("bfloat16", group_size, not arguments.get("symmetric", True), _is_permuted(arguments))
     return None
+
+
+def _is_permuted(arguments: Mapping[str, Any]) -> bool:
+    """Whether weights of compressed-tensors have a `weight_g_idx`. "weight" and "static" only change calibration."""
+    return str(arguments.get("actorder")).rpartition(".")[2].lower() in ("group", "dynamic", "true")
 
 
 def _model_optimizer_scheme(settings: Settings, path: str) -> LayerScheme | None:
@@ -242,12 +249,12 @@ def _torchao_scheme(settings: Settings, path: str) -> LayerScheme | None:
 
 
 def _explicit_scheme(settings: Settings, path: str) -> LayerScheme | None:
-    found = settings["schemes"].get(path)
-    return None if found is None else LayerScheme(*found)
+    scheme = settings["schemes"].get(path)
+    return None if scheme is None else LayerScheme(*scheme)
 
 
 def _int4(dtype: str, group_size: int, has_zeros: bool, is_permuted: bool) -> LayerScheme:
-    return LayerScheme(f"int4_{dtype}{'_zeros' * has_zeros}{'_permuted' * is_permuted}", group_size)
+    return LayerScheme(int4_scheme_name(dtype, has_zeros, is_permuted), group_size)
 
 
 def _arguments(settings: Settings) -> Iterator[Mapping[str, Any]]:

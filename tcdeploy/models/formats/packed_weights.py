@@ -10,15 +10,18 @@ word, and what is stored as a zero point:
     GPTQ, AutoRound     qweight [k/8, n]         qzeros [g, n/8]              [g, n]        along k, n
     AWQ                 qweight [k, n/8]         qzeros [g, n/8]              [g, n]        along n, n, reordered
 
-for 4 bits. Without zero points, the zero is in the middle of the range. `g_idx` [k] is the group of each column; where
-the groups do not follow each other ("act-order"), the columns are sorted by group while the weight is loaded.
+for 4 bits. A weight without zero points has the zero in the middle of the range. `g_idx` [k] is the group of each
+column. If the columns of a group are not consecutive ("act-order"), columns are sorted by group while the weight is
+loaded.
 
-With 4 bits the weight becomes int4, with 8 bits, no zero points and groups in order int8; other weights are dense.
+A weight of 4 bits becomes a scheme `int4`. A weight of 8 bits becomes `int8` if it has no zero points and its
+columns are in order. All others are dequantised.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -27,13 +30,14 @@ from tcdeploy.models.formats.quantised_weight import (
     FLOATS,
     Layer,
     QuantisedWeight,
+    check_groups,
     converted,
-    group_size,
     num_elements,
     weight_in_scheme,
 )
 from tcdeploy.models.weights.reader import StoredTensor, read_tensor
 from tcdeploy.models.weights.sources import Source, dtype_name, evaluate
+from tcdeploy.planning.schemes import int4_scheme_name
 
 WORD_BITS = 32
 BITS = (4, 8, 3, 2)  # of a value
@@ -45,8 +49,8 @@ class PackedWeight(NamedTuple):
 
     values: the source of [rows, columns] in uint8. bytes_in_order: of the same values in the bytes of int4 [rows,
     columns / 2] or int8 [rows, columns], if the checkpoint can be read so. scales: [rows, groups]; their tensor is
-    `scale_suffix`. zeros: [rows, groups] in uint8, None if all are `zero`. groups: of each column [columns], None if
-    they follow each other.
+    `scale_suffix`. zeros: [rows, groups] in uint8, None if all are `zero`. groups: the group of each column
+    [columns], None if the columns of each group are consecutive.
     """
 
     layer: Layer
@@ -70,14 +74,15 @@ def in_scheme(weight: PackedWeight) -> QuantisedWeight:
     layer, shape, scales = weight.layer, (weight.rows, weight.columns), (weight.layer.name(weight.scale_suffix),)
     if weight.bits == 4 and weight.columns % 2 == 0:
         packed = weight.bytes_in_order or converted("nibbles", (weight.rows, weight.columns // 2), [weight.values])
-        name = f"int4_{dtype_name(layer.tensors[weight.scale_suffix].dtype)}"
         sources = [packed, weight.scales]
         if weight.zeros is not None:
-            name, sources = f"{name}_zeros", [*sources, weight.zeros]
+            sources.append(weight.zeros)
         if weight.groups is not None:
             sources[0] = converted("sorted_nibbles", (weight.rows, weight.columns // 2), [packed, weight.groups])
             columns = converted("sorted_columns", (weight.columns,), [weight.groups])
-            name, sources = f"{name}_permuted", [*sources, columns]
+            sources.append(columns)
+        dtype = dtype_name(layer.tensors[weight.scale_suffix].dtype)
+        name = int4_scheme_name(dtype, weight.zeros is not None, weight.groups is not None)
         return weight_in_scheme(layer, weight.names, name, sources, scales)
     if weight.bits == 8 and weight.zeros is None and weight.groups is None:
         values = converted("without_offset", shape, [weight.bytes_in_order or weight.values], weight.zero)
@@ -89,19 +94,28 @@ def in_scheme(weight: PackedWeight) -> QuantisedWeight:
     return QuantisedWeight(weight.names, shape, dense, reason=f"{weight.bits} bits{kind} have no kernel", scales=scales)
 
 
-def find_compressed_weight(layer: Layer) -> QuantisedWeight | None:
-    """A weight of compressed-tensors in the format pack-quantized. Raises ModelError for impossible tensors."""
+def find_compressed_weight(
+    layer: Layer, possible_bits: Collection[int] = BITS, needs_g_idx: bool = False
+) -> QuantisedWeight | None:
+    """A weight of compressed-tensors in the format pack-quantized. Raises ModelError for impossible tensors.
+
+    possible_bits: those that the config states. Words of 7-bit values have the shape of words of 8-bit ones.
+    needs_g_idx: the config says that the columns are in the order of activations.
+    """
     packed = layer.tensors.get("weight_packed")
     if packed is None or packed.dtype != torch.int32:
         return None
     shape = layer.require("weight_shape", (torch.int64, torch.int32), (2,))
     rows, columns = read_tensor(shape).tolist()
-    bits = next((bits for bits in BITS if packed.shape == (rows, _words(columns, bits))), 0)
+    fitting = (bits for bits in BITS if bits in possible_bits and packed.shape == (rows, _words(columns, bits)))
+    bits = next(fitting, 0)
     if not bits:
-        raise layer.wrong("weight_packed", f"cannot be a weight [{rows}, {columns}], the values of weight_shape")
+        allowed = " or ".join(map(str, sorted(possible_bits)))
+        problem = f"cannot be a weight [{rows}, {columns}], the values of weight_shape, with {allowed} bits"
+        raise layer.wrong("weight_packed", problem)
     scale = layer.require("weight_scale", FLOATS)
     groups = scale.shape[-1] if len(scale.shape) == 2 else 1
-    group_size(layer, "weight_scale", columns, groups)
+    check_groups(layer, "weight_scale", columns, groups)
     if num_elements(scale) == 1:
         scales = ["reshape", [rows, 1], converted("repeated", (rows,), [layer.source("weight_scale")], rows)]
     else:
@@ -121,12 +135,15 @@ def find_compressed_weight(layer: Layer) -> QuantisedWeight | None:
         ),
         values=converted("unpacked", (rows, columns), [layer.source("weight_packed")], bits, 1, columns),
         bytes_in_order=in_order, scales=scales, scale_suffix="weight_scale", zeros=zeros,
-        groups=_groups_out_of_order(layer, "weight_g_idx", columns, groups),
+        groups=_groups_out_of_order(layer, "weight_g_idx", columns, groups, needs_g_idx),
     ))  # fmt: skip
 
 
-def find_gptq_weight(layer: Layer, zero_offset: int) -> QuantisedWeight | None:
-    """A weight of GPTQ or AutoRound. zero_offset: what is added to stored zero points, 1 but for gptq_v2."""
+def find_gptq_weight(layer: Layer, zero_offset: int, needs_g_idx: bool = False) -> QuantisedWeight | None:
+    """A weight of GPTQ or AutoRound. zero_offset: what is added to stored zero points, 0 for gptq_v2 and otherwise 1.
+
+    needs_g_idx: the config says that the columns are in the order of activations (`desc_act`).
+    """
     if "qweight" not in layer.tensors:
         return None
     scales = layer.require("scales", FLOATS)
@@ -139,11 +156,9 @@ def find_gptq_weight(layer: Layer, zero_offset: int) -> QuantisedWeight | None:
         raise layer.wrong("qzeros", f"does not fit scales {[*scales.shape]}")
     columns = math.prod(layer.require("qweight", (torch.int32,)).shape[:1]) * WORD_BITS // bits
     layer.require("qweight", (torch.int32,), (_words(columns, bits), rows))
-    group_size(layer, "scales", columns, groups)
+    check_groups(layer, "scales", columns, groups)
     by_group = converted("unpacked", (groups, rows), [layer.source("qzeros")], bits, 1, rows, zero_offset)
-    zeros: Source | None = ["permute", [1, 0], by_group]
-    if bool((evaluate(by_group, _by_name(layer)) == 1 << bits - 1).all()):
-        zeros = None
+    zeros = None if _is_symmetric(layer, by_group, bits, zero_offset) else ["permute", [1, 0], by_group]
     in_order = None
     if bits in (4, 8) and columns * bits % WORD_BITS == 0:
         words = _words(columns, bits)
@@ -154,8 +169,22 @@ def find_gptq_weight(layer: Layer, zero_offset: int) -> QuantisedWeight | None:
         layer=layer, names=layer.names(("qweight", "qzeros", "scales", "g_idx", *UNUSED)), bits=bits, rows=rows,
         columns=columns, values=["permute", [1, 0], values], bytes_in_order=in_order,
         scales=["permute", [1, 0], layer.source("scales")], scale_suffix="scales", zeros=zeros,
-        groups=_groups_out_of_order(layer, "g_idx", columns, groups),
+        groups=_groups_out_of_order(layer, "g_idx", columns, groups, needs_g_idx),
     ))  # fmt: skip
+
+
+def _is_symmetric(layer: Layer, zeros: Source, bits: int, zero_offset: int) -> bool:
+    """Whether all zero points are in the middle of the range.
+
+    Raises ModelError if all of them are off by one: the weight is symmetric, and stored in the other version of the
+    format, which has equal shapes.
+    """
+    values, middle = evaluate(zeros, _by_name(layer)), 1 << bits - 1
+    neighbour = middle + 1 if zero_offset else middle - 1
+    if bool((values == neighbour).all()):
+        problem = "has zero points that are off by one for the checkpoint_format or packing_format in config.json"
+        raise layer.wrong("qzeros", problem)
+    return bool((values == middle).all())
 
 
 def find_awq_weight(layer: Layer) -> QuantisedWeight | None:
@@ -167,7 +196,7 @@ def find_awq_weight(layer: Layer) -> QuantisedWeight | None:
     if len(scales.shape) != 2:
         raise layer.wrong("scales", "must have a row for each group")
     groups, rows = scales.shape
-    group_size(layer, "scales", columns, groups)
+    check_groups(layer, "scales", columns, groups)
     layer.require("qweight", (torch.int32,), (columns, _words(rows, 4)))
     zeros = layer.find("qzeros")
     if zeros:
@@ -192,9 +221,13 @@ def _by_name(layer: Layer) -> dict[str, StoredTensor]:
     return {layer.name(suffix): stored for suffix, stored in layer.tensors.items()}
 
 
-def _groups_out_of_order(layer: Layer, suffix: str, columns: int, groups: int) -> Source | None:
-    """The group of each column, None if groups of equal size follow each other. Raises ModelError if they differ."""
-    if suffix not in layer.tensors:
+def _groups_out_of_order(layer: Layer, suffix: str, columns: int, groups: int, is_required: bool) -> Source | None:
+    """The group of each column, None if the columns of each group are consecutive.
+
+    is_required: whether several groups are an error if the tensor is missing. Raises ModelError for that, and for
+    groups of different sizes.
+    """
+    if suffix not in layer.tensors and (groups == 1 or not is_required):
         return None
     stored = layer.require(suffix, (torch.int32, torch.int64), (columns,))
     of_column = read_tensor(stored).long()

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -77,14 +77,17 @@ class Layer:
             raise self.wrong(suffix, f"must be {expected}")
         return stored
 
+    def require_matrix(self, suffix: str, dtypes: Sequence[torch.dtype]) -> StoredTensor:
+        """As `require`, with rows and columns."""
+        stored = self.require(suffix, dtypes)
+        if len(stored.shape) != 2:
+            raise self.wrong(suffix, "must have rows and columns")
+        return stored
+
     def wrong(self, suffix: str, problem: str) -> ModelError:
         stored = self.tensors[suffix]
         described = f"{self.name(suffix)} of {self.model} is stored as {dtype_name(stored.dtype)} {[*stored.shape]}"
         return ModelError(f"{described}; it {problem}", HINT)
-
-
-# (settings of the quantisation, a layer): its weight, None if the layer is not quantised. Raises ModelError.
-WeightFinder: TypeAlias = Callable[[Mapping[str, Any], Layer], QuantisedWeight | None]
 
 
 def converted(function: str, shape: tuple[int, ...], parts: Sequence[Source], *arguments: object) -> Source:
@@ -111,11 +114,10 @@ def weight_in_scheme(
     raise ModelError(f"tensors of {layer.model} have shapes that are impossible in {scheme}: {stored}", HINT)
 
 
-def group_size(layer: Layer, suffix: str, columns: int, groups: int) -> int:
-    """Columns per group. Raises ModelError if groups of equal size cannot cover the columns."""
+def check_groups(layer: Layer, suffix: str, columns: int, groups: int) -> None:
+    """Raise ModelError if the tensor's number of groups does not divide the columns."""
     if not groups or columns % groups:
         raise layer.wrong(suffix, f"has {groups} groups, which do not divide {columns} columns")
-    return columns // groups
 
 
 def num_elements(stored: StoredTensor) -> int:

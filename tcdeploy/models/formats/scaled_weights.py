@@ -42,19 +42,18 @@ def find_fp8_weight(layer: Layer, block: tuple[int, int] | None = None) -> Quant
     weight = layer.tensors.get("weight")
     if weight is None or weight.dtype != torch.float8_e4m3fn:
         return None
-    if len(weight.shape) != 2:
-        raise layer.wrong("weight", "must have rows and columns")
+    rows, columns = layer.require_matrix("weight", (torch.float8_e4m3fn,)).shape
     suffix = layer.find(*SCALES) or "weight_scale"
     scale = layer.require(suffix, (*FLOATS, torch.float8_e8m0fnu, torch.uint8))
     names = layer.names(("weight", suffix, *UNUSED))
     scales = (layer.name(suffix),) if scale.dtype != torch.uint8 else ()  # uint8: exponents, all of which are valid
-    by_row = _source_by_row(layer, suffix, weight, scale)
-    if by_row is not None:
-        return weight_in_scheme(layer, names, "fp8_channel", [layer.source("weight"), by_row], scales)
-    (rows, columns), shape = weight.shape, tuple(scale.shape)
+    shape = tuple(scale.shape)
     by_block = layer.source(suffix)
     if scale.dtype == torch.uint8:
         by_block = ["view", "float8_e8m0fnu", [*shape], layer.name(suffix)]
+    by_row = _source_by_row(by_block, weight, scale)
+    if by_row is not None:
+        return weight_in_scheme(layer, names, "fp8_channel", [layer.source("weight"), by_row], scales)
     if len(shape) == 4:
         shape = (shape[0], num_elements(scale) // shape[0])
         by_block = ["reshape", [*shape], by_block]
@@ -75,9 +74,9 @@ def find_int8_weight(layer: Layer) -> QuantisedWeight | None:
     weight = layer.tensors.get("weight")
     if weight is None or weight.dtype != torch.int8:
         return None
-    rows, columns = weight.shape
+    rows, columns = layer.require_matrix("weight", (torch.int8,)).shape
     scale = layer.require("weight_scale", FLOATS)
-    by_row = _source_by_row(layer, "weight_scale", weight, scale)
+    by_row = _source_by_row(layer.source("weight_scale"), weight, scale)
     if by_row is None:
         raise layer.wrong("weight_scale", f"must have the shape [], [{rows}] or [{rows}, 1]")
     names = layer.names(("weight", "weight_scale", "weight_zero_point", *UNUSED))
@@ -86,7 +85,7 @@ def find_int8_weight(layer: Layer) -> QuantisedWeight | None:
     if "weight_zero_point" not in layer.tensors:
         return weight_in_scheme(layer, names, "int8", [layer.source("weight"), by_row], scales)
     zeros = layer.require("weight_zero_point", (torch.int8,))
-    by_row_zeros = _source_by_row(layer, "weight_zero_point", weight, zeros)
+    by_row_zeros = _source_by_row(layer.source("weight_zero_point"), weight, zeros)
     if by_row_zeros is None:
         raise layer.wrong("weight_zero_point", f"must have the shape of the scale, {[*scale.shape]}")
     parts = [layer.source("weight"), by_row, ["reshape", [rows, 1], by_row_zeros]]
@@ -94,11 +93,14 @@ def find_int8_weight(layer: Layer) -> QuantisedWeight | None:
     return QuantisedWeight(names, (rows, columns), dense, reason="int8 with zero points has no kernel", scales=scales)
 
 
-def _source_by_row(layer: Layer, suffix: str, weight: StoredTensor, values: StoredTensor) -> Source | None:
-    """The source of one value for each row [n], from one value for all or for each; None for other shapes."""
+def _source_by_row(source: Source, weight: StoredTensor, values: StoredTensor) -> Source | None:
+    """The source of one value for each row [n], from one value for all or for each; None for other shapes.
+
+    source: of `values`.
+    """
     rows = weight.shape[0]
     if num_elements(values) == 1 and len(values.shape) <= 2:
-        return converted("repeated", (rows,), [layer.source(suffix)], rows)
+        return converted("repeated", (rows,), [source], rows)
     if values.shape in ((rows,), (rows, 1)):
-        return ["reshape", [rows], layer.source(suffix)]
+        return ["reshape", [rows], source]
     return None

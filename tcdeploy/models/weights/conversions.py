@@ -3,8 +3,8 @@
 A source (sources.py) names them, so that threads call them while they read the files, also in starts from packages.
 Each takes tensors in host memory and returns a new tensor. `models/formats/` says which format needs which.
 
-A scheme (planning/schemes.py) is the form in which a program multiplies; checkpoints store the same numbers in other
-orders. Where only the order of bytes differs, a source of moves does it, and nothing is computed.
+Checkpoints store the numbers of a scheme (planning/schemes.py) in other orders. If only whole bytes are in another
+order, the source consists of moves (permute, reshape, view), and needs no function of this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tcdeploy.planning.schemes import SCHEMES
 
 CHUNK_ELEMENTS = 1 << 18  # of a weight that is quantised; 4 << 20, which leave the CPU's caches, took 1.5 times as long
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word's 4-bit values, from the lowest bits: the column of each
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
 
 
 def dequantised(tensors: Sequence[Tensor], scheme: str) -> Tensor:
@@ -93,7 +92,7 @@ def nibbles(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpacked_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of `nibbles`: [n, k / 2] -> [n, k]."""
+    """The inverse of `nibbles`: [n, k / 2] -> [n, k]. A copy, since models/ may not import kernels/."""
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
@@ -167,10 +166,8 @@ def signed_nibbles_and_offsets(tensors: Sequence[Tensor]) -> Tensor:
 def mxfp4_experts(tensors: Sequence[Tensor]) -> Tensor:
     """Blocks [experts, n, k / 32, 16] and scales [experts, n, k / 32] -> [experts, k, n] bfloat16, which is exact."""
     blocks, scales = tensors
-    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.bfloat16)
-    values = table[unpacked_nibbles(blocks).long()]
-    factors = torch.exp2(scales.float() - 127)[..., None]
-    return (values * factors).bfloat16().flatten(-2).transpose(1, 2)
+    rows = [blocks.flatten(2).flatten(0, 1), scales.flatten(0, 1)]
+    return SCHEMES["mxfp4"].dequantise(rows, torch.bfloat16).unflatten(0, blocks.shape[:2]).transpose(1, 2)
 
 
 CONVERSIONS: dict[str, Callable[..., Tensor]] = {

@@ -4,7 +4,7 @@ transformers renames, merges and casts tensors while it loads them, and `pack_li
 recorded on tensors without values (convert/traced_tensor.py). Buffers that are computed, such as rotary frequencies,
 are stored beside the description.
 
-A source is one of, as JSON:
+A source is a list in one of these forms, and is stored as JSON:
 
     ["tensor", NAME]                      a tensor of the checkpoint
     ["cat", DIM, [...]]                   sources, joined along a dimension
