@@ -26,6 +26,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature, mang
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 227 * 1024
+_TORCH_DTYPES = {
+    tl.float8e4nv: torch.float8_e4m3fn, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16,
+    tl.float32: torch.float32,
+}  # fmt: skip
 
 HAS_GPU = torch.cuda.is_available()
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")])
@@ -42,9 +46,10 @@ def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     decides for the whole process, and fails if Triton was imported before. This redirects the decorated functions
     instead. It also works around faults of the interpreter: a jitted function called from a kernel leaves
     `triton.language` patched; dots, sums, products and conversions from integers of bfloat16, which numpy lacks,
-    compute with the bit patterns, and subnormal bfloat16 becomes zero; Triton 3.6 cannot loop with numpy 2.4. It also
-    skips two costs, a quarter of the run time: overflow checks, whose result the interpreter discards unless `debug` is
-    set, and the construction of a table in each call of `_get_np_dtype`.
+    compute with the bit patterns, and subnormal bfloat16 becomes zero; Triton 3.6 cannot loop with numpy 2.4.
+    Conversions to and from FP8, which it rounds wrongly, are those of torch. It also skips two costs, a quarter of the
+    run time: overflow checks, whose result the interpreter discards unless `debug` is set, and the construction of a
+    table in each call of `_get_np_dtype`.
     """
 
     interpret = functools.cache(interpreter.InterpretedFunction)
@@ -76,6 +81,19 @@ def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             value = cast_impl(self, value, tl.float32)
         return cast_impl(self, value, dtype)
 
+    convert_float = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        """In FP8, values beyond the largest are NaN, so that a kernel which does not clamp them fails."""
+        if tl.float8e4nv not in (source, target):
+            return convert_float(data, source, target, rounding_mode)
+        values = torch.from_numpy(data.copy()).view(_TORCH_DTYPES[source])
+        converted = values.to(_TORCH_DTYPES[target])
+        if target == tl.float8e4nv:
+            converted = converted.where(values.float().abs() < 464, torch.tensor(float("nan")).to(converted.dtype))
+        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.dtype.itemsize]
+        return converted.view(bits).numpy()
+
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     uncached = interpreter._get_np_dtype
     cached = functools.cache(uncached)  # pointer types are not hashable
@@ -91,6 +109,7 @@ def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "binary_op", calculate)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(JITFunction, "__call__", call)
     try:

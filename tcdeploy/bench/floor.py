@@ -24,7 +24,7 @@ from tcdeploy.bench.stats import intervals, median
 from tcdeploy.bench.timing import Timestamps
 from tcdeploy.models.convert.scheme_linear import count_elements
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.memory import DTYPE_BYTES
+from tcdeploy.planning.memory import KV_DTYPE_BYTES
 
 WARMUP_SECONDS = 0.3  # until clocks have risen
 REPEATS = 9
@@ -81,7 +81,7 @@ def count_weights(model: PreTrainedModel, plan_weight_bytes: int) -> WeightSizes
 
 def kv_read_bytes(architecture: Architecture, kv_dtype: str, context: int) -> int:
     """Bytes of K and V that a decode step reads for one sequence; at most the window in sliding-window layers."""
-    return DTYPE_BYTES[kv_dtype] * sum(
+    return KV_DTYPE_BYTES[kv_dtype] * sum(
         spec.kv_elements_per_token * min(context, spec.window or context) for spec in architecture.attention_layers
     )
 

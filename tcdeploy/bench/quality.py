@@ -176,7 +176,9 @@ def quality_run(recipe: Recipe, settings: TextSettings, text: Text, progress: Pr
     progress.stage("tokenize")
     planned = [_plan(recipe, settings)]
     if settings.against is not None:
-        against = dataclasses.replace(recipe, model=settings.against, revision=None, quantize=None, quantize_skip=None)
+        against = dataclasses.replace(
+            recipe, model=settings.against, revision=None, quantize=None, quantize_skip=None, kv_dtype=Recipe.kv_dtype
+        )
         planned.append(_plan(against, settings))
     windows = _cut(text, settings, planned)
     if settings.against is None:

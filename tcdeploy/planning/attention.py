@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.backends import BACKENDS, Backend, Phase
+from tcdeploy.planning.backends import BACKENDS, FP8_KV, Backend, Phase
 from tcdeploy.planning.decision import Decisions, PlanInputs
 from tcdeploy.planning.recipe import Attention, Graphs, Recipe
 
@@ -148,6 +148,8 @@ def _reasons(backend: Backend, inputs: PlanInputs) -> Iterator[str]:
         yield from _gpu_reasons(backend, inputs)
     if inputs.dtypes.compute not in backend.dtypes:
         yield f"it supports only {' and '.join(backend.dtypes)}"
+    if inputs.dtypes.kv == FP8_KV and not backend.supports_fp8_kv:
+        yield f"it reads K and V only in {' and '.join(backend.dtypes)}, and --kv-dtype fp8 was requested"
     yield from _model_reasons(backend, inputs.architecture)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tcdeploy.planning.recipe import Attention, DType
+from tcdeploy.planning.recipe import Attention, DType, KVDType
 
 HALF_DTYPES: tuple[DType, ...] = ("bfloat16", "float16")
 ALL_DTYPES: tuple[DType, ...] = ("float32", *HALF_DTYPES)
+FP8_KV: KVDType = "float8_e4m3fn"
 Phase = Literal["prefill", "decode"]
 Selection = Literal["default", "tuned", "fallback"]
 TORCH_FLASH = "torch-flash attention"  # the private interface of torch, as torch_compat/torch_flash.py names it
@@ -30,6 +31,7 @@ class Backend:
     uses_triton: its kernels are written in Triton, and decode steps use those of engine/step/advance.py too.
     capability_majors: major compute capabilities that its kernels are built for; None for all.
     dtypes: dtypes of Q, K and V.
+    supports_fp8_kv: it reads K and V of all tokens from the cache, and converts those that are stored in FP8.
     max_head_dim: largest head dimension; None for no limit.
     head_dim_multiple: head dimensions must be a multiple of this.
     requires_equal_head_dims: K and V must have the same head dimension.
@@ -49,6 +51,7 @@ class Backend:
     uses_triton: bool = False
     capability_majors: range | None = None
     dtypes: tuple[DType, ...] = HALF_DTYPES
+    supports_fp8_kv: bool = False
     max_head_dim: int | None = 256
     head_dim_multiple: int = 8
     requires_equal_head_dims: bool = True
@@ -75,6 +78,7 @@ _ROWS = (
         name="triton",
         uses_triton=True,
         dtypes=ALL_DTYPES,
+        supports_fp8_kv=True,
         max_head_dim=512,
         requires_equal_head_dims=False,
         is_capturable=True,
@@ -101,6 +105,7 @@ _ROWS = (
         name="reference",
         requires_gpu=False,
         dtypes=ALL_DTYPES,
+        supports_fp8_kv=True,
         max_head_dim=None,
         head_dim_multiple=1,
         requires_equal_head_dims=False,

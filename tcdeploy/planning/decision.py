@@ -7,12 +7,13 @@ from typing import NamedTuple, TypeVar
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.backends import HALF_DTYPES
+from tcdeploy.planning.backends import FP8_KV, HALF_DTYPES
 from tcdeploy.planning.environment import Environment
-from tcdeploy.planning.recipe import Device, DType, Recipe
+from tcdeploy.planning.recipe import Device, DType, KVDType, Recipe
 from tcdeploy.planning.tested_versions import tested_range, untested_packages
 
 T = TypeVar("T")
+FP8_CAPABILITY = (8, 9)  # of the oldest GPUs that convert FP8 in hardware; Triton supports no others
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class DTypes(NamedTuple):
     """The dtypes of dense weights in device memory, of the KV cache, and of activations and logits."""
 
     weight: DType
-    kv: DType
+    kv: KVDType
     compute: DType
 
 
@@ -72,7 +73,9 @@ def decide_inputs(
         reason = f"{architecture.model_type} is multimodal; image, audio and video inputs are rejected"
         decisions.add("inputs", "text only", reason)
     device = _decide_device(recipe, environment, decisions)
-    dtypes = _decide_dtypes(recipe, architecture, device, decisions)
+    dtype = _decide_dtype(recipe, architecture, device, decisions)
+    kv_dtype = _decide_kv_dtype(recipe, environment, architecture, device, dtype, decisions)
+    dtypes = DTypes(weight=dtype, kv=kv_dtype, compute=dtype)
     if architecture.schemes:
         layers = ", ".join(f"{count} linear layers in {scheme}" for scheme, count in architecture.schemes.items())
         decisions.add("weights", layers, f"quantised with {architecture.quantisation}; others are {dtypes.weight}")
@@ -95,8 +98,8 @@ def _decide_device(recipe: Recipe, environment: Environment, decisions: Decision
     return decisions.add("device", device, reason)
 
 
-def _decide_dtypes(recipe: Recipe, architecture: Architecture, device: Device, decisions: Decisions) -> DTypes:
-    """One dtype for dense weights, KV and computation. Quantised weights keep theirs."""
+def _decide_dtype(recipe: Recipe, architecture: Architecture, device: Device, decisions: Decisions) -> DType:
+    """One dtype for dense weights and computation, and by default for K and V. Quantised weights keep theirs."""
     stored = architecture.dtype
     default: DType = "float32" if device == "cpu" else "float16" if stored == "float16" else "bfloat16"
     dtype = recipe.dtype or default
@@ -109,5 +112,23 @@ def _decide_dtypes(recipe: Recipe, architecture: Architecture, device: Device, d
     else:
         described = f"the checkpoint is {stored}" if stored else "the checkpoint's dtype is unknown"
         reason = f"{described}; bfloat16 halves the bytes read per token"
-    decisions.add("dtype", dtype, reason)
-    return DTypes(weight=dtype, kv=dtype, compute=dtype)
+    return decisions.add("dtype", dtype, reason)
+
+
+def _decide_kv_dtype(
+    recipe: Recipe, environment: Environment, architecture: Architecture, device: Device, dtype: DType,
+    decisions: Decisions,
+) -> KVDType:  # fmt: skip
+    """The dtype of K and V in the cache. Raises UsageError if FP8 was requested and cannot be used."""
+    if recipe.kv_dtype == "auto":
+        return dtype
+    problem = ""
+    if not architecture.attention_layers:
+        problem = f"no layer of {architecture.model_type} keeps K and V"
+    elif device == "cuda" and environment.gpu_capability < FP8_CAPABILITY:
+        (major, minor), oldest = environment.gpu_capability, ".".join(map(str, FP8_CAPABILITY))
+        problem = f"{environment.gpu} has compute capability {major}.{minor}, and FP8 requires {oldest} or later"
+    if problem:
+        raise UsageError(f"--kv-dtype {recipe.kv_dtype} cannot be used: {problem}", "omit --kv-dtype")
+    share = "a quarter" if dtype == "float32" else "half"
+    return decisions.add("KV dtype", FP8_KV, f"requested; K and V take {share} of their memory in {dtype}")

@@ -16,6 +16,7 @@ from tcdeploy.planning.decision import PlanInputs
 from tcdeploy.planning.recipe import DType
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "float8_e4m3fn": 1}
 # Fitted on an H100: Llama 3.1 8B with eight buckets took 1.41 GiB, and these constants predict 1.40
 # (docs/performance-log.md).
 CUDA_CONTEXT_BYTES = 1098 << 20  # CUDA context, kernel code of torch, cuBLAS and Triton, and fragmentation
@@ -210,7 +211,7 @@ def _slot_bytes(inputs: PlanInputs, demand: CacheDemand) -> int:
 
 
 def _block_bytes(inputs: PlanInputs, block_size: int) -> int:
-    return inputs.architecture.kv_elements_per_token * DTYPE_BYTES[inputs.dtypes.kv] * block_size
+    return inputs.architecture.kv_elements_per_token * KV_DTYPE_BYTES[inputs.dtypes.kv] * block_size
 
 
 def _usable_blocks(demand: CacheDemand) -> int:

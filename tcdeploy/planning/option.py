@@ -36,6 +36,7 @@ REMOVED = {
 # Flags of vLLM, and what to use here.
 OF_VLLM = {
     "--gpu-memory-utilization": "use --memory-fraction",
+    "--kv-cache-dtype": "use --kv-dtype",
     "--max-model-len": "use --context",
     "--max-num-batched-tokens": "use --buckets; the largest is the limit of a step",
     "--max-num-seqs": "use --batch-sizes; the largest is the limit",

@@ -25,6 +25,7 @@ from tcdeploy.planning.recipe import (
     Device,
     DType,
     Graphs,
+    KVDType,
     LoadFormat,
     Mode,
     ProgramKind,
@@ -71,7 +72,7 @@ class Plan:
     trust_remote_code: bool
     device: Device
     weight_dtype: DType
-    kv_dtype: DType
+    kv_dtype: KVDType
     compute_dtype: DType
     prefill_attention: Attention
     decode_attention: Attention

@@ -38,6 +38,8 @@ from tcdeploy.planning.quantize_request import CHOICES, parse_quantize
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
+KVFormat = Literal["auto", "fp8"]
+KVDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]  # what `KVFormat` is resolved to
 MixedSteps = Literal["on", "off"]
 Attention = Literal["reference", "triton", "torch-flash", "flash-attn-2", "flash-attn-4"]
 CompileUnit = Literal["layer", "blocks"]
@@ -86,6 +88,10 @@ class Recipe:
     device: Device | None = _model(None, "device to run on; default: cuda if a GPU is present")
     dtype: DType | None = _model(
         None, "default: the checkpoint's dtype on a GPU (bfloat16 if it is float32), float32 on a CPU"
+    )
+    kv_dtype: KVFormat = _plan(
+        "auto",
+        "auto: K and V have the dtype of the model; fp8: float8_e4m3fn, with twice the KV blocks in the same memory",
     )
     attention: Attention | None = _plan(None, "prefill attention backend; default: the best supported one")
     region: CompileUnit = _advanced("layer", "unit of compilation: decoder layer, or its attention and MLP blocks")

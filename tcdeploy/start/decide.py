@@ -30,6 +30,7 @@ from tcdeploy.errors import TcdeployError, UsageError
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
 from tcdeploy.kernels.linear import ops  # noqa: F401 - registers the schemes
 from tcdeploy.kernels.state.mechanisms import MECHANISMS
+from tcdeploy.models.convert.kv_scales import DUMMY_SCALES, find_kv_scales, trace_kv_scales
 from tcdeploy.models.convert.quantised_weights import loading_refusal
 from tcdeploy.models.convert.requested_schemes import request_schemes, with_schemes
 from tcdeploy.models.formats.methods import is_quantised, quantisation_method, scheme_finder
@@ -43,6 +44,7 @@ from tcdeploy.models.traced_model import NotTraceableError, TracedModel, trace_m
 from tcdeploy.models.weights.checkpoint import stored_dtype, tensor_shapes
 from tcdeploy.models.weights.files import Checkpoint
 from tcdeploy.planning.architecture import Architecture, digest_config
+from tcdeploy.planning.backends import FP8_KV
 from tcdeploy.planning.decision import Decision, Decisions, decide_inputs
 from tcdeploy.planning.dry_run import PlanFinding, plan_with_findings
 from tcdeploy.planning.environment import Environment, detect_environment
@@ -83,6 +85,7 @@ def decide(
     defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
     model, dtype_decisions = _with_stored_dtype(model)
     model, requested_decisions = _request_schemes(recipe, model)
+    dtype_decisions += _explain_kv_scales(recipe, model)
     quantised = _decide_schemes(recipe, environment, model, is_dry_run)
     config, architecture, findings = model.config, quantised.architecture, quantised.findings
     decisions = (*decisions, *dtype_decisions, *requested_decisions, *quantised.decisions)
@@ -187,7 +190,7 @@ def _decide_schemes(recipe: Recipe, environment: Environment, model: _ModelFacts
         dtype = decide_inputs(recipe, environment, probed.architecture, Decisions()).dtypes.weight
     settings = _Settings(recipe.model, recipe.revision, recipe.trust_remote_code, dtype)
     try:
-        traced = _trace(settings, config, model.checkpoint, probed)
+        traced = _trace(settings, config, model.checkpoint, probed, recipe.kv_dtype == "fp8")
     except NotTraceableError as error:
         refusal = _loading_refusal(recipe, config, str(error))
         if not is_dry_run:
@@ -211,25 +214,50 @@ def _loading_refusal(recipe: Recipe, config: PreTrainedConfig, reason: str) -> T
     )
 
 
+def _explain_kv_scales(recipe: Recipe, model: _ModelFacts) -> tuple[Decision, ...]:
+    """Where the scales of K and V come from, if they are stored in FP8. Raises ModelError for unusable scales."""
+    if recipe.kv_dtype != "fp8":
+        return ()
+    if recipe.load_format == "dummy":
+        return (Decision("KV scales", "{} for K and {} for V".format(*DUMMY_SCALES), "of random weights"),)
+    architecture = model.probed.architecture
+    found, layers = (
+        len(find_kv_scales(recipe.model, architecture, model.checkpoint).names),
+        architecture.attention_layers,
+    )
+    if not found:
+        return (Decision("KV scales", "1.0", "the checkpoint has none"),)
+    others = "; 1.0 in the others" if found < len(layers) else ""
+    return (Decision("KV scales", "of the checkpoint", f"{found} of {len(layers)} layers have them{others}"),)
+
+
 def trace_weights(planned: PlannedModel) -> TracedModel:
     """Find where the model's tensors are in its checkpoint.
 
     Raises ModelError if the checkpoint does not fit the model, and NotTraceableError if transformers must load it.
     """
     probed = ProbedModel(planned.architecture, planned.fake_model)
-    return _trace(planned.plan, planned.config, planned.checkpoint, probed)
+    return _trace(planned.plan, planned.config, planned.checkpoint, probed, planned.plan.kv_dtype == FP8_KV)
 
 
 def _trace(
-    settings: LoadSettings, config: PreTrainedConfig, checkpoint: Checkpoint | None, probed: ProbedModel
+    settings: LoadSettings,
+    config: PreTrainedConfig,
+    checkpoint: Checkpoint | None,
+    probed: ProbedModel,
+    has_fp8_kv: bool,
 ) -> TracedModel:
-    """As `trace_weights`."""
+    """As `trace_weights`. `has_fp8_kv`: K and V are stored in FP8, so the model gets their scales."""
     if checkpoint is None:
         raise NotTraceableError("it has no safetensors files, or they are not downloaded yet")
     register_attention()
     shapes, packed_linears = tensor_shapes(probed.model), probed.architecture.packed_linears
     try:
-        return trace_model(settings, config, checkpoint, shapes, ATTN_IMPLEMENTATION, packed_linears)
+        traced = trace_model(settings, config, checkpoint, shapes, ATTN_IMPLEMENTATION, packed_linears)
+        if has_fp8_kv:
+            scales = find_kv_scales(settings.model, probed.architecture, checkpoint)
+            trace_kv_scales(traced.model, probed.architecture, scales)
+        return traced
     except OSError as error:
         raise translate_error(settings.model, error) from error
 

@@ -47,9 +47,11 @@ from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_a
 from tcdeploy.kernels.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.kernels.state.layer_state import allocate_state, slot_tensors
 from tcdeploy.kernels.state.mechanisms import bind_state
+from tcdeploy.models.convert.kv_scales import add_dummy_kv_scales, find_kv_scales, load_kv_scales
 from tcdeploy.models.load_model import load_model, loading_model
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.weights.reader import ReadTotal
+from tcdeploy.planning.backends import FP8_KV
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
@@ -316,12 +318,23 @@ def load_runner(planned: PlannedModel, model: PreTrainedModel | None = None) -> 
     register_attention()
     if model is None:
         model = load_model(plan, planned.config, ATTN_IMPLEMENTATION, architecture.packed_linears, planned.traced_model)
+        if plan.kv_dtype == FP8_KV and planned.traced_model is None:
+            _add_kv_scales(model, planned)
     step_holder, state = StepHolder(), allocate_state(plan, architecture)
     bind_state(model, architecture, state, step_holder)
     return ModelRunner(
         model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size,
         slot_tensors=slot_tensors(architecture, state),
     )  # fmt: skip
+
+
+def _add_kv_scales(model: PreTrainedModel, planned: PlannedModel) -> None:
+    """To a model with random weights, or whose weights transformers has loaded; a traced model has them."""
+    plan, architecture = planned.plan, planned.architecture
+    if plan.load_format == "dummy":
+        add_dummy_kv_scales(model, architecture)
+    else:
+        load_kv_scales(model, architecture, find_kv_scales(plan.model, architecture, planned.checkpoint))
 
 
 def load_uncompiled(recipe: Recipe, progress: Progress | None = None) -> tuple[PlannedModel, ModelRunner]:

@@ -44,7 +44,9 @@ def test_a_flag_of_vllm_is_refused_with_ours() -> None:
     error, hint = refused("serve", TINY, "--tensor-parallel-size=2")
     assert (error, hint) == ("--tensor-parallel-size is an option of vLLM", "a model runs on one GPU")
     our_flags = {flag for hint in OF_VLLM.values() for flag in re.findall(r"--[a-z-]+", hint)}
-    assert our_flags == {"--batch-sizes", "--buckets", "--context", "--memory-fraction", "--quantize"}
+    assert our_flags == {
+        "--batch-sizes", "--buckets", "--context", "--kv-dtype", "--memory-fraction", "--quantize",
+    }  # fmt: skip
     assert all(flag.removeprefix("--").replace("-", "_") in Recipe.__dataclass_fields__ for flag in our_flags)
 
 

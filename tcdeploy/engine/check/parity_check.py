@@ -27,6 +27,7 @@ from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import CompileError
 from tcdeploy.host.progress import Progress
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.backends import FP8_KV
 from tcdeploy.planning.bucket_record import GreedyTokens, Parity
 from tcdeploy.planning.plan import Bucket
 
@@ -116,7 +117,7 @@ class ParityChecker:
         return check
 
     def _reference_changed(self) -> bool:
-        implementation = reference_attn_implementation(self._architecture)
+        implementation = reference_attn_implementation(self._architecture, self._runner.plan)
         return reference_changed(self._runner, *self._prompts_and_reference(0), implementation)
 
     def _prompts_and_reference(
@@ -124,7 +125,7 @@ class ParityChecker:
     ) -> tuple[CheckPrompts, ReferenceLogits]:
         if number == len(self._attempts):
             prompts = CheckPrompts(self._runner.plan, self._architecture, self._config, seed=FIRST_SEED + number)
-            implementation = reference_attn_implementation(self._architecture)
+            implementation = reference_attn_implementation(self._architecture, self._runner.plan)
             self._attempts.append((prompts, compute_references(self._runner, prompts, implementation, progress)))
         return self._attempts[number]
 
@@ -135,7 +136,8 @@ def _check(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, reference
     rows = [references.rows[prefix] for prefix in prefixes]
     eager, precise = (torch.stack(column).to(logits.device) for column in zip(*rows, strict=True))
     inputs = [prompts.token_ids(prefix) for prefix in prefixes]
-    compared = (logits, eager, precise, runner.plan.compute_dtype, references.dtype, references.sampled_distances)
+    dtypes, has_fp8_kv = (runner.plan.compute_dtype, references.dtype), runner.plan.kv_dtype == FP8_KV
+    compared = (logits, eager, precise, *dtypes, references.sampled_distances, has_fp8_kv)
     return ParityCheck(
         compare_logits(*compared), outlier_rows(*compared), greedy_tokens(inputs, eager), greedy_tokens(inputs, logits)
     )

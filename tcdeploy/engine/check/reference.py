@@ -19,16 +19,19 @@ from torch import Tensor
 from tcdeploy.engine.check.check_prompts import NUM_LONG_PROMPTS, CheckPrompts, PromptPrefix, evenly_spaced
 from tcdeploy.engine.check.parity import ROUNDING, row_distances
 from tcdeploy.engine.check.precise_math import precise_math
+from tcdeploy.engine.check.rounded_attention import ROUNDED, register_rounded_attention
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import SpaceError
 from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.backends import FP8_KV
 from tcdeploy.planning.memory import MAX_PROMPT_TOKENS
+from tcdeploy.planning.plan import Plan
 from tcdeploy.torch_compat.dynamo import dispatch_mode
 
 HIGHER_PRECISION = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
 SAMPLED_ROWS = 8  # of each prompt
-SAMPLED_ROWS_WITH_EXPERTS = 32
+MORE_SAMPLED_ROWS = 32  # with routed experts or an FP8 cache, where a rounding error may change a few rows much more
 log = logging.getLogger("tcdeploy.engine")
 
 
@@ -47,10 +50,14 @@ class ReferenceLogits(NamedTuple):
     sampled_distances: Tensor  # [rows, 2] (parity.row_distances) of eager from precise logits in a sample of other rows
 
 
-def reference_attn_implementation(architecture: Architecture) -> str:
-    """sdpa, or eager if the model needs soft-capping or sinks."""
+def reference_attn_implementation(architecture: Architecture, plan: Plan) -> str:
+    """sdpa, or eager if the model needs soft-capping or sinks. With an FP8 cache, they round K and V."""
     plain = all(not spec.softcap and not spec.has_sinks for spec in architecture.attention_layers)
-    return "sdpa" if plain else "eager"
+    implementation = "sdpa" if plain else "eager"
+    if plan.kv_dtype != FP8_KV:
+        return implementation
+    register_rounded_attention()
+    return ROUNDED[implementation]
 
 
 def compute_references(
@@ -63,13 +70,13 @@ def compute_references(
     compute_dtype = runner.plan.compute_dtype
     dtype = HIGHER_PRECISION[compute_dtype] if dispatch_mode.supported() else compute_dtype
     has_experts = any("expert" in name for name, _ in runner.model.named_parameters())
+    num_sampled = MORE_SAMPLED_ROWS if has_experts or runner.plan.kv_dtype == FP8_KV else SAMPLED_ROWS
     batches = _batches(runner, prompts)
     for number, batch in enumerate(batches, 1):
         token_ids, positions = batch.token_ids, batch.positions
         progress.step(number, len(batches), f"{sum(map(len, token_ids))} tokens")
         if len(token_ids) == 1:
-            sampled = evenly_spaced(len(token_ids[0]), SAMPLED_ROWS_WITH_EXPERTS if has_experts else SAMPLED_ROWS)
-            positions = positions + sampled
+            positions = positions + evenly_spaced(len(token_ids[0]), num_sampled)
         eager = runner.reference_logits(token_ids, positions, attn_implementation)
         precise = _precise_logits(runner, token_ids, positions, attn_implementation) if dtype != compute_dtype else None
         if precise is None:

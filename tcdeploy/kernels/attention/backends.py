@@ -29,12 +29,16 @@ MAX_SEQLEN_Q_FLOOR = 2
 
 
 class AttentionParams(NamedTuple):
-    """Scaling, window (0: none), soft cap (0: none) and sinks [heads]: see `reference.paged_decode`."""
+    """Scaling, window (0: none), soft cap (0: none) and sinks [heads]: see `reference.paged_decode`.
+
+    kv_scales [2] float32, of K and V in an FP8 cache; None if the cache has the dtype of the queries.
+    """
 
     scale: float
     window: int
     softcap: float
     sinks: Tensor | None
+    kv_scales: Tensor | None = None
 
     @property
     def window_sizes(self) -> tuple[int, int] | None:
@@ -113,8 +117,9 @@ def _flash_prefill(
 ) -> Tensor:
     """Q [tokens, heads, head_dim] over the given K and V, or over gathered KV blocks if there is a prefix.
 
-    Reads host_scalars on the host, so a CUDA graph cannot contain it.
+    Reads host_scalars on the host, so a CUDA graph cannot contain it. The packages read K and V in 16 bits only.
     """
+    assert params.kv_scales is None
     tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix, decoding, _ = batch.host_scalars.tolist()
     if decoding:  # a mixed step: the first sequence holds the tokens of the decode rows and has no keys
         host_scalars = torch.tensor([tokens - decoding, keys, max_seqlen_q, max_seqlen_k, has_prefix, 0, 0])
@@ -146,7 +151,7 @@ def _flash_prefill(
 def _paged_prefill(
     paged_prefill: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams
 ) -> Tensor:
-    return paged_prefill(q, *batch[:5], *params)
+    return paged_prefill(q, *batch[:5], *params[:4], kv_scales=params.kv_scales)
 
 
 def _triton_decode(
@@ -154,8 +159,9 @@ def _triton_decode(
     splits: int, cos: Tensor | None, sin: Tensor | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     return decode.paged_decode(
-        q, k, v, k_cache, v_cache, rows.block_table, rows.seq_lens, rows.split_counters, *params, splits, cos, sin, out
-    )
+        q, k, v, k_cache, v_cache, rows.block_table, rows.seq_lens, rows.split_counters, *params[:4], splits,
+        cos, sin, out, params.kv_scales,
+    )  # fmt: skip
 
 
 def _triton_mixed(
@@ -164,7 +170,7 @@ def _triton_mixed(
 ) -> Tensor:  # fmt: skip
     return mixed.paged_mixed(
         q, k, v, *prompts[:5], rows.block_table, rows.seq_lens, rows.split_counters, prefill_counters,
-        params.scale, params.window, params.softcap, params.sinks, splits,
+        *params[:4], splits, params.kv_scales,
     )  # fmt: skip
 
 
@@ -174,12 +180,9 @@ def _reference_decode(
 ) -> Tensor:  # fmt: skip
     if cos is not None and sin is not None:
         q, k = (reference.apply_rotary(states, cos, sin) for states in (q, k))
-    return reference.paged_decode(q, k, v, k_cache, v_cache, rows.block_table, rows.seq_lens, *params, out)
-
-
-def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    k_cache.flatten(0, 1)[slot_mapping] = k
-    v_cache.flatten(0, 1)[slot_mapping] = v
+    return reference.paged_decode(
+        q, k, v, k_cache, v_cache, rows.block_table, rows.seq_lens, *params[:4], out, params.kv_scales
+    )
 
 
 PrefillFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]
@@ -190,7 +193,7 @@ DecodeFunction = Callable[
      Tensor | None, Tensor | None, Tensor | None], Tensor,
 ]  # fmt: skip
 MixedFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, DecodeMetadata, Tensor, AttentionParams, int], Tensor]
-WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 
 
 class Implementation(NamedTuple):
@@ -203,7 +206,9 @@ class Implementation(NamedTuple):
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "reference": Implementation(partial(_paged_prefill, reference.paged_prefill), _reference_decode, _reference_write),
+    "reference": Implementation(
+        partial(_paged_prefill, reference.paged_prefill), _reference_decode, reference.write_kv
+    ),
     "triton": Implementation(
         partial(_paged_prefill, prefill.paged_prefill), _triton_decode, prefill.write_kv, _triton_mixed
     ),

@@ -47,7 +47,7 @@ MERGE_ELEMENTS = 4096  # float32 elements of the splits' outputs that one step o
 def paged_decode(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     split_counters: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, splits: int,
-    cos: Tensor | None = None, sin: Tensor | None = None, out: Tensor | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, out: Tensor | None = None, kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `ops.decode_attention`; split_counters is zero before and after the call.
 
@@ -61,7 +61,7 @@ def paged_decode(
         assert cos.shape == sin.shape == (batch, head_dim) and cos.stride() == sin.stride() and cos.stride(-1) == 1
     group, dim, v_dim = heads // kv_heads, padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     padded_group = next_power_of_2(group)
-    keys = min(max(TILE_BYTES // (max(dim, v_dim) * q.element_size()), 16), 128)
+    keys = min(max(TILE_BYTES // (max(dim, v_dim) * k_cache.element_size()), 16), 128)
     scale_log2, tanh_scale = log2_score_scales(scale, softcap)
     turn = tiles_per_turn(batch, kv_heads)
     busy_programs = kv_heads * batch * (splits if turn == 1 else 1)  # a lower bound, except for very short sequences
@@ -77,7 +77,7 @@ def paged_decode(
     KERNEL.launch(
         (kv_heads, batch, splits),
         out, partial_out, partial_lse, split_counters,
-        q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
+        q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks, kv_scales,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cos.stride(0) if cos is not None else 0,
         block_table.stride(0), block_table.shape[1], splits, window or NO_WINDOW, scale_log2, tanh_scale,

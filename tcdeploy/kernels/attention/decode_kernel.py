@@ -9,11 +9,14 @@ from tcdeploy.kernels.attention.online_softmax import (
     DO_NOT_SPECIALIZE,
     attend_tile,
     block_ids,
+    fold_k_scale,
     key_slots,
     load_rows,
     output_scale,
+    scale_values,
     scaled_tanh,
     store_rows,
+    to_stored,
 )
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
@@ -22,8 +25,8 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _decode_kernel(
     out, partial_out, partial_lse, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
-    q_stride_sequence, q_stride_head, k_stride_sequence, k_stride_head, v_stride_sequence, v_stride_head,
-    rotary_stride, table_stride, table_width, splits, window, scale_log2, tanh_scale,
+    kv_scales, q_stride_sequence, q_stride_head, k_stride_sequence, k_stride_head, v_stride_sequence,
+    v_stride_head, rotary_stride, table_stride, table_width, splits, window, scale_log2, tanh_scale,
     TURN: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
@@ -75,6 +78,10 @@ def _decode_kernel(
         q_tile = _apply_rotary(q_tile, q_partner, cos_row[None, :], sin_row[None, :])
         k_new = _apply_rotary(k_new, tl.load(k + partner, mask=k_mask, other=0.0), cos_row, sin_row)
 
+    if kv_scales is not None:
+        k_new = to_stored(k_new, tl.load(kv_scales), k_cache)
+        v_new = to_stored(v_new, tl.load(kv_scales + 1), v_cache)
+    scale_log2, tanh_scale = fold_k_scale(scale_log2, tanh_scale, kv_scales, SOFTCAP)
     stores_new_token = (split_idx == 0) & (length > 0)
     new_block = tl.load(table + cached // BLOCK_SIZE, mask=stores_new_token, other=0).to(tl.int64)
 
@@ -108,6 +115,7 @@ def _decode_kernel(
         acc = acc * rescale[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
         row_max, row_sum = new_row_max, row_sum * rescale + weight
 
+    acc = scale_values(acc, kv_scales)
     pair = sequence * KV_HEADS + kv_head
     if partial_out is None or active_splits == 1:
         acc = acc * output_scale(row_max, row_sum, sinks, heads, rows < GROUP)[:, None]

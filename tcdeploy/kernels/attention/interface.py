@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -37,6 +38,7 @@ def paged_attention(
     assert step is not None, "the runner assigns the step before each forward pass"
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [tokens, heads, head_dim]
     caches, config = binding.state, step.attention_config
+    kv_scales = module.kv_scales if caches[0].dtype == torch.float8_e4m3fn else None  # convert/kv_scales.py
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     params = (s_aux, scale, sliding_window or 0, softcap or 0.0)
     prefill, decode = step.attention_metadata
@@ -44,20 +46,20 @@ def paged_attention(
         assert decode is not None
         out = ops.decode_attention(
             q, k, v, *caches, decode.block_table, decode.seq_lens, decode.split_counters,
-            *params, config.decode_splits, config.decode_backend,
+            *params, config.decode_splits, config.decode_backend, kv_scales=kv_scales,
         )  # fmt: skip
         return out.unsqueeze(0), None
     q, k = q.contiguous(), k.contiguous()
     if v.stride(-1) != 1:  # usually a slice of the packed projection, which the rotary embedding has not copied
         v = v.contiguous()
     # The tokens of decode rows map to the padding slot: the decode kernel writes their K and V.
-    ops.kv_write(k, v, *caches, prefill.slot_mapping, config.decode_backend)
+    ops.kv_write(k, v, *caches, prefill.slot_mapping, config.decode_backend, kv_scales)
     prompts = (prefill.block_table, prefill.cu_seqlens_q, prefill.seq_lens, prefill.host_scalars)
     if decode is None:
-        out = ops.prefill_attention(q, k, v, *caches, *prompts, *params, config.prefill_backend)
+        out = ops.prefill_attention(q, k, v, *caches, *prompts, *params, config.prefill_backend, kv_scales)
     else:
         out = ops.mixed_attention(
             q, k, v, *caches, *prompts, decode.block_table, decode.seq_lens, decode.split_counters,
-            *params, config.prefill_backend, config.decode_backend,
+            *params, config.prefill_backend, config.decode_backend, kv_scales,
         )  # fmt: skip
     return out.unsqueeze(0), None

@@ -25,6 +25,7 @@ def paged_mixed(
     block_table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, row_block_table: Tensor, row_seq_lens: Tensor,
     decode_counters: Tensor, prefill_counters: Tensor,
     scale: float, window: int, softcap: float, sinks: Tensor | None, splits: int,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `ops.mixed_attention`, with the decode rows of row_seq_lens [rows]. With 0 rows, it computes only the prompts.
 
@@ -39,14 +40,14 @@ def paged_mixed(
         workspace,
     )  # fmt: skip
     if not rows:
-        return compute_prompts()
+        return compute_prompts(None, None, kv_scales)
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
     with _second_stream(q.device) as stream:
         with stream:
-            compute_prompts(out, row_seq_lens)
+            compute_prompts(out, row_seq_lens, kv_scales)
         decode.paged_decode(
             q[:rows], k[:rows], v[:rows], k_cache, v_cache, row_block_table, row_seq_lens, decode_counters,
-            scale, window, softcap, sinks, splits, None, None, out[:rows],
+            scale, window, softcap, sinks, splits, None, None, out[:rows], kv_scales,
         )  # fmt: skip
     return out
 

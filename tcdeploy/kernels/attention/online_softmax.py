@@ -5,7 +5,11 @@ keys; the block table maps a tile to its cache blocks. The softmax is accumulate
 as three values per row: the largest score, the sum of the weights, and the weighted sum of V.
 
 Scale, window and softcap are run-time arguments, so neither a bucket nor a layer of a model compiles its own kernel.
-Not supported: quantised caches, attention biases, non-causal attention, TMA.
+Not supported: attention biases, non-causal attention, TMA.
+
+A cache in FP8 (e4m3) holds K / k_scale and V / v_scale. Its values are exact in 16 bits, so a tile is converted to the
+queries' dtype as it is. k_scale is part of the factor of the scores (`fold_k_scale`), and v_scale multiplies the
+accumulated output once (`scale_values`). Without `kv_scales`, both functions compile to nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 # that starts at an unaligned address.
 DO_NOT_SPECIALIZE = ["slot_mapping", "block_table", "cu_seqlens_q", "seq_lens", "row_seq_lens", "sinks"]
 DO_NOT_SPECIALIZE += ["split_counters", "table_stride", "table_width", "splits", "tokens", "sequences", "window"]
-DO_NOT_SPECIALIZE += ["concurrent_programs"]
+DO_NOT_SPECIALIZE += ["concurrent_programs", "kv_scales"]
 
 
 @ignore_comments
@@ -67,6 +71,38 @@ def scaled_tanh(scores, tanh_scale):
 
 @ignore_comments
 @triton.jit
+def fold_k_scale(scale_log2, tanh_scale, kv_scales, SOFTCAP: tl.constexpr):
+    """(scale_log2, tanh_scale) for scores with keys that are stored as K / k_scale; kv_scales [2] is k_scale, v_scale.
+
+    A softcap bounds the scores after they are scaled, so its factor stays as it is.
+    """
+    if kv_scales is not None:
+        if SOFTCAP:
+            tanh_scale *= tl.load(kv_scales)
+        else:
+            scale_log2 *= tl.load(kv_scales)
+    return scale_log2, tanh_scale
+
+
+@ignore_comments
+@triton.jit
+def scale_values(acc, kv_scales):
+    """The weighted sum of V from that of V / v_scale; kv_scales as in `fold_k_scale`."""
+    if kv_scales is not None:
+        acc *= tl.load(kv_scales + 1)
+    return acc
+
+
+@ignore_comments
+@triton.jit
+def to_stored(x, scale, cache):
+    """x / scale, in the FP8 dtype of `cache`. Values beyond its largest saturate, and NaN stays NaN."""
+    scaled = tl.div_rn(x.to(tl.float32), scale)
+    return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(cache.dtype.element_ty)
+
+
+@ignore_comments
+@triton.jit
 def attend_tile(
     acc, row_max, row_sum,  # running state: [rows, V_DIM] weighted V, [rows] largest score, [rows] sum of weights
     q, slots, key_mask, score_mask,  # [rows, DIM], [KEYS], [KEYS] keys to load, [1 or rows, KEYS] keys that a row sees
@@ -75,7 +111,7 @@ def attend_tile(
     SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over the KEYS keys and values in `slots`; returns the new running state."""
-    k = load_rows(k_cache, slots * HEAD_DIM, key_mask, HEAD_DIM, DIM)
+    k = load_rows(k_cache, slots * HEAD_DIM, key_mask, HEAD_DIM, DIM).to(q.dtype)
     # Not scaled yet: the multiplication by scale_log2 fuses with the subtraction before exp2.
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, KEYS]
     if SOFTCAP:
@@ -89,7 +125,7 @@ def attend_tile(
         shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     weights = tl.exp2(scores * scale_log2 - shift[:, None])
     rescale = tl.exp2(row_max - shift)
-    v = load_rows(v_cache, slots * V_HEAD_DIM, key_mask, V_HEAD_DIM, V_DIM)
+    v = load_rows(v_cache, slots * V_HEAD_DIM, key_mask, V_HEAD_DIM, V_DIM).to(q.dtype)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, new_row_max, row_sum * rescale + tl.sum(weights, 1)
 

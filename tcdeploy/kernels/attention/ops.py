@@ -10,6 +10,11 @@ Each op takes the name of its backend as an argument, so the choice is part of t
 FlashAttention needs on the host are passed in `host_scalars`, a CPU tensor, which costs neither a guard nor a
 synchronisation.
 
+The caches have the dtype of k and v, or they are float8_e4m3fn and hold k / kv_scales[0] and v / kv_scales[1]. The
+scales are a tensor [2] float32: as numbers, they would be constants of the graph, and each layer would need a program
+of its own. The new token of a decode step is rounded like those in the cache, so the output does not depend on how a
+prompt is divided into steps.
+
 torch does not include the Python body of an op in its compile cache key; `PostGradPass.uuid`
 (programs/passes/post_grad.py) adds it.
 """
@@ -30,18 +35,21 @@ HOST_SCALARS = ("tokens", "keys", "max_seqlen_q", "max_seqlen_k", "has_prefix", 
 
 
 @custom_op("kv_write", mutates_args=("k_cache", "v_cache"))
-def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, backend: str) -> None:
+def kv_write(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, backend: str,
+    kv_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write k and v [tokens, kv_heads, dim] into [blocks, block_size, kv_heads, dim]; slot_mapping [tokens] int64.
 
     Padding tokens may share a slot; which of them it holds afterwards is undefined.
     """
     write_kv = backends.IMPLEMENTATIONS[backend].write_kv
     assert write_kv is not None
-    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, slot_mapping, kv_scales)
 
 
 @kv_write.register_fake
-def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, backend: str) -> None:
+def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object, **named: object) -> None:
     return None
 
 
@@ -49,7 +57,7 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tens
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor,
     seq_lens: Tensor, host_scalars: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float,
-    backend: str,
+    backend: str, kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of packed queries: q [tokens, heads, head_dim] -> [tokens, heads, v_head_dim].
 
@@ -60,14 +68,14 @@ def prefill_attention(
     prefill = backends.IMPLEMENTATIONS[backend].prefill
     assert prefill is not None
     batch = backends.PagedBatch(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_scalars)
-    return prefill(q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks))
+    return prefill(q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks, kv_scales))
 
 
 @custom_op("decode_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     split_counters: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float, splits: int, backend: str,
-    cos: Tensor | None = None, sin: Tensor | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write each sequence's newest K and V into the caches, then attend with one query per sequence.
 
@@ -80,8 +88,9 @@ def decode_attention(
     assert (cos is None) == (sin is None)
     decode = backends.IMPLEMENTATIONS[backend].decode
     assert decode is not None
-    rows, params = DecodeMetadata(block_table, seq_lens, split_counters), (scale, window, softcap, sinks)
-    return decode(q, k, v, k_cache, v_cache, rows, backends.AttentionParams(*params), splits, cos, sin, None)
+    rows = DecodeMetadata(block_table, seq_lens, split_counters)
+    params = backends.AttentionParams(scale, window, softcap, sinks, kv_scales)
+    return decode(q, k, v, k_cache, v_cache, rows, params, splits, cos, sin, None)
 
 
 @custom_op("mixed_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
@@ -89,6 +98,7 @@ def mixed_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor,
     seq_lens: Tensor, host_scalars: Tensor, row_block_table: Tensor, row_seq_lens: Tensor, split_counters: Tensor,
     sinks: Tensor | None, scale: float, window: int, softcap: float, prefill_backend: str, decode_backend: str,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of decode rows and of packed prompts: q [tokens, heads, head_dim] -> [tokens, heads, v_head_dim].
 
@@ -99,7 +109,7 @@ def mixed_attention(
     split_counters[:max rows]; the Triton backend uses the rest to split the keys of prompts (prefill.py).
     """
     rows = min(int(host_scalars[HOST_SCALARS.index("rows")]), q.shape[0])
-    params = backends.AttentionParams(scale, window, softcap, sinks)
+    params = backends.AttentionParams(scale, window, softcap, sinks, kv_scales)
     batch = backends.PagedBatch(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_scalars)
     decode_batch = DecodeMetadata(row_block_table[:rows], row_seq_lens[:rows], split_counters)
     splits = choose_decode_splits(rows, split_counters)

@@ -87,6 +87,7 @@ def paged_prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor,
     scale: float, window: int, softcap: float, sinks: Tensor | None,
     workspace: SplitWorkspace | None = None, out: Tensor | None = None, row_seq_lens: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `reference.paged_prefill`; with a `workspace`, the keys of long prefixes are split.
 
@@ -106,7 +107,7 @@ def paged_prefill(
     KERNEL.launch(
         (heads, programs),
         out, partial_out, partial_lse, split_counters,
-        q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, row_seq_lens, sinks,
+        q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, row_seq_lens, sinks, kv_scales,
         q.stride(0), q.stride(1), block_table.stride(0), tokens, sequences, _concurrent_programs(q.device),
         window or NO_WINDOW, *log2_score_scales(scale, softcap),
         heads, kv_heads, tile.queries, head_dim, v_head_dim, block_size, tile.keys, dim, v_dim, softcap > 0,
@@ -115,7 +116,9 @@ def paged_prefill(
     return out
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
+) -> None:
     """As `ops.kv_write`, in one launch: slot = block * block_size + offset.
 
     k and v may have any strides except in the last dimension. The decode kernel stores its own token.
@@ -127,7 +130,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     heads_tile = min(next_power_of_2(kv_heads), max(WRITE_ELEMENTS // dim, 1))
     WRITE_KERNEL.launch(
         (tokens, -(-kv_heads // heads_tile)),
-        k, v, k_cache, v_cache, slot_mapping,
+        k, v, k_cache, v_cache, slot_mapping, kv_scales,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         kv_heads, head_dim, v_head_dim, heads_tile, dim,
         num_warps=WRITE_WARPS,

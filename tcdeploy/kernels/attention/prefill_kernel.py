@@ -9,10 +9,13 @@ from tcdeploy.kernels.attention.online_softmax import (
     DO_NOT_SPECIALIZE,
     attend_tile,
     block_ids,
+    fold_k_scale,
     key_slots,
     load_rows,
     output_scale,
+    scale_values,
     store_rows,
+    to_stored,
 )
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
@@ -104,7 +107,7 @@ def _attend_causal_tile(
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _prefill_kernel(
     out, partial_out, partial_lse, split_counters,
-    q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, row_seq_lens, sinks,
+    q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, row_seq_lens, sinks, kv_scales,
     q_stride_token, q_stride_head, table_stride, tokens, sequences, concurrent_programs, window,
     scale_log2, tanh_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, QUERIES: tl.constexpr,
@@ -161,6 +164,7 @@ def _prefill_kernel(
     offsets = rows.to(tl.int64) * q_stride_token
     q = load_rows(q + head.to(tl.int64) * q_stride_head, offsets, rows < q_end, HEAD_DIM, DIM)
     positions = first_position + tl.arange(0, QUERIES)
+    scale_log2, tanh_scale = fold_k_scale(scale_log2, tanh_scale, kv_scales, SOFTCAP)
     acc = tl.zeros([QUERIES, V_DIM], tl.float32)
     row_max = tl.full([QUERIES], float("-inf"), tl.float32)
     row_sum = tl.zeros([QUERIES], tl.float32)
@@ -188,6 +192,7 @@ def _prefill_kernel(
             KV_HEADS, HEAD_DIM, V_HEAD_DIM, BLOCK_SIZE, KEYS, DIM, V_DIM, SOFTCAP, True,
         )  # fmt: skip
 
+    acc = scale_values(acc, kv_scales)
     row_mask = rows < q_end
     if partial_out is not None:  # noqa: SIM102 - Triton evaluates the outer condition at compile time
         if active_splits > 1:
@@ -237,7 +242,7 @@ def _merge_splits(
 @ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _write_kernel(
-    k, v, k_cache, v_cache, slot_mapping,
+    k, v, k_cache, v_cache, slot_mapping, kv_scales,
     k_stride_token, k_stride_head, v_stride_token, v_stride_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, HEADS_TILE: tl.constexpr,
     DIM: tl.constexpr,
@@ -250,5 +255,8 @@ def _write_kernel(
     k_mask, v_mask = (heads < KV_HEADS) & (dims < HEAD_DIM), (heads < KV_HEADS) & (dims < V_HEAD_DIM)
     k_token = tl.load(k + token * k_stride_token + heads * k_stride_head + dims, mask=k_mask)
     v_token = tl.load(v + token * v_stride_token + heads * v_stride_head + dims, mask=v_mask)
+    if kv_scales is not None:
+        k_token = to_stored(k_token, tl.load(kv_scales), k_cache)
+        v_token = to_stored(v_token, tl.load(kv_scales + 1), v_cache)
     tl.store(k_cache + (first + heads) * HEAD_DIM + dims, k_token, mask=k_mask)
     tl.store(v_cache + (first + heads) * V_HEAD_DIM + dims, v_token, mask=v_mask)

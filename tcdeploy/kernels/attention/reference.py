@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+FP8_MAX = 448.0  # the largest value of float8_e4m3fn
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None) -> Tensor:
     """Causal attention of the last `len(q)` tokens of one sequence over all its keys.
@@ -46,9 +48,38 @@ def gather_sequence(cache: Tensor, block_table_row: Tensor, length: int) -> Tens
     return cache.index_select(0, blocks).flatten(0, 1)[:length]
 
 
+def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """K or V as an FP8 cache stores them: x / scale [1] as float8_e4m3fn. Values beyond its largest saturate.
+
+    Not every version of torch saturates when it casts: beyond 464 some return NaN.
+    """
+    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)  # a scale [1], not [], makes x float32 first
+
+
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
+) -> None:
+    """As `ops.kv_write`."""
+    if kv_scales is not None:
+        k, v = (to_fp8(x, scale) for x, scale in zip((k, v), kv_scales.split(1), strict=True))
+    k_cache.flatten(0, 1)[slot_mapping] = k
+    v_cache.flatten(0, 1)[slot_mapping] = v
+
+
+def _read_sequence(
+    k_cache: Tensor, v_cache: Tensor, block_table_row: Tensor, length: int, kv_scales: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """K and V of the first `length` tokens of a sequence, in float32 if the cache is in FP8."""
+    k, v = (gather_sequence(cache, block_table_row, length) for cache in (k_cache, v_cache))
+    if kv_scales is None:
+        return k, v
+    k_scale, v_scale = kv_scales.split(1)
+    return k.float() * k_scale, v.float() * v_scale
+
+
 def paged_prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor,
-    scale: float, window: int, softcap: float, sinks: Tensor | None,
+    scale: float, window: int, softcap: float, sinks: Tensor | None, kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `ops.prefill_attention`: k_cache [blocks, block_size, kv_heads, head_dim], v_cache likewise with v_head_dim.
 
@@ -58,7 +89,7 @@ def paged_prefill(
     starts = cu_seqlens_q.tolist()
     for row, (start, stop, length) in enumerate(zip(starts, starts[1:], seq_lens.tolist(), strict=False)):
         if stop > start and length:
-            k, v = (gather_sequence(cache, block_table[row], length) for cache in (k_cache, v_cache))
+            k, v = _read_sequence(k_cache, v_cache, block_table[row], length, kv_scales)
             out[start:stop] = attend(q[start:stop], k, v, scale, window, softcap, sinks)
     return out
 
@@ -75,15 +106,16 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def paged_decode(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     scale: float, window: int, softcap: float, sinks: Tensor | None, out: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `ops.decode_attention`. If `out` is given, it is returned, and rows of padding keep their contents."""
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1]) if out is None else out
     block_size = k_cache.shape[1]
     for row, length in enumerate(seq_lens.tolist()):
         if length:
-            block, slot = divmod(length - 1, block_size)
-            newest = int(block_table[row, block]), slot
-            k_cache[newest], v_cache[newest] = k[row], v[row]
-            keys, values = (gather_sequence(cache, block_table[row], length) for cache in (k_cache, v_cache))
+            block, offset = divmod(length - 1, block_size)
+            newest = block_table[row, block, None].long() * block_size + offset
+            write_kv(k[row, None], v[row, None], k_cache, v_cache, newest, kv_scales)
+            keys, values = _read_sequence(k_cache, v_cache, block_table[row], length, kv_scales)
             out[row] = attend(q[row, None], keys, values, scale, window, softcap, sinks)[0]
     return out

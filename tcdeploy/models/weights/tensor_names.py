@@ -28,7 +28,7 @@ IGNORABLE = re.compile(
     r"|(^|\.)decoder\.version$|_extra_state$"  # format versions and states of other libraries
     r"|^(model\.)?(v|value)_head\."  # value heads of reinforcement learning
     r"|(^|\.)mtp\."  # multi-token prediction
-    r"|(attn|attention)\.(\w+\.)?(q|k|v|kv|prob)_scale$"  # of an FP8 KV cache; the one here is not quantised
+    r"|(attn|attention)\.(\w+\.)?(q|k|v|kv|prob)_scale$"  # of an FP8 KV cache; see convert/kv_scales.py
 )
 # Tensors that a layer for multi-token prediction has, and a decoder layer does not (DeepSeek-V3, GLM-4.5).
 PREDICTION_LAYER = re.compile(r"(?:^|.*\.)layers\.(\d+)\.(?=(?:eh_proj|enorm|hnorm|shared_head|embed_tokens)\.)")
