@@ -184,7 +184,7 @@ def test_scales_with_too_few_dimensions_are_refused(folders: Folders, shape: tup
 def test_blocks_of_another_shape_than_scales_are_refused(folders: Folders) -> None:
     name = f"{EXPERTS}.down_proj_blocks"
     change_tensors(folders.quantised, lambda tensors: tensors.update({name: tensors[name][:, :, :1].contiguous()}))
-    assert f"{name} of {folders.quantised} is stored as uint8 [4, 128, 1, 16]" in rejection(folders.quantised)
+    assert f"{name} of {folders.quantised} is stored as uint8 [4, 64, 1, 16]" in rejection(folders.quantised)
 
 
 def test_weights_beside_the_experts_may_not_be_quantised(folders: Folders) -> None:
