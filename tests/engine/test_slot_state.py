@@ -1,8 +1,8 @@
 """Layers that keep state in slots, from the probe to tokens: the model of tests/running_sum.py.
 
 Requests get the tokens of transformers' `generate`, whatever else is in the batch, and whatever runs between steps.
-Inductor compiles the programs of one plan. Those of the others are traced by Dynamo, and their graphs run without a
-compiler; scripts/test --long compiles them too.
+Inductor compiles the programs of one plan, and those of random traffic. The programs of the other plans are traced by
+Dynamo, and their graphs run without a compiler; scripts/test --long compiles them too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -260,9 +260,9 @@ def test_a_second_start_has_hits_and_a_program_for_each_kind_of_layer(models: di
     assert [record.greedy_tokens for record in second] == [record.greedy_tokens for record in first]
 
 
-@pytest.mark.parametrize(("name", "deploy"), [("hybrid", deploy), ("sums only", deploy_traced)])
+@pytest.mark.parametrize("name", MODELS)
 def test_random_traffic_with_preemption_and_aborts_changes_no_token(
-    models: dict[str, str], cache_dir: str, name: str, deploy: Callable[..., Deployment]
+    models: dict[str, str], cache_dir: str, name: str
 ) -> None:
     """Prompts share prefixes, which are not reused."""
     engine = deploy(models[name], cache_dir, kv_blocks=SCARCE_BLOCKS).engine
