@@ -255,6 +255,13 @@ def prepare_tiny(cache_dir: str, **flags: Any) -> Any:
 
 
 @pytest.fixture
+def fresh_deployment(cache_dir: str) -> Any:
+    """The embedded model, warmed after a reset: its records count all programs, also if an earlier test had them."""
+    reset_programs()
+    return prepare_tiny(cache_dir)
+
+
+@pytest.fixture
 def llm(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An `LLM` with that deployment. It must not be closed."""
     from tcdeploy.llm import llm as llm_module

@@ -74,13 +74,13 @@ def test_the_compile_counter_counts_an_ordinary_compile() -> None:
     assert (read_counts() - before).compiles == 1
 
 
-def test_every_bucket_is_one_program_without_graph_breaks_and_passes_its_check(tiny_deployment: Any) -> None:
-    records = tiny_deployment.records
+def test_every_bucket_is_one_program_without_graph_breaks_and_passes_its_check(fresh_deployment: Any) -> None:
+    records = fresh_deployment.records
     assert [record.bucket for record in records] == [
         *(f"prefill:{size}" for size in TINY_BUCKETS),
         *(f"decode:{size}" for size in TINY_BATCH_SIZES),
     ]
-    assert len(tiny_deployment.planned.architecture.attention_layers) > 1
+    assert len(fresh_deployment.planned.architecture.attention_layers) > 1
     for record in records:
         assert record.programs == 1, f"{record.bucket}: one program for any number of layers"
         assert record.graph_breaks == 0

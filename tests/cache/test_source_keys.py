@@ -124,7 +124,6 @@ CODE_EDITS: dict[str, Callable[[Path], None]] = {
     "kernels/linear/tile_configs.py": edit_tile_table,
     "programs/passes/rms_norm.py": edit_pass,
 }
-FIRST_EDIT = "kernels/attention/reference.py"
 EDITS: dict[str, Callable[[Path], None]] = {"documentation": reword_everything, **CODE_EDITS}
 
 
@@ -182,10 +181,8 @@ def test_every_bucket_hits_after_edits_of_comments_docstrings_dates_and_the_rele
     assert (start.why_exit_code, start.differing) == (0, set())
 
 
-# Each edit of code costs a cold start, so CI tests one.
-@pytest.mark.parametrize(
-    "file", [FIRST_EDIT, *(pytest.param(name, marks=pytest.mark.long) for name in CODE_EDITS if name != FIRST_EDIT)]
-)
+@pytest.mark.long  # a cold start of each; programs/passes/test_post_grad.py tests the keys, bundle/test_why.py the name
+@pytest.mark.parametrize("file", CODE_EDITS)
 def test_every_bucket_misses_after_an_edit_of_code_and_why_names_the_file(starts: dict[str, Start], file: str) -> None:
     start = starts[file]
     assert start.outcomes == dict.fromkeys(BUCKETS, "miss")

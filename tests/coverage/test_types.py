@@ -54,8 +54,8 @@ REFUSED = {
 }
 
 
-# Latent attention; layers without positions; learned positions; a multimodal class.
-ALWAYS = ("deepseek_v3", "cohere2", "opt", "gemma3")
+# Latent attention; layers without positions; a multimodal class. Learned positions are in packaged starts of gpt2.
+ALWAYS = ("deepseek_v3", "cohere2", "gemma3")
 
 
 def with_marks(model_type: str) -> Any:

@@ -206,6 +206,7 @@ def test_a_rolling_update_loses_no_request(serve: Callable[..., Any]) -> None:
     assert min(outcomes[old, "200"], outcomes[new, "200"]) >= 10, "both replicas had requests"
 
 
+@pytest.mark.long  # checks the test above, with two more servers
 def test_without_pre_stop_requests_are_lost_while_the_pod_still_has_routes(serve: Callable[..., Any]) -> None:
     """What the preStop of the manifests is for. If this passes without it, the test above proves nothing."""
     old, _, outcomes = replace_replica(serve, pre_stop_s=0)

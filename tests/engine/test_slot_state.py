@@ -1,11 +1,14 @@
 """Layers that keep state in slots, from the probe to tokens: the model of tests/running_sum.py.
 
 Requests get the tokens of transformers' `generate`, whatever else is in the batch, and whatever runs between steps.
+Inductor compiles the programs of one plan, and those of random traffic. The programs of the other plans are traced by
+Dynamo, and their graphs run without a compiler; scripts/test --long compiles them too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -27,9 +30,12 @@ from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.models.probe import probe_model
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, NoState, SlotState, StateTensor
 from tcdeploy.planning.plan import make_plan
+from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.start.deployment import Deployment
+from tcdeploy.start.prepare import prepare
 from tests.conftest import prepare_tiny, reset_programs
+from tests.coverage.campaign import traced_only
 from tests.engine.test_canary import recorded_canary, run_round
 from tests.engine.test_continuous_batching import SCARCE_BLOCKS, check_random_traffic
 from tests.engine_loop import generate_tokens, new_tokens
@@ -72,12 +78,17 @@ def prompts() -> list[list[int]]:
     return [[source.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
 
 
-def answers(model: str, prompts: list[list[int]], count: int = TOKENS) -> list[list[int]]:
+def answers(model: str, prompts: list[list[int]]) -> list[list[int]]:
     """Transformers' greedy continuation of each prompt alone."""
+    return [list(tokens) for tokens in _answers(model, tuple(map(tuple, prompts)))]
+
+
+@functools.cache
+def _answers(model: str, prompts: tuple[tuple[int, ...], ...]) -> list[list[int]]:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     outputs = [
         reference.generate(
-            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, use_cache=False, eos_token_id=None,
+            torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, use_cache=False, eos_token_id=None,
             pad_token_id=0,
         )
         for prompt in prompts
@@ -85,10 +96,19 @@ def answers(model: str, prompts: list[list[int]], count: int = TOKENS) -> list[l
     return [output[0, len(prompt) :].tolist() for output, prompt in zip(outputs, prompts, strict=True)]
 
 
+FLAGS: dict[str, Any] = {"buckets": (32, 128), "batch_sizes": (1, 4), "programs": "jit"}
+
+
 def deploy(model: str, cache_dir: str, **flags: Any) -> Deployment:
-    settings = {"model": model, "buckets": (32, 128), "batch_sizes": (1, 4), "programs": "jit", **flags}
-    deployment: Deployment = prepare_tiny(cache_dir, **settings)
+    deployment: Deployment = prepare_tiny(cache_dir, **{"model": model, **FLAGS, **flags})
     return deployment
+
+
+def deploy_traced(model: str, cache_dir: str, **flags: Any) -> Deployment:
+    """Dynamo traces the programs, and Inductor compiles none."""
+    with traced_only():
+        recipe = build_recipe({"model": model, **FLAGS, "cache_dir": cache_dir, **flags}, environ={})
+        return prepare(recipe, needs_model=True)
 
 
 @pytest.fixture
@@ -200,22 +220,31 @@ def test_slots_are_not_those_of_the_rows() -> None:
     assert SlotAllocator(0).allocate() == SCRATCH_SLOT
 
 
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        ("hybrid", {}),
-        ("hybrid", {"mixed_steps": "off"}),
-        ("hybrid", {"shapes": "dynamic", "buckets": (128,)}),
-        ("hybrid", {"region": "blocks"}),
-        ("sums only", {}),
-        ("sums only", {"batch_sizes": (1,), "buckets": (32,)}),  # packed prompts of a check share the one slot
-    ],
-)
+START_FLAGS: list[tuple[str, dict[str, Any]]] = [
+    ("hybrid", {}),
+    ("hybrid", {"mixed_steps": "off"}),
+    ("hybrid", {"shapes": "dynamic", "buckets": (128,)}),
+    ("hybrid", {"region": "blocks"}),
+    ("sums only", {}),
+    ("sums only", {"batch_sizes": (1,), "buckets": (32,)}),  # packed prompts of a check share the one slot
+]
+
+
+def starts() -> Iterator[Any]:
+    """Name, flags, and whether Inductor compiles the programs: of the first start, and with --long of all."""
+    for number, (name, flags) in enumerate(START_FLAGS):
+        test_id = " ".join((name, *(f"{flag}={value}" for flag, value in flags.items())))
+        yield pytest.param(name, flags, True, id=f"{test_id}, compiled", marks=[pytest.mark.long] * (number > 0))
+        if number > 0:
+            yield pytest.param(name, flags, False, id=test_id)
+
+
+@pytest.mark.parametrize(("name", "flags", "compiles"), [*starts()])
 def test_tokens_equal_those_of_generate(
-    models: dict[str, str], prompts: list[list[int]], cache_dir: str, name: str, flags: dict[str, Any]
+    models: dict[str, str], prompts: list[list[int]], cache_dir: str, name: str, flags: dict[str, Any], compiles: bool
 ) -> None:
     """Chunked prompts, mixed steps and moving rows; requests end at different steps."""
-    prepared = deploy(models[name], cache_dir, **flags)
+    prepared = (deploy if compiles else deploy_traced)(models[name], cache_dir, **flags)
     assert all(record.parity.passed and not record.graph_breaks for record in prepared.records)
     engine = prepared.engine
     with measure_compiles() as serving:

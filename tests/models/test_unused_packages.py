@@ -56,10 +56,12 @@ def test_a_start_does_not_import_packages_for_other_uses_of_transformers(environ
     assert imported_packages(environment, "tcdeploy.start.model_code") == [False]
 
 
+@pytest.mark.long  # why the packages are hidden; if it fails, transformers no longer imports them
 def test_transformers_alone_imports_such_a_package(environment: dict[str, str]) -> None:
     assert imported_packages(environment, "transformers.loss.loss_utils") == ["scipy", True]
 
 
+@pytest.mark.long  # a process of its own; the last test covers the switch
 def test_a_program_that_uses_the_library_is_not_affected(environment: dict[str, str]) -> None:
     assert imported_packages(environment, "tcdeploy.start.model_code", skips=False)[-1] is True
 

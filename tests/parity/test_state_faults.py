@@ -1,7 +1,11 @@
-"""The parity check finds faults of state in slots. The model has no attention: nothing else carries a prompt on."""
+"""The parity check finds faults of state in slots. The model has no attention: nothing else carries a prompt on.
+
+Faults are planted in steps that run uncompiled, in half a second each. The model without a fault is compiled too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,7 +88,13 @@ FAULTS: dict[str, Change] = {
 }
 
 
-def check(model: str, cache_dir: str, change: Change) -> None:
+@pytest.fixture(scope="module")
+def references() -> list[Any]:
+    """The prompts and the reference of the first check, which are the same in all checks of a model."""
+    return []
+
+
+def check(model: str, cache_dir: str, change: Change, references: list[Any], compiles: bool = False) -> None:
     def plant(target: Target) -> None:
         change_metadata(target, change)
 
@@ -93,15 +103,17 @@ def check(model: str, cache_dir: str, change: Change) -> None:
         "model": model, "buckets": (32,), "batch_sizes": (4,), "programs": "jit", "cache_dir": cache_dir,
         "mode": "default",
     }  # fmt: skip
-    with planted(plant):
+    mode = contextlib.nullcontext() if compiles else torch.compiler.set_stance("force_eager")
+    with planted(plant, references), mode:
         prepare(build_recipe(settings, environ={}), needs_model=True)
 
 
-def test_the_model_passes_without_a_fault(model: str, cache_dir: str) -> None:
-    check(model, cache_dir, lambda metadata: metadata)
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_model_passes_without_a_fault(model: str, cache_dir: str, references: list[Any], compiles: bool) -> None:
+    check(model, cache_dir, lambda metadata: metadata, references, compiles)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_state_is_found(model: str, cache_dir: str, fault: str) -> None:
+def test_a_fault_of_state_is_found(model: str, cache_dir: str, references: list[Any], fault: str) -> None:
     with pytest.raises(CompileError, match="failed its parity check"):
-        check(model, cache_dir, FAULTS[fault])
+        check(model, cache_dir, FAULTS[fault], references)

@@ -114,7 +114,7 @@ def test_findings_are_in_the_document(too_large: str, run_cli: RunCLI) -> None:
 
 
 def test_a_missing_compiler_is_a_finding(run_cli: RunCLI, tmp_path: Path) -> None:
-    done = run_cli("warm", "builtin:tiny", "--cache-dir", str(tmp_path), "--dry-run", PATH=str(tmp_path), new=True)
+    done = run_cli("warm", "builtin:tiny", "--cache-dir", str(tmp_path), "--dry-run", PATH=str(tmp_path))
     assert done.returncode == 0 and "finding: there is no C++ compiler" in done.stdout, done.stderr
 
 

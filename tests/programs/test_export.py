@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tcdeploy.programs.passes.grouped_mm import op_name
 from tcdeploy.programs.step_program import InputSpec, LoadedStep, ProgramCall, StepProgram, parse_step_program
 from tcdeploy.start.decide import decide
 from tcdeploy.start.model_code import load_runner
-from tests.model_families import LAYER_KINDS, LAYERS, SUPPORTED, save_config
+from tests.model_families import LAYER_KINDS, SUPPORTED, save_config
 
 BUCKET = 64
 
@@ -38,6 +39,7 @@ class ExportingForward:
         self.equal_layers: tuple[int, ...] | None = None
         self.steps: list[tuple[StepInputs, StepProgram, Tensor, Tensor]] = []
         self.ops: set[str] = set()  # names, of all programs
+        self.states_before = [layer.binding.state for layer in layers]
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         expected = self.runner.transformers_forward(inputs)
@@ -99,7 +101,7 @@ def run_steps(runner: Any) -> None:
 
 
 def few_layers(family: str) -> dict[str, Any]:
-    """Changes of a config: one layer more than the family has kinds, because each layer is exported."""
+    """Changes of a config: one layer more than the family has kinds, because a trace runs through each layer."""
     count = LAYER_KINDS.get(family, 1) + 1
     if family == "gpt2":
         return {"n_layer": count}
@@ -139,7 +141,7 @@ def test_ops_that_packages_would_need_a_library_for_are_named(
     for replaces, expected in ((True, ()), (False, ("transformers::grouped_mm_fallback",))):
         if not replaces:
             monkeypatch.setattr(export, "replace_grouped_mm", lambda exported: None)
-        runner, layers = load_model(save_config("mixtral", tmp_path), cache_dir)
+        runner, layers = load_model(save_config("mixtral", tmp_path, num_hidden_layers=1), cache_dir)
         runner.forward = forward = ExportingForward(runner, layers)
         run_steps(runner)
         assert [step_program.foreign_ops for _, step_program, *_ in forward.steps] == [expected] * 3
@@ -147,7 +149,8 @@ def test_ops_that_packages_would_need_a_library_for_are_named(
 
 @pytest.mark.parametrize("shapes", ["bucket", pytest.param("dynamic", marks=pytest.mark.long)])
 def test_the_last_layer_can_return_only_the_selected_rows(shapes: str, tmp_path: Path, cache_dir: str) -> None:
-    runner, layers = load_model(save_config("qwen3", tmp_path), cache_dir, shapes=shapes, mixed_steps="on")
+    folder = save_config("qwen3", tmp_path, num_hidden_layers=2)
+    runner, layers = load_model(folder, cache_dir, shapes=shapes, mixed_steps="on")
     runner.forward = forward = ExportingForward(runner, layers, selects_in_last_layer=True)
     run_steps(runner)
     for inputs, step_program, expected, logits in forward.steps:
@@ -156,7 +159,8 @@ def test_the_last_layer_can_return_only_the_selected_rows(shapes: str, tmp_path:
 
 
 def test_a_program_serves_other_row_counts_and_lengths_than_it_was_exported_for(tmp_path: Path, cache_dir: str) -> None:
-    runner, layers = load_model(save_config("llama", tmp_path), cache_dir, shapes="dynamic", mixed_steps="on")
+    folder = save_config("llama", tmp_path, num_hidden_layers=1)
+    runner, layers = load_model(folder, cache_dir, shapes="dynamic", mixed_steps="on")
     runner.forward = forward = ExportingForward(runner, layers)
     run_steps(runner)
     lengths = [inputs.input_ids.shape[1] for inputs, *_ in forward.steps if inputs.step.bucket.is_prefill]
@@ -164,34 +168,46 @@ def test_a_program_serves_other_row_counts_and_lengths_than_it_was_exported_for(
 
 
 def test_a_number_that_depends_on_the_layer_is_kept(tmp_path: Path, cache_dir: str) -> None:
-    runner, layers = load_model(save_config("gpt2", tmp_path, scale_attn_by_inverse_layer_idx=True), cache_dir)
+    folder = save_config("gpt2", tmp_path, scale_attn_by_inverse_layer_idx=True, n_layer=2)
+    runner, layers = load_model(folder, cache_dir)
     runner.forward = forward = ExportingForward(runner, layers)
     run_steps(runner)
     for _, step_program, expected, logits in forward.steps:
-        assert torch.equal(logits, expected) and len(step_program.programs) == LAYERS + 2
+        assert torch.equal(logits, expected) and len(step_program.programs) == 2 + 2
 
 
-def test_only_the_first_of_equal_layers_is_exported(
-    tmp_path: Path, cache_dir: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner, layers = load_model(save_config("llama", tmp_path), cache_dir)
-    num_exports: list[int] = []
-    export_one = export._export
+class ExportedLlama(NamedTuple):
+    """A model of equal layers, after its steps were exported."""
 
-    def counting(*arguments: Any) -> Any:
-        num_exports.append(1)
-        return export_one(*arguments)
+    forward: ExportingForward
+    num_exports: int
+    marks: list[Any]  # the dynamic dimensions of the tensors of its state before the export
 
-    monkeypatch.setattr(export, "_export", counting)
+
+@pytest.fixture(scope="module")
+def exported_llama(tmp_path_factory: pytest.TempPathFactory, cache_dir: str) -> ExportedLlama:
+    runner, layers = load_model(save_config("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=3), cache_dir)
     runner.forward = forward = ExportingForward(runner, layers)
-    run_steps(runner)
-    assert len(layers) == LAYERS and forward.equal_layers == (0,) * LAYERS
-    assert len(num_exports) == 4 * len(forward.steps), "the whole model, and the parts before, in and after the layers"
+    marks = marks_of(forward)
+    with mock.patch.object(export, "_export", wraps=export._export) as export_one:
+        run_steps(runner)
+    return ExportedLlama(forward, export_one.call_count, marks)
+
+
+def marks_of(forward: ExportingForward) -> list[Any]:
+    return [export.dynamic_dims(tensor) for layer in forward.layers for tensor in layer.binding.state]
+
+
+def test_only_the_first_of_equal_layers_is_exported(exported_llama: ExportedLlama) -> None:
+    forward = exported_llama.forward
+    assert len(forward.layers) == 3 and forward.equal_layers == (0, 0, 0)
+    exports = 4 * len(forward.steps)
+    assert exported_llama.num_exports == exports, "the whole model, and the parts before, in and after the layers"
 
 
 @pytest.mark.parametrize("difference", ["weight shapes", "a number"])
 def test_layers_that_differ_have_programs_of_their_own(difference: str, tmp_path: Path, cache_dir: str) -> None:
-    runner, layers = load_model(save_config("llama", tmp_path), cache_dir)
+    runner, layers = load_model(save_config("llama", tmp_path, num_hidden_layers=3), cache_dir)
     layer: Any = layers[1].module
     if difference == "a number":
         layer.input_layernorm.variance_epsilon = 0.5
@@ -202,30 +218,24 @@ def test_layers_that_differ_have_programs_of_their_own(difference: str, tmp_path
     run_steps(runner)
     for _, step_program, expected, logits in forward.steps:
         assert torch.equal(logits, expected) and len(step_program.programs) == 4
-        programs = [call.program for call in step_program.calls[1 : LAYERS + 1]]
-        assert programs[0] == programs[2] == programs[3] != programs[1]
-    assert forward.equal_layers == (0, 1, 0, 0)
+        first, second, third = [call.program for call in step_program.calls[1:4]]
+        assert first == third != second
+    assert forward.equal_layers == (0, 1, 0)
 
 
-def test_programs_do_not_check_dtypes(tmp_path: Path, cache_dir: str) -> None:
+def test_programs_do_not_check_dtypes(exported_llama: ExportedLlama) -> None:
     """torch.export adds such checks, and as users of a tensor they prevent fusions."""
-    runner, layers = load_model(save_config("llama", tmp_path), cache_dir)
-    runner.forward = forward = ExportingForward(runner, layers)
-    run_steps(runner)
-    assert "aten::rsqrt" in forward.ops and export.METADATA_CHECK not in forward.ops
+    ops = exported_llama.forward.ops
+    assert "aten::rsqrt" in ops and export.METADATA_CHECK not in ops
 
 
-def test_the_export_leaves_the_model_as_it_was(tmp_path: Path, cache_dir: str) -> None:
-    runner, layers = load_model(save_config("llama", tmp_path), cache_dir)
-    states = [layer.binding.state for layer in layers]
-    marks = [export.dynamic_dims(tensor) for state in states for tensor in state]
-    runner.forward = ExportingForward(runner, layers)
-    run_steps(runner)
-    assert runner.step_holder.step is None
-    for layer, state in zip(layers, states, strict=True):
+def test_the_export_leaves_the_model_as_it_was(exported_llama: ExportedLlama) -> None:
+    forward = exported_llama.forward
+    assert forward.runner.step_holder.step is None
+    for layer, state in zip(forward.layers, forward.states_before, strict=True):
         assert layer.binding.state is state
         assert export.get_compiled_call(layer.module) is None
-    assert [export.dynamic_dims(tensor) for state in states for tensor in state] == marks == [{0: None}] * 2 * LAYERS
+    assert marks_of(forward) == exported_llama.marks == [{0: None}] * 2 * 3
 
 
 def test_nodes_between_two_layers_form_a_part() -> None:

@@ -175,7 +175,11 @@ def test_a_bucket_that_fails_continues_to_run_eagerly(
 
 
 @pytest.mark.parametrize(
-    ("script", "reason"), [(BROKEN_COMPILER, "/nonexistent/g++"), (NO_SHORT_CONFIG, "the config cannot be shortened")]
+    ("script", "reason"),
+    [
+        pytest.param(BROKEN_COMPILER, "/nonexistent/g++", marks=pytest.mark.long),  # see programs/test_errors.py
+        (NO_SHORT_CONFIG, "the config cannot be shortened"),
+    ],
 )
 def test_a_compile_worker_that_fails_leaves_the_server_serving_eagerly(
     script: str, reason: str, tmp_path: Path, fork_server: ForkServer, answers: list[str]

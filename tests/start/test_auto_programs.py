@@ -37,10 +37,11 @@ def folder(tmp_path: Path, filled_packages: Path) -> Path:
     return Path(shutil.copytree(filled_packages, tmp_path / "cache"))
 
 
-def generate(run_cli: RunCLI, folder: Path, *flags: str) -> dict[str, Any]:
+def generate(run_cli: RunCLI, folder: Path, *flags: str, new: bool = True) -> dict[str, Any]:
+    """In a process that imports all that it needs, if `new`."""
     done = run_cli(
         "generate", TINY, "This module", "--max-new-tokens", "8", *FLAGS, *flags, "--cache-dir", str(folder), "--json",
-        new=True,
+        new=new,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
@@ -72,15 +73,17 @@ def test_packages_without_a_fitting_record_are_used_too_and_a_record_is_written_
     assert second["token_ids"] == first["token_ids"]
 
 
-def test_an_auto_start_compiles_no_packages(run_cli: RunCLI, folder: Path) -> None:
-    """Not even where some are left: without the manifest they may not be complete."""
+def test_an_auto_start_compiles_no_packages(run_cli: RunCLI, folder: Path, filled_cache: Path) -> None:
+    """Not even where some are left: without the manifest they may not be complete. The folder has the jit programs."""
     for path in folder.glob("manifests/*.json"):
         path.unlink()
+    shutil.copytree(filled_cache, folder, dirs_exist_ok=True)
     before = sorted(folder.glob("aot/*/*"))
-    document = generate(run_cli, folder)
+    document = generate(run_cli, folder, new=False)
     assert decision(document["plan"]) == ("jit", NO_PACKAGES)
     assert sorted(folder.glob("aot/*/*")) == before
-    (manifest,) = read_manifests(folder).values()
+    manifest = read_manifest(manifest_path(folder, document["plan"]["key"]))
+    assert manifest is not None and len(read_manifests(folder)) == 2, "the other is that of the programs"
     assert manifest.plan["programs"] == manifest.origin.recipe["programs"] == "jit"
 
 
@@ -192,7 +195,7 @@ def test_packages_in_a_folder_that_cannot_be_written_are_used(run_cli: RunCLI, f
     for path in (*folder.rglob("*"), folder):
         path.chmod(0o500 if path.is_dir() else 0o400)
     try:
-        assert decision(generate(run_cli, folder)["plan"]) == ("aot", PACKAGES_FOUND)
+        assert decision(generate(run_cli, folder, new=False)["plan"]) == ("aot", PACKAGES_FOUND)
     finally:
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o700 if path.is_dir() else 0o600)

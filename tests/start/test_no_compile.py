@@ -42,7 +42,9 @@ def test_a_start_that_hits_is_as_without_the_flag(tmp_path: Path, filled_cache: 
     ("flags", "missed"),
     [
         (("--buckets", "32,128", "--batch-sizes", "1,3"), "decode:3"),  # the others are in the cache
-        (("--buckets", "32", "--batch-sizes", "1", "--dtype", "bfloat16"), "prefill:32"),
+        pytest.param(
+            ("--buckets", "32", "--batch-sizes", "1", "--dtype", "bfloat16"), "prefill:32", marks=pytest.mark.long
+        ),
         (("--buckets", "32", "--batch-sizes", "1", "--programs", "aot"), "prefill:32"),
     ],
 )

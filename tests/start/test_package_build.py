@@ -43,17 +43,20 @@ def planned_for(recipe: Recipe, **environment: Any) -> Planned:
 
 
 def test_warm_starts_with_jit_programs_and_leaves_packages_too(
-    run_cli: RunCLI, filled_packages: Path, tmp_path: Path
+    run_cli: RunCLI, filled_packages: Path, filled_cache: Path, tmp_path: Path
 ) -> None:
-    """The folder has the packages already, so this test builds none; tests/test_prewarm.py does."""
-    folder = shutil.copytree(filled_packages, tmp_path / "cache")
+    """The folder has packages and programs already, so this test makes none; tests/test_prewarm.py does."""
+    folder = Path(shutil.copytree(filled_cache, tmp_path / "cache"))
+    other_plans = set(read_manifests(folder))
+    shutil.copytree(filled_packages, folder, dirs_exist_ok=True)
     arguments = ("warm", TINY, *FLAGS, "--cache-dir", str(folder), "--json")
     done = run_cli(*arguments)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["plan"]["programs"] == "jit"
-    assert {bucket["outcome"] for bucket in document["buckets"]} == {"miss"}
-    manifests = {manifest.plan["programs"]: manifest for manifest in read_manifests(folder).values()}
+    assert {bucket["outcome"] for bucket in document["buckets"]} == {"hit"}
+    added = [manifest for key, manifest in read_manifests(folder).items() if key not in other_plans]
+    manifests = {manifest.plan["programs"]: manifest for manifest in added}
     packages = document["packages"]
     assert (packages["plan_key"], packages["failure"]) == (manifests["aot"].plan["key"], "")
     assert packages["bytes"] == manifests["aot"].total_bytes and packages["seconds"] > 0
@@ -73,10 +76,10 @@ def test_warm_starts_with_jit_programs_and_leaves_packages_too(
 
 
 def test_a_build_that_fails_gives_the_message_of_its_error(tmp_path: Path) -> None:
-    recipe = Recipe(model=str(tmp_path / "missing"), device="cpu", buckets=(32,))
+    recipe = Recipe(model=TINY, device="none such", buckets=(32,))
     lines: list[str] = []
     result = PackageBuild(recipe, str(tmp_path / "cache"), on_message=lines.append).wait()
-    assert "missing" in result.failure and not result.failure.startswith("error")
+    assert "none such" in result.failure and not result.failure.startswith("error")
     assert (result.plan_key, result.bytes) == ("", 0) and any(line.startswith("error: ") for line in lines)
 
 

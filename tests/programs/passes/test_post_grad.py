@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.utils
@@ -12,7 +13,8 @@ from torch import nn
 from tcdeploy.planning.plan import make_plan
 from tcdeploy.planning.variants import DEFAULT
 from tcdeploy.programs.jit import inductor_options
-from tcdeploy.programs.passes.post_grad import PostGradPass
+from tcdeploy.programs.passes import post_grad
+from tcdeploy.programs.passes.post_grad import PostGradPass, op_source_digests
 from tcdeploy.torch_compat.inductor.custom_graph_pass import OPTION
 from tests.conftest import reset_programs
 from tests.machines import H100, LAPTOP, LLAMA_8B, make_recipe
@@ -63,3 +65,18 @@ def test_the_environment_is_part_of_the_key_of_each_program() -> None:
         passes.append(inductor_options(DEFAULT, plan)[OPTION])
     assert len({graph_pass.uuid() for graph_pass in passes}) == len(machines)
     assert passes[-1] is passes[0], "programs do not depend on the driver, and torch compares a pass by identity"
+
+
+def test_the_sources_of_our_ops_are_part_of_the_key_of_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own key does not contain the Python body of an op."""
+    digests = op_source_digests()
+    assert {
+        "kernels/attention/ops.py", "kernels/attention/reference.py", "kernels/linear/tile_configs.py",
+        "programs/passes/rms_norm.py",
+    } <= digests.keys()  # fmt: skip
+    before = PostGradPass().uuid()
+    for name in digests:
+        monkeypatch.setattr(post_grad, "op_source_digests", lambda name=name: {**digests, name: "0" * 64})
+        assert PostGradPass().uuid() != before
+    monkeypatch.undo()
+    assert PostGradPass().uuid() == before
