@@ -68,7 +68,7 @@ class Recipe:
     )
     quantize: str | None = _model(
         None,
-        "quantise linear layers while the model is loaded; int4 has groups of 128 columns, int4:GROUP others",
+        "quantise linear layers while they are loaded; int4: groups of 128 columns",
         metavar=CHOICES,
         parse=parse_quantize,
     )
@@ -91,7 +91,7 @@ class Recipe:
     )
     kv_dtype: KVFormat = _plan(
         "auto",
-        "auto: K and V have the dtype of the model; fp8: float8_e4m3fn, with twice the KV blocks in the same memory",
+        "fp8: K and V as float8_e4m3fn; auto: the model's dtype",
     )
     attention: Attention | None = _plan(None, "prefill attention backend; default: the best supported one")
     region: CompileUnit = _advanced("layer", "unit of compilation: decoder layer, or its attention and MLP blocks")

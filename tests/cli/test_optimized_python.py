@@ -23,6 +23,7 @@ PURE_CALLS = {
     "count_symbolic",
     "id",
     "is_contiguous",
+    "is_fusable",
     "items",
     "isdisjoint",
     "isinstance",

@@ -38,7 +38,7 @@ def leaves(command: Any, name: str = "") -> dict[str, Any]:
 
 def test_every_command_has_the_option_json() -> None:
     options = {name: {item.name for item in command.params} for name, command in leaves(get_command(cli.app)).items()}
-    assert len(options) == 9 + 5 + 14
+    assert len(options) == 9 + 6 + 14
     assert [name for name, names in options.items() if "json" not in names] == []
 
 

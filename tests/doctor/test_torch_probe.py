@@ -71,7 +71,7 @@ def test_an_exception_of_one_section_leaves_the_others(tmp_path: Path, monkeypat
     assert not (tmp_path / "__pycache__").exists(), "the process must not write the bytecode that it reports as missing"
 
 
-def test_a_python_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nonexistent")
+def test_a_python_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     probe = run_torch_probe(104.0)
     assert probe.failure == "Python cannot be started: No such file or directory"

@@ -221,9 +221,8 @@ def reason_of(planned: PlannedModel) -> str:
     return reason
 
 
-def test_the_plan_says_that_a_dtype_cannot_be_read(folder: Path) -> None:
-    name = "model.norm.bias"
-    name = QUERY.replace("weight", "bias")
+def test_the_plan_says_that_a_dtype_cannot_be_read(tmp_path: Path) -> None:
+    folder, name = save_model("qwen2", tmp_path / "model"), QUERY.replace("weight", "bias")
     change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.complex64)}))
     assert reason_of(plan(folder)) == f"{name} has the dtype C64"
 

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tcdeploy.models.convert.packed_linears import pack_linears
 from tcdeploy.models.convert.scheme_linear import quantise_linears
+from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.programs.passes.nodes import is_weight
 from tcdeploy.programs.passes.post_grad import PostGradPass
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
@@ -39,7 +40,7 @@ class Layer(nn.Module):
         self.mixed, self.o = nn.Linear(width, width), nn.Linear(width, width, bias=False)
         self.norm = LlamaRMSNorm(width)
         self.mlp = LlamaMLP(LlamaConfig(hidden_size=width, intermediate_size=2 * width, mlp_bias=True))
-        quantise_linears(self, lambda path: SCHEME)
+        quantise_linears(self, lambda path: LayerScheme(SCHEME.name))
         pack_linears(self, (("mlp.gate_proj", "mlp.up_proj"),))
         self.requires_grad_(False)
 
@@ -83,7 +84,7 @@ def test_a_last_layer_calls_the_op_for_the_selected_rows(is_dynamic: bool, is_fu
 def test_a_selection_of_features_is_not_one_of_tokens() -> None:
     """The input has one token and as many features as the output: only the dimension tells them apart."""
     layer, x, rows = nn.ModuleList([nn.Linear(64, 64)]).requires_grad_(False), torch.randn(1, 64), torch.tensor(ROWS)
-    quantise_linears(layer, lambda path: SCHEME)
+    quantise_linears(layer, lambda path: LayerScheme(SCHEME.name))
     graph_pass = RecordingPass()
     out = compile_and_run(
         lambda x, rows: layer[0](x)[:, rows], x, rows, post_grad_pass=graph_pass, codegen=False, rows=rows
