@@ -68,7 +68,7 @@ class Recipe:
     )
     quantize: str | None = _model(
         None,
-        "quantise linear layers while they are loaded; int4: groups of 128 columns",
+        "quantise linear layers while loading (int4: groups of 128)",
         metavar=CHOICES,
         parse=parse_quantize,
     )
@@ -91,7 +91,7 @@ class Recipe:
     )
     kv_dtype: KVFormat = _plan(
         "auto",
-        "fp8: K and V as float8_e4m3fn; auto: the model's dtype",
+        "fp8: store K and V in 8 bits; auto: as computed",
     )
     attention: Attention | None = _plan(None, "prefill attention backend; default: the best supported one")
     region: CompileUnit = _advanced("layer", "unit of compilation: decoder layer, or its attention and MLP blocks")
