@@ -85,10 +85,10 @@ def decide(
     defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
     model, dtype_decisions = _with_stored_dtype(model)
     model, requested_decisions = _request_schemes(recipe, model)
-    dtype_decisions += _explain_kv_scales(recipe, model)
     quantised = _decide_schemes(recipe, environment, model, is_dry_run)
     config, architecture, findings = model.config, quantised.architecture, quantised.findings
-    decisions = (*decisions, *dtype_decisions, *requested_decisions, *quantised.decisions)
+    scale_decisions = _explain_kv_scales(recipe, model)
+    decisions = (*decisions, *dtype_decisions, *requested_decisions, *scale_decisions, *quantised.decisions)
     if is_dry_run:
         plan, recipe, environment, found = plan_with_findings(recipe, environment, architecture, decisions)
         findings += found
@@ -221,14 +221,12 @@ def _explain_kv_scales(recipe: Recipe, model: _ModelFacts) -> tuple[Decision, ..
     if recipe.load_format == "dummy":
         return (Decision("KV scales", "{} for K and {} for V".format(*DUMMY_SCALES), "of random weights"),)
     architecture = model.probed.architecture
-    found, layers = (
-        len(find_kv_scales(recipe.model, architecture, model.checkpoint).names),
-        architecture.attention_layers,
-    )
+    found = len(find_kv_scales(recipe.model, architecture, model.checkpoint).names)
+    layers = len(architecture.attention_layers)
     if not found:
         return (Decision("KV scales", "1.0", "the checkpoint has none"),)
-    others = "; 1.0 in the others" if found < len(layers) else ""
-    return (Decision("KV scales", "of the checkpoint", f"{found} of {len(layers)} layers have them{others}"),)
+    others = "; 1.0 in the others" if found < layers else ""
+    return (Decision("KV scales", "of the checkpoint", f"{found} of {layers} layers have them{others}"),)
 
 
 def trace_weights(planned: PlannedModel) -> TracedModel:

@@ -1,4 +1,4 @@
-"""Experts of mixture models in the formats: one tensor for all of them in gpt-oss, tensors per expert elsewhere.
+"""Quantised experts. gpt-oss stores all experts of a layer in one tensor; other models store tensors per expert.
 
 gpt-oss (`quant_method` "mxfp4"): mlp.experts.gate_up_proj_blocks U8 [experts, 2 * intermediate, hidden / 32, 16] and
 gate_up_proj_scales U8 [experts, 2 * intermediate, hidden / 32] replace the dense gate_up_proj [experts, hidden,
@@ -8,11 +8,12 @@ up alternate, in the dense weight as well. gate_up_proj_bias [experts, 2 * inter
 BF16. All else is dense: `modules_to_not_convert` is ["model.layers.*.self_attn", "model.layers.*.mlp.router",
 "model.embed_tokens", "lm_head"].
 
-Elsewhere each expert is three linear layers, model.layers.1.mlp.experts.3.gate_proj, stored exactly as other layers of
-the format are: weight and weight_scale_inv of FP8, weight_packed, weight_scale and weight_shape of compressed-tensors,
-qweight, qzeros, scales and g_idx of GPTQ. Scales of gate and up differ, and those of experts. Routers (mlp.gate) stay
-dense, by the list of the config: by path in FP8 Qwen3-MoE and in older compressed-tensors files, by "re:.*mlp.gate$" in
-newer ones; not listed in DeepSeek-V3, whose router is no linear module. Its shared_experts are quantised.
+In other models each expert is three linear layers, such as model.layers.1.mlp.experts.3.gate_proj, which are stored
+like all layers of the format: weight and weight_scale_inv of FP8, weight_packed, weight_scale and weight_shape of
+compressed-tensors, qweight, qzeros, scales and g_idx of GPTQ. Scales of gate and up differ, and those of experts.
+Routers (mlp.gate) stay dense, by the list of the config: by path in FP8 Qwen3-MoE and in older compressed-tensors
+files, by "re:.*mlp.gate$" in newer ones; not listed in DeepSeek-V3, whose router is no linear module. Its
+shared_experts are quantised.
 
 transformers 5.23 is no reference for all of these: it drops weight_global_scale of NVFP4 experts, does not read MXFP4
 experts of compressed-tensors, and refuses FP8 blocks at an edge (576 rows of DeepSeek). compressed-tensors reads them.

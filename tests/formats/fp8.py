@@ -1,7 +1,7 @@
 """FP8 checkpoints of `quant_method` "fp8" and "fbgemm_fp8": DeepSeek, Qwen3, MiniMax, Ministral, AutoFP8, Llama 405B.
 
-One name, four layouts; `weight_block_size` and the tensors tell them apart. In each, weight is F8_E4M3 [n, k], and the
-value is weight * scale. The name `weight_scale_inv` suggests a divisor, but it multiplies.
+The name "fp8" covers four layouts, which differ in `weight_block_size` and in the shape of the scale. In each, weight
+is F8_E4M3 [n, k], and the value is weight * scale. The name `weight_scale_inv` suggests a divisor, but it multiplies.
 
 - Blocks (DeepSeek-V3, Qwen3-FP8, MiniMax-M2): `weight_block_size` [128, 128]; weight_scale_inv
   [ceil(n / 128), ceil(k / 128)], F32 in DeepSeek and MiniMax, BF16 in Qwen. Blocks at the edges are smaller (DeepSeek's

@@ -128,7 +128,7 @@ def header(tensor_type: str, dense: Mapping[str, Tensor], stored: Mapping[str, T
 
 
 def value_at(tensors: dict[str, Tensor], row: int, column: int) -> float:
-    """One element of the dense weight; the shapes tell the types apart."""
+    """One element of the dense weight. The type of tensor follows from the shapes."""
     qdata, scale, zero = (tensors.get(f"_weight_{name}") for name in ("qdata", "scale", "zero_point"))
     assert qdata is not None and scale is not None
     if qdata.dtype == torch.float8_e4m3fn:

@@ -65,8 +65,8 @@ def find_kv_scales(model: str, architecture: Architecture, checkpoint: Checkpoin
             continue
         k, v = (names.get(kind, names.get("kv")) for kind in ("k", "v"))
         if k is None or v is None:
-            message = f"{k or v} of {model} is the scale of {'K' if k else 'V'}, and there is none of the other"
-            raise ModelError(message, HINT)
+            present, missing = ("K", "V") if k else ("V", "K")
+            raise ModelError(f"{model} has a scale of {present} ({k or v}), but none of {missing}", HINT)
         for name in (k, v):
             _check(model, name, tensors[name])
         found.names[state.path] = (k, v)

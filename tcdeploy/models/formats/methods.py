@@ -2,7 +2,7 @@
 
 Which layers are quantised is read from the checkpoint's tensors, not from lists of names in the config: those use the
 names of modules in whatever class quantised the model. The config states only what tensors do not show, such as the
-size of blocks. For random weights there are no tensors, and `config_schemes` follows the config.
+size of blocks. For random weights there are no tensors, and `scheme_finder` follows the config.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tcdeploy.planning.schemes import int4_scheme_name
 
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
 SETTINGS = ("quantization_config", "compression_config")  # keys of a config
-BLOCK = [128, 128]
 EXPLICIT = "tcdeploy"  # the method of configs that state the scheme of each layer: of --quantize and compile workers
 Settings = Mapping[str, Any]
 

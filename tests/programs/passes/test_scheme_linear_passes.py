@@ -82,7 +82,7 @@ def test_a_last_layer_calls_the_op_for_the_selected_rows(is_dynamic: bool, is_fu
 
 
 def test_a_selection_of_features_is_not_one_of_tokens() -> None:
-    """The input has one token and as many features as the output: only the dimension tells them apart."""
+    """Input and output are both [1, 64], so only the dimension shows that features are selected."""
     layer, x, rows = nn.ModuleList([nn.Linear(64, 64)]).requires_grad_(False), torch.randn(1, 64), torch.tensor(ROWS)
     quantise_linears(layer, lambda path: LayerScheme(SCHEME.name))
     graph_pass = RecordingPass()
