@@ -246,6 +246,24 @@ def _slice_values(codes, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 @ignore_comments
 @triton.jit
+def _scaled_values(values, scales, FORMAT: tl.constexpr):
+    """Values [slices, n, k] times the scales [slices, n, groups] of their columns, in the same dtype.
+
+    Exact for nvfp4: a value has two significant bits, and a scale four. In float16, the product with a small scale
+    would be too small, so it is made with the missing factor.
+    """
+    shape: tl.constexpr = (values.shape[0], values.shape[1], scales.shape[2], values.shape[2] // scales.shape[2])
+    tile = tl.reshape(values, shape)
+    if values.dtype == tl.bfloat16:
+        tile *= scales.to(tl.bfloat16)[:, :, :, None]
+    else:
+        factors = scales * _missing_factor(FORMAT, values.dtype)
+        tile = (tile.to(tl.float32) * factors[:, :, :, None]).to(values.dtype)
+    return tl.reshape(tile, values.shape)
+
+
+@ignore_comments
+@triton.jit
 def _multiply_slices(weights, inputs):
     """weights [slices, n, k] @ inputs [slices, m, k].T: [slices, n, m]. Each slice is computed by a warp of its own.
 
@@ -270,6 +288,7 @@ def _scheme_skinny_gemm_kernel(
 ):  # fmt: skip
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
     SLICE_BYTES: tl.constexpr = WIDTH // PER_BYTE
+    GROUPS: tl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1  # of a slice; if several, values are scaled
     DTYPE: tl.constexpr = x.dtype.element_ty
     row, k_slice = tl.arange(0, BLOCK_M), tl.arange(0, K_SLICES)
     if GATED:  # the first half of the tile's rows of the weight are gate rows, the second half their up rows
@@ -296,7 +315,10 @@ def _scheme_skinny_gemm_kernel(
     if row_scale is not None:
         row_scales = tl.load(row_scale + w_row).to(tl.float32)
     offsets = group_rows + (k_slice * WIDTH // GROUP)[:, None]
-    if group_scale is not None:
+    if GROUPS > 1:
+        scale_ptrs = group_scale + offsets[:, :, None] + tl.arange(0, GROUPS)[None, None, :]
+        scales = _load_scales(scale_ptrs, None, FORMAT)
+    elif group_scale is not None:
         scales = _load_scales(group_scale + offsets, None, FORMAT)
     if zero is not None:
         zeros = tl.load(zero + offsets).to(tl.float32)
@@ -315,13 +337,19 @@ def _scheme_skinny_gemm_kernel(
         in_row = (following < k // WIDTH)[:, None]
         if zero is not None:
             zeros = tl.load(zero + offsets, mask=in_row).to(tl.float32)
-        if group_scale is not None:
+        if GROUPS > 1:
+            acc += _multiply_slices(_scaled_values(weights, scales, FORMAT), inputs)
+            scale_ptrs = group_scale + offsets[:, :, None] + tl.arange(0, GROUPS)[None, None, :]
+            scales = _load_scales(scale_ptrs, in_row[:, :, None], FORMAT)
+        elif group_scale is not None:
             acc += _multiply_slices(weights, inputs) * scales[:, :, None]
             scales = _load_scales(group_scale + offsets, in_row, FORMAT)
         else:
             acc += _multiply_slices(weights, inputs)
 
-    y = tl.sum(acc, 0) * _missing_factor(FORMAT, DTYPE)
+    y = tl.sum(acc, 0)
+    if GROUPS == 1:
+        y *= _missing_factor(FORMAT, DTYPE)
     if row_scale is not None:
         y *= row_scales[:, None]
     if GATED:

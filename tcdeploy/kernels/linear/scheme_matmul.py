@@ -4,7 +4,8 @@
   time, into float32. The sum of such 16 bytes is multiplied by its group's scale. It loads weights before the PDL wait.
 - 2 to 64 rows (`_skinny_gemm`): a step's columns are cut into slices of at most one group. Each slice is a dot of the
   tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact, and only sums are
-  rounded. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
+  rounded. The groups of nvfp4 are too short for a slice of their own: there the values are multiplied, which is exact
+  too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
 
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.
@@ -30,6 +31,7 @@ from tcdeploy.kernels.custom_op import custom_op
 from tcdeploy.kernels.linear import fp4_scheme, fp8_scheme, int4_scheme, int8_scheme
 from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
 from tcdeploy.kernels.linear.scheme_tiles import (
+    MIN_SLICE,
     SchemeGemvTile,
     SchemeSkinnyGemmTile,
     fit_block,
@@ -100,6 +102,9 @@ def is_fusable(scheme: str, rows: int, dtype: torch.dtype, tensors: Sequence[Ten
     n = weight.weight.shape[0]
     is_whole = n % (2 * N_MULTIPLE) == 0 if gated else n % N_MULTIPLE == 0
     is_contiguous = all(tensor.is_contiguous() for tensor in tensors)
+    # Values of other schemes, multiplied by the scales of such groups, would have to be rounded.
+    if rows > 1 and weight.group % MIN_SLICE and scheme != fp4_scheme.NVFP4_NAME:
+        return False
     return is_whole and is_contiguous and is_supported(rows, n, weight.k, weight.group, weight.per_byte)
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, MAX_ROWS, N_MULTIPLE, ONE_WAVE_N
 
-MIN_GROUP = 16  # columns that share a scale; the smallest depth of a tensor core's product
+MIN_GROUP = 16  # columns that share a scale
+MIN_SLICE = 32  # columns of a slice of the skinny GEMM. With 16, Triton 3.6 adds some products twice on a GPU
 MAX_SLICE = 128  # columns of a slice of the skinny GEMM
 MAX_SUMS = 1024  # per warp of the skinny GEMM: 32 registers of each thread, and as many for those of a step
 MIN_STAGES, MAX_STAGES = 3, 8  # if steps are of another size than the tile's
@@ -92,7 +93,7 @@ def fit_block(block: int, size: int) -> int:
 
 
 class SkinnyGemmSteps(NamedTuple):
-    """A tile for a weight: rows, columns of a slice, which has one scale, slices of a step, and stages."""
+    """A tile for a weight: rows, columns of a slice, slices of a step, and stages."""
 
     block_n: int
     width: int
@@ -103,10 +104,11 @@ class SkinnyGemmSteps(NamedTuple):
 def fit_skinny_gemm(tile: SchemeSkinnyGemmTile, padded_rows: int, k: int, group: int) -> SkinnyGemmSteps:
     """One slice, which all warps share, or at least one for each warp: fewer would be computed by several warps.
 
+    Several groups of less than MIN_SLICE columns share a slice. Their scales multiply the values instead of the sums.
     Steps are smaller, but more of them are in flight, if the sums of all slices would not fit the registers.
     """
-    widest = min(MAX_SLICE, max(tile.block_k // tile.num_warps, MIN_GROUP)) if tile.block_k > MAX_SLICE else MAX_SLICE
-    width = math.gcd(widest, k, group)
+    widest = min(MAX_SLICE, max(tile.block_k // tile.num_warps, MIN_SLICE)) if tile.block_k > MAX_SLICE else MAX_SLICE
+    width = math.gcd(widest, k) if group < MIN_SLICE else math.gcd(widest, k, group)
     slices, block_n = max(tile.block_k // width, 1), tile.block_n
     slices = fit_block(max(slices, tile.num_warps) if slices > 1 else 1, k // width)
     while slices > 1 and block_n * slices * padded_rows > MAX_SUMS * tile.num_warps:
