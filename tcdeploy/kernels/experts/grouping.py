@@ -11,8 +11,8 @@ A block has up to `rows` pairs: order[first : min(first + rows, stop)]. Blocks o
 blocks there are depends on the routing, which the host does not know when it launches a kernel, so the tables have the
 largest possible length and the unused blocks at the end are empty: first == stop.
 
-Rejected: a padded order, in which each block has its own `rows` entries. With 16 rows and one pair to an expert, it is
-16 times as long, and every program would read it.
+Rejected: a padded order, in which each block has its own `rows` entries. With 8 rows and one pair to an expert, it is
+8 times as long, and every program would read it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MIN_BLOCK_ROWS = 16
+from tcdeploy.kernels.experts.tiles import MIN_BLOCK_ROWS
 
 
 class GroupTables(NamedTuple):

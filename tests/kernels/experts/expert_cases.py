@@ -73,10 +73,13 @@ def product(
 
 def expected(case: Product) -> Tensor:
     """A loop over pairs, in float64, rounded once."""
-    top_k = case.expert_ids.shape[1]
-    slots = top_k if len(case.x) == len(case.expert_ids) else 1
+    slots = case.expert_ids.numel() // len(case.x)
+    weights = {
+        expert: expert_weight(case.tensors, expert, case.scheme, torch.float64)
+        for expert in case.expert_ids.unique().tolist()
+    }
     rows = []
     for pair, expert in enumerate(case.expert_ids.flatten().tolist()):
-        y = expert_weight(case.tensors, expert, case.scheme, torch.float64) @ case.x[pair // slots].double()
+        y = weights[expert] @ case.x[pair // slots].double()
         rows.append(y if case.bias is None else y + case.bias[expert].double())
     return torch.stack(rows).to(case.x.dtype)
