@@ -34,7 +34,7 @@ def _group_pairs_kernel(
     # Padding belongs to the last expert, as its last pairs.
     expert_ids = tl.load(ids + index, mask=index < pairs, other=EXPERTS - 1).to(tl.int32)
     keys = tl.sort(expert_ids * PAIRS + index)
-    tl.store(groups + index, keys % PAIRS, mask=index < pairs)
+    tl.store(groups + index, keys & (PAIRS - 1), mask=index < pairs)
     counts = tl.histogram(expert_ids, EXPERTS)
     counts -= tl.where(expert == EXPERTS - 1, PAIRS - pairs, 0)
     stops = tl.cumsum(counts, 0)
@@ -42,7 +42,7 @@ def _group_pairs_kernel(
     blocks_of = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks_of, 0)
     table = groups + pairs
-    for i in range(0, tl.max(blocks_of, 0)):  # the i-th block of each expert
+    for i in range(tl.max(blocks_of, 0)):  # the i-th block of each expert
         entry = table + ends - blocks_of + i
         tl.store(entry, expert, mask=i < blocks_of)
         tl.store(entry + blocks, starts + i * ROWS, mask=i < blocks_of)
@@ -120,9 +120,11 @@ def _expert_gemv_kernel(
 @ignore_comments
 @triton.jit(do_not_specialize=["slots"])
 def _dense_expert_gemv_kernel(
-    out, x, ids, weight, bias, n, k, slots, x_stride, expert_stride, n_stride, k_stride,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
+    out, x, ids, weight, bias, n, k, slots, x_stride, expert_stride, w_stride,
+    IS_TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    n_stride, k_stride = (1, w_stride) if IS_TRANSPOSED else (w_stride, 1)
     pair = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k_offsets = tl.arange(0, BLOCK_K)
@@ -152,10 +154,12 @@ def _dense_expert_gemv_kernel(
 @triton.jit(do_not_specialize=["pairs", "blocks", "slots"])
 def _expert_gemm_kernel(
     out, x, groups_table, weight, row_scale, group_scale, zero, bias, pairs, blocks, n, k, groups, slots, x_stride,
-    expert_stride, n_stride, k_stride,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr, K_SLICES: tl.constexpr, IS_WHOLE: tl.constexpr, USE_PDL: tl.constexpr,
+    expert_stride, w_stride,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, K_SLICES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    n_stride, k_stride = (1, w_stride) if IS_TRANSPOSED else (w_stride, 1)
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
     STEP: tl.constexpr = K_SLICES * WIDTH
     STEP_BYTES: tl.constexpr = STEP // PER_BYTE

@@ -1,6 +1,6 @@
 """Which (token, slot) pairs belong to which expert, in blocks for the kernels. Does not import Triton.
 
-A *pair* is token * top_k + slot. `group_pairs` writes one int32 tensor with four tables, which `tables` separates:
+A *pair* is token * top_k + slot. The groups are one int32 tensor with four tables, which `tables` separates:
 
     order   [pairs]   the pairs, sorted by expert
     expert  [blocks]  of each block
@@ -10,6 +10,9 @@ A *pair* is token * top_k + slot. `group_pairs` writes one int32 tensor with fou
 A block has up to `rows` pairs: order[first : min(first + rows, stop)]. Blocks of one expert are consecutive. How many
 blocks there are depends on the routing, which the host does not know when it launches a kernel, so the tables have the
 largest possible length and the unused blocks at the end are empty: first == stop.
+
+The pairs of a decode batch are grouped by one program (`launch_grouping`). torch.sort and the operations around it are
+a dozen launches, longer together than the products of a few tokens. Larger numbers of pairs are sorted by torch.
 
 Rejected: a padded order, in which each block has its own `rows` entries. With 8 rows and one pair to an expert, it is
 8 times as long, and every program would read it.
@@ -22,7 +25,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.experts.tiles import MIN_BLOCK_ROWS
+from tcdeploy.kernels.experts.tiles import GEMV_PAIRS, MIN_BLOCK_ROWS, block_rows
+from tcdeploy.torch_compat.inductor.pdl import supports_pdl
+from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
+
+GROUP_PAIRS = Kernel("tcdeploy.kernels.experts.experts_kernel", "_group_pairs_kernel")
+MAX_KERNEL_PAIRS, MAX_KERNEL_EXPERTS = 1024, 512  # of the grouping kernel, whose program holds all of them
+MIN_KERNEL_SIZE = 32  # of its tensors: one element for each thread of a warp
+GROUPING_WARPS = 4
 
 
 class GroupTables(NamedTuple):
@@ -53,6 +63,32 @@ def most_blocks(pairs: int, num_experts: int, rows: int) -> int:
 def tables(groups: Tensor, pairs: int, num_experts: int) -> GroupTables:
     length = table_length(pairs, num_experts)
     return GroupTables(*groups.split([pairs, length, length, length]))
+
+
+def group_by_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
+    """The groups, for blocks of block_rows(pairs, num_experts). Not written on a GPU for pairs that the GEMV takes."""
+    pairs = expert_ids.numel()
+    rows = block_rows(pairs, num_experts)
+    if not expert_ids.is_cuda or pairs > MAX_KERNEL_PAIRS or num_experts > MAX_KERNEL_EXPERTS:
+        return sort_pairs(expert_ids, num_experts, rows)
+    if pairs <= GEMV_PAIRS:
+        return expert_ids.new_empty(groups_length(pairs, num_experts), dtype=torch.int32)
+    return launch_grouping(expert_ids, num_experts, rows)
+
+
+def launch_grouping(expert_ids: Tensor, num_experts: int, rows: int) -> Tensor:
+    """`sort_pairs` by the kernel, for up to MAX_KERNEL_PAIRS pairs and MAX_KERNEL_EXPERTS experts."""
+    pairs, use_pdl = expert_ids.numel(), supports_pdl(expert_ids.device)
+    assert expert_ids.is_contiguous() and pairs <= MAX_KERNEL_PAIRS and num_experts <= MAX_KERNEL_EXPERTS
+    groups = expert_ids.new_empty(groups_length(pairs, num_experts), dtype=torch.int32)
+    blocks = table_length(pairs, num_experts)
+    GROUP_PAIRS.launch(
+        (1,),
+        groups, expert_ids, pairs, blocks, *(max(next_power_of_2(size), MIN_KERNEL_SIZE) for size in
+                                             (pairs, num_experts, blocks)), rows, use_pdl,
+        num_warps=GROUPING_WARPS, **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
+    return groups
 
 
 def sort_pairs(expert_ids: Tensor, num_experts: int, rows: int) -> Tensor:

@@ -72,7 +72,13 @@ class ExpertWeights(NamedTuple):
 
     @property
     def is_transposed(self) -> bool:
+        """Whether the weight is contiguous along n, not along k."""
         return self.weight.stride(2) != 1
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Of the experts, and of the dimension that is not contiguous."""
+        return self.weight.stride(0), self.weight.stride(2 if self.is_transposed else 1)
 
 
 def expert_weights(scheme: str, tensors: Sequence[Tensor]) -> ExpertWeights:
@@ -115,7 +121,7 @@ def matmul(
 ) -> Tensor:  # fmt: skip
     """`expert_linear` of ops.py, summed in float32. `tile`: by default that of the heuristics for the pairs."""
     weights = expert_weights(scheme, tensors)
-    pairs, (experts, n, row_size) = expert_ids.numel(), weights.weight.shape
+    pairs, (experts, n, _) = expert_ids.numel(), weights.weight.shape
     assert is_supported(scheme, x.dtype, tensors) and x.stride(1) == 1 and x.shape[1] == weights.k
     assert len(x) in (len(expert_ids), pairs) and expert_ids.is_contiguous()
     assert bias is None or (bias.shape == (experts, n) and bias.is_contiguous())
@@ -149,8 +155,8 @@ def _gemv(
         block_k = fit_block_bytes(tile, row_size * weights.weight.itemsize) // weights.weight.itemsize
         DENSE_GEMV.launch(
             (pairs, -(-n // tile.block_n)),
-            out, x, expert_ids, weights.weight, bias, n, row_size, slots, x.stride(0), *weights.weight.stride(),
-            tile.block_n, block_k, tile.num_stages, use_pdl, **launch_options,
+            out, x, expert_ids, weights.weight, bias, n, row_size, slots, x.stride(0),
+            *weights.strides, weights.is_transposed, tile.block_n, block_k, tile.num_stages, use_pdl, **launch_options,
         )  # fmt: skip
         return
     GEMV.launch(
@@ -172,7 +178,7 @@ def _gemm(
         (-(-n // steps.block_n), most_blocks(pairs, experts, rows)),
         out, x, groups, weights.weight, weights.row_scale, weights.group_scale, weights.zero, bias, pairs,
         table_length(pairs, experts), n, weights.k, weights.groups, pairs // len(x), x.stride(0),
-        *weights.weight.stride(), weights.format, weights.group, weights.row_block, rows, steps.block_n, steps.width,
-        steps.slices, is_whole, use_pdl,
+        *weights.strides, weights.format, weights.group, weights.row_block, weights.is_transposed, rows, steps.block_n,
+        steps.width, steps.slices, is_whole, use_pdl,
         num_warps=tile.num_warps, num_stages=steps.num_stages, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the schemes
 from tcdeploy.kernels.custom_op import custom_op
-from tcdeploy.kernels.experts.grouping import groups_length, sort_pairs
+from tcdeploy.kernels.experts import matmul
+from tcdeploy.kernels.experts.grouping import group_by_expert, groups_length
 from tcdeploy.kernels.experts.reference import expert_shape, multiply_by_expert
-from tcdeploy.kernels.experts.tiles import block_rows
 
 
 @custom_op("group_pairs")
@@ -25,7 +25,7 @@ def group_pairs(expert_ids: Tensor, num_experts: int) -> Tensor:
 
     expert_ids [tokens, top_k] is int64, from 0 to num_experts - 1. A token may name an expert more than once.
     """
-    return sort_pairs(expert_ids, num_experts, block_rows(expert_ids.numel(), num_experts))
+    return group_by_expert(expert_ids.contiguous(), num_experts)
 
 
 @group_pairs.register_fake
@@ -47,6 +47,8 @@ def expert_linear(
         of the scheme, in its order, contiguous, each with a leading dimension of experts.
     bias: [experts, n].
     """
+    if x.is_cuda and matmul.accepts(scheme, x, tensors):
+        return matmul.matmul(x, expert_ids.contiguous(), groups, tensors, bias, scheme)
     return multiply_by_expert(x, expert_ids, tensors, bias, scheme)
 
 

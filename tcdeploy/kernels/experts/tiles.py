@@ -45,7 +45,7 @@ GEMV_TILES = (
     ExpertGemvTile("n2_b2048", 2, 2048, 4),
     ExpertGemvTile("n8_b2048", 8, 2048, 4),
     ExpertGemvTile("n4_b1024", 4, 1024, 2),
-    ExpertGemvTile("n8_b1024", 8, 1024, 4),
+    ExpertGemvTile("n8_b1024", 8, 1024, 2),
     ExpertGemvTile("n2_b4096", 2, 4096, 4),
 )
 N4_B2048, N2_B2048, N8_B2048, N4_B1024, N8_B1024, N2_B4096 = range(len(GEMV_TILES))
@@ -92,8 +92,8 @@ def gemv_tile(pairs: int, n: int, row_bytes: int, is_transposed: bool) -> Expert
     """A program has about 8 KB in flight. Short rows are read in one step, so that no load waits for a sum."""
     if is_transposed:
         return TRANSPOSED_GEMV_TILES[0]
-    if row_bytes <= GEMV_TILES[N8_B1024].block_bytes:
-        return GEMV_TILES[N8_B1024]
+    if row_bytes <= GEMV_TILES[N4_B1024].block_bytes:
+        return GEMV_TILES[N4_B1024]
     return GEMV_TILES[N4_B2048]
 
 

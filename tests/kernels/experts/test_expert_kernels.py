@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.experts.grouping import sort_pairs
+from tcdeploy.kernels.experts.grouping import launch_grouping, sort_pairs, tables
 from tcdeploy.kernels.experts.matmul import Tile, matmul
 from tcdeploy.kernels.experts.tiles import (
     DECODE_GEMM_TILES,
@@ -43,3 +43,23 @@ def test_every_scheme_agrees_and_writes_only_its_rows(
         arguments = product(case, ROUTINGS[routing], with_bias, row_per_pair, device=device)
         assert_agrees(run(arguments, KERNELS[kernel]), expected(arguments))
         assert poisoned_outputs[-1][arguments.expert_ids.numel() :].isnan().all(), "rows past the pairs were written"
+
+
+# Groups
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("experts", [5, 32, 128])
+@pytest.mark.parametrize("tokens", [1, 9, 32, 101])
+def test_the_grouping_kernel_equals_sorting(tokens: int, experts: int, rows: int, device: str) -> None:
+    torch.manual_seed(tokens)
+    routings = [torch.randint(experts, (tokens, 3)), torch.full((tokens, 3), experts - 1), torch.zeros(tokens, 3)]
+    for routing in routings:
+        expert_ids = routing.long().to(device)
+        actual = tables(launch_grouping(expert_ids, experts, rows), tokens * 3, experts)
+        sorted_pairs = tables(sort_pairs(expert_ids, experts, rows), tokens * 3, experts)
+        is_used = sorted_pairs.first < sorted_pairs.stop
+        assert torch.equal(actual.order, sorted_pairs.order)
+        for table, reference in zip(actual[1:], sorted_pairs[1:], strict=True):
+            assert torch.equal(table[is_used], reference[is_used])
+        assert not (actual.first < actual.stop)[~is_used].any(), "unused blocks are empty"
