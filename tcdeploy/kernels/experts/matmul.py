@@ -139,9 +139,9 @@ def matmul(
 
 
 def choose_tile(pairs: int, weights: ExpertWeights) -> Tile:
-    experts, n, row_size = weights.weight.shape
+    experts, _, row_size = weights.weight.shape
     if pairs <= GEMV_PAIRS:
-        return gemv_tile(pairs, n, row_size * weights.weight.itemsize, weights.is_transposed)
+        return gemv_tile(row_size * weights.weight.itemsize, weights.is_transposed)
     return gemm_tile(block_rows(pairs, experts), weights.group)
 
 

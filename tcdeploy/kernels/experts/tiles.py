@@ -88,7 +88,7 @@ def gemv_tiles(is_transposed: bool) -> tuple[ExpertGemvTile, ...]:
     return TRANSPOSED_GEMV_TILES if is_transposed else GEMV_TILES
 
 
-def gemv_tile(pairs: int, n: int, row_bytes: int, is_transposed: bool) -> ExpertGemvTile:
+def gemv_tile(row_bytes: int, is_transposed: bool) -> ExpertGemvTile:
     """A program has about 8 KB in flight. Short rows are read in one step, so that no load waits for a sum."""
     if is_transposed:
         return TRANSPOSED_GEMV_TILES[0]
