@@ -28,6 +28,7 @@ from tcdeploy.kernels.experts.tiles import (
     GEMV_PAIRS,
     ExpertGemmTile,
     ExpertGemvTile,
+    Tile,
     block_rows,
     fit_block_bytes,
     fit_gemm,
@@ -45,7 +46,6 @@ GEMM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemm_kernel")
 DENSE = "dense"  # the format of weights without a scheme
 N_MULTIPLE, ALIGNMENT_BYTES = 16, 16
 NO_GROUPS = 1 << 30  # columns of a group that is all of a row; a power of two, so it does not limit a slice
-Tile = ExpertGemvTile | ExpertGemmTile
 
 
 class ExpertWeights(NamedTuple):

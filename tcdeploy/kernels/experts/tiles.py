@@ -7,7 +7,7 @@ kernels. They have not been timed on a GPU: scripts/bench-experts times all of t
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 MAX_SUMS = 1024  # per warp of the GEMM: 32 registers of each thread, and as many for those of a step
 MIN_STAGES, MAX_STAGES = 3, 8  # if steps are of another size than the tile's
@@ -39,6 +39,8 @@ class ExpertGemmTile(NamedTuple):
     num_warps: int
     num_stages: int  # of the software pipeline
 
+
+Tile: TypeAlias = ExpertGemvTile | ExpertGemmTile
 
 GEMV_TILES = (
     ExpertGemvTile("n4_b2048", 4, 2048, 4),

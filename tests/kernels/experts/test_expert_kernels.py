@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from tcdeploy.kernels.experts import matmul as experts_matmul
 from tcdeploy.kernels.experts.grouping import launch_grouping, sort_pairs, tables
-from tcdeploy.kernels.experts.matmul import Tile, is_supported, matmul
+from tcdeploy.kernels.experts.matmul import is_supported, matmul
 from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
 from tcdeploy.kernels.experts.reference import multiply_by_expert
 from tcdeploy.kernels.experts.tiles import (
@@ -24,6 +24,7 @@ from tcdeploy.kernels.experts.tiles import (
     MAX_SUMS,
     PREFILL_GEMM_TILES,
     TRANSPOSED_GEMV_TILES,
+    Tile,
     block_rows,
     fit_gemm,
     gemm_tile,
