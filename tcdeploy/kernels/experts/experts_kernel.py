@@ -1,0 +1,244 @@
+"""The Triton kernels of experts, which matmul.py and grouping.py launch and describe.
+
+Bytes become values, and scales are read, by the functions of kernels/linear/scheme_kernel.py. FORMAT is one of its
+formats, or "dense": elements in the dtype of the inputs.
+"""
+
+# ruff: noqa: SIM108, SIM300 - a constexpr is not the constant of a comparison, and branches of Triton read better
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tcdeploy.kernels.linear.scheme_kernel import (
+    _load_scales,
+    _missing_factor,
+    _multiply_slices,
+    _multiply_tile,
+    _slice_values,
+)
+from tcdeploy.torch_compat.triton.source import ignore_comments
+
+
+@ignore_comments
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def _group_pairs_kernel(
+    groups, ids, pairs, blocks,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """One program. PAIRS, EXPERTS and BLOCKS: powers of two that are not below the numbers."""
+    index, expert, block = tl.arange(0, PAIRS), tl.arange(0, EXPERTS), tl.arange(0, BLOCKS)
+    if USE_PDL:  # no memory access before the wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # Padding belongs to the last expert, as its last pairs.
+    expert_ids = tl.load(ids + index, mask=index < pairs, other=EXPERTS - 1).to(tl.int32)
+    keys = tl.sort(expert_ids * PAIRS + index)
+    tl.store(groups + index, keys & (PAIRS - 1), mask=index < pairs)
+    counts = tl.histogram(expert_ids, EXPERTS)
+    counts -= tl.where(expert == EXPERTS - 1, PAIRS - pairs, 0)
+    stops = tl.cumsum(counts, 0)
+    starts = stops - counts
+    blocks_of = (counts + ROWS - 1) // ROWS
+    ends = tl.cumsum(blocks_of, 0)
+    table = groups + pairs
+    for i in range(tl.max(blocks_of, 0)):  # the i-th block of each expert
+        entry = table + ends - blocks_of + i
+        tl.store(entry, expert, mask=i < blocks_of)
+        tl.store(entry + blocks, starts + i * ROWS, mask=i < blocks_of)
+        tl.store(entry + 2 * blocks, stops, mask=i < blocks_of)
+    is_unused = (block >= tl.sum(blocks_of, 0)) & (block < blocks)
+    for i in tl.static_range(3):
+        tl.store(table + i * blocks + block, tl.zeros([BLOCKS], tl.int32), mask=is_unused)
+
+
+@ignore_comments
+@triton.jit
+def _load_inputs(pointer, chunks, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first `chunks` of [CHUNKS, COLUMNS] consecutive elements in float32, then zeros.
+
+    As `_load_row` of scheme_kernel.py, with a mask: COLUMNS is 16 or 32, and a thread loads them by eights.
+    """
+    mask = tl.arange(0, CHUNKS)[:, None] < chunks
+    ptrs = pointer + tl.arange(0, CHUNKS)[:, None] * COLUMNS + tl.arange(0, 8)[None, :]
+    first, second = tl.load(ptrs, mask=mask, other=0.0), tl.load(ptrs + 8, mask=mask, other=0.0)
+    if COLUMNS == 32:
+        third, fourth = tl.load(ptrs + 16, mask=mask, other=0.0), tl.load(ptrs + 24, mask=mask, other=0.0)
+        eights = tl.permute(tl.join(tl.join(first, third), tl.join(second, fourth)), (0, 2, 3, 1))
+    else:
+        eights = tl.permute(tl.join(first, second), (0, 2, 1))
+    return tl.reshape(eights, (CHUNKS, COLUMNS)).to(tl.float32)
+
+
+@ignore_comments
+@triton.jit(do_not_specialize=["slots"])
+def _expert_gemv_kernel(
+    out, x, ids, weight, row_scale, group_scale, zero, bias, n, row_bytes, groups, slots, x_stride,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
+    CHUNKS: tl.constexpr = BLOCK_BYTES // 16
+    SUM_BYTES: tl.constexpr = 16 if GROUP >= 16 * PER_BYTE else GROUP // PER_BYTE
+    SUMS: tl.constexpr = BLOCK_BYTES // SUM_BYTES
+    pair = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    byte = tl.arange(0, BLOCK_BYTES)[None, :]
+    sum_columns = tl.arange(0, SUMS)[None, :] * (SUM_BYTES * PER_BYTE)
+    if USE_PDL:  # no memory access before the wait: the expert is not known
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(ids + pair)
+    w_row = expert * n + column
+    w_ptrs = weight + w_row[:, None] * row_bytes + byte
+    group_rows = ((expert * ((n + ROW_BLOCK - 1) // ROW_BLOCK) + column // ROW_BLOCK) * groups)[:, None]
+    x_row = x + (pair // slots).to(tl.int64) * x_stride
+
+    codes = tl.load(w_ptrs, mask=byte < row_bytes, other=0.0, eviction_policy="evict_first")
+    if row_scale is not None:
+        row_scales = tl.load(row_scale + w_row).to(tl.float32)
+    if bias is not None:
+        biases = tl.load(bias + w_row).to(tl.float32)
+    inputs = _load_inputs(x_row, row_bytes // 16, CHUNKS, 16 * PER_BYTE)
+    # Past the end of a row, the last scale is read again.
+    offsets = group_rows + tl.minimum(sum_columns // GROUP, groups - 1)
+    acc = _multiply_tile(codes, inputs, group_scale, zero, offsets, FORMAT, BLOCK_N, CHUNKS, SUM_BYTES)
+    for start in tl.range(BLOCK_BYTES, row_bytes, BLOCK_BYTES):
+        codes = tl.load(w_ptrs + start, mask=byte < row_bytes - start, other=0.0, eviction_policy="evict_first")
+        inputs = _load_inputs(x_row + start * PER_BYTE, (row_bytes - start) // 16, CHUNKS, 16 * PER_BYTE)
+        offsets = group_rows + tl.minimum((start * PER_BYTE + sum_columns) // GROUP, groups - 1)
+        acc += _multiply_tile(codes, inputs, group_scale, zero, offsets, FORMAT, BLOCK_N, CHUNKS, SUM_BYTES)
+
+    y = tl.sum(acc, 1)
+    if row_scale is not None:
+        y *= row_scales
+    if bias is not None:
+        y += biases
+    tl.store(out + pair.to(tl.int64) * n + column, y.to(out.dtype.element_ty))
+
+
+@ignore_comments
+@triton.jit(do_not_specialize=["slots"])
+def _dense_expert_gemv_kernel(
+    out, x, ids, weight, bias, n, k, slots, x_stride, expert_stride, w_stride,
+    IS_TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    n_stride, k_stride = (1, w_stride) if IS_TRANSPOSED else (w_stride, 1)
+    pair = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k_offsets = tl.arange(0, BLOCK_K)
+    in_rows = (column < n)[:, None]
+    if USE_PDL:  # no memory access before the wait: the expert is not known
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(ids + pair)
+    w_ptrs = weight + expert * expert_stride + column[:, None] * n_stride + k_offsets[None, :] * k_stride
+    x_ptrs = x + (pair // slots).to(tl.int64) * x_stride + k_offsets
+    if bias is not None:
+        biases = tl.load(bias + expert * n + column, mask=column < n, other=0.0).to(tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        mask = in_rows & (k_offsets < k - start)[None, :]
+        weights = tl.load(w_ptrs + start * k_stride, mask=mask, other=0.0, eviction_policy="evict_first")
+        inputs = tl.load(x_ptrs + start, mask=k_offsets < k - start, other=0.0)
+        acc += weights.to(tl.float32) * inputs.to(tl.float32)[None, :]
+    y = tl.sum(acc, 1)
+    if bias is not None:
+        y += biases
+    tl.store(out + pair.to(tl.int64) * n + column, y.to(out.dtype.element_ty), mask=column < n)
+
+
+# What depends on the number of tokens is not specialised; otherwise a batch of 16 would recompile the kernel.
+@ignore_comments
+@triton.jit(do_not_specialize=["pairs", "blocks", "slots"])
+def _expert_gemm_kernel(
+    out, x, groups_table, weight, row_scale, group_scale, zero, bias, pairs, blocks, n, k, groups, slots, x_stride,
+    expert_stride, w_stride,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, K_SLICES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    n_stride, k_stride = (1, w_stride) if IS_TRANSPOSED else (w_stride, 1)
+    PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
+    STEP: tl.constexpr = K_SLICES * WIDTH
+    STEP_BYTES: tl.constexpr = STEP // PER_BYTE
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k_slice, byte = tl.arange(0, K_SLICES), tl.arange(0, STEP_BYTES)
+    if USE_PDL:  # no memory access before the wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    table = groups_table + pairs + tl.program_id(1)
+    expert, first, stop = tl.load(table).to(tl.int64), tl.load(table + blocks), tl.load(table + 2 * blocks)
+    if first >= stop:
+        return
+    row = first + tl.arange(0, BLOCK_M)
+    pair = tl.load(groups_table + row, mask=row < stop, other=0)
+    w_ptrs = weight + expert * expert_stride + column[:, None] * n_stride + byte[None, :] * k_stride
+    x_rows = x + (pair // slots).to(tl.int64) * x_stride
+    w_row = expert * n + tl.minimum(column, n - 1)
+    if bias is not None:  # loaded before the loop, which hides its latency
+        biases = tl.load(bias + w_row).to(tl.float32)
+    if row_scale is not None:
+        row_scales = tl.load(row_scale + w_row).to(tl.float32)
+    group_row = expert * ((n + ROW_BLOCK - 1) // ROW_BLOCK) + tl.minimum(column, n - 1) // ROW_BLOCK
+    group_rows = (group_row * groups)[None, :]
+    # Past the end of a row, the last scale is read again.
+    offsets = group_rows + tl.minimum(k_slice * WIDTH // GROUP, groups - 1)[:, None]
+    if group_scale is not None:
+        scales = _load_scales(group_scale + offsets, None, FORMAT)
+    if zero is not None:
+        zeros = tl.load(zero + offsets).to(tl.float32)
+    else:
+        zeros = tl.full([1, 1], 8.0, tl.float32)
+
+    if K_SLICES == 1:
+        k_offsets = tl.arange(0, WIDTH)[None, :]
+        x_ptrs, is_row = x_rows[:, None] + k_offsets, (row < stop)[:, None]
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        k_offsets = k_slice[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        x_ptrs, is_row = x_rows[None, :, None] + k_offsets, (row < stop)[None, :, None]
+        acc = tl.zeros([K_SLICES, BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, k, STEP):
+        if IS_WHOLE:
+            tile = tl.load(w_ptrs + start // PER_BYTE * k_stride)
+            inputs = tl.load(x_ptrs + start, mask=is_row, other=0.0)
+        else:
+            w_mask = (column < n)[:, None] & (byte < (k - start) // PER_BYTE)[None, :]
+            tile = tl.load(w_ptrs + start // PER_BYTE * k_stride, mask=w_mask, other=0.0)
+            inputs = tl.load(x_ptrs + start, mask=is_row & (k_offsets < k - start), other=0.0)
+        if FORMAT == "dense" and K_SLICES == 1:
+            weights = tile
+        else:
+            sliced = tl.permute(tl.reshape(tile, (BLOCK_N, K_SLICES, STEP_BYTES // K_SLICES)), (1, 0, 2))
+            weights = _slice_values(sliced, zeros[:, :, None], FORMAT, DTYPE)
+        # Too small for the pipeline of asynchronous copies, so they are loaded one step ahead.
+        offsets = group_rows + tl.minimum((start + STEP + k_slice * WIDTH) // GROUP, groups - 1)[:, None]
+        if zero is not None:
+            zeros = tl.load(zero + offsets).to(tl.float32)
+        if K_SLICES == 1:
+            rows = tl.reshape(weights, (BLOCK_N, WIDTH))
+            if group_scale is not None:
+                acc += tl.dot(rows, tl.trans(inputs)) * tl.reshape(scales, (BLOCK_N, 1))
+            else:
+                acc = tl.dot(rows, tl.trans(inputs), acc)
+        else:
+            if group_scale is not None:
+                acc += _multiply_slices(weights, inputs) * scales[:, :, None]
+            else:
+                acc = tl.dot(weights, tl.trans(inputs, 0, 2, 1), acc)
+        if group_scale is not None:
+            scales = _load_scales(group_scale + offsets, None, FORMAT)
+
+    if K_SLICES > 1:
+        acc = tl.sum(acc, 0)
+    y = acc * _missing_factor(FORMAT, DTYPE)
+    if row_scale is not None:
+        y *= row_scales[:, None]
+    if bias is not None:
+        y += biases[:, None]
+    out_ptrs = out + pair.to(tl.int64)[:, None] * n + column[None, :]
+    out_mask = (row < stop)[:, None] & (column < n)[None, :]
+    tl.store(out_ptrs, tl.trans(y).to(out.dtype.element_ty), mask=out_mask)

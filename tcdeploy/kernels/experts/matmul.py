@@ -1,0 +1,184 @@
+"""Launches the Triton kernels of experts.
+
+- Up to GEMV_PAIRS pairs (`_gemv`): a program multiplies one pair's row by a few rows of the weight of its expert, on
+  the CUDA cores, 16 bytes per thread at a time. Pairs are not grouped. Programs of all pairs for the same rows of the
+  weight run next to each other, so an expert that two tokens select is read from memory once.
+- More pairs (`_gemm`): pairs are grouped by expert (grouping.py). A program multiplies a block of them by some rows of
+  their expert's weight on the tensor cores, as the skinny GEMM of kernels/linear does: y.T = w @ x.T, in slices of at
+  most one group, whose sums are multiplied by the group's scale. So values are exact, and only sums are rounded. It
+  gathers the rows of x and scatters those of y itself, so nothing is permuted in memory. Programs of one block run next
+  to each other, and then those of the next block of the same expert, which find its weight in the L2 cache.
+
+Sizes along k need no multiple: gpt-oss has 2,880 columns, and their last step is masked.
+
+Rejected: sorting the rows of x in memory, as for torch._grouped_mm, which costs two more passes over x and y; a fixed
+number of programs that loop over blocks, since programs without a block end after two loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcdeploy.kernels.experts.grouping import most_blocks, table_length
+from tcdeploy.kernels.experts.tiles import (
+    GEMV_PAIRS,
+    ExpertGemmTile,
+    ExpertGemvTile,
+    Tile,
+    block_rows,
+    fit_block_bytes,
+    fit_gemm,
+    gemm_tile,
+    gemv_tile,
+)
+from tcdeploy.kernels.linear.scheme_matmul import CAPABILITY, FORMATS, FP8_CAPABILITY, operands
+from tcdeploy.kernels.linear.scheme_tiles import MIN_GROUP
+from tcdeploy.torch_compat.inductor.pdl import supports_pdl
+from tcdeploy.torch_compat.triton.kernel import Kernel
+
+GEMV = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemv_kernel")
+DENSE_GEMV = Kernel("tcdeploy.kernels.experts.experts_kernel", "_dense_expert_gemv_kernel")
+GEMM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemm_kernel")
+DENSE = "dense"  # the format of weights without a scheme
+N_MULTIPLE, ALIGNMENT_BYTES = 16, 16
+NO_GROUPS = 1 << 30  # columns of a group that is all of a row; a power of two, so it does not limit a slice
+
+
+class ExpertWeights(NamedTuple):
+    """The tensors of weights [experts, n, k] by their use in the kernels. Sizes of dense ones are in elements."""
+
+    format: str
+    weight: Tensor  # [experts, n, bytes], or [experts, n, k] if dense
+    row_scale: Tensor | None  # [experts * n]
+    group_scale: Tensor | None  # [experts * ceil(n / row_block), groups]
+    zero: Tensor | None  # [experts * n, groups]
+    columns: Tensor | None  # [experts, k]
+    groups: int
+    group: int  # columns of a group; the last may be partial
+    row_block: int  # rows that share the scales of groups
+
+    @property
+    def per_byte(self) -> int:
+        """Columns in a byte; 1 if dense."""
+        return 2 if self.format in ("int4", "e2m1") else 1
+
+    @property
+    def k(self) -> int:
+        return self.weight.shape[2] * self.per_byte
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the weight is contiguous along n, not along k."""
+        return self.weight.stride(2) != 1
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Of the experts, and of the dimension that is not contiguous."""
+        return self.weight.stride(0), self.weight.stride(2 if self.is_transposed else 1)
+
+
+def expert_weights(scheme: str, tensors: Sequence[Tensor]) -> ExpertWeights:
+    """The tensors of a scheme of FORMATS, or of scheme "", by their use."""
+    if not scheme:
+        return ExpertWeights(DENSE, tensors[0], None, None, None, None, 1, NO_GROUPS, 1)
+    by_use = operands(scheme, [tensor.flatten(0, 1) for tensor in tensors])
+    columns = tensors[-1] if by_use.columns is not None else None
+    group = by_use.group if by_use.groups > 1 or by_use.group_scale is not None else NO_GROUPS
+    return ExpertWeights(
+        by_use.format, tensors[0], by_use.row_scale, by_use.group_scale, by_use.zero, columns, by_use.groups, group,
+        by_use.row_block,
+    )  # fmt: skip
+
+
+def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernels multiply inputs of this dtype by these weights. Works on fake tensors."""
+    if dtype not in (torch.bfloat16, torch.float16) or (scheme and scheme not in FORMATS):
+        return False
+    weights = expert_weights(scheme, tensors)
+    n, row_size = weights.weight.shape[1:]
+    if not scheme:
+        strides = weights.weight.stride()[1:]
+        return weights.weight.dtype == dtype and 1 in strides and n % N_MULTIPLE == 0 and row_size % N_MULTIPLE == 0
+    is_aligned = n % N_MULTIPLE == 0 and row_size % ALIGNMENT_BYTES == 0
+    is_group = weights.group % (16 * weights.per_byte) == 0 or weights.group == MIN_GROUP
+    return is_aligned and is_group and all(tensor.is_contiguous() for tensor in tensors)
+
+
+def accepts(scheme: str, x: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernels compute the product on this GPU."""
+    needs_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
+    is_capable = torch.cuda.get_device_capability(x.device) >= (FP8_CAPABILITY if needs_fp8 else CAPABILITY)
+    return is_capable and x.stride(1) == 1 and is_supported(scheme, x.dtype, tensors)
+
+
+def matmul(
+    x: Tensor, expert_ids: Tensor, groups: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """`expert_linear` of ops.py, summed in float32. `tile`: by default that of the heuristics for the pairs."""
+    weights = expert_weights(scheme, tensors)
+    pairs, (experts, n, _) = expert_ids.numel(), weights.weight.shape
+    assert is_supported(scheme, x.dtype, tensors) and x.stride(1) == 1 and x.shape[1] == weights.k
+    assert len(x) in (len(expert_ids), pairs) and expert_ids.is_contiguous()
+    assert bias is None or (bias.shape == (experts, n) and bias.is_contiguous())
+    if weights.columns is not None:
+        x = x.repeat_interleave(pairs // len(x), 0)
+        x = x.gather(1, weights.columns.index_select(0, expert_ids.flatten()).long())
+    out = x.new_empty(pairs, n)
+    if tile is None:
+        tile = choose_tile(pairs, weights)
+    if isinstance(tile, ExpertGemvTile):
+        _gemv(out, x, expert_ids, weights, bias, tile)
+    else:
+        _gemm(out, x, groups, weights, bias, tile)
+    return out
+
+
+def choose_tile(pairs: int, weights: ExpertWeights) -> Tile:
+    experts, _, row_size = weights.weight.shape
+    if pairs <= GEMV_PAIRS:
+        return gemv_tile(row_size * weights.weight.itemsize, weights.is_transposed)
+    return gemm_tile(block_rows(pairs, experts), weights.group)
+
+
+def _gemv(
+    out: Tensor, x: Tensor, expert_ids: Tensor, weights: ExpertWeights, bias: Tensor | None, tile: ExpertGemvTile
+) -> None:
+    (pairs, n), use_pdl = out.shape, supports_pdl(x.device)
+    slots, row_size = pairs // len(x), weights.weight.shape[2]
+    launch_options = {"num_warps": tile.num_warps, **({"launch_pdl": True} if use_pdl else {})}
+    if weights.format == DENSE:
+        block_k = fit_block_bytes(tile, row_size * weights.weight.itemsize) // weights.weight.itemsize
+        DENSE_GEMV.launch(
+            (pairs, -(-n // tile.block_n)),
+            out, x, expert_ids, weights.weight, bias, n, row_size, slots, x.stride(0),
+            *weights.strides, weights.is_transposed, tile.block_n, block_k, tile.num_stages, use_pdl, **launch_options,
+        )  # fmt: skip
+        return
+    GEMV.launch(
+        (pairs, n // tile.block_n),
+        out, x, expert_ids, weights.weight, weights.row_scale, weights.group_scale, weights.zero, bias, n, row_size,
+        weights.groups, slots, x.stride(0), weights.format, weights.group, weights.row_block, tile.block_n,
+        fit_block_bytes(tile, row_size), use_pdl, **launch_options,
+    )  # fmt: skip
+
+
+def _gemm(
+    out: Tensor, x: Tensor, groups: Tensor, weights: ExpertWeights, bias: Tensor | None, tile: ExpertGemmTile
+) -> None:
+    (pairs, n), (experts, _, _), use_pdl = out.shape, weights.weight.shape, supports_pdl(x.device)
+    rows = block_rows(pairs, experts)
+    steps = fit_gemm(tile, rows, weights.group)
+    is_whole = n % steps.block_n == 0 and weights.k % (steps.width * steps.slices) == 0
+    GEMM.launch(
+        (-(-n // steps.block_n), most_blocks(pairs, experts, rows)),
+        out, x, groups, weights.weight, weights.row_scale, weights.group_scale, weights.zero, bias, pairs,
+        table_length(pairs, experts), n, weights.k, weights.groups, pairs // len(x), x.stride(0),
+        *weights.strides, weights.format, weights.group, weights.row_block, weights.is_transposed, rows, steps.block_n,
+        steps.width, steps.slices, is_whole, use_pdl,
+        num_warps=tile.num_warps, num_stages=steps.num_stages, **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip

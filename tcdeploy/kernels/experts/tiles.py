@@ -1,0 +1,150 @@
+"""How the products of experts are divided among programs. Does not import Triton.
+
+The tiles follow from the bytes that a program has in flight, and from the registers and shared memory of the compiled
+kernels. They have not been timed on a GPU: scripts/bench-experts times all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeAlias
+
+MAX_SUMS = 1024  # per warp of the GEMM: 32 registers of each thread, and as many for those of a step
+MIN_STAGES, MAX_STAGES = 3, 8  # if steps are of another size than the tile's
+GEMV_PAIRS = 16  # up to as many, each pair reads its expert's weight; few experts are selected twice
+
+# Up to this many pairs to an expert on average, blocks of so many rows. The number of an expert varies about its
+# average, and a second block costs another pass over the weight: from the L2 cache, but also through the tensor cores.
+BLOCK_ROWS = ((4, 8), (10, 16), (24, 32), (192, 64))
+MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
+
+
+class ExpertGemvTile(NamedTuple):
+    """The shape of one GEMV program: rows of the weight, and bytes of each row per loop step."""
+
+    name: str
+    block_n: int
+    block_bytes: int
+    num_warps: int
+    num_stages: int = 1  # of the software pipeline; dense weights only
+
+
+class ExpertGemmTile(NamedTuple):
+    """The shape of one GEMM program: rows of the weight, and columns of each row per loop step."""
+
+    name: str
+    block_n: int
+    block_k: int
+    k_slices: int  # slices of block_k, one per warp; 1: all warps share one dot
+    num_warps: int
+    num_stages: int  # of the software pipeline
+
+
+Tile: TypeAlias = ExpertGemvTile | ExpertGemmTile
+
+GEMV_TILES = (
+    ExpertGemvTile("n4_b2048", 4, 2048, 4),
+    ExpertGemvTile("n2_b2048", 2, 2048, 4),
+    ExpertGemvTile("n8_b2048", 8, 2048, 4),
+    ExpertGemvTile("n4_b1024", 4, 1024, 2),
+    ExpertGemvTile("n8_b1024", 8, 1024, 2),
+    ExpertGemvTile("n2_b4096", 2, 4096, 4),
+)
+N4_B2048, N2_B2048, N8_B2048, N4_B1024, N8_B1024, N2_B4096 = range(len(GEMV_TILES))
+
+# Of weights that are contiguous along n: block_n columns of y are read at once.
+TRANSPOSED_GEMV_TILES = (
+    ExpertGemvTile("n64_b128_s3", 64, 128, 4, 3),
+    ExpertGemvTile("n64_b64_s4", 64, 64, 4, 4),
+    ExpertGemvTile("n32_b128_s4", 32, 128, 4, 4),
+    ExpertGemvTile("n128_b64_s3", 128, 64, 4, 3),
+)
+
+DECODE_GEMM_TILES = (
+    ExpertGemmTile("n64_k128", 64, 128, 1, 4, 4),
+    ExpertGemmTile("n32_k256", 32, 256, 4, 4, 4),
+    ExpertGemmTile("n16_k512", 16, 512, 4, 4, 4),
+    ExpertGemmTile("n64_k256", 64, 256, 4, 4, 3),
+    ExpertGemmTile("n128_k128", 128, 128, 1, 4, 3),
+)
+N64_K128, N32_K256, N16_K512, N64_K256, N128_K128 = range(len(DECODE_GEMM_TILES))
+
+PREFILL_GEMM_TILES = (
+    ExpertGemmTile("n128_k64", 128, 64, 1, 4, 4),
+    ExpertGemmTile("n128_k64_w8", 128, 64, 1, 8, 4),
+    ExpertGemmTile("n64_k64", 64, 64, 1, 4, 4),
+    ExpertGemmTile("n128_k128_w8", 128, 128, 1, 8, 3),
+)
+N128_K64, N128_K64_W8, N64_K64, N128_K128_W8 = range(len(PREFILL_GEMM_TILES))
+
+
+def block_rows(pairs: int, num_experts: int) -> int:
+    """Pairs in a block. The two products of a layer share one grouping, so it depends on nothing else."""
+    for pairs_per_expert, rows in BLOCK_ROWS:
+        if pairs <= pairs_per_expert * num_experts:
+            return rows
+    return MAX_BLOCK_ROWS
+
+
+def gemv_tiles(is_transposed: bool) -> tuple[ExpertGemvTile, ...]:
+    return TRANSPOSED_GEMV_TILES if is_transposed else GEMV_TILES
+
+
+def gemv_tile(row_bytes: int, is_transposed: bool) -> ExpertGemvTile:
+    """A program has about 8 KB in flight. Short rows are read in one step, so that no load waits for a sum."""
+    if is_transposed:
+        return TRANSPOSED_GEMV_TILES[0]
+    if row_bytes <= GEMV_TILES[N4_B1024].block_bytes:
+        return GEMV_TILES[N4_B1024]
+    return GEMV_TILES[N4_B2048]
+
+
+def gemm_tiles(rows: int) -> tuple[ExpertGemmTile, ...]:
+    """The tiles for blocks of this many rows."""
+    return DECODE_GEMM_TILES if rows <= 32 else PREFILL_GEMM_TILES
+
+
+def gemm_tile(rows: int, group: int) -> ExpertGemmTile:
+    """A tile for blocks of this many rows and a weight with `group` columns to a scale.
+
+    Groups of less than 128 columns are slices of their own, whose sums take registers.
+    """
+    if rows <= 32:
+        return DECODE_GEMM_TILES[N64_K128 if group >= 128 else N32_K256]
+    return PREFILL_GEMM_TILES[N128_K64 if rows <= 64 else N128_K64_W8]
+
+
+def fit_block_bytes(tile: ExpertGemvTile, row_bytes: int) -> int:
+    """The bytes of a step: not more than twice those of a row."""
+    return min(tile.block_bytes, 1 << (row_bytes - 1).bit_length())
+
+
+class GemmSteps(NamedTuple):
+    """A tile for a weight: rows, columns of a slice, which has one scale, slices of a step, and stages."""
+
+    block_n: int
+    width: int
+    slices: int
+    num_stages: int
+
+
+def fit_gemm(tile: ExpertGemmTile, rows: int, group: int) -> GemmSteps:
+    """One slice, which all warps share, or at least one for each warp: fewer would be computed by several warps.
+
+    Blocks of many rows have one slice: their sums fill the registers.
+    """
+    width = math.gcd(tile.block_k // tile.k_slices, group)
+    slices, block_n = tile.block_k // width, tile.block_n
+    if rows > 32:
+        slices = 1
+    elif slices > 1:
+        slices = max(slices, tile.num_warps)
+    while slices > 1 and block_n * slices * rows > MAX_SUMS * tile.num_warps:
+        if slices > tile.num_warps:
+            slices //= 2
+        elif block_n > 16:
+            block_n //= 2
+        else:
+            slices = 1
+    stages = tile.num_stages * tile.block_k // (slices * width)
+    return GemmSteps(block_n, width, slices, min(max(stages, MIN_STAGES), MAX_STAGES))
