@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from tcdeploy.kernels.linear.scheme_values import rounded_scale, scale_dtype
-from tcdeploy.planning.schemes import SCHEMES, Scheme, SchemeTensor, Shape
+from tcdeploy.planning.schemes import SCHEMES, FP8Inputs, Scheme, SchemeTensor, Shape
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3; there is no infinity
 SMALLEST_SCALE = 1e-12  # so that zeros do not become 0 / 0
+PRODUCT_MULTIPLE = 16  # of rows and columns of weights in FP8 products of cuBLAS
+BLOCK_COLUMNS_MULTIPLE = 4 * BLOCK  # there, rows of the scales of blocks are aligned to 16 bytes
+MAX_ROW_COLUMNS = 1 << 16  # of a row of inputs with one scale, which a program of the kernel holds in registers
 CHANNEL_NAME, BLOCK_NAME = "fp8_channel", "fp8_block"
 
 
@@ -63,6 +66,31 @@ def _round(values: Tensor) -> Tensor:
     return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
+def _takes_row_inputs(rows: int, columns: int) -> bool:
+    is_multiple = rows % PRODUCT_MULTIPLE == columns % PRODUCT_MULTIPLE == 0
+    return is_multiple and columns <= MAX_ROW_COLUMNS
+
+
+def _takes_block_inputs(rows: int, columns: int) -> bool:
+    return rows % BLOCK == 0 and columns % BLOCK_COLUMNS_MULTIPLE == 0
+
+
+def _round_row_inputs(x: Tensor) -> Tensor:
+    return _round_inputs(x, x.shape[-1])
+
+
+def _round_block_inputs(x: Tensor) -> Tensor:
+    return _round_inputs(x, BLOCK)
+
+
+def _round_inputs(x: Tensor, group: int) -> Tensor:
+    """Inputs [..., groups * group] after quantisation (fp8_inputs.py), in their dtype."""
+    groups = x.float().unflatten(-1, (-1, group))
+    largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_SCALE)
+    factor = torch.full_like(largest, LARGEST) / largest  # `448 / largest` would round twice
+    return (_round(groups * factor).float() * (largest / LARGEST)).flatten(-2).to(x.dtype)
+
+
 WEIGHT = SchemeTensor("weight", "float8_e4m3fn", lambda rows, columns: (rows, columns))
 SCHEMES[CHANNEL_NAME] = Scheme(
     name=CHANNEL_NAME,
@@ -71,6 +99,7 @@ SCHEMES[CHANNEL_NAME] = Scheme(
     dequantise=_dequantise_rows,
     quantise=_quantise_rows,
     row_block=1,
+    fp8_inputs=FP8Inputs(_takes_row_inputs, _round_row_inputs),
 )
 SCHEMES[BLOCK_NAME] = Scheme(
     name=BLOCK_NAME,
@@ -82,4 +111,5 @@ SCHEMES[BLOCK_NAME] = Scheme(
     dequantise=_dequantise_blocks,
     quantise=_quantise_blocks,
     row_block=BLOCK,
+    fp8_inputs=FP8Inputs(_takes_block_inputs, _round_block_inputs),
 )

@@ -4,11 +4,13 @@ In eager mode it dequantises the weight and multiplies in plain torch, so that t
 kernel. While torch.compile or torch.export traces, it calls the op `tcdeploy::scheme_linear`. Like a `PackedSlice`
 (packed_linears.py), it may be some of the rows of a weight that several layers share; then all of them call the op with
 equal arguments, of which `programs/passes/cse.py` keeps one.
+
+`quantise_inputs` sets the number of rows from which layers also quantise their inputs, in both modes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -35,6 +37,7 @@ class SchemeLinear(nn.Module):
         self.packed_bias = bias
         self.rows, self.in_features = scheme.dense_shape([tuple(tensor.shape) for tensor in tensors])
         self.start, self.stop = start, self.rows if stop is None else stop
+        self.fp8_min_rows = 0  # of inputs that are quantised to FP8; 0: none are
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -47,8 +50,13 @@ class SchemeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            out: Tensor = torch.ops.tcdeploy.scheme_linear(x, self.tensors, self.packed_bias, self.scheme)
+            out: Tensor = torch.ops.tcdeploy.scheme_linear(
+                x, self.tensors, self.packed_bias, self.scheme, self.fp8_min_rows
+            )
             return out if self.stop - self.start == self.rows else out[..., self.start : self.stop]
+        fp8_inputs = SCHEMES[self.scheme].fp8_inputs
+        if fp8_inputs is not None and 0 < self.fp8_min_rows <= x.shape[:-1].numel():
+            x = fp8_inputs.round(x)
         return functional.linear(x, self.dequantised(x.dtype), self.bias)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
@@ -95,6 +103,14 @@ def quantise_linears(
         model.set_submodule(path, layer)
         schemes[path] = layer_scheme(layer)
     return schemes
+
+
+def quantise_inputs(parents: Iterable[nn.Module], min_rows: int) -> None:
+    """Let the linear layers in these modules quantise inputs of `min_rows` rows and more, if their scheme can."""
+    for layer in (layer for parent in parents for layer in parent.modules() if isinstance(layer, SchemeLinear)):
+        fp8_inputs = SCHEMES[layer.scheme].fp8_inputs
+        if fp8_inputs is not None and fp8_inputs.takes(layer.rows, layer.in_features):
+            layer.fp8_min_rows = min_rows
 
 
 def layer_scheme(layer: SchemeLinear) -> LayerScheme:

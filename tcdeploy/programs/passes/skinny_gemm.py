@@ -17,6 +17,7 @@ from tcdeploy.kernels.linear.tile_configs import gemv_configs, skinny_gemm_confi
 from tcdeploy.programs.passes.nodes import (
     LinearMatch,
     count_symbolic,
+    fp8_min_rows,
     insert_call,
     insert_reshape,
     is_weight,
@@ -55,7 +56,7 @@ def replace_scheme_linears(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=tcdeploy_ops.scheme_linear.default):
         if not _has_scheme_kernel(node):
             continue
-        x, tensors, bias, scheme = node.args
+        x, tensors, bias, scheme, *_ = node.args
         value = node.meta["val"]
         with graph.inserting_before(node):
             rows = insert_reshape(graph, x, [value.numel() // value.shape[-1], x.meta["val"].shape[-1]])
@@ -69,9 +70,11 @@ def replace_scheme_linears(graph: Graph) -> None:
 
 def _has_scheme_kernel(node: Node) -> bool:
     """The kernel reads the weight before the previous kernel ends, so no kernel of the step may write it."""
-    x, tensors, _, scheme = node.args
+    x, tensors, _, scheme, *_ = node.args
     value = x.meta["val"]  # type: ignore[union-attr]
     if count_symbolic(value.shape) or not all(map(is_weight, tensors)):  # type: ignore[arg-type]
         return False
     rows = value.numel() // value.shape[-1]
+    if 0 < fp8_min_rows(node) <= rows:
+        return False
     return is_fusable(str(scheme), rows, value.dtype, [tensor.meta["val"] for tensor in tensors])  # type: ignore[union-attr]
