@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning import attention, sizes
+from tcdeploy.planning.activations import decide_fp8_min_rows
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.backends import BACKENDS, Phase
 from tcdeploy.planning.decision import Decision, Decisions, decide_inputs, warn_about_packages
@@ -74,6 +75,7 @@ class Plan:
     weight_dtype: DType
     kv_dtype: KVDType
     compute_dtype: DType
+    fp8_min_rows: int  # of products with FP8 weights that quantise their inputs; 0: none do
     prefill_attention: Attention
     decode_attention: Attention
     alternative_attention: tuple[Attention, ...]  # prefill backends that `--mode auto` may time in long buckets
@@ -169,6 +171,7 @@ def make_plan(
     decisions = Decisions()
     warn_about_packages(environment, decisions)
     inputs = decide_inputs(recipe, environment, architecture, decisions)
+    fp8_min_rows = decide_fp8_min_rows(inputs, decisions)
     prefill_attention = attention.decide_prefill_attention(inputs, decisions)
     decode_attention = attention.decide_decode_attention(inputs, decisions)
     graphs = attention.decide_graphs(inputs, decode_attention, decisions)
@@ -189,6 +192,7 @@ def make_plan(
         weight_dtype=inputs.dtypes.weight,
         kv_dtype=inputs.dtypes.kv,
         compute_dtype=inputs.dtypes.compute,
+        fp8_min_rows=fp8_min_rows,
         prefill_attention=prefill_attention,
         decode_attention=decode_attention,
         alternative_attention=attention.decide_alternative_attention(inputs, decisions),

@@ -31,7 +31,7 @@ GROUPS = {"fp8_channel": 0, "fp8_block": 128}  # columns that share a scale; 0: 
 SIZES = {"fp8_channel": (32, 192), "fp8_block": (256, 512)}  # n, k
 each_scheme = pytest.mark.parametrize("scheme", GROUPS)
 each_odd_number_of_rows = pytest.mark.parametrize("rows", [129, 130, 257])
-ERROR_LIMIT = 3e-3  # of the norm of a product: rounding of bfloat16, and of sums in tensor cores
+ERROR_LIMIT = 4e-3  # of the norm of a product: roundings to bfloat16
 
 
 def inputs_of(scheme: str, rows: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Tensor:
