@@ -8,6 +8,10 @@ e4m3.
                    both sides: rounding them to bfloat16 before is as good as after, since it has the range of float32
     fp8_block      one scale for each 128 columns of a row. cuBLAS applies the scales of both sides
 
+Only the product of codes is opaque (`tcdeploy::fp8_product`). Programs have the other operations as nodes
+(programs/passes/fp8_inputs.py), which Inductor fuses with the norms, gates and residuals around them. `fp8_linear` is
+the same in eager mode.
+
 A row of zeros has the smallest scale instead of 0. A row (or group) with an infinite or NaN input has NaN codes, so
 its outputs are NaN. cuBLAS needs a multiple of four rows for scales of groups, which are stored column by column: up to
 three rows of zeros are appended, and their outputs dropped.
@@ -19,84 +23,69 @@ with unit scales; at 2,048 rows 656 and 593. Static scales of checkpoints clip i
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tcdeploy.kernels.linear.fp8_scheme import BLOCK, BLOCK_NAME, CHANNEL_NAME, LARGEST, SMALLEST_SCALE
-from tcdeploy.planning.schemes import SCHEMES
-from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
+from tcdeploy.kernels.custom_op import custom_op
+from tcdeploy.kernels.linear.fp8_scheme import BLOCK_NAME, dequantise_blocks, quantise_inputs
 
-QUANTISE = Kernel("tcdeploy.kernels.linear.fp8_inputs_kernel", "_fp8_inputs_kernel")
-ROW_MULTIPLE = 4  # rows of scales by group, for their alignment to 16 bytes
-GROUP_ROWS = 16  # rows of a program if groups are narrow
-COLUMNS_PER_WARP = 2048
+ROW_MULTIPLE = 4  # of scales of groups in cuBLAS, for their alignment to 16 bytes
 
 
-class QuantisedInputs(NamedTuple):
-    """codes [padded rows, k] float8_e4m3fn; scales [groups, padded rows] float32. Padding rows are zero."""
-
-    codes: Tensor
-    scales: Tensor
-
-
-def fp8_linear(scheme: str, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+def fp8_linear(scheme: str, x: Tensor, tensors: list[Tensor], bias: Tensor | None) -> Tensor:
     """x [rows, k], quantised, @ w [n, k].T + bias [n]: [rows, n] in x's dtype, contiguous.
 
-    On a GPU, x is bfloat16, and the scheme's `fp8_inputs` take the weight. On a CPU, the product of the rounded inputs
-    is computed in float32.
+    On a GPU, x is bfloat16, and the scheme's `fp8_inputs` take the weight.
     """
-    if x.is_cuda:
-        inputs = quantised(scheme, x if x.stride(1) == 1 else x.contiguous())
-        return scaled_product(scheme, inputs, tensors, bias, len(x))
-    described = SCHEMES[scheme]
-    assert described.fp8_inputs is not None
-    y = described.fp8_inputs.round(x.float()) @ described.dequantise(tensors, torch.float32).T
+    codes, scales = quantise_inputs(scheme, x)
+    if scheme == BLOCK_NAME:
+        y = fp8_product(codes, scales, tensors, x.dtype).float()
+    else:
+        y = fp8_product(codes, None, tensors, x.dtype).float() * scales * tensors[1]
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-def quantised(scheme: str, x: Tensor) -> QuantisedInputs:
-    """Quantise inputs [rows, k] with the kernel. Each row may be strided, its columns may not."""
-    rows, k = x.shape
-    assert x.stride(1) == 1
-    group = BLOCK if scheme == BLOCK_NAME else k
-    block_columns = next_power_of_2(group)
-    padded_rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if scheme == BLOCK_NAME else rows
-    block_rows = GROUP_ROWS if scheme == BLOCK_NAME else 1
-    groups = -(-k // group)
-    codes = torch.empty(padded_rows, k, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(groups, padded_rows, dtype=torch.float32, device=x.device)
-    QUANTISE.launch(
-        (-(-padded_rows // block_rows), groups),
-        codes, scales, x, rows, padded_rows, k, group, x.stride(0),
-        LARGEST, SMALLEST_SCALE, block_rows, block_columns,
-        num_warps=min(max(block_rows * block_columns // COLUMNS_PER_WARP, 1), 16),
-    )  # fmt: skip
-    return QuantisedInputs(codes, scales)
+@custom_op("fp8_product")
+def fp8_product(codes: Tensor, scales: Tensor | None, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """codes [..., k] @ weight [n, k].T: [..., n] in `dtype`, contiguous. `tensors`: the weight and its scales.
+
+    With `scales` [..., k / 128] of the inputs, the scales of both sides are applied; without, those of neither side.
+    """
+    rows = codes.reshape(-1, codes.shape[-1])
+    row_scales = None if scales is None else scales.reshape(len(rows), -1)
+    if codes.is_cuda:
+        out = scaled_product(rows, row_scales, tensors, dtype)
+    elif row_scales is None:
+        out = (rows.float() @ tensors[0].float().T).to(dtype)
+    else:
+        values = rows.float().unflatten(1, (row_scales.shape[1], -1)) * row_scales[:, :, None]
+        out = (values.flatten(1) @ dequantise_blocks(tensors, torch.float32).T).to(dtype)
+    return out.view(*codes.shape[:-1], -1)
+
+
+@fp8_product.register_fake
+def _(codes: Tensor, scales: Tensor | None, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(*codes.shape[:-1], tensors[0].shape[0], dtype=dtype)
 
 
 def scaled_product(
-    scheme: str, inputs: QuantisedInputs, tensors: Sequence[Tensor], bias: Tensor | None, rows: int,
-    fast_accumulation: bool = False,
-) -> Tensor:  # fmt: skip
-    """The first `rows` rows of inputs @ w.T + bias, in bfloat16, by cuBLAS. Works on meta tensors."""
+    codes: Tensor, scales: Tensor | None, tensors: list[Tensor], dtype: torch.dtype, fast_accumulation: bool = False
+) -> Tensor:
+    """As `fp8_product`, of codes [rows, k] by cuBLAS. Works on meta tensors."""
     weight, weight_scale = tensors
-    if scheme == BLOCK_NAME:
-        scales = (inputs.scales.t(), weight_scale.t())
-        recipes = (functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128)
+    rows, recipes = len(codes), functional.ScalingType
+    if scales is None:
+        unit = _unit_scale(codes.device)
+        operands = (codes, weight.t(), unit, recipes.TensorWise, unit, recipes.TensorWise)
     else:
-        scales = (_unit_scale(weight.device),) * 2
-        recipes = (functional.ScalingType.TensorWise,) * 2
-    out = functional.scaled_mm(
-        inputs.codes, weight.t(), scales[0], recipes[0], scales[1], recipes[1],
-        output_dtype=torch.bfloat16, use_fast_accum=fast_accumulation,
-    )[:rows]  # fmt: skip
-    if scheme == CHANNEL_NAME:
-        out.mul_(inputs.scales.view(-1, 1)).mul_(weight_scale)
-    return out if bias is None else out.add_(bias)
+        padding = -rows % ROW_MULTIPLE
+        if padding:
+            codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, padding)).view(codes.dtype)
+        by_column = functional.pad(scales.t(), (0, padding), value=1.0).contiguous().t()
+        operands = (codes, weight.t(), by_column, recipes.BlockWise1x128, weight_scale.t(), recipes.BlockWise128x128)
+    return functional.scaled_mm(*operands, output_dtype=dtype, use_fast_accum=fast_accumulation)[:rows]
 
 
 @functools.cache

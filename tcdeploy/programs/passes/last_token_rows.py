@@ -5,8 +5,6 @@ mixes tokens, so its output projection, norm, MLP and residuals can run on those
 an 8B model; less or nothing if the MLP is not plain matrix products (Phi-3, mixtures of experts). The last layer's
 program ends in `out[:, rows]`, and the pass swaps that selection with every op that commutes with it, up to those that
 do not (attention) and the layer's input. The numbers of tokens and of selected rows may be symbolic.
-
-A product that quantises the inputs of many rows does not commute: of the few selected ones, it would not.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from tcdeploy.programs.passes.nodes import (
     CONVERT_ELEMENT_TYPE,
     RESHAPES,
     count_symbolic,
-    fp8_min_rows,
     insert_call,
     is_one,
     is_rows,
@@ -96,7 +93,11 @@ def _row_args(node: Node, tokens: int | SymInt) -> tuple[int, ...] | None:
         return _arg_if_row_dim(0, node, 1, tokens) if node.args[0].meta["val"].ndim == 1 else None  # type: ignore[union-attr]
     if node.target is torch.ops.tcdeploy.scheme_linear.default:
         is_row = dim < node.meta["val"].ndim - 1  # the last dimension holds the features
-        return _arg_if_row_dim(dim, node, 0, tokens) if is_row and not _may_quantise_inputs(node, tokens) else None
+        return _arg_if_row_dim(dim, node, 0, tokens) if is_row else None
+    if node.target is torch.ops.tcdeploy.fp8_product.default:
+        indices = (0,) if node.args[1] is None else (0, 1)
+        is_row = dim < node.meta["val"].ndim - 1 and all(_row_dim(node.args[i], tokens) == dim for i in indices)
+        return indices if is_row else None
     if node.target in RESHAPES:
         other_sizes = [size for axis, size in enumerate(node.meta["val"].shape) if axis != dim]
         return (0,) if _row_dim(node.args[0], tokens) is not None and not count_symbolic(other_sizes) else None
@@ -109,12 +110,6 @@ def _row_args(node: Node, tokens: int | SymInt) -> tuple[int, ...] | None:
     if node.target is CONVERT_ELEMENT_TYPE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return _row_args_of_pointwise(node, dim, tokens)
     return None
-
-
-def _may_quantise_inputs(node: Node, tokens: int | SymInt) -> bool:
-    """Whether a product may quantise its inputs at this number of tokens. A symbolic number may be large."""
-    min_rows = fp8_min_rows(node)
-    return min_rows > 0 and not (isinstance(tokens, int) and tokens < min_rows)
 
 
 def _row_args_of_pointwise(node: Node, dim: int, tokens: int | SymInt) -> tuple[int, ...] | None:

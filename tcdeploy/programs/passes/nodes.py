@@ -119,12 +119,6 @@ def is_rows(node: Any) -> bool:
     return isinstance(node, Node) and node.meta.get(ROLE) is Role.ROWS
 
 
-def fp8_min_rows(node: Node) -> int:
-    """Rows from which a call of `tcdeploy::scheme_linear` quantises its inputs; 0: it never does."""
-    min_rows: Any = node.args[4] if len(node.args) > 4 else node.kwargs.get("fp8_min_rows", 0)
-    return min_rows
-
-
 class LinearMatch(NamedTuple):
     """x [rows, k] @ weight [n, k].T + bias [n], as nodes."""
 

@@ -17,7 +17,6 @@ from tcdeploy.kernels.linear.tile_configs import gemv_configs, skinny_gemm_confi
 from tcdeploy.programs.passes.nodes import (
     LinearMatch,
     count_symbolic,
-    fp8_min_rows,
     insert_call,
     insert_reshape,
     is_weight,
@@ -75,6 +74,4 @@ def _has_scheme_kernel(node: Node) -> bool:
     if count_symbolic(value.shape) or not all(map(is_weight, tensors)):  # type: ignore[arg-type]
         return False
     rows = value.numel() // value.shape[-1]
-    if 0 < fp8_min_rows(node) <= rows:
-        return False
     return is_fusable(str(scheme), rows, value.dtype, [tensor.meta["val"] for tensor in tensors])  # type: ignore[union-attr]
