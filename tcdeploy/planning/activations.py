@@ -3,8 +3,10 @@
 Steps of many tokens are faster with it, but a code of FP8 has only 3 bits of mantissa. So it is the default only if the
 checkpoint was made for it, or if the model is quantised while it is loaded. The scales are computed for each token.
 
-The decision is one number for all layers of a plan: the rows from which products quantise their inputs. Steps with
-fewer rows are bound by reading the weights, and keep inputs of 16 bits. Does not import torch.
+The decision is one number for all layers of a plan: the rows from which products quantise their inputs. Decode steps
+with fewer rows are bound by reading the weights, and keep inputs of 16 bits. All prefill steps quantise: their programs
+have a symbolic number of tokens, or at least that many. So values do not depend on how prompts are cut into chunks.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ BLOCK_CAPABILITY = (9, 0)  # the only one for which cuBLAS has products with sca
 BLOCK_CUDA = (12, 9)  # the first version with them
 
 
-def decide_fp8_min_rows(inputs: PlanInputs, decisions: Decisions) -> int:
+def decide_fp8_min_rows(inputs: PlanInputs, prefill_lengths: tuple[int, ...], decisions: Decisions) -> int:
     """Rows from which products with FP8 weights quantise their inputs; 0: none do.
 
-    Without such weights, or on a CPU, nothing is recorded.
+    At most the smallest prefill length, unless prefill programs have a symbolic one. Without such weights, or on a CPU,
+    nothing is recorded.
     """
     schemes = [scheme for scheme in inputs.architecture.schemes if scheme in MIN_ROWS]
     if not schemes or inputs.device == "cpu":
@@ -29,8 +32,11 @@ def decide_fp8_min_rows(inputs: PlanInputs, decisions: Decisions) -> int:
         decisions.add("activations", "16-bit", reason)
         return 0
     min_rows = max(MIN_ROWS[scheme] for scheme in schemes)
+    if inputs.recipe.shapes != "dynamic":
+        min_rows = min(min_rows, *prefill_lengths)
     reason = f"{inputs.architecture.quantisation} asks for them; scales are computed for each token"
-    decisions.add("activations", f"fp8 (products of {min_rows} rows and more)", reason)
+    value = f"fp8 (prefill steps, and decode steps of {min_rows} rows and more)"
+    decisions.add("activations", value, reason)
     return min_rows
 
 

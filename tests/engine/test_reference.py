@@ -23,7 +23,7 @@ class FakeRunner:
 
     def __init__(self, device: str = "cpu", buckets: tuple[Bucket, ...] = BUCKETS, **changes: Any) -> None:
         values = {"kv_blocks": 1000, "block_size": 16, "context": 2048, "max_prefill_sequences": 8, **changes}
-        values["kv_dtype"] = "bfloat16"
+        values |= {"kv_dtype": "bfloat16", "fp8_min_rows": 0}
         self.plan = SimpleNamespace(device=device, compute_dtype="bfloat16", buckets=buckets, **values)
         self.model = torch.nn.Linear(1, 1)
         self.weight = 1.0

@@ -44,7 +44,10 @@ def test_a_checkpoint_that_asks_for_it_gets_inputs_in_fp8(scheme: str) -> None:
     plan = plan_for(fp8_model(scheme))
     decision = decision_named(plan, "activations")
     assert plan.fp8_min_rows == activations.MIN_ROWS[scheme]
-    assert decision.value == f"fp8 (products of {plan.fp8_min_rows} rows and more)" and not decision.is_fallback
+    assert (
+        decision.value == f"fp8 (prefill steps, and decode steps of {plan.fp8_min_rows} rows and more)"
+        and not decision.is_fallback
+    )
     assert decision.reason == "fp8 asks for them; scales are computed for each token"
 
 
@@ -105,6 +108,17 @@ def test_models_without_fp8_weights_and_cpus_have_no_such_line(fields: dict[str,
         assert plan.fp8_min_rows == 0 and decisions_named(plan, "activations") == []
 
 
+def test_every_prefill_step_quantises_and_decode_steps_of_many_rows_do() -> None:
+    plan = plan_for(fp8_model(), batch_sizes=(1, 16, 17, 64))
+    assert [bucket.name for bucket in plan.buckets if plan.quantises_inputs(bucket)][-2:] == ["decode:17", "decode:64"]
+    assert all(map(plan.quantises_inputs, plan.prefill_buckets)) and plan.prefill_buckets[0].min_size
+    static = plan_for(fp8_model(), buckets=(8, 512), batch_sizes=(4, 8))
+    assert static.fp8_min_rows == 8 and all(map(static.quantises_inputs, static.prefill_buckets))
+    assert [static.quantises_inputs(bucket) for bucket in static.decode_buckets] == [False, True]
+    off = plan_for(fp8_model(), fp8_activations="off")
+    assert not any(map(off.quantises_inputs, off.buckets))
+
+
 def test_programs_depend_on_it() -> None:
     keys = {plan_for(fp8_model(), fp8_activations=choice).key for choice in ("auto", "off")}
     assert len(keys) == 2
@@ -121,4 +135,4 @@ def test_recipe_file_variable_and_flag_set_it(tmp_path: Any) -> None:
 
 def test_a_dry_run_shows_it() -> None:
     plan, *_ = plan_with_findings(make_recipe(), H100, fp8_model())
-    assert decision_named(plan, "activations").value.startswith("fp8 (products of ")
+    assert decision_named(plan, "activations").value.startswith("fp8 (prefill steps")

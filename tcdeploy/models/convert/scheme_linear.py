@@ -5,12 +5,15 @@ kernel. While torch.compile or torch.export traces, it calls the op `tcdeploy::s
 (packed_linears.py), it may be some of the rows of a weight that several layers share; then all of them call the op with
 equal arguments, of which `programs/passes/cse.py` keeps one.
 
-`quantise_inputs` sets the number of rows from which layers also quantise their inputs, in both modes.
+`quantise_inputs` sets the number of rows from which layers also quantise their inputs. In eager mode they round them,
+and `rounding_inputs` decides it for all numbers of rows, as programs decide it when they are traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import TypeAlias
 
 import torch
@@ -19,6 +22,8 @@ from torch.nn import functional
 
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.planning.schemes import SCHEMES, Scheme
+
+_rounds_inputs: ContextVar[bool | None] = ContextVar("rounds_inputs", default=None)  # see `rounding_inputs`
 
 
 class SchemeLinear(nn.Module):
@@ -54,8 +59,10 @@ class SchemeLinear(nn.Module):
                 x, self.tensors, self.packed_bias, self.scheme, self.fp8_min_rows
             )
             return out if self.stop - self.start == self.rows else out[..., self.start : self.stop]
-        fp8_inputs = SCHEMES[self.scheme].fp8_inputs
-        if fp8_inputs is not None and 0 < self.fp8_min_rows <= x.shape[:-1].numel():
+        fp8_inputs, rounds_inputs = SCHEMES[self.scheme].fp8_inputs, _rounds_inputs.get()
+        if rounds_inputs is None:
+            rounds_inputs = x.shape[:-1].numel() >= self.fp8_min_rows
+        if fp8_inputs is not None and self.fp8_min_rows and rounds_inputs:
             x = fp8_inputs.round(x)
         return functional.linear(x, self.dequantised(x.dtype), self.bias)
 
@@ -103,6 +110,16 @@ def quantise_linears(
         model.set_submodule(path, layer)
         schemes[path] = layer_scheme(layer)
     return schemes
+
+
+@contextlib.contextmanager
+def rounding_inputs(rounds: bool) -> Iterator[None]:
+    """In the block, eager layers that may quantise their inputs do so at any number of rows, or never."""
+    token = _rounds_inputs.set(rounds)
+    try:
+        yield
+    finally:
+        _rounds_inputs.reset(token)
 
 
 def quantise_inputs(parents: Iterable[nn.Module], min_rows: int) -> None:
