@@ -17,7 +17,8 @@ from tcdeploy.planning.plan import Bucket
 TCDEPLOY = "tcdeploy"
 ENVIRONMENT_FIELDS = ("python", "torch", "transformers", "triton", "cuda", "driver", "gpu", "cpu", "cpu_threads")
 PLAN_FIELDS = (
-    "model", "revision", "load_format", "key", "device", "weight_dtype", "kv_dtype", "compute_dtype", "mode",
+    "model", "revision", "load_format", "key", "device", "weight_dtype", "kv_dtype", "compute_dtype",
+    "fp8_min_rows", "mode",
     "region", "programs", "graphs", "prefill_attention", "decode_attention", "context", "block_size", "kv_blocks",
 )  # fmt: skip
 MAX_REASON_CHARS = 300

@@ -30,7 +30,7 @@ from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, rea
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
 from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_linears
 from tcdeploy.models.convert.static_rope import freeze_rope
-from tcdeploy.models.formats.methods import quantisation_method
+from tcdeploy.models.formats.methods import has_fp8_inputs, quantisation_method
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
@@ -112,6 +112,7 @@ def _probe(
         dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
         layer_states=layer_states,
         quantisation=quantisation_method(config) or "",
+        fp8_inputs=has_fp8_inputs(config),
         is_multimodal=is_multimodal(config),
         rope_limit=_rope_limit(text_config),
         peak_activation_elements=_peak_activation_elements(linear_recorder, text_config),

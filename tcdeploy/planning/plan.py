@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning import attention, sizes
+from tcdeploy.planning.activations import decide_fp8_min_rows
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.backends import BACKENDS, Phase
 from tcdeploy.planning.decision import Decision, Decisions, decide_inputs, warn_about_packages
@@ -74,6 +75,7 @@ class Plan:
     weight_dtype: DType
     kv_dtype: KVDType
     compute_dtype: DType
+    fp8_min_rows: int  # of products with FP8 weights that quantise their inputs, at most any prefill's; 0: none do
     prefill_attention: Attention
     decode_attention: Attention
     alternative_attention: tuple[Attention, ...]  # prefill backends that `--mode auto` may time in long buckets
@@ -117,6 +119,10 @@ class Plan:
         if bucket.is_prefill and bucket.size >= attention.TUNED_ATTENTION_MIN_TOKENS:
             variants += tuple(map(attention_variant, self.alternative_attention))
         return tuple(variant for variant in variants if self.region == "layer" or not variant.last_token_rows)
+
+    def quantises_inputs(self, bucket: Bucket) -> bool:
+        """Whether products with FP8 weights in the bucket's steps quantise their inputs."""
+        return self.fp8_min_rows > 0 and (bucket.is_prefill or bucket.size >= self.fp8_min_rows)
 
     def uses_cuda_graph(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
         """Whether the bucket's step becomes a CUDA graph. Not if its attention backend reads tensors on the host."""
@@ -176,6 +182,7 @@ def make_plan(
     inputs = sizes.decide_shapes(inputs, graphs, prefill_attention, context, decisions)
     mixed_steps = attention.decide_mixed_steps(inputs, graphs, prefill_attention, decisions)
     lengths = sizes.decide_prefill_lengths(inputs.recipe, context, decisions)
+    fp8_min_rows = decide_fp8_min_rows(inputs, lengths, decisions)
     demand = sizes.decide_demand(inputs, graphs, prefill_attention, lengths, context, mixed_steps, decisions)
     workspace_bytes, memory = sizes.decide_memory(inputs, demand, decisions)
     _explain_region_and_mode(recipe, decisions)
@@ -189,6 +196,7 @@ def make_plan(
         weight_dtype=inputs.dtypes.weight,
         kv_dtype=inputs.dtypes.kv,
         compute_dtype=inputs.dtypes.compute,
+        fp8_min_rows=fp8_min_rows,
         prefill_attention=prefill_attention,
         decode_attention=decode_attention,
         alternative_attention=attention.decide_alternative_attention(inputs, decisions),

@@ -39,6 +39,7 @@ LoadFormat = Literal["auto", "dummy"]
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 KVFormat = Literal["auto", "fp8"]
+FP8Activations = Literal["auto", "off"]
 KVDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]  # what `KVFormat` is resolved to
 MixedSteps = Literal["on", "off"]
 Attention = Literal["reference", "triton", "torch-flash", "flash-attn-2", "flash-attn-4"]
@@ -92,6 +93,11 @@ class Recipe:
     kv_dtype: KVFormat = _plan(
         "auto",
         "fp8: store K and V in 8 bits; auto: as computed",
+    )
+    fp8_activations: FP8Activations = _advanced(
+        "auto",
+        "auto: in steps of many tokens, quantise inputs of linear layers with FP8 weights to FP8, if the checkpoint or "
+        "--quantize fp8 asks for it and the GPU multiplies FP8; off: keep them in 16 bits",
     )
     attention: Attention | None = _plan(None, "prefill attention backend; default: the best supported one")
     region: CompileUnit = _advanced("layer", "unit of compilation: decoder layer, or its attention and MLP blocks")

@@ -34,6 +34,16 @@ class SchemeTensor(NamedTuple):
         return len(pattern) == len(shape) and all(map(_is_size, pattern, shape))
 
 
+class FP8Inputs(NamedTuple):
+    """How products with weights in a scheme quantise their inputs to FP8; planning/activations.py decides when.
+
+    takes: whether with a weight [rows, columns]. round: inputs [..., columns] after quantisation, in their dtype.
+    """
+
+    takes: Callable[[int, int], bool]
+    round: Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How weights [rows, columns] are stored: as `tensors`, in this order wherever a scheme's tensors are a list.
@@ -46,6 +56,7 @@ class Scheme:
         the scheme fixes their number. It also runs on fake tensors, which have no values.
     row_block: weights with equal columns are packed, by joining each of their tensors at dimension 0, if their numbers
         of rows are multiples of row_block: of the rows that share a scale, for example. 0: weights are not packed.
+    fp8_inputs: None if inputs always keep their 16 bits.
     """
 
     name: str
@@ -54,6 +65,7 @@ class Scheme:
     dequantise: Callable[[Sequence[Tensor], torch.dtype], Tensor]
     quantise: Callable[..., Sequence[Tensor]]
     row_block: int
+    fp8_inputs: FP8Inputs | None = None
 
 
 SCHEMES: dict[str, Scheme] = {}  # by name

@@ -33,7 +33,7 @@ from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.models.convert.kv_scales import DUMMY_SCALES, find_kv_scales, trace_kv_scales
 from tcdeploy.models.convert.quantised_weights import loading_refusal
 from tcdeploy.models.convert.requested_schemes import request_schemes, with_schemes
-from tcdeploy.models.formats.methods import is_quantised, quantisation_method, scheme_finder
+from tcdeploy.models.formats.methods import has_fp8_inputs, is_quantised, quantisation_method, scheme_finder
 from tcdeploy.models.load import config_to_dict, load_config, read_checkpoint
 from tcdeploy.models.load_errors import translate_error
 from tcdeploy.models.pretrained import LoadSettings
@@ -167,10 +167,11 @@ def _request_schemes(recipe: Recipe, model: _ModelFacts) -> tuple[_ModelFacts, t
     if method := quantisation_method(config):
         raise UsageError(f"{recipe.model} is quantised already, with {method}", "serve it without --quantize")
     requested = request_schemes(fake_model, architecture, request, recipe.quantize_skip or ())
-    config = with_schemes(config, requested.schemes)
+    config = with_schemes(config, requested.schemes, request)
     architecture = dataclasses.replace(
-        architecture, quantisation=f"--quantize {request.text}", config_digest=digest_config(config_to_dict(config))
-    )
+        architecture, quantisation=f"--quantize {request.text}", fp8_inputs=has_fp8_inputs(config),
+        config_digest=digest_config(config_to_dict(config)),
+    )  # fmt: skip
     return model._replace(config=config, probed=ProbedModel(architecture, fake_model)), requested.decisions
 
 

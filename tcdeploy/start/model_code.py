@@ -48,6 +48,7 @@ from tcdeploy.kernels.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.kernels.state.layer_state import allocate_state, slot_tensors
 from tcdeploy.kernels.state.mechanisms import bind_state
 from tcdeploy.models.convert.kv_scales import add_dummy_kv_scales, find_kv_scales, load_kv_scales
+from tcdeploy.models.convert.scheme_linear import quantise_inputs
 from tcdeploy.models.load_model import load_model, loading_model
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.weights.reader import ReadTotal
@@ -56,6 +57,7 @@ from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.aot import PackageExchange
+from tcdeploy.programs.regions import find_layers
 from tcdeploy.programs.stances import naming_refusal
 from tcdeploy.start.auto_programs import may_use_packages
 from tcdeploy.start.deployment import Deployment
@@ -320,6 +322,7 @@ def load_runner(planned: PlannedModel, model: PreTrainedModel | None = None) -> 
         model = load_model(plan, planned.config, ATTN_IMPLEMENTATION, architecture.packed_linears, planned.traced_model)
         if plan.kv_dtype == FP8_KV and planned.traced_model is None:
             _add_kv_scales(model, planned)
+    quantise_inputs((layer.module for layer in find_layers(model, architecture)), plan.fp8_min_rows)
     step_holder, state = StepHolder(), allocate_state(plan, architecture)
     bind_state(model, architecture, state, step_holder)
     return ModelRunner(

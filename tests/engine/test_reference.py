@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tcdeploy.engine.check import reference
 from tcdeploy.engine.check.check_prompts import NUM_LONG_PROMPTS, CheckPrompts
 from tcdeploy.engine.check.reference import _batches, compute_references, reference_changed
 from tcdeploy.errors import SpaceError
@@ -22,8 +24,15 @@ class FakeRunner:
     """Its logits are a function of the tokens of a prefix and of `weight`."""
 
     def __init__(self, device: str = "cpu", buckets: tuple[Bucket, ...] = BUCKETS, **changes: Any) -> None:
-        values = {"kv_blocks": 1000, "block_size": 16, "context": 2048, "max_prefill_sequences": 8, **changes}
-        values["kv_dtype"] = "bfloat16"
+        values: dict[str, Any] = {
+            "kv_blocks": 1000,
+            "block_size": 16,
+            "context": 2048,
+            "max_prefill_sequences": 8,
+            **changes,
+        }
+        values = {"fp8_min_rows": 0, **values, "kv_dtype": "bfloat16"}
+        values["quantises_inputs"] = lambda bucket: bucket.is_prefill or bucket.size >= values["fp8_min_rows"] > 0
         self.plan = SimpleNamespace(device=device, compute_dtype="bfloat16", buckets=buckets, **values)
         self.model = torch.nn.Linear(1, 1)
         self.weight = 1.0
@@ -108,3 +117,31 @@ def test_a_model_that_cannot_be_computed_precisely_is_compared_with_eager_and_wa
     assert references.dtype == "bfloat16" and runner.passes == len(_batches(runner, prompts)) + 1
     assert all(torch.equal(logits.precise, logits.eager.float()) for logits in references.rows.values())
     assert sum("fixed tolerances" in record.message for record in caplog.records) == 1
+
+
+def test_tokens_of_small_decode_steps_keep_their_inputs_in_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If inputs are quantised: of 8 decode rows and of prefill steps, but not of one decode row."""
+    runner: Any = FakeRunner(fp8_min_rows=8)
+    prompts = make_prompts(runner)
+    kept = prompts.checked(BUCKETS[1])
+    assert [prefix.keeps_inputs for prefix in kept] == [1]
+    assert {prefix.keeps_inputs for bucket in BUCKETS[::2] for prefix in prompts.checked(bucket)} == {0}
+    masks: list[Tensor] = []
+
+    def record(model: Any, mask: Tensor) -> contextlib.AbstractContextManager[None]:
+        masks.append(mask)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(reference, "rounded_inputs", record)
+    references = compute_references(runner, prompts, "sdpa")
+    assert {*references.rows} == {*prompts.all_prefixes()}
+    batches = _batches(runner, prompts)
+    assert [len(batch.token_ids) for batch in batches] == [1] * (NUM_LONG_PROMPTS + 1) + [7]
+    assert [mask.shape for mask in masks] == [(len(batch.token_ids), len(batch.token_ids[0])) for batch in batches]
+    [mask] = [mask for mask in masks if not mask.all()]
+    assert (~mask).nonzero().tolist() == [[0, kept[0].length - 1]]
+
+
+def test_without_quantised_inputs_no_prefix_keeps_them() -> None:
+    runner: Any = FakeRunner()
+    assert {prefix.keeps_inputs for prefix in make_prompts(runner).all_prefixes()} == {0}

@@ -29,10 +29,15 @@ BEYOND_WINDOW = 5  # tokens by which a sequence exceeds the sliding window
 
 
 class PromptPrefix(NamedTuple):
-    """The first `length` tokens of a prompt, which is given by its number."""
+    """The first `length` tokens of a prompt, which is given by its number.
+
+    keeps_inputs: 1 if a plan quantises inputs of linear layers, but not those of the last token, which a small decode
+    step computes.
+    """
 
     prompt: int
     length: int
+    keeps_inputs: int = 0
 
 
 class CheckPrompts:
@@ -125,7 +130,8 @@ class CheckPrompts:
             if first > lengths[0]:
                 lengths[0] = first
                 break
-        return list(map(PromptPrefix, prompts, lengths))
+        keeps_inputs = int(plan.fp8_min_rows > 0 and not plan.quantises_inputs(bucket))
+        return [PromptPrefix(*item, keeps_inputs) for item in zip(prompts, lengths, strict=True)]
 
     def _length_that_fits(self, length: int, others: Iterable[int] = ()) -> int:
         """`length`, limited by the context; 0 if the KV cache cannot hold it together with the other lengths."""

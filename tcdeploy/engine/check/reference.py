@@ -8,8 +8,9 @@ between them is the error that the dtype causes on this model.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from tcdeploy.engine.check.check_prompts import NUM_LONG_PROMPTS, CheckPrompts, 
 from tcdeploy.engine.check.parity import ROUNDING, row_distances
 from tcdeploy.engine.check.precise_math import precise_math
 from tcdeploy.engine.check.rounded_attention import ROUNDED, register_rounded_attention
+from tcdeploy.engine.check.rounded_inputs import rounded_inputs
 from tcdeploy.engine.step.runner import ModelRunner
 from tcdeploy.errors import SpaceError
 from tcdeploy.host.progress import NullProgress, Progress
@@ -31,7 +33,7 @@ from tcdeploy.torch_compat.dynamo import dispatch_mode
 
 HIGHER_PRECISION = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
 SAMPLED_ROWS = 8  # of each prompt
-MORE_SAMPLED_ROWS = 32  # with routed experts or an FP8 cache, where a rounding error may change a few rows much more
+MORE_SAMPLED_ROWS = 32  # with routed experts or FP8, where a rounding error may change a few rows much more
 log = logging.getLogger("tcdeploy.engine")
 
 
@@ -70,15 +72,18 @@ def compute_references(
     compute_dtype = runner.plan.compute_dtype
     dtype = HIGHER_PRECISION[compute_dtype] if dispatch_mode.supported() else compute_dtype
     has_experts = any("expert" in name for name, _ in runner.model.named_parameters())
-    num_sampled = MORE_SAMPLED_ROWS if has_experts or runner.plan.kv_dtype == FP8_KV else SAMPLED_ROWS
+    has_fp8 = runner.plan.kv_dtype == FP8_KV or runner.plan.fp8_min_rows > 0
+    num_sampled = MORE_SAMPLED_ROWS if has_experts or has_fp8 else SAMPLED_ROWS
     batches = _batches(runner, prompts)
     for number, batch in enumerate(batches, 1):
         token_ids, positions = batch.token_ids, batch.positions
         progress.step(number, len(batches), f"{sum(map(len, token_ids))} tokens")
         if len(token_ids) == 1:
             positions = positions + evenly_spaced(len(token_ids[0]), num_sampled)
-        eager = runner.reference_logits(token_ids, positions, attn_implementation)
-        precise = _precise_logits(runner, token_ids, positions, attn_implementation) if dtype != compute_dtype else None
+        with batch.rounded_inputs(runner):
+            eager = runner.reference_logits(token_ids, positions, attn_implementation)
+            is_precise = dtype != compute_dtype
+            precise = _precise_logits(runner, token_ids, positions, attn_implementation) if is_precise else None
         if precise is None:
             precise, dtype = eager.float(), compute_dtype
         if len(token_ids) == 1:
@@ -98,7 +103,8 @@ def reference_changed(
 ) -> bool:
     """Whether something has changed the weights or the modules: eager logits of most rows of the last batch differ."""
     batch = _batches(runner, prompts)[-1]
-    logits = runner.reference_logits(batch.token_ids, batch.positions, attn_implementation)
+    with batch.rounded_inputs(runner):
+        logits = runner.reference_logits(batch.token_ids, batch.positions, attn_implementation)
     pairs = [(logits[prompt, row].cpu(), references.rows[prefix].eager) for prefix, prompt, row in batch.rows()]
     now, before = (torch.stack(column).float() for column in zip(*pairs, strict=True))
     rounding, _ = ROUNDING[runner.plan.compute_dtype]
@@ -117,6 +123,15 @@ class _Batch(NamedTuple):
         """Positions whose logits are computed in each prompt: the last ones of all prefixes."""
         return sorted({prefix.length - 1 for prompt in self.prefixes for prefix in prompt})
 
+    def rounded_inputs(self, runner: ModelRunner) -> contextlib.AbstractContextManager[None]:
+        """In the block, inputs are rounded as the plan's steps quantise them (rounded_inputs.py)."""
+        if not runner.plan.fp8_min_rows:
+            return contextlib.nullcontext()
+        mask = torch.ones(len(self.token_ids), len(self.token_ids[0]), dtype=torch.bool)
+        for row, (*_, last) in zip(mask, self.prefixes, strict=True):
+            row[last.length - 1] = not last.keeps_inputs
+        return rounded_inputs(runner.model, mask.to(runner.plan.device))
+
     def rows(self) -> Iterator[tuple[PromptPrefix, int, int]]:
         """Each prefix with the index of its prompt, and that of its position."""
         rows = {position: row for row, position in enumerate(self.positions)}
@@ -126,13 +141,16 @@ class _Batch(NamedTuple):
 
 
 def _batches(runner: ModelRunner, prompts: CheckPrompts) -> list[_Batch]:
-    """Each long prompt alone, and then all others in one batch.
+    """Each long prompt alone, and then all others in one batch. A prompt is computed again for each prefix whose last
+    token keeps its inputs.
 
     Prompts are extended to the same number of tokens in a pass, because another number may need other cuBLAS kernels,
     and loading them takes about 1 s on an H100. Appended tokens do not change the logits of a prefix.
     """
-    by_prompt = itertools.groupby(prompts.all_prefixes(), key=lambda prefix: prefix.prompt)
-    groups = [list(group) for _, group in by_prompt]
+    by_pass: dict[tuple[int, int], list[PromptPrefix]] = defaultdict(list)
+    for prefix in prompts.all_prefixes():
+        by_pass[prefix.prompt, prefix.length * prefix.keeps_inputs].append(prefix)
+    groups = list(by_pass.values())
     long = [[group] for group in groups if group[0].prompt < NUM_LONG_PROMPTS]
     short = [group for group in groups if group[0].prompt >= NUM_LONG_PROMPTS]
     batches = [*long, short] if short else long

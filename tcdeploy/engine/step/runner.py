@@ -37,6 +37,7 @@ from tcdeploy.kernels.attention.metadata import AttentionConfig, Step, StepHolde
 from tcdeploy.kernels.attention.ops import HOST_SCALARS, choose_decode_splits
 from tcdeploy.kernels.sampling.reference import Logprobs
 from tcdeploy.kernels.sampling.rows import Features
+from tcdeploy.models.convert.scheme_linear import rounding_inputs
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import DEFAULT, Variant
@@ -360,7 +361,8 @@ class ModelRunner:
         if buffers.token_sources is not None:
             input_ids = torch.cat([self.decode_rows.token_ids, input_ids[0]])[buffers.token_sources][None]
         step = self._make_step(buffers, rows if in_last_layer else None, before_program)
-        return self.forward(StepInputs(input_ids, buffers.position_ids, step, rows, in_last_layer))
+        with rounding_inputs(self.plan.quantises_inputs(buffers.bucket)):  # of layers that run uncompiled
+            return self.forward(StepInputs(input_ids, buffers.position_ids, step, rows, in_last_layer))
 
     def _make_step(
         self, buffers: StepBuffers, last_token_rows: Tensor | None, before_program: Callable[[], None] = do_nothing

@@ -9,6 +9,7 @@ then be packed. In `fp8_block` the last blocks may be partial; layers are packed
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from tcdeploy.kernels.linear.scheme_values import rounded_scale, scale_dtype
-from tcdeploy.planning.schemes import SCHEMES, Scheme, SchemeTensor, Shape
+from tcdeploy.planning.schemes import SCHEMES, FP8Inputs, Scheme, SchemeTensor, Shape
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3; there is no infinity
 SMALLEST_SCALE = 1e-12  # so that zeros do not become 0 / 0
+PRODUCT_MULTIPLE = 16  # of rows and columns of weights in FP8 products of cuBLAS
+BLOCK_COLUMNS_MULTIPLE = 4 * BLOCK  # there, rows of the scales of blocks are aligned to 16 bytes
 CHANNEL_NAME, BLOCK_NAME = "fp8_channel", "fp8_block"
 
 
@@ -39,7 +42,7 @@ def _quantise_rows(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]
     return _round(weight.float() / scale[:, None]), scale
 
 
-def _dequantise_blocks(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def dequantise_blocks(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     weight, scale = (tensor.to(scale_dtype(dtype)) for tensor in tensors)
     return (weight * _repeat_blocks(scale, weight)).to(dtype)
 
@@ -63,6 +66,30 @@ def _round(values: Tensor) -> Tensor:
     return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
+def _takes_row_inputs(rows: int, columns: int) -> bool:
+    return rows % PRODUCT_MULTIPLE == columns % PRODUCT_MULTIPLE == 0
+
+
+def _takes_block_inputs(rows: int, columns: int) -> bool:
+    return rows % BLOCK == 0 and columns % BLOCK_COLUMNS_MULTIPLE == 0
+
+
+def quantise_inputs(scheme: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [..., k] and scales [..., groups] of inputs [..., k], for products with weights in the scheme.
+
+    programs/passes/fp8_inputs.py inserts the same operations into graphs.
+    """
+    groups = x.float().unflatten(-1, (-1, BLOCK if scheme == BLOCK_NAME else x.shape[-1]))
+    largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_SCALE)
+    codes = _round(groups * (LARGEST / largest))
+    return codes.flatten(-2), largest.squeeze(-1) * (1 / LARGEST)
+
+
+def _round_inputs(scheme: str, x: Tensor) -> Tensor:
+    codes, scales = quantise_inputs(scheme, x)
+    return (codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2).to(x.dtype)
+
+
 WEIGHT = SchemeTensor("weight", "float8_e4m3fn", lambda rows, columns: (rows, columns))
 SCHEMES[CHANNEL_NAME] = Scheme(
     name=CHANNEL_NAME,
@@ -71,6 +98,7 @@ SCHEMES[CHANNEL_NAME] = Scheme(
     dequantise=_dequantise_rows,
     quantise=_quantise_rows,
     row_block=1,
+    fp8_inputs=FP8Inputs(_takes_row_inputs, functools.partial(_round_inputs, CHANNEL_NAME)),
 )
 SCHEMES[BLOCK_NAME] = Scheme(
     name=BLOCK_NAME,
@@ -79,7 +107,8 @@ SCHEMES[BLOCK_NAME] = Scheme(
         SchemeTensor("weight_scale", "float32", lambda rows, columns: (-(-rows // BLOCK), -(-columns // BLOCK))),
     ),
     dense_shape=_dense_shape,
-    dequantise=_dequantise_blocks,
+    dequantise=dequantise_blocks,
     quantise=_quantise_blocks,
     row_block=BLOCK,
+    fp8_inputs=FP8Inputs(_takes_block_inputs, functools.partial(_round_inputs, BLOCK_NAME)),
 )

@@ -6,6 +6,7 @@
     linear_add_      cuBLAS, accumulating into the residual
     grouped_mm       a GEMM per expert; replaces an op of transformers (programs/passes/grouped_mm.py)
     scheme_linear    a product with a quantised weight (scheme_linear.py)
+    fp8_product      a product of FP8 codes (fp8_inputs.py)
     fused_scheme_linear    the same with the operations around it (scheme_matmul.py)
 
 `config` indexes the tables of tile_configs.py. As an argument it is part of the graph and of its cache key; the Python

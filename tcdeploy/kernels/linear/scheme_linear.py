@@ -2,7 +2,8 @@
 
 Programs call it as an opaque node, which names the scheme. At run time it calls the first kernel in KERNELS for the
 scheme that fits the device, the number of rows and the shapes. Without one it dequantises the weight and multiplies, in
-plain torch.
+plain torch. From `fp8_min_rows` rows on it quantises the inputs too (fp8_inputs.py): that changes values, so it is an
+argument, and part of the graph and of its cache key. The plan decides it (planning/activations.py).
 
 A module of this folder that defines a scheme adds it to SCHEMES and its kernels to KERNELS, and is imported by ops.py.
 Cache keys hold the sources of this folder, and the graph holds the name of the scheme.
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.kernels.custom_op import custom_op
+from tcdeploy.kernels.linear.fp8_inputs import fp8_linear
 from tcdeploy.planning.schemes import SCHEMES
 
 # function(x [rows, k], tensors of a weight [n, k], bias [n] or None): a new tensor [rows, n] in x's dtype, contiguous
@@ -49,9 +51,14 @@ KERNELS: dict[str, tuple[SchemeKernel, ...]] = {}  # by name of the scheme
 
 
 @custom_op("scheme_linear")
-def scheme_linear(x: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
-    """x [..., k] @ w [n, k].T + bias [n]: [..., n] in x's dtype, contiguous. `tensors`: of w, in the scheme's order."""
+def scheme_linear(x: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str, fp8_min_rows: int = 0) -> Tensor:
+    """x [..., k] @ w [n, k].T + bias [n]: [..., n] in x's dtype, contiguous. `tensors`: of w, in the scheme's order.
+
+    Inputs of `fp8_min_rows` rows and more are quantised to FP8; 0: none are.
+    """
     rows = x.reshape(-1, x.shape[-1])
+    if 0 < fp8_min_rows <= len(rows):
+        return fp8_linear(scheme, rows, tensors, bias).view(*x.shape[:-1], -1)
     for kernel in KERNELS.get(scheme, ()):
         if kernel.fits(rows, tensors):
             out = kernel.function(rows, tensors, bias)
@@ -62,6 +69,6 @@ def scheme_linear(x: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme:
 
 
 @scheme_linear.register_fake
-def _(x: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+def _(x: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str, fp8_min_rows: int = 0) -> Tensor:
     n, _ = SCHEMES[scheme].dense_shape([tuple(tensor.shape) for tensor in tensors])
     return x.new_empty(*x.shape[:-1], n)

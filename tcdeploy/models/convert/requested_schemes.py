@@ -92,10 +92,12 @@ def layer_scheme(request: QuantizeRequest, dtype: str) -> LayerScheme:
             return LayerScheme(int4_scheme_name(scales, zeros=False, permuted=False), request.group_size)
 
 
-def with_schemes(config: PreTrainedConfig, schemes: Mapping[str, LayerScheme]) -> PreTrainedConfig:
+def with_schemes(
+    config: PreTrainedConfig, schemes: Mapping[str, LayerScheme], request: QuantizeRequest
+) -> PreTrainedConfig:
     """A copy of the config of a dense checkpoint that states these schemes."""
     config = copy.deepcopy(config)
-    config.quantization_config = explicit_settings(schemes)
+    config.quantization_config = explicit_settings(schemes, fp8_inputs=request.numbers == "fp8")
     return config
 
 

@@ -4,11 +4,16 @@ In eager mode it dequantises the weight and multiplies in plain torch, so that t
 kernel. While torch.compile or torch.export traces, it calls the op `tcdeploy::scheme_linear`. Like a `PackedSlice`
 (packed_linears.py), it may be some of the rows of a weight that several layers share; then all of them call the op with
 equal arguments, of which `programs/passes/cse.py` keeps one.
+
+`quantise_inputs` sets the number of rows from which layers also quantise their inputs. In eager mode they round them,
+and `rounding_inputs` decides it for all numbers of rows, as programs decide it when they are traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import TypeAlias
 
 import torch
@@ -17,6 +22,8 @@ from torch.nn import functional
 
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.planning.schemes import SCHEMES, Scheme
+
+_rounds_inputs: ContextVar[bool | None] = ContextVar("rounds_inputs", default=None)  # see `rounding_inputs`
 
 
 class SchemeLinear(nn.Module):
@@ -35,6 +42,7 @@ class SchemeLinear(nn.Module):
         self.packed_bias = bias
         self.rows, self.in_features = scheme.dense_shape([tuple(tensor.shape) for tensor in tensors])
         self.start, self.stop = start, self.rows if stop is None else stop
+        self.fp8_min_rows = 0  # of inputs that are quantised to FP8; 0: none are
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -47,8 +55,15 @@ class SchemeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            out: Tensor = torch.ops.tcdeploy.scheme_linear(x, self.tensors, self.packed_bias, self.scheme)
+            out: Tensor = torch.ops.tcdeploy.scheme_linear(
+                x, self.tensors, self.packed_bias, self.scheme, self.fp8_min_rows
+            )
             return out if self.stop - self.start == self.rows else out[..., self.start : self.stop]
+        fp8_inputs, rounds_inputs = SCHEMES[self.scheme].fp8_inputs, _rounds_inputs.get()
+        if rounds_inputs is None:
+            rounds_inputs = x.shape[:-1].numel() >= self.fp8_min_rows
+        if fp8_inputs is not None and self.fp8_min_rows and rounds_inputs:
+            x = fp8_inputs.round(x)
         return functional.linear(x, self.dequantised(x.dtype), self.bias)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
@@ -95,6 +110,24 @@ def quantise_linears(
         model.set_submodule(path, layer)
         schemes[path] = layer_scheme(layer)
     return schemes
+
+
+@contextlib.contextmanager
+def rounding_inputs(rounds: bool) -> Iterator[None]:
+    """In the block, eager layers that may quantise their inputs do so at any number of rows, or never."""
+    token = _rounds_inputs.set(rounds)
+    try:
+        yield
+    finally:
+        _rounds_inputs.reset(token)
+
+
+def quantise_inputs(parents: Iterable[nn.Module], min_rows: int) -> None:
+    """Let the linear layers in these modules quantise inputs of `min_rows` rows and more, if their scheme can."""
+    for layer in (layer for parent in parents for layer in parent.modules() if isinstance(layer, SchemeLinear)):
+        fp8_inputs = SCHEMES[layer.scheme].fp8_inputs
+        if fp8_inputs is not None and fp8_inputs.takes(layer.rows, layer.in_features):
+            layer.fp8_min_rows = min_rows
 
 
 def layer_scheme(layer: SchemeLinear) -> LayerScheme:

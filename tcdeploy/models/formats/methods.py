@@ -29,11 +29,13 @@ class Method(NamedTuple):
     """find: the weights of a layer of a checkpoint, by the rest of their names; those that are not quantised are left
     out. scheme_of: the scheme of a linear layer by path in the model, for random weights. Both get the settings.
     has_negative_scales: AutoRound uses the sign of a symmetric scale, also in files that it writes as those of GPTQ.
+    has_fp8_inputs: whether layers with FP8 weights were made for inputs in FP8.
     """
 
     find: Callable[[Settings, Layer], Mapping[str, QuantisedWeight | None]]
     scheme_of: Callable[[Settings, str], LayerScheme | None]
     has_negative_scales: bool = False
+    has_fp8_inputs: Callable[[Settings], bool] = lambda settings: False
 
 
 def quantisation_method(config: PreTrainedConfig) -> str | None:
@@ -98,9 +100,16 @@ def requested_scheme_finder(config: PreTrainedConfig) -> Callable[[str], LayerSc
     return scheme_finder(config) if quantisation_method(config) == EXPLICIT else (lambda path: None)
 
 
-def explicit_settings(schemes: Mapping[str, LayerScheme]) -> dict[str, Any]:
+def has_fp8_inputs(config: PreTrainedConfig) -> bool:
+    """Whether the config asks for inputs in FP8 where weights are FP8. How their scales were made does not matter."""
+    method = METHODS.get(quantisation_method(config) or "")
+    return method is not None and method.has_fp8_inputs(quantisation_settings(config) or {})
+
+
+def explicit_settings(schemes: Mapping[str, LayerScheme], fp8_inputs: bool) -> dict[str, Any]:
     """Settings of a config that states the scheme of each layer by path."""
-    return {"quant_method": EXPLICIT, "schemes": {path: [*scheme] for path, scheme in schemes.items()}}
+    stated = {path: [*scheme] for path, scheme in schemes.items()}
+    return {"quant_method": EXPLICIT, "schemes": stated, "fp8_inputs": fp8_inputs}
 
 
 # The weights of a layer of a checkpoint
@@ -252,6 +261,31 @@ def _explicit_scheme(settings: Settings, path: str) -> LayerScheme | None:
     return None if scheme is None else LayerScheme(*scheme)
 
 
+# Whether inputs of layers with FP8 weights are quantised too
+
+
+def _fp8_method_has_fp8_inputs(settings: Settings) -> bool:
+    return settings.get("activation_scheme", "dynamic") in ("dynamic", "static")
+
+
+def _compressed_has_fp8_inputs(settings: Settings) -> bool:
+    """One answer for all layers, so each group with FP8 weights must ask for it."""
+    groups = [group for group in (settings.get("config_groups") or {}).values() if _is_fp8(group.get("weights"))]
+    return bool(groups) and all(_is_fp8(group.get("input_activations")) for group in groups)
+
+
+def _is_fp8(arguments: Mapping[str, Any] | None) -> bool:
+    return arguments is not None and (arguments.get("type"), arguments.get("num_bits")) == ("float", 8)
+
+
+def _model_optimizer_has_fp8_inputs(settings: Settings) -> bool:
+    """Algorithms whose names end in WO quantise weights only."""
+    layers = (settings.get("quantized_layers") or {}).values()
+    algorithms = [str(part.get("quant_algo") or "") for part in (settings, *layers)]
+    fp8_algorithms = [name for name in algorithms if name.startswith("FP8")]
+    return bool(fp8_algorithms) and not any(name.endswith("_WO") for name in fp8_algorithms)
+
+
 def _int4(dtype: str, group_size: int, has_zeros: bool, is_permuted: bool) -> LayerScheme:
     return LayerScheme(int4_scheme_name(dtype, has_zeros, is_permuted), group_size)
 
@@ -279,10 +313,10 @@ def _is_head(path: str) -> bool:
 
 # By `quant_method`. Settings that change what a layer computes are refused.
 METHODS: dict[str, Method] = {
-    "fp8": Method(_find_fp8, _fp8_scheme),
-    "fbgemm_fp8": Method(_find_fp8, _fp8_scheme),
-    "compressed-tensors": Method(_find_compressed, _compressed_scheme),
-    "modelopt": Method(_find_model_optimizer, _model_optimizer_scheme),
+    "fp8": Method(_find_fp8, _fp8_scheme, has_fp8_inputs=_fp8_method_has_fp8_inputs),
+    "fbgemm_fp8": Method(_find_fp8, _fp8_scheme, has_fp8_inputs=lambda settings: True),
+    "compressed-tensors": Method(_find_compressed, _compressed_scheme, has_fp8_inputs=_compressed_has_fp8_inputs),
+    "modelopt": Method(_find_model_optimizer, _model_optimizer_scheme, has_fp8_inputs=_model_optimizer_has_fp8_inputs),
     "gptq": Method(_find_gptq, _gptq_scheme, has_negative_scales=True),
     "awq": Method(_find_awq, _awq_scheme),
     **dict.fromkeys(
@@ -291,6 +325,8 @@ METHODS: dict[str, Method] = {
     "mxfp4": Method(_find_mxfp4, lambda settings, path: None),
     "bitsandbytes": Method(_find_bitsandbytes, _bitsandbytes_scheme),
     "torchao": Method(_find_torchao, _torchao_scheme),
-    EXPLICIT: Method(lambda settings, layer: {}, _explicit_scheme),
+    EXPLICIT: Method(
+        lambda settings, layer: {}, _explicit_scheme, has_fp8_inputs=lambda settings: settings["fp8_inputs"]
+    ),
 }
 UNSUPPORTED_SETTINGS = {"compressed-tensors": ("transform_config",)}

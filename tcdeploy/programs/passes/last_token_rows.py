@@ -94,6 +94,10 @@ def _row_args(node: Node, tokens: int | SymInt) -> tuple[int, ...] | None:
     if node.target is torch.ops.tcdeploy.scheme_linear.default:
         is_row = dim < node.meta["val"].ndim - 1  # the last dimension holds the features
         return _arg_if_row_dim(dim, node, 0, tokens) if is_row else None
+    if node.target is torch.ops.tcdeploy.fp8_product.default:
+        indices = (0,) if node.args[1] is None else (0, 1)
+        is_row = dim < node.meta["val"].ndim - 1 and all(_row_dim(node.args[i], tokens) == dim for i in indices)
+        return indices if is_row else None
     if node.target in RESHAPES:
         other_sizes = [size for axis, size in enumerate(node.meta["val"].shape) if axis != dim]
         return (0,) if _row_dim(node.args[0], tokens) is not None and not count_symbolic(other_sizes) else None

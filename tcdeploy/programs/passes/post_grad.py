@@ -1,10 +1,10 @@
 """The post-grad FX pass of every compiled program, which runs the passes of this package.
 
-    sizes.py, cse.py, last_token_rows.py, gemv.py    always
-    rotary.py                                        with fused_epilogues
-    skinny_gemm.py, residual_add.py                  with skinny_gemm, if Triton is installed
-    silu_mul.py, rms_norm.py                         with skinny_gemm and fused_epilogues
-    residual_add.py (in place)                       with inplace_residual
+    sizes.py, cse.py, fp8_inputs.py, last_token_rows.py, gemv.py    always
+    rotary.py                                                       with fused_epilogues
+    skinny_gemm.py, residual_add.py                                 with skinny_gemm, if Triton is installed
+    silu_mul.py, rms_norm.py                                        with skinny_gemm and fused_epilogues
+    residual_add.py (in place)                                      with inplace_residual
 
 The `uuid` makes programs that went through the pass cacheable, and is part of their key. It adds factors that torch's
 own key lacks: the sources of the passes and of the ops, the roles of the inputs, and the environment, such as the
@@ -23,6 +23,7 @@ from torch.fx import Graph
 
 from tcdeploy.planning.keys import combined_digest, source_digests
 from tcdeploy.programs.passes.cse import eliminate_common_subexpressions
+from tcdeploy.programs.passes.fp8_inputs import quantise_inputs
 from tcdeploy.programs.passes.gemv import materialize_mlp_input, sink_slices
 from tcdeploy.programs.passes.last_token_rows import hoist_row_selection
 from tcdeploy.programs.passes.nodes import assign_roles
@@ -57,6 +58,7 @@ class PostGradPass(CustomGraphPass):
         assign_roles(graph)
         read_sizes_from_inputs(graph)
         eliminate_common_subexpressions(graph)
+        quantise_inputs(graph)
         hoist_row_selection(graph)
         sink_slices(graph)
         if self.fused_epilogues:

@@ -55,7 +55,7 @@ def replace_scheme_linears(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=tcdeploy_ops.scheme_linear.default):
         if not _has_scheme_kernel(node):
             continue
-        x, tensors, bias, scheme = node.args
+        x, tensors, bias, scheme, *_ = node.args
         value = node.meta["val"]
         with graph.inserting_before(node):
             rows = insert_reshape(graph, x, [value.numel() // value.shape[-1], x.meta["val"].shape[-1]])
@@ -69,7 +69,7 @@ def replace_scheme_linears(graph: Graph) -> None:
 
 def _has_scheme_kernel(node: Node) -> bool:
     """The kernel reads the weight before the previous kernel ends, so no kernel of the step may write it."""
-    x, tensors, _, scheme = node.args
+    x, tensors, _, scheme, *_ = node.args
     value = x.meta["val"]  # type: ignore[union-attr]
     if count_symbolic(value.shape) or not all(map(is_weight, tensors)):  # type: ignore[arg-type]
         return False

@@ -130,7 +130,7 @@ def make_short_copy(model: nn.Module, planned: PlannedModel) -> ShortCopy:
     values = config_to_dict(shorten_config(without_settings(planned.config), len(kinds), count))
     schemes = {path: layer_scheme(item) for path, item in model.named_modules() if isinstance(item, SchemeLinear)}
     if schemes:
-        values["quantization_config"] = explicit_settings(schemes)
+        values["quantization_config"] = explicit_settings(schemes, architecture.fp8_inputs)
     if architecture.dtype:
         values["dtype"] = architecture.dtype
     removed = tuple(f"{layer.path}." for layer in layers[count:])
