@@ -335,6 +335,7 @@ def test_launching_kernels_imports_no_triton() -> None:
     names = (
         "kernels.attention.backends",
         "kernels.attention.mixed",
+        "kernels.experts.ops",
         "kernels.linear.ops",
         "engine.step.advance",
         "torch_compat.triton.kernel",

@@ -35,7 +35,7 @@ from tcdeploy.programs.passes.skinny_gemm import replace_scheme_linears, replace
 from tcdeploy.programs.roles import compiled_roles_key
 from tcdeploy.torch_compat.inductor.custom_graph_pass import CustomGraphPass
 
-HASHED_FOLDERS = ("kernels/attention", "kernels/linear", "kernels/state", "programs/passes")
+HASHED_FOLDERS = ("kernels/attention", "kernels/experts", "kernels/linear", "kernels/state", "programs/passes")
 HASHED_FILES = (
     "kernels/custom_op.py", "torch_compat/inductor/graph_cache_keys.py", "torch_compat/dynamo/eager_input_vals.py",
     "torch_compat/torch_flash.py", "torch_compat/inductor/pdl.py", "torch_compat/triton/kernel.py",

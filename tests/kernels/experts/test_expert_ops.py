@@ -1,0 +1,159 @@
+"""The ops of experts as torch.compile sees them, and in plain torch: equal to a loop over pairs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tcdeploy.kernels.experts.grouping import most_blocks, sort_pairs, tables
+from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
+from tcdeploy.kernels.experts.reference import expert_shape, multiply_by_expert
+from tcdeploy.kernels.experts.tiles import block_rows
+from tests.kernels.experts.expert_cases import (
+    EXPERT_CASES,
+    EXPERTS,
+    ROUTINGS,
+    Product,
+    expected,
+    expert_tensors,
+    product,
+    scheme_of,
+)
+from tests.kernels.linear.matmul_cases import assert_agrees
+
+each_case = pytest.mark.parametrize("case", EXPERT_CASES)
+each_routing = pytest.mark.parametrize("routing", ROUTINGS)
+
+
+def run(case: Product) -> torch.Tensor:
+    return expert_linear(case.x, case.expert_ids, group_pairs(case.expert_ids, EXPERTS), *case[2:])
+
+
+@each_case
+@each_routing
+def test_the_product_on_a_cpu_is_that_of_a_loop_over_pairs(case: str, routing: str) -> None:
+    for row_per_pair, with_bias in ((False, True), (True, False)):
+        arguments = product(case, ROUTINGS[routing], with_bias, row_per_pair, torch.float32)
+        y = run(arguments)
+        assert y.is_contiguous() and y.shape == (arguments.expert_ids.numel(), 32)
+        assert_close(y, expected(arguments), rtol=1e-5, atol=1e-5)
+
+
+@each_case
+def test_inputs_wider_than_the_weights_are_not_rounded(case: str) -> None:
+    narrow = product(case, ROUTINGS["three slots"])
+    wide = narrow._replace(x=torch.randn(narrow.x.shape))
+    y = run(wide)
+    assert y.dtype == torch.float32
+    assert_close(y, expected(wide), rtol=1e-4, atol=1e-5 * expected(wide).abs().max().item())
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_inputs_of_16_bits_give_results_of_16_bits(case: str, dtype: torch.dtype) -> None:
+    arguments = product(case, ROUTINGS["three slots"], dtype=dtype, with_bias=False)
+    y = run(arguments)
+    assert y.dtype == dtype
+    precise = expected(arguments).double()
+    assert (y - precise).norm() < 0.01 * precise.norm(), "the dense weight of an expert has 8 bits of mantissa"
+
+
+def test_another_expert_s_bias_or_weight_is_noticed() -> None:
+    arguments = product("fp8_channel", ROUTINGS["one token"], dtype=torch.float32)
+    y = run(arguments)
+    assert arguments.bias is not None
+    with pytest.raises(AssertionError):
+        assert_agrees(y.bfloat16(), expected(arguments._replace(bias=arguments.bias.roll(1, 0))).bfloat16())
+    for index in range(2):
+        tensors = [
+            tensor.view(torch.uint8).roll(1, 0).view(tensor.dtype) if i == index else tensor
+            for i, tensor in enumerate(arguments.tensors)
+        ]
+        with pytest.raises(AssertionError):
+            assert_agrees(y.bfloat16(), expected(arguments._replace(tensors=tensors)).bfloat16())
+
+
+@each_case
+def test_opcheck_passes(case: str) -> None:
+    for row_per_pair in (False, True):
+        arguments = product(case, ROUTINGS["three slots"], dtype=torch.float32, row_per_pair=row_per_pair)
+        groups = group_pairs(arguments.expert_ids, EXPERTS)
+        has_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in arguments.tensors)
+        checks = ("test_schema",) if not has_fp8 else ()  # which cannot compare fp8
+        checks += ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(
+            expert_linear.overload, (arguments.x, arguments.expert_ids, groups, *arguments[2:]), test_utils=checks
+        )
+    torch.library.opcheck(group_pairs.overload, (arguments.expert_ids, EXPERTS))
+
+
+def test_the_ops_take_a_symbolic_number_of_tokens() -> None:
+    """Blocks of more rows must not add a guard: the shape of the groups does not depend on them."""
+
+    def layer(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return expert_linear(x, ids, group_pairs(ids, EXPERTS), tensors, None, scheme)
+
+    tensors, scheme = expert_tensors("mxfp4"), scheme_of("mxfp4")
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (3, 40, 700):
+        x, ids = torch.randn(tokens, 192), torch.randint(EXPERTS, (tokens, 2))
+        with torch.compiler.set_stance("default" if tokens == 3 else "fail_on_recompile"):
+            assert torch.equal(compiled(x, ids), layer(x, ids))
+
+
+@each_case
+def test_the_shape_of_an_expert_s_weight_follows_from_the_tensors(case: str) -> None:
+    assert expert_shape(expert_tensors(case), scheme_of(case)) == (32, 192)
+
+
+# Groups
+
+
+@each_routing
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_every_pair_is_in_one_block_of_its_expert(routing: str, rows: int) -> None:
+    expert_ids = torch.tensor(ROUTINGS[routing])
+    pairs, ids = expert_ids.numel(), expert_ids.flatten().tolist()
+    order, expert, first, stop = (
+        table.tolist() for table in tables(sort_pairs(expert_ids, EXPERTS, rows), pairs, EXPERTS)
+    )
+    blocks = [
+        (owner, order[start : min(start + rows, end)])
+        for owner, start, end in zip(expert, first, stop, strict=True)
+        if start < end
+    ]
+    assert sorted(pair for _, block in blocks for pair in block) == [*range(pairs)]
+    assert all(ids[pair] == owner for owner, block in blocks for pair in block)
+    assert [owner for owner, _ in blocks] == sorted(
+        owner for owner in range(EXPERTS) for _ in range(-(-ids.count(owner) // rows))
+    )
+    assert len(blocks) <= most_blocks(pairs, EXPERTS, rows) <= len(expert)
+    is_used = [start < end for start, end in zip(first, stop, strict=True)]
+    assert is_used == sorted(is_used, reverse=True), "empty blocks are last"
+    assert all(0 <= owner < EXPERTS for owner in expert)
+
+
+def test_the_worst_routing_makes_the_most_blocks() -> None:
+    ids = [*range(EXPERTS), *[0] * 48, 1]
+    groups = sort_pairs(torch.tensor(ids)[:, None], EXPERTS, 16)
+    _, _, first, stop = tables(groups, len(ids), EXPERTS)
+    assert int((first < stop).sum()) == most_blocks(len(ids), EXPERTS, 16) == EXPERTS + 3
+
+
+@pytest.mark.parametrize(
+    ("pairs", "experts", "rows"),
+    [(8, 128, 16), (2048, 128, 16), (2049, 128, 32), (4096, 128, 32), (16384, 128, 64), (16385, 128, 128)],
+)
+def test_blocks_are_as_long_as_the_pairs_of_an_average_expert(pairs: int, experts: int, rows: int) -> None:
+    assert block_rows(pairs, experts) == rows
+
+
+def test_idle_experts_are_not_dequantised() -> None:
+    """Their tensors may hold anything."""
+    arguments = product("fp8_channel", [[1, 1]], dtype=torch.float32)
+    scale = arguments.tensors[1].clone()
+    scale[[0, 2, 3, 4]] = float("nan")
+    y = multiply_by_expert(*arguments._replace(tensors=[arguments.tensors[0], scale]))
+    assert_close(y, expected(arguments), rtol=1e-5, atol=1e-5)
