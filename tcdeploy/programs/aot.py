@@ -44,9 +44,9 @@ from tcdeploy.torch_compat.inductor.aot_package import start_package
 
 # Files of this package that decide what an exported program computes or how it is stored, beside those of `sources`.
 HASHED_FILES = (
-    "kernels/attention/interface.py", "programs/aot.py", "programs/export.py", "programs/graph_parts.py",
-    "programs/model_forward.py", "programs/packages.py", "programs/regions.py", "programs/roles.py",
-    "programs/step_program.py",
+    "kernels/attention/interface.py", "kernels/experts/interface.py", "programs/aot.py", "programs/export.py",
+    "programs/graph_parts.py", "programs/model_forward.py", "programs/packages.py", "programs/regions.py",
+    "programs/roles.py", "programs/step_program.py",
     "models/convert/packed_linears.py", "models/convert/scheme_linear.py",
     "models/sources.py", "models/convert/static_rope.py", "torch_compat/inductor/aot_package.py",
     "torch_compat/inductor/aot_pdl.py", "torch_compat/inductor/package_builds.py",

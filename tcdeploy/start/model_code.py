@@ -44,6 +44,7 @@ from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets, warmup_order
 from tcdeploy.errors import UsageError
 from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
+from tcdeploy.kernels.experts.interface import use_experts_function
 from tcdeploy.kernels.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.kernels.state.layer_state import allocate_state, slot_tensors
 from tcdeploy.kernels.state.mechanisms import bind_state
@@ -320,6 +321,7 @@ def load_runner(planned: PlannedModel, model: PreTrainedModel | None = None) -> 
         model = load_model(plan, planned.config, ATTN_IMPLEMENTATION, architecture.packed_linears, planned.traced_model)
         if plan.kv_dtype == FP8_KV and planned.traced_model is None:
             _add_kv_scales(model, planned)
+    use_experts_function(model)
     step_holder, state = StepHolder(), allocate_state(plan, architecture)
     bind_state(model, architecture, state, step_holder)
     return ModelRunner(
