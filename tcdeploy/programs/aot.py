@@ -34,7 +34,7 @@ from tcdeploy.programs.export import ExportedStep, TracedLayer, export_step
 from tcdeploy.programs.jit import inductor_options
 from tcdeploy.programs.model_forward import StepInputs, TransformersForward, step_tensors
 from tcdeploy.programs.packages import PackagedForward, StepProgramKey
-from tcdeploy.programs.passes.grouped_mm import graph_modules
+from tcdeploy.programs.passes.foreign_ops import graph_modules
 from tcdeploy.programs.roles import ROLE, TOKEN_DIMS, compiling, log_no_roles
 from tcdeploy.programs.stances import current_stance
 from tcdeploy.programs.step_program import StepProgram

@@ -44,8 +44,8 @@ from tcdeploy.engine.warm.warmup import PreviousRun, warm_buckets, warmup_order
 from tcdeploy.errors import UsageError
 from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
-from tcdeploy.kernels.experts.interface import use_experts_function
 from tcdeploy.kernels.attention.metadata import StepHolder, make_split_counters
+from tcdeploy.kernels.experts.interface import use_experts_function
 from tcdeploy.kernels.state.layer_state import allocate_state, slot_tensors
 from tcdeploy.kernels.state.mechanisms import bind_state
 from tcdeploy.models.convert.kv_scales import add_dummy_kv_scales, find_kv_scales, load_kv_scales

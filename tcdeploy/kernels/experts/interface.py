@@ -1,8 +1,8 @@
 """The bridge to transformers' mixtures of experts: one function, registered with the ExpertsInterface.
 
-transformers passes the module, whose weights are parameters [experts, n, k] (or [experts, k, n]), or hold the tensors of
-a scheme (models/convert/scheme_experts.py). Modelling code is neither patched nor copied: the activation, the gate and
-the norm are the module's own.
+transformers passes the module. Its weights are parameters [experts, n, k], or [experts, k, n], or they hold the tensors
+of a scheme (models/convert/scheme_experts.py). Modelling code is neither patched nor copied: the activation, the gate
+and the norm are the module's own.
 
 While torch.compile or torch.export traces, both products are ops (ops.py). In eager mode no kernel runs, so that the
 reference of the parity check is independent of them: dense experts run transformers' own function, and experts in a
