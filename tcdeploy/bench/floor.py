@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tcdeploy.bench.stats import intervals, median
 from tcdeploy.bench.timing import Timestamps
-from tcdeploy.models.convert.scheme_linear import count_elements
+from tcdeploy.models.convert.scheme_weight import count_elements
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.memory import KV_DTYPE_BYTES
 

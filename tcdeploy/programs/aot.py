@@ -47,7 +47,7 @@ HASHED_FILES = (
     "kernels/attention/interface.py", "kernels/experts/interface.py", "programs/aot.py", "programs/export.py",
     "programs/graph_parts.py", "programs/model_forward.py", "programs/packages.py", "programs/regions.py",
     "programs/roles.py", "programs/step_program.py",
-    "models/convert/packed_linears.py", "models/convert/scheme_linear.py",
+    "models/convert/packed_linears.py", "models/convert/scheme_linear.py", "models/convert/scheme_weight.py",
     "models/sources.py", "models/convert/static_rope.py", "torch_compat/inductor/aot_package.py",
     "torch_compat/inductor/aot_pdl.py", "torch_compat/inductor/package_builds.py",
     "torch_compat/dynamo/mark_dynamic.py", "torch_compat/dynamo/operation_trace.py",

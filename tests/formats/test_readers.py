@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.models.convert.scheme_linear import SchemeLinear
+from tcdeploy.models.convert.scheme_weight import SchemeExperts
 from tcdeploy.models.load_model import load_model
 from tcdeploy.models.weights.conversions import CONVERSIONS
 from tcdeploy.planning.recipe import build_recipe
@@ -37,7 +38,11 @@ def dense_weights(planned: PlannedModel) -> dict[str, Tensor]:
     model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
     weights = {name: tensor.float() for name, tensor in model.state_dict().items() if ".packed_" not in name}
     for path, module in model.named_modules():
-        if isinstance(module, SchemeLinear):
+        if isinstance(module, SchemeExperts):
+            dense = module.dequantised(torch.float32)
+            is_transposed = model.get_submodule(path.rpartition(".")[0]).is_transposed
+            weights[path] = dense.transpose(1, 2) if is_transposed else dense
+        elif isinstance(module, SchemeLinear):
             weights[f"{path}.weight"] = module.dequantised(torch.float32)
         elif isinstance(getattr(module, "packed_weight", None), nn.Parameter):
             weights[f"{path}.weight"] = module.weight.float()
@@ -69,17 +74,34 @@ def test_exponents_of_one_group_per_row_are_not_read_as_integers(tmp_path: Path)
 @pytest.mark.parametrize("name", experts.CASES)
 def test_experts_are_those_of_the_format(name: str, tmp_path: Path) -> None:
     """transformers stacks them. A model with the same weights in float32 has equal tensors."""
-    case = experts.CASES[name]
-    sizes = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "head_dim": None}
-    source = save_source(tmp_path / "source", case.family, **(sizes if case.family == "deepseek_v3" else {}))
-    dense = write_checkpoint(case.form, source, tmp_path / "model")
+    source = save_experts(name, tmp_path / "source")
+    dense = write_checkpoint(experts.CASES[name].form, source, tmp_path / "model")
     planned, expected = plan(tmp_path / "model"), plan(write_dense(source, dense, tmp_path / "dense"))
     weights, expected_weights = dense_weights(planned), dense_weights(expected)
     assert weights.keys() >= expected_weights.keys()
     for weight_name, values in expected_weights.items():
         assert torch.allclose(weights[weight_name], values, rtol=1e-6, atol=0), weight_name
-    assert [decision for decision in planned.plan.decisions if decision.name == "dequantised to float32"]
-    assert planned.plan.weight_bytes <= expected.plan.weight_bytes
+    reasons = [decision.reason for decision in planned.plan.decisions if decision.name == "dequantised to float32"]
+    stacks = dict(planned.architecture.expert_schemes)
+    layers = sum(name.endswith("experts.down_proj") for name in expected_weights)
+    if name == "gptq":  # down projections have one group of columns, whose order is that of the model
+        reason = "each of its experts has an order of columns of its own"
+        assert (reasons, stacks) == ([reason], {"int4_float16": layers})
+    else:
+        assert (reasons, stacks) == ([], {SCHEMES_OF_EXPERTS[name]: 2 * layers})
+
+
+SCHEMES_OF_EXPERTS = {
+    "gpt-oss": "mxfp4", "fp8 qwen3": "fp8_block", "fp8 deepseek": "fp8_block", "int4": "int4_bfloat16",
+    "nvfp4": "nvfp4", "mxfp4 experts only": "mxfp4", "modelopt nvfp4": "nvfp4", "awq": "int4_float16_zeros",
+}  # fmt: skip
+LATENT_SIZES = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "head_dim": None}
+
+
+def save_experts(name: str, folder: Path) -> Path:
+    """A dense model of the family of a case."""
+    family = experts.CASES[name].family
+    return save_source(folder, family, **(LATENT_SIZES if family == "deepseek_v3" else {}))
 
 
 FAULTS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {  # a format, a conversion, a change of its result

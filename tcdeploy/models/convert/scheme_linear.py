@@ -8,38 +8,26 @@ equal arguments, of which `programs/passes/cse.py` keeps one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tcdeploy.models.formats.quantised_weight import LayerScheme
+from tcdeploy.models.convert.scheme_weight import SchemeWeight
 from tcdeploy.planning.schemes import SCHEMES, Scheme
 
 
-class SchemeLinear(nn.Module):
-    """Rows [start, stop) of a linear layer, all by default. Its weight's tensors are parameters, named by suffix."""
+class SchemeLinear(SchemeWeight):
+    """Rows [start, stop) of a linear layer, all by default."""
 
     def __init__(
         self, scheme: Scheme, tensors: Sequence[Tensor], bias: nn.Parameter | None, start: int = 0,
         stop: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.scheme = scheme.name  # Dynamo would guard each field of the object
-        self.suffixes = tuple(tensor.suffix for tensor in scheme.tensors)
-        for suffix, tensor in zip(self.suffixes, tensors, strict=True):
-            parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
-            self.register_parameter(suffix, parameter)
+        super().__init__(scheme, tensors)
         self.packed_bias = bias
-        self.rows, self.in_features = scheme.dense_shape([tuple(tensor.shape) for tensor in tensors])
         self.start, self.stop = start, self.rows if stop is None else stop
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Of the whole weight, in the scheme's order."""
-        return [getattr(self, suffix) for suffix in self.suffixes]
 
     @property
     def bias(self) -> Tensor | None:
@@ -65,50 +53,3 @@ def packable(layers: Sequence[SchemeLinear]) -> bool:
     block = SCHEMES[layers[0].scheme].row_block
     row_shapes = {(layer.scheme, *(tensor.shape[1:] for tensor in layer.tensors)) for layer in layers}
     return len(row_shapes) == 1 and block > 0 and all(layer.rows % block == 0 for layer in layers)
-
-
-# (scheme, weight [rows, columns], columns that share a scale): the tensors of the scheme
-Quantise: TypeAlias = Callable[[Scheme, Tensor, int], Sequence[Tensor]]
-
-
-def quantise_values(scheme: Scheme, weight: Tensor, group_size: int) -> Sequence[Tensor]:
-    return scheme.quantise(weight, group_size)
-
-
-def quantise_linears(
-    model: nn.Module, scheme_of: Callable[[str], LayerScheme | None], quantise: Quantise = quantise_values
-) -> dict[str, LayerScheme]:
-    """Quantise the linear layers that have a scheme, by path, in place. For random weights and fake tensors.
-
-    quantise: how; traced tensors need another function. Returns the schemes by path. A layer whose columns are not a
-    multiple of the group size stays dense, and so does a head that is tied to the embedding.
-    """
-    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    schemes: dict[str, LayerScheme] = {}
-    for path, module in list(model.named_modules()):
-        choice = scheme_of(path) if type(module) is nn.Linear and id(module.weight) not in tied else None
-        if choice is None or (choice.group_size and module.in_features % choice.group_size):
-            continue
-        scheme = SCHEMES[choice.scheme]
-        tensors = quantise(scheme, module.weight.detach(), choice.group_size or module.in_features)
-        layer = SchemeLinear(scheme, tensors, module.bias)
-        model.set_submodule(path, layer)
-        schemes[path] = layer_scheme(layer)
-    return schemes
-
-
-def layer_scheme(layer: SchemeLinear) -> LayerScheme:
-    """The scheme of a layer with the columns that share a scale, 0 if the scheme fixes their number."""
-    scale = layer.tensors[1]
-    is_grouped = len(scale.shape) == 2 and layer.in_features % scale.shape[1] == 0
-    return LayerScheme(layer.scheme, layer.in_features // scale.shape[1] if is_grouped else 0)
-
-
-def count_elements(module: nn.Module) -> int:
-    """Elements of the parameters of a module, each once, with those of a quantised weight as in the dense matrix."""
-    counts = {id(parameter): parameter.numel() for parameter in module.parameters()}
-    for child in module.modules():
-        if isinstance(child, SchemeLinear):
-            first, *others = child.tensors
-            counts |= {id(first): child.rows * child.in_features, **dict.fromkeys(map(id, others), 0)}
-    return sum(counts.values())
