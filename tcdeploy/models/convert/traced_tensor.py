@@ -151,9 +151,14 @@ def _join(kind: str) -> Callable[..., Source]:
     def join(result: Tensor, tensors: list[TracedTensor], dim: int = 0) -> Source:
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise UnknownOperationError("weights of different dtypes are joined")
-        return tensors[0].source if kind == "cat" and len(tensors) == 1 else [
-            kind, dim % result.ndim, [tensor.source for tensor in tensors]
-        ]  # fmt: skip
+        sources, dim = [tensor.source for tensor in tensors], dim % result.ndim
+        if kind == "cat" and len(sources) == 1:
+            return sources[0]
+        if kind == "cat" and dim > 0 and all(source[:2] == ["stack", 0] for source in sources):
+            # Gates and ups of all experts: expert by expert, each matrix is read straight to its place.
+            experts = zip(*(source[2] for source in sources), strict=True)
+            return ["stack", 0, [["cat", dim - 1, [*parts]] for parts in experts]]
+        return [kind, dim, sources]
 
     return join
 
