@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
+from tcdeploy.models.convert import quantised_weights
+from tcdeploy.models.convert.scheme_experts import JoinedTensors, join_scheme_tensors
 from tcdeploy.models.convert.scheme_linear import SchemeLinear
 from tcdeploy.models.convert.scheme_weight import SchemeExperts
 from tcdeploy.models.load_model import load_model
 from tcdeploy.models.weights.conversions import CONVERSIONS
+from tcdeploy.models.weights.sources import Source, stored_names
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start.decide import decide
 from tcdeploy.start.planned import PlannedModel
@@ -102,6 +105,63 @@ def save_experts(name: str, folder: Path) -> Path:
     """A dense model of the family of a case."""
     family = experts.CASES[name].family
     return save_source(folder, family, **(LATENT_SIZES if family == "deepseek_v3" else {}))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "fp8 qwen3", "fp8 deepseek", "int4", "mxfp4 experts only"])
+def test_experts_take_the_bytes_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    write_checkpoint(experts.CASES[name].form, save_experts(name, tmp_path / "source"), tmp_path / "model")
+    planned = plan(tmp_path / "model", dtype="bfloat16")
+    stored_bytes = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
+    assert 0.9 * stored_bytes < planned.plan.weight_bytes <= 1.05 * stored_bytes
+    model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    assert planned.plan.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def swap_first(source: Source) -> Source:
+    kind, dim, [first, second, *others] = source
+    return [kind, dim, [second, first, *others]]
+
+
+def exchange_halves(source: Source) -> Source:
+    """Up before gate, in all experts."""
+    return ["stack", 0, [swap_first(pair) for pair in source[2]]]
+
+
+def repeat_first_half(source: Source) -> Source:
+    return ["stack", 0, [["cat", 0, [pair[2][0]] * 2] for pair in source[2]]]
+
+
+EXPERT_FAULTS: dict[str, tuple[int, Callable[[Source], Source]]] = {  # a tensor of the scheme, a change of its source
+    "scales of two experts swapped": (1, swap_first),
+    "two experts swapped": (0, swap_first),
+    "gate and up swapped": (0, exchange_halves),
+    "scales of gate and up swapped": (1, exchange_halves),
+    "scale of up dropped": (1, repeat_first_half),
+}
+
+
+@pytest.mark.parametrize("name", ["fp8 qwen3", "int4"])
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+def test_a_mistake_in_joining_experts_changes_weights(
+    fault: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, change = EXPERT_FAULTS[fault]
+    write_checkpoint(experts.CASES[name].form, save_experts(name, tmp_path / "source"), tmp_path / "model")
+    expected = dense_weights(plan(tmp_path / "model"))
+
+    def join_wrongly(source: Source, *arguments: Any) -> JoinedTensors:
+        joined = join_scheme_tensors(source, *arguments)
+        tensors = list(joined.tensors)
+        if "up_proj" in "".join(stored_names(source)):
+            tensors[index] = tensors[index]._replace(source=change(tensors[index].source))
+        return joined._replace(tensors=tuple(tensors))
+
+    monkeypatch.setattr(quantised_weights, "join_scheme_tensors", join_wrongly)
+    weights = dense_weights(plan(tmp_path / "model"))
+    path = "model.layers.1.mlp.experts"
+    assert not torch.allclose(weights[f"{path}.gate_up_proj"], expected[f"{path}.gate_up_proj"], rtol=1e-2, atol=1e-4)
+    assert torch.equal(weights[f"{path}.down_proj"], expected[f"{path}.down_proj"])
 
 
 FAULTS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {  # a format, a conversion, a change of its result
