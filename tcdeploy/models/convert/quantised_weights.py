@@ -20,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.convert.scheme_experts import (
-    NO_INTERFACE,
     CannotFollowError,
     join_scheme_tensors,
     stacked_weights,
@@ -161,7 +160,7 @@ def insert_quantised_weights(model: nn.Module, weights: Mapping[str, QuantisedWe
     dequantised: dict[str, int] = defaultdict(int)
     for tensor in _traced_tensors(model, trace):
         if used := [name for name in stored_names(tensor.source) if name in weights]:
-            dequantised[reasons.get(id(tensor)) or weights[used[0]].reason or NO_INTERFACE] += tensor.numel()
+            dequantised[reasons.get(id(tensor)) or _reason(weights[used[0]])] += tensor.numel()
             tensor.source, tensor.origin = replace_tensors(tensor.source, dense), trace
     return InsertedWeights(schemes, dict(dequantised))
 
@@ -188,6 +187,11 @@ def _insert_experts(
         stacked.replace(experts)
         schemes[stacked.path] = experts.layer_scheme
     return reasons
+
+
+def _reason(weight: QuantisedWeight) -> str:
+    kernels = "has kernels for linear layers, and for experts whose class supports transformers' interface"
+    return weight.reason or f"{weight.scheme} {kernels}"
 
 
 def _traced(source: WeightSource, trace: Trace) -> TracedTensor:

@@ -25,7 +25,6 @@ from tcdeploy.planning.schemes import SCHEMES
 from tcdeploy.torch_compat.transformers.experts_interface import supports_experts_interface
 
 NAMES = ("gate_up_proj", "up_proj", "down_proj")
-NO_INTERFACE = "the class of its experts does not support transformers' interface for them"
 
 
 class StackedWeight(NamedTuple):
