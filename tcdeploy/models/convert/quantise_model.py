@@ -11,18 +11,30 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tcdeploy.models.convert.scheme_experts import StackedWeight, stacked_weights
+from tcdeploy.models.convert.scheme_experts import stacked_weights
 from tcdeploy.models.convert.scheme_linear import SchemeLinear
 from tcdeploy.models.convert.scheme_weight import SchemeExperts
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.planning.schemes import SCHEMES, Scheme
 
-# (scheme, weight [rows, columns], columns that share a scale): the tensors of the scheme
+# (scheme, weight, columns that share a scale): the tensors of the scheme. weight: [rows, columns], or those of experts
+# [experts, rows, columns], whose tensors are stacked.
 Quantise: TypeAlias = Callable[[Scheme, Tensor, int], Sequence[Tensor]]
 
 
 def quantise_values(scheme: Scheme, weight: Tensor, group_size: int) -> Sequence[Tensor]:
-    return scheme.quantise(weight, group_size)
+    """Experts are quantised as one matrix if no block of rows is of two of them.
+
+    One at a time, the 12,000 of a large model would take minutes on fake tensors.
+    """
+    if weight.ndim == 2:
+        return scheme.quantise(weight, group_size)
+    experts, rows, _ = weight.shape
+    if rows % scheme.row_block == 0:
+        joined = scheme.quantise(weight.flatten(0, 1), group_size)
+        return [tensor.unflatten(0, (experts, -1)) for tensor in joined]
+    parts = [scheme.quantise(matrix, group_size) for matrix in weight]
+    return [torch.stack(pieces) for pieces in zip(*parts, strict=True)]
 
 
 def quantise_model(
@@ -60,29 +72,14 @@ def _quantise_experts(
     schemes: dict[str, LayerScheme] = {}
     for stacked in list(stacked_weights(model)):
         choice = scheme_of(stacked.path)
-        columns = stacked.tensor.shape[1 if stacked.is_transposed else 2]
-        if choice is None or (choice.group_size and columns % choice.group_size):
+        if choice is None or (choice.group_size and stacked.columns % choice.group_size):
             continue
         scheme = SCHEMES[choice.scheme]
         if scheme.row_block:
-            tensors = _quantise_stack(scheme, stacked, choice.group_size or columns, quantise)
-            experts = SchemeExperts(scheme, tensors, len(tensors[0]))
+            weight = stacked.tensor.detach()
+            weight = weight.transpose(1, 2) if stacked.is_transposed else weight
+            tensors = quantise(scheme, weight, choice.group_size or stacked.columns)
+            experts = SchemeExperts(scheme, tensors, len(weight))
             stacked.replace(experts)
             schemes[stacked.path] = experts.layer_scheme
     return schemes
-
-
-def _quantise_stack(scheme: Scheme, stacked: StackedWeight, group_size: int, quantise: Quantise) -> list[Tensor]:
-    """The tensors of all experts, which are quantised as one matrix if no block of rows is of two of them.
-
-    One at a time, 12,000 of a large model on fake tensors would take minutes.
-    """
-    weight = stacked.tensor.detach()
-    if stacked.is_transposed:
-        weight = weight.transpose(1, 2)
-    count, rows, _ = weight.shape
-    if rows % scheme.row_block == 0:
-        joined = quantise(scheme, weight.flatten(0, 1), group_size)
-        return [tensor.unflatten(0, (count, -1)) for tensor in joined]
-    parts = [quantise(scheme, matrix, group_size) for matrix in weight]
-    return [torch.stack(pieces) for pieces in zip(*parts, strict=True)]

@@ -39,6 +39,11 @@ class StackedWeight(NamedTuple):
     def tensor(self) -> Tensor:
         return getattr(self.module, self.name)  # type: ignore[no-any-return]
 
+    @property
+    def columns(self) -> int:
+        """k: the inputs of an expert."""
+        return self.tensor.shape[1 if self.is_transposed else 2]
+
     def replace(self, experts: SchemeExperts) -> None:
         delattr(self.module, self.name)
         self.module.add_module(self.name, experts)
