@@ -21,8 +21,9 @@ from tcdeploy.models.weights.sources import Source, stored_names
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start.decide import decide
 from tcdeploy.start.planned import PlannedModel
+from tcdeploy.start.workers.parallel import make_short_copy
 from tests.formats import bitsandbytes, compressed, experts, fp8, int_packed, modelopt, torchao
-from tests.formats.checkpoint import Format, save_source, write_checkpoint, write_dense
+from tests.formats.checkpoint import Format, change_json, save_source, write_checkpoint, write_dense
 
 FORMATS: dict[str, Format] = {
     f"{module.__name__.rpartition('.')[2]}: {name}": form
@@ -116,6 +117,25 @@ def test_experts_take_the_bytes_of_the_checkpoint(name: str, tmp_path: Path) -> 
     model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     assert planned.plan.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("name", [name for name in experts.CASES if name != "gptq"])
+def test_random_experts_have_the_tensors_of_loaded_ones(name: str, tmp_path: Path) -> None:
+    """By the config of the checkpoint, and by that of compile workers. The config of GPTQ does not tell its groups."""
+    write_checkpoint(experts.CASES[name].form, save_experts(name, tmp_path / "source"), tmp_path / "model")
+    planned = plan(tmp_path / "model")
+    short_copy = make_short_copy(planned.fake_model, planned)
+    change_json(tmp_path / "source" / "config.json", short_copy.config)
+    plans = (planned, plan(tmp_path / "model", load_format="dummy"), plan(tmp_path / "source", load_format="dummy"))
+    loaded, random, of_worker = (expert_tensors(item) for item in plans)
+    assert loaded == random and loaded
+    assert of_worker and of_worker.items() <= loaded.items()
+
+
+def expert_tensors(planned: PlannedModel) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
+    tensors = dict(model.named_parameters())
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items() if ".experts." in name}
 
 
 def swap_first(source: Source) -> Source:
