@@ -41,7 +41,7 @@ def find(settings: Mapping[str, Any], layer: Layer) -> dict[str, QuantisedWeight
 
 
 def scheme_of(settings: Mapping[str, Any], path: str) -> LayerScheme | None:
-    return None if is_listed(path, settings["ignore"]) else LayerScheme(SCHEME.name)
+    return None if ".experts." in path or is_listed(path, settings["ignore"]) else LayerScheme(SCHEME.name)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Pre
 
 from tcdeploy.bench.timing import Timestamps
 from tcdeploy.errors import TcdeployError
+from tcdeploy.kernels.experts.interface import use_experts_function
+from tcdeploy.models.convert.scheme_weight import SchemeExperts
 from tcdeploy.models.load import quiet_transformers
 from tcdeploy.models.load_model import load_model
 from tcdeploy.planning.plan import Plan
@@ -76,7 +78,10 @@ class BaselineModel:
 
 def load_baseline(name: str, plan: Plan, config: PreTrainedConfig) -> BaselineModel:
     """Load the plan's weights. Random weights are equal too, since they come from a fixed seed."""
-    return BaselineModel(name, load_model(plan, config, ATTN_IMPLEMENTATION, packed_linears=()), plan)
+    model = load_model(plan, config, ATTN_IMPLEMENTATION, packed_linears=())
+    if any(isinstance(module, SchemeExperts) for module in model.modules()):
+        use_experts_function(model)  # transformers' own functions read dense experts only
+    return BaselineModel(name, model, plan)
 
 
 def _run_eager(model: PreTrainedModel, ids: Tensor, new_tokens: int, timestamps: Timestamps) -> None:

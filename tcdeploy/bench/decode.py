@@ -52,6 +52,7 @@ def measure(subject: str, deployment: Deployment, session: Session[DecodeSetting
     engine, plan, settings = deployment.engine, deployment.plan, session.settings
     prompts = Prompts(deployment.planned.architecture.vocab_size, settings.seed)
     weights = count_weights(engine.runner.model, plan.weight_bytes)
+    session.add_notes(weights.notes)
     for bucket in plan.decode_buckets:
         session.progress.stage(bucket.name)
         batch, context = bucket.size, effective_context(plan, bucket.size, settings)

@@ -6,8 +6,12 @@ the rate of a large matmul, and the time to read the weights. Both rates are mea
 are loaded, because machines of the same kind differ by several percent.
 
 The floors leave out attention FLOPs, activations and the untied input embedding, and count the LM head as one token
-per prompt, so that they are never too high. Mixtures of experts have no floor: the experts that a batch activates
-depend on its tokens.
+per prompt, so that they are never too high.
+
+A step of a mixture reads the experts that its tokens select: of one token exactly its top k. Of more tokens it is the
+number of different experts that are expected if each token selects its top k uniformly. Real routers prefer some
+experts, so batches of one text may read fewer, and their floor may be too high; `UNIFORM_ROUTING` is printed beside it.
+Mixtures whose experts do not support transformers' interface, or whose config states no top k, have no floor.
 """
 
 from __future__ import annotations
@@ -15,22 +19,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from tcdeploy.bench.stats import intervals, median
 from tcdeploy.bench.timing import Timestamps
-from tcdeploy.models.convert.scheme_linear import count_elements
+from tcdeploy.models.convert.scheme_weight import count_elements
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.memory import KV_DTYPE_BYTES
+from tcdeploy.torch_compat.transformers.experts_interface import supports_experts_interface
 
 WARMUP_SECONDS = 0.3  # until clocks have risen
 REPEATS = 9
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+TOP_K_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+UNIFORM_ROUTING = (
+    "floors of several tokens count the experts that they select if all are selected equally often; "
+    "a batch that selects fewer reads less"
+)
 
 
 @dataclass(frozen=True)
@@ -44,17 +54,47 @@ class Rates:
     dtype: str
 
 
+class ExpertSizes(NamedTuple):
+    """The routed experts of all layers together; each has `per_layer`, of which a token selects `top_k`."""
+
+    num_bytes: int
+    parameters: int
+    per_layer: int
+    top_k: int
+
+    def share_read(self, tokens: int) -> float:
+        """The expected share of the experts that a step of so many tokens reads: 0 to 1."""
+        return 1 - (1 - self.top_k / self.per_layer) ** tokens
+
+
 class WeightSizes(NamedTuple):
-    """Sizes of a model's parts. `step_bytes` are read by every step, whatever its number of tokens."""
+    """Sizes of a model's parts. `step_bytes` are read by a step that selects all experts."""
 
     step_bytes: int
     body_parameters: int  # without the input embedding and the LM head
-    is_dense: bool
+    experts: ExpertSizes | None = None
+    has_floor: bool = True
+
+    def bytes_read(self, tokens: int) -> int:
+        unread = 0 if self.experts is None else self.experts.num_bytes * (1 - self.experts.share_read(tokens))
+        return self.step_bytes - round(unread)
+
+    @property
+    def parameters_per_token(self) -> int:
+        """Of the body, with which a token is multiplied."""
+        if self.experts is None:
+            return self.body_parameters
+        return self.body_parameters - round(self.experts.parameters * (1 - self.experts.share_read(1)))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to print beside the floors."""
+        return () if self.experts is None else (UNIFORM_ROUTING,)
 
 
 class DecodeFloor(NamedTuple):
     bytes_read: int
-    floor_ms: float | None  # None: a mixture of experts
+    floor_ms: float | None  # None: a mixture without a floor
 
 
 def measure_rates(device: str, dtype: str) -> Rates:
@@ -76,7 +116,20 @@ def count_weights(model: PreTrainedModel, plan_weight_bytes: int) -> WeightSizes
     is_tied = head is None or any(tensor.data_ptr() == embedding.data_ptr() for tensor in head.parameters())
     unread_bytes = 0 if is_tied else embedding.nbytes
     body_parameters = count_elements(model) - embedding.numel() - (0 if is_tied else count_elements(head))
-    return WeightSizes(plan_weight_bytes - unread_bytes, body_parameters, not _has_experts(model.config))
+    experts = _count_experts(model)
+    has_floor = experts is not None or not _states(model.config, EXPERT_COUNT_KEYS, minimum=2)
+    return WeightSizes(plan_weight_bytes - unread_bytes, body_parameters, experts, has_floor)
+
+
+def _count_experts(model: PreTrainedModel) -> ExpertSizes | None:
+    """None for a dense model, and for a mixture of which it is not known what a token selects."""
+    layers: list[Any] = [module for module in model.modules() if supports_experts_interface(module)]
+    top_k = _states(model.config, TOP_K_KEYS, minimum=1)
+    counts = {layer.num_experts for layer in layers}
+    if not top_k or len(counts) != 1:
+        return None
+    num_bytes = sum(tensor.nbytes for layer in layers for tensor in layer.parameters())
+    return ExpertSizes(num_bytes, sum(map(count_elements, layers)), counts.pop(), top_k)
 
 
 def kv_read_bytes(architecture: Architecture, kv_dtype: str, context: int) -> int:
@@ -89,16 +142,16 @@ def kv_read_bytes(architecture: Architecture, kv_dtype: str, context: int) -> in
 def decode_floor(
     weights: WeightSizes, architecture: Architecture, kv_dtype: str, rates: Rates, batch: int, context: int
 ) -> DecodeFloor:
-    bytes_read = weights.step_bytes + batch * kv_read_bytes(architecture, kv_dtype, context)
-    return DecodeFloor(bytes_read, bytes_read / rates.copy_bytes_per_second * 1e3 if weights.is_dense else None)
+    bytes_read = weights.bytes_read(batch) + batch * kv_read_bytes(architecture, kv_dtype, context)
+    return DecodeFloor(bytes_read, bytes_read / rates.copy_bytes_per_second * 1e3 if weights.has_floor else None)
 
 
 def prefill_floor_ms(tokens: int, rates: Rates, weights: WeightSizes) -> float | None:
     """The floor of prefilling one prompt: the larger of arithmetic and reading the weights."""
-    if not weights.is_dense:
+    if not weights.has_floor:
         return None
-    arithmetic_seconds = 2 * weights.body_parameters * tokens / rates.matmul_flop_per_second
-    return max(arithmetic_seconds, weights.step_bytes / rates.copy_bytes_per_second) * 1e3
+    arithmetic_seconds = 2 * weights.parameters_per_token * tokens / rates.matmul_flop_per_second
+    return max(arithmetic_seconds, weights.bytes_read(tokens) / rates.copy_bytes_per_second) * 1e3
 
 
 def share_of_floor(floor_ms: float | None, ms: float) -> float | None:
@@ -106,9 +159,11 @@ def share_of_floor(floor_ms: float | None, ms: float) -> float | None:
     return None if floor_ms is None else floor_ms / ms
 
 
-def _has_experts(config: object) -> bool:
+def _states(config: object, keys: tuple[str, ...], minimum: int) -> int:
+    """The first integer of at least `minimum` under these keys of the config of the text model, or 0."""
     text_config = getattr(config, "text_config", config)
-    return any((getattr(text_config, name, None) or 0) > 1 for name in EXPERT_COUNT_KEYS)
+    values = (getattr(text_config, key, None) for key in keys)
+    return next((value for value in values if isinstance(value, int) and value >= minimum), 0)
 
 
 def _copy_seconds(device: str, size: int) -> float:

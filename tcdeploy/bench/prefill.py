@@ -36,6 +36,7 @@ def measure(subject: str, deployment: Deployment, session: Session[PrefillSettin
     engine, plan, settings = deployment.engine, deployment.plan, session.settings
     prompts = Prompts(deployment.planned.architecture.vocab_size, settings.seed)
     weights = count_weights(engine.runner.model, plan.weight_bytes)
+    session.add_notes(weights.notes)
     for length in settings.lengths_within(plan):
         session.progress.stage(f"prompts of {length}")
         measure_ttft(engine, prompts.draw(length))  # untimed: the first prompt of a length allocates buffers

@@ -7,7 +7,7 @@ torch's caches. No deployment is referenced beyond the call that measures it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -35,8 +35,12 @@ class Session(Generic[SettingsT]):
     progress: Progress
     planned: PlannedModel
     rates: Rates
-    notes: list[str] = field(default_factory=list)  # deviations of baselines from what their names promise
+    notes: list[str] = field(default_factory=list)  # what baselines do otherwise, and what floors assume
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def add_notes(self, notes: Iterable[str]) -> None:
+        """Each once, also if several subjects have it."""
+        self.notes.extend(note for note in notes if note not in self.notes)
 
     def prepare(self, recipe: Recipe) -> Deployment:
         deployment = prepare(recipe, self.progress, needs_model=True)

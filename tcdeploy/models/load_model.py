@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.convert.convert_model import convert_model
+from tcdeploy.models.convert.quantise_model import quantise_model
 from tcdeploy.models.convert.quantised_weights import loading_refusal
-from tcdeploy.models.convert.scheme_linear import quantise_linears
 from tcdeploy.models.formats.methods import is_quantised, scheme_finder
 from tcdeploy.models.load import quiet_transformers, translating_errors
 from tcdeploy.models.pretrained import pretrained_model
@@ -74,5 +74,5 @@ def _dummy_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str)
     for name in float32_tensors(model, dtype):
         tensors[name].data = tensors[name].data.float()
     draw_dummy_weights(model)
-    quantise_linears(model, scheme_finder(config))
+    quantise_model(model, scheme_finder(config))
     return model

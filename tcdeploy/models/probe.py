@@ -28,7 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tcdeploy.errors import TcdeployError, UnsupportedArchitectureError, UnsupportedModelError
 from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, read_layers
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
-from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_linears
+from tcdeploy.models.convert.quantise_model import quantise_model
+from tcdeploy.models.convert.scheme_weight import SchemeWeight
 from tcdeploy.models.convert.static_rope import freeze_rope
 from tcdeploy.models.formats.methods import has_fp8_inputs, quantisation_method
 from tcdeploy.models.formats.quantised_weight import LayerScheme
@@ -123,21 +124,24 @@ def _probe(
 
 
 def quantise_probed(probed: ProbedModel, scheme_of: Callable[[str], LayerScheme | None]) -> ProbedModel:
-    """The same model, whose linear layers have these schemes, by path. Changes the fake model in place."""
-    schemes = quantise_linears(probed.model, scheme_of)
+    """The same model, whose linear layers and experts have these schemes, by path. Changes the fake model in place."""
+    quantise_model(probed.model, scheme_of)
+    weights = [module for module in probed.model.modules() if isinstance(module, SchemeWeight)]
     architecture = dataclasses.replace(
         probed.architecture, weight_bytes=_bytes_by_dtype(probed.model),
-        schemes=dict(Counter(found.scheme for found in schemes.values())),
+        schemes=dict(Counter(weight.scheme for weight in weights if not weight.experts)),
+        expert_schemes=dict(Counter(weight.scheme for weight in weights if weight.experts)),
         largest_scheme_elements=_largest_scheme_elements(probed),
     )  # fmt: skip
     return ProbedModel(architecture, probed.model)
 
 
 def _largest_scheme_elements(probed: ProbedModel) -> int:
+    """Experts are dequantised one at a time."""
     elements = {
         path: module.rows * module.in_features
         for path, module in probed.model.named_modules()
-        if isinstance(module, SchemeLinear)
+        if isinstance(module, SchemeWeight)
     }
     groups = [sum(elements.get(path, 0) for path in paths) for paths in probed.architecture.packed_linears]
     return max((*groups, *elements.values()), default=0)

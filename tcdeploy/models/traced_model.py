@@ -22,8 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tcdeploy.errors import TcdeployError
 from tcdeploy.models.auto_classes import model_class
 from tcdeploy.models.convert.convert_model import convert_model
+from tcdeploy.models.convert.quantise_model import quantise_model
 from tcdeploy.models.convert.quantised_weights import InsertedWeights, insert_quantised_weights
-from tcdeploy.models.convert.scheme_linear import quantise_linears
 from tcdeploy.models.convert.traced_tensor import Trace, TracedTensor, quantise_traced
 from tcdeploy.models.formats.methods import requested_scheme_finder, without_settings
 from tcdeploy.models.load import quiet_transformers
@@ -119,7 +119,7 @@ def trace_model(
         with quiet_transformers(), torch.no_grad():
             model = model_of_tensors(plan, without_settings(config), attn_implementation, trace.tensors())
             inserted = insert_quantised_weights(model, quantised, Trace(stored))
-            inserted.schemes.update(quantise_linears(model, requested_scheme_finder(config), quantise_traced))
+            inserted.schemes.update(quantise_model(model, requested_scheme_finder(config), quantise_traced))
             convert_model(model, packed_linears)
             copy.deepcopy(model, {id(tensor): tensor for _, tensor in _named_tensors(model)})  # as `loading` copies it
     except TcdeployError:

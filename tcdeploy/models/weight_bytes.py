@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tcdeploy.models.convert.scheme_linear import SchemeLinear
+from tcdeploy.models.convert.scheme_weight import SchemeWeight
 from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors
 
 PROBE_DTYPE = torch.bfloat16  # of the fake model: grouped expert GEMMs support no other dtype on fake tensors
@@ -20,7 +20,7 @@ def weight_bytes(model: nn.Module, dtype: str) -> dict[str, int]:
     loaded_dtype = getattr(torch, dtype)
     in_float32 = float32_tensors(model, loaded_dtype)
     in_scheme = {
-        id(tensor) for module in model.modules() if isinstance(module, SchemeLinear) for tensor in module.tensors
+        id(tensor) for module in model.modules() if isinstance(module, SchemeWeight) for tensor in module.tensors
     }
     sizes: dict[str, int] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

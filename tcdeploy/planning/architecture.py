@@ -94,6 +94,8 @@ class Architecture:
     quantisation: str = ""  # method of the checkpoint
     schemes: Mapping[str, int] = field(default_factory=dict)  # linear layers whose weights stay quantised, by scheme
     fp8_inputs: bool = False  # the checkpoint, or --quantize fp8, also asks for linear layers' inputs in FP8
+    # Weights of all experts of a layer, such as those of the down projections, that stay quantised, by scheme.
+    expert_schemes: Mapping[str, int] = field(default_factory=dict)
     # Elements of the largest weight in a scheme, that of a packed group, of which a product may make a dense copy.
     largest_scheme_elements: int = 0
     is_multimodal: bool = False  # it also has parts for images, audio or video, which are not run

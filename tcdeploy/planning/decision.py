@@ -76,9 +76,12 @@ def decide_inputs(
     dtype = _decide_dtype(recipe, architecture, device, decisions)
     kv_dtype = _decide_kv_dtype(recipe, environment, architecture, device, dtype, decisions)
     dtypes = DTypes(weight=dtype, kv=kv_dtype, compute=dtype)
-    if architecture.schemes:
-        layers = ", ".join(f"{count} linear layers in {scheme}" for scheme, count in architecture.schemes.items())
-        decisions.add("weights", layers, f"quantised with {architecture.quantisation}; others are {dtypes.weight}")
+    quantised = [f"{count} linear layers in {scheme}" for scheme, count in architecture.schemes.items()]
+    quantised += [f"{count} stacks of experts in {scheme}" for scheme, count in architecture.expert_schemes.items()]
+    if quantised:
+        decisions.add(
+            "weights", ", ".join(quantised), f"quantised with {architecture.quantisation}; others are {dtypes.weight}"
+        )
     elif architecture.quantisation:
         method = f"{architecture.quantisation} dequantised to {dtypes.weight}"
         decisions.add("weights", method, "GEMMs with quantised weights are not supported yet")

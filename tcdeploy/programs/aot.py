@@ -34,7 +34,7 @@ from tcdeploy.programs.export import ExportedStep, TracedLayer, export_step
 from tcdeploy.programs.jit import inductor_options
 from tcdeploy.programs.model_forward import StepInputs, TransformersForward, step_tensors
 from tcdeploy.programs.packages import PackagedForward, StepProgramKey
-from tcdeploy.programs.passes.grouped_mm import graph_modules
+from tcdeploy.programs.passes.foreign_ops import graph_modules
 from tcdeploy.programs.roles import ROLE, TOKEN_DIMS, compiling, log_no_roles
 from tcdeploy.programs.stances import current_stance
 from tcdeploy.programs.step_program import StepProgram
@@ -44,10 +44,10 @@ from tcdeploy.torch_compat.inductor.aot_package import start_package
 
 # Files of this package that decide what an exported program computes or how it is stored, beside those of `sources`.
 HASHED_FILES = (
-    "kernels/attention/interface.py", "programs/aot.py", "programs/export.py", "programs/graph_parts.py",
-    "programs/model_forward.py", "programs/packages.py", "programs/regions.py", "programs/roles.py",
-    "programs/step_program.py",
-    "models/convert/packed_linears.py", "models/convert/scheme_linear.py",
+    "kernels/attention/interface.py", "kernels/experts/interface.py", "programs/aot.py", "programs/export.py",
+    "programs/graph_parts.py", "programs/model_forward.py", "programs/packages.py", "programs/regions.py",
+    "programs/roles.py", "programs/step_program.py",
+    "models/convert/packed_linears.py", "models/convert/scheme_linear.py", "models/convert/scheme_weight.py",
     "models/sources.py", "models/convert/static_rope.py", "torch_compat/inductor/aot_package.py",
     "torch_compat/inductor/aot_pdl.py", "torch_compat/inductor/package_builds.py",
     "torch_compat/dynamo/mark_dynamic.py", "torch_compat/dynamo/operation_trace.py",

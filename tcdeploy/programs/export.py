@@ -28,7 +28,7 @@ from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadat
 from tcdeploy.kernels.state.layer_state import LayerBinding, StateTensors
 from tcdeploy.programs.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
-from tcdeploy.programs.passes.grouped_mm import foreign_ops, graph_modules, op_name, replace_grouped_mm
+from tcdeploy.programs.passes.foreign_ops import foreign_ops, graph_modules, op_name
 from tcdeploy.programs.regions import LayerKind
 from tcdeploy.programs.roles import ROLE, Role, role_of_name
 from tcdeploy.programs.step_program import InputSpec, ProgramCall, StepProgram
@@ -246,7 +246,6 @@ def _export(function: Callable[[list[Tensor]], Any], inputs: list[_Input]) -> Ex
     examples = [item.example.detach() for item in inputs]
     shapes = ([item.dynamic_shape for item in inputs],)
     exported = torch.export.export(_Function(function), (examples,), dynamic_shapes=shapes, strict=False)
-    replace_grouped_mm(exported)
     if exported.constants:
         raise NotImplementedError(f"its forward creates constant tensors ({', '.join(exported.constants)})")
     for node, item in zip(exported.graph.find_nodes(op="placeholder"), inputs, strict=True):

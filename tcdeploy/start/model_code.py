@@ -45,6 +45,7 @@ from tcdeploy.errors import UsageError
 from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION, register_attention
 from tcdeploy.kernels.attention.metadata import StepHolder, make_split_counters
+from tcdeploy.kernels.experts.interface import use_experts_function
 from tcdeploy.kernels.state.layer_state import allocate_state, slot_tensors
 from tcdeploy.kernels.state.mechanisms import bind_state
 from tcdeploy.models.convert.kv_scales import add_dummy_kv_scales, find_kv_scales, load_kv_scales
@@ -323,6 +324,7 @@ def load_runner(planned: PlannedModel, model: PreTrainedModel | None = None) -> 
         if plan.kv_dtype == FP8_KV and planned.traced_model is None:
             _add_kv_scales(model, planned)
     quantise_inputs((layer.module for layer in find_layers(model, architecture)), plan.fp8_min_rows)
+    use_experts_function(model)
     step_holder, state = StepHolder(), allocate_state(plan, architecture)
     bind_state(model, architecture, state, step_holder)
     return ModelRunner(

@@ -49,6 +49,7 @@ from tcdeploy.errors import CompileError, MismatchError, SpaceError, TcdeployErr
 from tcdeploy.host.regular_file import read_regular
 from tcdeploy.kernels.attention import ops  # noqa: F401 - registers the ops that packages call
 from tcdeploy.kernels.attention.metadata import StepHolder, make_split_counters
+from tcdeploy.kernels.experts import ops as expert_ops  # noqa: F401 - registers the ops that packages call
 from tcdeploy.kernels.linear import ops as linear_ops  # noqa: F401 - registers the ops that packages call
 from tcdeploy.kernels.state import mechanisms  # noqa: F401 - registers the ops that packages call
 from tcdeploy.kernels.state.layer_state import allocate_state, named_state, slot_tensors

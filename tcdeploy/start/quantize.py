@@ -121,16 +121,28 @@ def schemes_by_name(requested: RequestedModel) -> dict[str, LayerScheme]:
     schemes: dict[str, LayerScheme] = {}
     for source in requested.traced.sources.values():
         for _, _, _, (scheme, group_size, _), (weight,) in conversions(source, "quantised"):
-            match weight:
-                case ["tensor", name] if name.endswith(WEIGHT):
-                    schemes[name] = LayerScheme(scheme, group_size)
-                case _:
-                    raise _conversion_error(weight)
+            for part in _joined_rows(weight):
+                match part:
+                    case ["tensor", name] if name.endswith(WEIGHT):
+                        schemes[name] = LayerScheme(scheme, group_size)
+                    case _:
+                        raise _conversion_error(weight)
     return schemes
+
+
+def _joined_rows(weight: Source) -> list[Source]:
+    """Gate and up of an expert are one matrix in the model. No scheme here has scales that rows share."""
+    match weight:
+        case ["cat", 0, parts]:
+            return parts  # type: ignore[no-any-return]
+    return [weight]
 
 
 def _conversion_error(weight: Source) -> TcdeployError:
     names = ", ".join(itertools.islice(stored_names(weight), 3))
+    if "experts" in names:
+        message = f"experts are not stored one by one, as the saved format requires: {names}"
+        return UsageError(message, "serve the model with --quantize, or leave experts dense: --skip experts")
     message = f"the weight of a linear layer is not one tensor of the checkpoint: it is made of {names}"
     return UsageError(message, "serve the model with --quantize, or leave the layer dense with --skip NAME")
 

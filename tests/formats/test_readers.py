@@ -11,14 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
+from tcdeploy.models.convert import quantised_weights
+from tcdeploy.models.convert.scheme_experts import JoinedTensors, join_scheme_tensors
 from tcdeploy.models.convert.scheme_linear import SchemeLinear
+from tcdeploy.models.convert.scheme_weight import SchemeExperts
 from tcdeploy.models.load_model import load_model
 from tcdeploy.models.weights.conversions import CONVERSIONS
+from tcdeploy.models.weights.sources import Source, stored_names
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start.decide import decide
 from tcdeploy.start.planned import PlannedModel
+from tcdeploy.start.workers.parallel import make_short_copy
 from tests.formats import bitsandbytes, compressed, experts, fp8, int_packed, modelopt, torchao
-from tests.formats.checkpoint import Format, save_source, write_checkpoint, write_dense
+from tests.formats.checkpoint import Format, change_json, save_source, write_checkpoint, write_dense
 
 FORMATS: dict[str, Format] = {
     f"{module.__name__.rpartition('.')[2]}: {name}": form
@@ -37,7 +42,11 @@ def dense_weights(planned: PlannedModel) -> dict[str, Tensor]:
     model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
     weights = {name: tensor.float() for name, tensor in model.state_dict().items() if ".packed_" not in name}
     for path, module in model.named_modules():
-        if isinstance(module, SchemeLinear):
+        if isinstance(module, SchemeExperts):
+            dense = module.dequantised(torch.float32)
+            is_transposed = model.get_submodule(path.rpartition(".")[0]).is_transposed
+            weights[path] = dense.transpose(1, 2) if is_transposed else dense
+        elif isinstance(module, SchemeLinear):
             weights[f"{path}.weight"] = module.dequantised(torch.float32)
         elif isinstance(getattr(module, "packed_weight", None), nn.Parameter):
             weights[f"{path}.weight"] = module.weight.float()
@@ -69,17 +78,110 @@ def test_exponents_of_one_group_per_row_are_not_read_as_integers(tmp_path: Path)
 @pytest.mark.parametrize("name", experts.CASES)
 def test_experts_are_those_of_the_format(name: str, tmp_path: Path) -> None:
     """transformers stacks them. A model with the same weights in float32 has equal tensors."""
-    case = experts.CASES[name]
-    sizes = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "head_dim": None}
-    source = save_source(tmp_path / "source", case.family, **(sizes if case.family == "deepseek_v3" else {}))
-    dense = write_checkpoint(case.form, source, tmp_path / "model")
+    source = save_experts(name, tmp_path / "source")
+    dense = write_checkpoint(experts.CASES[name].form, source, tmp_path / "model")
     planned, expected = plan(tmp_path / "model"), plan(write_dense(source, dense, tmp_path / "dense"))
     weights, expected_weights = dense_weights(planned), dense_weights(expected)
     assert weights.keys() >= expected_weights.keys()
     for weight_name, values in expected_weights.items():
         assert torch.allclose(weights[weight_name], values, rtol=1e-6, atol=0), weight_name
-    assert [decision for decision in planned.plan.decisions if decision.name == "dequantised to float32"]
-    assert planned.plan.weight_bytes <= expected.plan.weight_bytes
+    reasons = [decision.reason for decision in planned.plan.decisions if decision.name == "dequantised to float32"]
+    stacks = dict(planned.architecture.expert_schemes)
+    layers = sum(name.endswith("experts.down_proj") for name in expected_weights)
+    if name == "gptq":  # down projections have one group of columns, whose order is that of the model
+        reason = "each of its experts has an order of columns of its own"
+        assert (reasons, stacks) == ([reason], {"int4_float16": layers})
+    else:
+        assert (reasons, stacks) == ([], {SCHEMES_OF_EXPERTS[name]: 2 * layers})
+
+
+SCHEMES_OF_EXPERTS = {
+    "gpt-oss": "mxfp4", "fp8 qwen3": "fp8_block", "fp8 deepseek": "fp8_block", "int4": "int4_bfloat16",
+    "nvfp4": "nvfp4", "mxfp4 experts only": "mxfp4", "modelopt nvfp4": "nvfp4", "awq": "int4_float16_zeros",
+}  # fmt: skip
+LATENT_SIZES = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "head_dim": None}
+
+
+def save_experts(name: str, folder: Path) -> Path:
+    """A dense model of the family of a case."""
+    family = experts.CASES[name].family
+    return save_source(folder, family, **(LATENT_SIZES if family == "deepseek_v3" else {}))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "fp8 qwen3", "fp8 deepseek", "int4", "mxfp4 experts only"])
+def test_experts_take_the_bytes_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    write_checkpoint(experts.CASES[name].form, save_experts(name, tmp_path / "source"), tmp_path / "model")
+    planned = plan(tmp_path / "model", dtype="bfloat16")
+    stored_bytes = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
+    assert 0.9 * stored_bytes < planned.plan.weight_bytes <= 1.05 * stored_bytes
+    model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    assert planned.plan.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("name", [name for name in experts.CASES if name != "gptq"])
+def test_random_experts_have_the_tensors_of_loaded_ones(name: str, tmp_path: Path) -> None:
+    """By the config of the checkpoint, and by that of compile workers. The config of GPTQ does not tell its groups."""
+    write_checkpoint(experts.CASES[name].form, save_experts(name, tmp_path / "source"), tmp_path / "model")
+    planned = plan(tmp_path / "model")
+    short_copy = make_short_copy(planned.fake_model, planned)
+    change_json(tmp_path / "source" / "config.json", short_copy.config)
+    plans = (planned, plan(tmp_path / "model", load_format="dummy"), plan(tmp_path / "source", load_format="dummy"))
+    loaded, random, of_worker = (expert_tensors(item) for item in plans)
+    assert loaded == random and loaded
+    assert of_worker and of_worker.items() <= loaded.items()
+
+
+def expert_tensors(planned: PlannedModel) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    model = load_model(planned.plan, planned.config, ATTN_IMPLEMENTATION, (), planned.traced_model)
+    tensors = dict(model.named_parameters())
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items() if ".experts." in name}
+
+
+def swap_first(source: Source) -> Source:
+    kind, dim, [first, second, *others] = source
+    return [kind, dim, [second, first, *others]]
+
+
+def exchange_halves(source: Source) -> Source:
+    """Up before gate, in all experts."""
+    return ["stack", 0, [swap_first(pair) for pair in source[2]]]
+
+
+def repeat_first_half(source: Source) -> Source:
+    return ["stack", 0, [["cat", 0, [pair[2][0]] * 2] for pair in source[2]]]
+
+
+EXPERT_FAULTS: dict[str, tuple[int, Callable[[Source], Source]]] = {  # a tensor of the scheme, a change of its source
+    "scales of two experts swapped": (1, swap_first),
+    "two experts swapped": (0, swap_first),
+    "gate and up swapped": (0, exchange_halves),
+    "scales of gate and up swapped": (1, exchange_halves),
+    "scale of up dropped": (1, repeat_first_half),
+}
+
+
+@pytest.mark.parametrize("name", ["fp8 qwen3", "int4"])
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+def test_a_mistake_in_joining_experts_changes_weights(
+    fault: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, change = EXPERT_FAULTS[fault]
+    write_checkpoint(experts.CASES[name].form, save_experts(name, tmp_path / "source"), tmp_path / "model")
+    expected = dense_weights(plan(tmp_path / "model"))
+
+    def join_wrongly(source: Source, *arguments: Any) -> JoinedTensors:
+        joined = join_scheme_tensors(source, *arguments)
+        tensors = list(joined.tensors)
+        if "up_proj" in "".join(stored_names(source)):
+            tensors[index] = tensors[index]._replace(source=change(tensors[index].source))
+        return joined._replace(tensors=tuple(tensors))
+
+    monkeypatch.setattr(quantised_weights, "join_scheme_tensors", join_wrongly)
+    weights = dense_weights(plan(tmp_path / "model"))
+    path = "model.layers.1.mlp.experts"
+    assert not torch.allclose(weights[f"{path}.gate_up_proj"], expected[f"{path}.gate_up_proj"], rtol=1e-2, atol=1e-4)
+    assert torch.equal(weights[f"{path}.down_proj"], expected[f"{path}.down_proj"])
 
 
 FAULTS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {  # a format, a conversion, a change of its result

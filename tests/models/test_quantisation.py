@@ -1,8 +1,9 @@
-"""MXFP4 checkpoints of gpt-oss are dequantised while they are loaded; other quantised models are refused."""
+"""Experts of gpt-oss in MXFP4 stay as they are stored; quantised models of other methods are refused."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import ModelError
+from tcdeploy.models.convert.scheme_weight import SchemeExperts
 from tcdeploy.models.load_model import load_model
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
@@ -105,12 +107,18 @@ def rejection(folder: Path, **fields: Any) -> str:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_loaded_model_equals_one_with_dequantised_weights(folders: Folders, dtype: str) -> None:
     quantised, plain = (load(folder, dtype) for folder in folders)
-    expected = plain.state_dict()
-    assert expected[f"{EXPERTS}.gate_up_proj"].dtype == getattr(torch, dtype)
+    expected, tensors = plain.state_dict(), quantised.state_dict()
     assert type(quantised.get_submodule(EXPERTS)) is type(plain.get_submodule(EXPERTS))
-    for name, tensor in quantised.state_dict().items():
-        torch.testing.assert_close(tensor, expected.pop(name), rtol=0, atol=0)
-    assert expected == {}
+    stored = load_file(folders.quantised / WEIGHTS)
+    for path, module in quantised.named_modules():
+        if isinstance(module, SchemeExperts):
+            weight, scale = (tensors.pop(f"{path}.{suffix}") for suffix in ("weight", "weight_scale"))
+            assert torch.equal(weight, stored[f"{path}_blocks"].flatten(2)), "bytes are not reordered"
+            assert torch.equal(scale, stored[f"{path}_scales"])
+            tensors[path] = module.dequantised(getattr(torch, dtype)).transpose(1, 2)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,16 +135,23 @@ def test_random_weights_have_the_shapes_and_dtypes_of_loaded_ones(folders: Folde
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_plan_shows_it_and_has_the_memory_of_dequantised_weights(
+def test_the_plan_shows_it_and_has_the_memory_of_the_stored_weights(
     folders: Folders, dtype: Any, load_format: Any
 ) -> None:
-    quantised, plain = (
-        decide(Recipe(model=str(folder), dtype=dtype, load_format=load_format)).plan for folder in folders
-    )
-    assert decision_named(quantised, "weights").value == f"mxfp4 dequantised to {dtype}"
-    assert [decision for decision in plain.decisions if decision.name == "weights"] == []
-    assert not [decision for decision in quantised.decisions if decision.name == "loading"]
-    assert quantised.weight_bytes == plain.weight_bytes
+    planned, plain = (decide(Recipe(model=str(folder), dtype=dtype, load_format=load_format)) for folder in folders)
+    quantised, stored = planned.plan, load_file(folders.quantised / WEIGHTS)
+    decision = decision_named(quantised, "weights")
+    layers = SIZES["num_hidden_layers"]
+    assert decision.value == f"{2 * layers} stacks of experts in mxfp4"
+    assert decision.reason == f"quantised with mxfp4; others are {dtype}"
+    assert [decision for decision in plain.plan.decisions if decision.name == "weights"] == []
+    assert not [item for item in quantised.decisions if item.name in ("loading", f"dequantised to {dtype}")]
+    packed_bytes = sum(item.nbytes for name, item in stored.items() if name.endswith(("_blocks", "_scales")))
+    dense_elements = 2 * sum(item.numel() for name, item in stored.items() if name.endswith("_blocks"))
+    dense_bytes = dense_elements * getattr(torch, dtype).itemsize
+    assert quantised.weight_bytes == plain.plan.weight_bytes - dense_bytes + packed_bytes
+    largest = max(math.prod(item.shape[1:]) * 2 for name, item in stored.items() if name.endswith("_blocks"))
+    assert planned.architecture.largest_scheme_elements == largest, "of one expert"
     tensors = load(folders.quantised, dtype)
     assert quantised.weight_bytes == sum(
         tensor.nbytes for tensor in dict([*tensors.named_parameters(), *tensors.named_buffers()]).values()

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from tcdeploy.errors import UsageError
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.models.convert.scheme_linear import SchemeLinear
+from tcdeploy.models.convert.scheme_weight import SchemeExperts, SchemeWeight
 from tcdeploy.models.load_model import load_model, loading_model
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.models.weights import conversions, sources
@@ -53,7 +54,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def quantised_paths(model: nn.Module) -> list[str]:
-    return [path for path, module in model.named_modules() if isinstance(module, SchemeLinear)]
+    return [path for path, module in model.named_modules() if isinstance(module, SchemeWeight)]
 
 
 def rows_of(layer: SchemeLinear) -> list[Tensor]:
@@ -167,14 +168,19 @@ def test_a_name_that_is_of_no_layer_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "qwen2"])
-def test_routers_experts_and_the_head_stay_dense(family: str, load_format: Any, tmp_path: Path) -> None:
+def test_experts_are_quantised_and_routers_and_the_head_stay_dense(
+    family: str, load_format: Any, tmp_path: Path
+) -> None:
     planned = plan(save_model(family, tmp_path / "model"), quantize="int8", load_format=load_format)
     model, dense = load(planned), load(plan(tmp_path / "model", load_format=load_format))
     paths = quantised_paths(model)
-    assert paths and planned.architecture.schemes == {"int8": len(paths)}
-    names = {path.rpartition(".")[2] for path in paths}
+    stacks = [path for path in paths if ".experts." in path]
+    assert planned.architecture.schemes == {"int8": len(paths) - len(stacks)}
+    assert planned.architecture.expert_schemes == ({"int8": len(stacks)} if family != "qwen2" else {})
+    assert {path.rpartition(".")[2] for path in stacks} == ({"gate_up_proj", "down_proj"} if stacks else set())
+    names = {path.rpartition(".")[2] for path in paths if path not in stacks}
     assert names <= {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert {"q_proj", "o_proj"} <= names and not [path for path in paths if ".experts." in path]
+    assert {"q_proj", "o_proj"} <= names
     others = [(name, item.shape, item.dtype) for name, item in tensors_of(model).items() if not in_any(name, paths)]
     expected = [(name, item.shape, item.dtype) for name, item in tensors_of(dense).items() if not in_any(name, paths)]
     assert others == expected
@@ -185,7 +191,31 @@ def test_routers_experts_and_the_head_stay_dense(family: str, load_format: Any, 
 
 
 def in_any(name: str, paths: list[str]) -> bool:
-    return name.rpartition(".")[0] in paths
+    return name in paths or name.rpartition(".")[0] in paths
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int8", "int4:32"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_have_the_tensors_of_their_stored_matrices(family: str, quantize: str, tmp_path: Path) -> None:
+    """Those of gpt_oss are stored together, and transposed."""
+    folder = save_model(family, tmp_path / "model")
+    model, dense = load(plan(folder, quantize=quantize)), load(plan(folder))
+    experts = {path: module for path, module in model.named_modules() if isinstance(module, SchemeExperts)}
+    assert len(experts) == 2 * len(model.get_submodule("model.layers"))
+    for path, module in experts.items():
+        weight = dense.get_parameter(path)
+        matrices = weight.transpose(1, 2) if family == "gpt_oss" else weight
+        for number, matrix in enumerate(matrices):
+            expected = SCHEMES[module.scheme].quantise(matrix, 32 if ":" in quantize else matrix.shape[1])
+            tensors = [tensor[number] for tensor in module.tensors]
+            assert all(map(torch.equal, map(as_bytes, tensors), map(as_bytes, expected))), (path, number)
+
+
+def test_experts_can_stay_dense(tmp_path: Path) -> None:
+    planned = plan(save_model("mixtral", tmp_path / "model"), quantize="fp8", quantize_skip=("experts",))
+    assert planned.architecture.expert_schemes == {} and planned.architecture.schemes
+    line = decision_named(planned.plan, "dense linear layers")
+    assert (line.value, line.reason) == ("8", "requested to stay dense")
 
 
 @each_request

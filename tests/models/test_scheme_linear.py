@@ -25,7 +25,8 @@ from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.kernels.linear.scheme_linear import scheme_linear
 from tcdeploy.models import traced_model
 from tcdeploy.models.convert.packed_linears import pack_linears
-from tcdeploy.models.convert.scheme_linear import SchemeLinear, count_elements
+from tcdeploy.models.convert.scheme_linear import SchemeLinear
+from tcdeploy.models.convert.scheme_weight import count_elements
 from tcdeploy.models.formats.methods import EXPLICIT
 from tcdeploy.models.load_model import load_model
 from tcdeploy.models.location import BUILTIN_MODELS

@@ -23,6 +23,8 @@ MOVES: dict[str, Callable[[Tensors], Tensor]] = {
     "stack": lambda t: torch.stack([t["a"], t["b"]]),
     "stack of columns": lambda t: torch.stack([t["a"], t["b"]], dim=1),
     "stack of joined experts": lambda t: torch.stack([torch.cat([t["a"], t["b"]]), torch.cat([t["b"], t["a"]])]),
+    "joined stacks": lambda t: torch.cat([torch.stack([t["a"], t["b"]]), torch.stack([t["b"], t["a"]])], dim=1),
+    "joined columns of stacks": lambda t: torch.cat([torch.stack([t["a"]]), torch.stack([t["b"]])], dim=-1),
     "transposed experts": lambda t: torch.stack([t["a"], t["b"]]).transpose(1, 2).contiguous(),
     "transpose": lambda t: t["a"].T,
     "negative transpose": lambda t: t["c"].transpose(-1, 0),
@@ -38,6 +40,9 @@ MOVES: dict[str, Callable[[Tensors], Tensor]] = {
     "rows of rows": lambda t: t["a"][1:5][1:3],
     "everything": lambda t: t["a"][...],
     "one element": lambda t: t["c"][-1],
+    "one expert": lambda t: torch.stack([t["a"], t["b"]])[1],
+    "one of the experts that are joined": lambda t: torch.stack([t["a"], t["b"]]).transpose(1, 2)[1],
+    "one transposed expert": lambda t: t["c"].transpose(1, 2)[2],
     "one column": lambda t: t["c"][:, 1],
     "unbind": lambda t: t["c"].unbind(1)[2],
     "reshape": lambda t: t["a"].reshape(3, 2, 4),
@@ -82,6 +87,9 @@ def test_parts_of_a_weight_are_read_to_their_places(trace: Trace) -> None:
     assert t["a"].source == ["tensor", "a"]  # type: ignore[attr-defined]
     packed: Any = torch.cat([t["a"], t["b"][2:4]])
     assert packed.source == ["cat", 0, [["tensor", "a"], ["slice", 0, 2, 4, ["tensor", "b"]]]]
+    experts: Any = MOVES["joined stacks"](t)
+    pairs = [[["tensor", first], ["tensor", second]] for first, second in ("ab", "ba")]
+    assert experts.source == ["stack", 0, [["cat", 0, pair] for pair in pairs]]
 
 
 COMPUTED: dict[str, tuple[Callable[[Tensors], object], str]] = {

@@ -78,12 +78,14 @@ def test_a_saved_model_has_the_tensors_of_the_request(to: str, dtype: str, tmp_p
 def test_families_are_saved_with_the_names_of_the_checkpoint(
     family: str, to: str, stored_dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Experts are stored one by one, and stay dense as the routers."""
+    """Experts are stored one by one, each with its own scales. Routers stay dense."""
     source = save_model(family, tmp_path / "model", stored_dtype)
     save(tmp_path / "out", to, source)
     assert_equal(tensors_of(tmp_path / "out"), tensors_of(source, quantize=to))
     stored, dense = load_file(tmp_path / "out" / WEIGHTS), load_file(source / WEIGHTS)
-    kept = {name for name in dense if "experts." in name or "gate." in name or "norm" in name or "embed" in name}
+    kept = {name for name in dense if "gate." in name or "norm" in name or "embed" in name}
+    expert = {"qwen2_moe": "mlp.experts.1.up_proj", "mixtral": "block_sparse_moe.experts.1.w3"}.get(family)
+    assert expert is None or f"model.layers.0.{expert}.weight_packed" in stored
     assert {name for name in kept if not torch.equal(stored[name], dense[name])} == set() and kept
     assert {re.sub(r"_(scale|packed|shape)$", "", name) for name in stored} == dense.keys()
 
@@ -143,7 +145,7 @@ def test_the_folder_has_the_config_and_all_small_files(tmp_path: Path) -> None:
 
 
 def test_all_experts_of_a_layer_are_one_ignored_expression(tmp_path: Path) -> None:
-    save(tmp_path / "out", "int8", save_model("mixtral", tmp_path / "model"))
+    save(tmp_path / "out", "int8", save_model("mixtral", tmp_path / "model"), skip=("experts",))
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     expressions = [name.removeprefix("re:") for name in ignored if name.startswith("re:")]
     assert len(expressions) == len({name for name in ignored if name.endswith("gate")}) > 1
@@ -257,6 +259,16 @@ def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         save(tmp_path / "out", "fp8", source)
     assert "it has no safetensors files" in caught.value.message and "save_pretrained()" in caught.value.hint
+
+
+def test_experts_that_are_stored_together_are_refused_and_can_be_skipped(tmp_path: Path) -> None:
+    source = save_model("gpt_oss", tmp_path / "model")
+    message = message_of(tmp_path / "out", model=source)
+    assert message == (
+        "experts are not stored one by one, as the saved format requires: model.layers.0.mlp.experts.gate_up_proj"
+    )
+    save(tmp_path / "out", "int8", source, skip=("experts",))
+    assert_equal(tensors_of(tmp_path / "out"), tensors_of(source, quantize="int8", quantize_skip=("experts",)))
 
 
 def test_a_layer_whose_weight_is_part_of_a_tensor_is_refused() -> None:

@@ -18,7 +18,7 @@ from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.engine.step import runner as runner_module
 from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.programs.passes import grouped_mm
+from tcdeploy.programs.passes import foreign_ops
 from tcdeploy.start.packages import start_from_packages
 from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.prepare import prepare
@@ -37,7 +37,7 @@ PROMPTS = [
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The op is in the namespace of the test. Those of real mechanisms are in ours, which a start imports."""
     register()
-    monkeypatch.setattr(grouped_mm, "AVAILABLE_NAMESPACES", {*grouped_mm.AVAILABLE_NAMESPACES, "tcdeploy_test"})
+    monkeypatch.setattr(foreign_ops, "AVAILABLE_NAMESPACES", {*foreign_ops.AVAILABLE_NAMESPACES, "tcdeploy_test"})
     yield
     unregister()
 

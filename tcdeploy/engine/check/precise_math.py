@@ -24,7 +24,7 @@ from tcdeploy.torch_compat.dynamo import dispatch_mode
 
 aten = torch.ops.aten
 MOVES_DATA = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
-GROUPED_GEMMS = {"aten::_grouped_mm", "tcdeploy::grouped_mm", "transformers::grouped_mm_fallback"}
+GROUPED_GEMMS = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 BFLOAT16_PIECES = 3  # of 8 bits each, like the 24 bits of a float32
 
 

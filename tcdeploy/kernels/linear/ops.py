@@ -4,7 +4,6 @@
     linear_silu_mul  the same kernels with SwiGLU as their epilogue
     rms_norm_linear  GEMV that normalises its input row
     linear_add_      cuBLAS, accumulating into the residual
-    grouped_mm       a GEMM per expert; replaces an op of transformers (programs/passes/grouped_mm.py)
     scheme_linear    a product with a quantised weight (scheme_linear.py)
     fp8_product      a product of FP8 codes (fp8_inputs.py)
     fused_scheme_linear    the same with the operations around it (scheme_matmul.py)
@@ -105,25 +104,3 @@ def linear_add_(total: Tensor, x: Tensor, w: Tensor) -> None:
 @linear_add_.register_fake
 def _(total: Tensor, x: Tensor, w: Tensor) -> None:
     return None
-
-
-@custom_op("grouped_mm")
-def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """Rows [offs[i-1], offs[i]) of x [rows, k] @ w[i] [k, n]: [rows, n] in x's dtype. Rows after the last are zero.
-
-    offs [experts] is int32 or int64 and does not decrease. Reading it synchronises with a GPU, so the op cannot be
-    captured in a CUDA graph. x and w have one dtype. The same GEMMs as in transformers::grouped_mm_fallback, so the
-    results are equal bit for bit.
-    """
-    out = x.new_zeros(x.shape[0], w.shape[2])
-    start = 0
-    for index, stop in enumerate(offs.tolist()):
-        if stop > start:
-            torch.mm(x[start:stop], w[index], out=out[start:stop])
-            start = stop
-    return out
-
-
-@grouped_mm.register_fake
-def _(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[2])

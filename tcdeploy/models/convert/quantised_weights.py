@@ -2,8 +2,8 @@
 
 transformers does not see them. It loads a stand-in for each, which has the name and shape of the dense weight, so that
 its renames, merges and permutations apply. Afterwards, a linear layer whose weight is a stand-in becomes a
-`SchemeLinear` if the format has a scheme. All other stand-ins, such as those in stacked experts, are replaced by the
-dequantised weights, which threads compute while they read the files.
+`SchemeLinear` if the format has a scheme, and stacked experts become `SchemeExperts` (scheme_experts.py). All other
+stand-ins are replaced by the dequantised weights, which threads compute while they read the files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
-from tcdeploy.models.convert.scheme_linear import SchemeLinear, layer_scheme
+from tcdeploy.models.convert.scheme_experts import (
+    CannotFollowError,
+    join_scheme_tensors,
+    stacked_weights,
+)
+from tcdeploy.models.convert.scheme_linear import SchemeLinear
+from tcdeploy.models.convert.scheme_weight import SchemeExperts
 from tcdeploy.models.convert.traced_tensor import Trace, TracedTensor
 from tcdeploy.models.formats.layer_names import core_name
 from tcdeploy.models.formats.methods import (
@@ -49,7 +55,7 @@ WEIGHTS = ("weight", "gate_up_proj", "down_proj", "gate_up_proj_blocks", "down_p
 
 
 class InsertedWeights(NamedTuple):
-    """schemes: of the linear layers that have one, by path. dequantised: elements of other weights, by reason."""
+    """schemes: of linear layers and stacked experts, by path. dequantised: elements of other weights, by reason."""
 
     schemes: dict[str, LayerScheme]
     dequantised: dict[str, int]
@@ -148,18 +154,44 @@ def insert_quantised_weights(model: nn.Module, weights: Mapping[str, QuantisedWe
             tensors = [_traced(source, trace) for source in weight.tensors]
             layer = SchemeLinear(SCHEMES[weight.scheme], tensors, module.bias)
             model.set_submodule(path, layer)
-            schemes[path] = layer_scheme(layer)
+            schemes[path] = layer.layer_scheme
+    reasons = _insert_experts(model, weights, trace, schemes)
     dense = {name: weight.dense for name, weight in weights.items()}
     dequantised: dict[str, int] = defaultdict(int)
     for tensor in _traced_tensors(model, trace):
         if used := [name for name in stored_names(tensor.source) if name in weights]:
-            dequantised[_reason(weights[used[0]])] += tensor.numel()
+            dequantised[reasons.get(id(tensor)) or _reason(weights[used[0]])] += tensor.numel()
             tensor.source, tensor.origin = replace_tensors(tensor.source, dense), trace
     return InsertedWeights(schemes, dict(dequantised))
 
 
+def _insert_experts(
+    model: nn.Module, weights: Mapping[str, QuantisedWeight], trace: Trace, schemes: dict[str, LayerScheme]
+) -> dict[int, str]:
+    """Replace the stacked experts that can keep their schemes, which are added to `schemes`.
+
+    Returns why others cannot, by id of their tensor.
+    """
+    reasons: dict[int, str] = {}
+    for stacked in list(stacked_weights(model)):
+        tensor = stacked.tensor
+        if not isinstance(tensor, TracedTensor) or not any(name in weights for name in stored_names(tensor.source)):
+            continue
+        try:
+            joined = join_scheme_tensors(tensor.source, weights, stacked.is_transposed)
+        except CannotFollowError as error:
+            reasons[id(tensor)] = str(error)
+            continue
+        tensors = [_traced(source, trace) for source in joined.tensors]
+        experts = SchemeExperts(SCHEMES[joined.scheme], tensors, len(tensors[0]))
+        stacked.replace(experts)
+        schemes[stacked.path] = experts.layer_scheme
+    return reasons
+
+
 def _reason(weight: QuantisedWeight) -> str:
-    return weight.reason or f"{weight.scheme} has a kernel for linear layers only"
+    kernels = "has kernels for linear layers, and for experts whose class supports transformers' interface"
+    return weight.reason or f"{weight.scheme} {kernels}"
 
 
 def _traced(source: WeightSource, trace: Trace) -> TracedTensor:

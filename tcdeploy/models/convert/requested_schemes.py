@@ -1,9 +1,9 @@
-"""Chooses the linear layers that `--quantize` quantises, and their schemes.
+"""Chooses the linear layers and stacked experts that `--quantize` quantises, and their schemes.
 
-They are the plain linear layers of the decoder layers, because those are the bytes that each step reads: not the head
-and the embedding, whose rounding errors reach the logits undamped, and not the encoders of images and sound, which are
-not run. Routers stay dense, since a small error makes them choose another expert. Experts that transformers stacks in
-one tensor are no linear layers.
+They are those of the decoder layers, because these are the bytes that each step reads: not the head and the embedding,
+whose rounding errors reach the logits undamped, and not the encoders of images and sound, which are not run. Routers
+stay dense, since a small error makes them choose another expert. So do experts whose class does not support
+transformers' interface for them (scheme_experts.py).
 
 The result becomes the config's quantization settings (`explicit_settings`), like those of a checkpoint that was
 quantised before. So the probe, random weights and compile workers do not know that it was requested.
@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 
 from tcdeploy.errors import UsageError
 from tcdeploy.models.attention_calls import decoder_layer_position
+from tcdeploy.models.convert.scheme_experts import stacked_weights
 from tcdeploy.models.formats.layer_names import is_listed
 from tcdeploy.models.formats.methods import explicit_settings
 from tcdeploy.models.formats.quantised_weight import LayerScheme
@@ -39,7 +40,7 @@ IS_ROUTER, IS_SKIPPED = "routers of experts", "requested to stay dense"
 
 
 class RequestedSchemes(NamedTuple):
-    """schemes: by path. dense: the other linear layers of decoder layers by path, with the reason."""
+    """schemes: by path. dense: the other linear layers and experts of decoder layers by path, with the reason."""
 
     schemes: dict[str, LayerScheme]
     dense: dict[str, str]
@@ -54,12 +55,12 @@ class RequestedSchemes(NamedTuple):
 def request_schemes(
     model: nn.Module, architecture: Architecture, request: QuantizeRequest, skipped: Sequence[str]
 ) -> RequestedSchemes:
-    """The schemes for the linear layers of a model. architecture.dtype: of the checkpoint.
+    """The schemes for the linear layers and stacked experts of a model. architecture.dtype: of the checkpoint.
 
     Raises UsageError if a name in `skipped` is of none of them, or if none is left.
     """
     scheme, schemes, dense = layer_scheme(request, architecture.dtype), dict[str, LayerScheme](), dict[str, str]()
-    for path, columns in _linear_layers(model, architecture).items():
+    for path, columns in _layer_columns(model, architecture).items():
         if ROUTER.search(path):
             dense[path] = IS_ROUTER
         elif is_listed(path, skipped):
@@ -101,13 +102,15 @@ def with_schemes(
     return config
 
 
-def _linear_layers(model: nn.Module, architecture: Architecture) -> dict[str, int]:
-    """The columns of each plain linear layer of the decoder layers, by path."""
+def _layer_columns(model: nn.Module, architecture: Architecture) -> dict[str, int]:
+    """The columns of each plain linear layer, and of each weight of stacked experts, of the decoder layers by path."""
     positions = [decoder_layer_position(model, state.path) for state in architecture.layer_states]
     layers = dict.fromkeys(f"{stack}.{index}" for stack, index in positions)
-    return {
-        f"{path}.{name}": module.in_features
-        for path in layers
-        for name, module in model.get_submodule(path).named_modules()
-        if type(module) is nn.Linear
-    }
+    columns: dict[str, int] = {}
+    for path in layers:
+        layer = model.get_submodule(path)
+        for name, module in layer.named_modules():
+            if type(module) is nn.Linear:
+                columns[f"{path}.{name}"] = module.in_features
+        columns |= {f"{path}.{stacked.path}": stacked.columns for stacked in stacked_weights(layer)}
+    return columns

@@ -77,14 +77,21 @@ class TracedTensor(Tensor):
 
 
 def quantise_traced(scheme: Scheme, weight: Tensor, group_size: int) -> list[TracedTensor]:
-    """The tensors of a scheme, which are computed from the dense weight while it is read."""
+    """The tensors of a scheme, which are computed from the dense weight [rows, columns] while it is read.
+
+    Those of experts [experts, rows, columns] are computed expert by expert.
+    """
     traced = _traced(weight)
-    shapes = scheme.quantise(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), group_size)
-    sources: list[Source] = [
-        ["convert", "quantised", [*shape.shape], [scheme.name, group_size, index], [traced.source]]
-        for index, shape in enumerate(shapes)
-    ]
-    return [TracedTensor(source, shape, traced.origin) for source, shape in zip(sources, shapes, strict=True)]
+    matrices = [_traced(matrix).source for matrix in weight.unbind()] if weight.ndim == 3 else [traced.source]
+    shapes = scheme.quantise(torch.empty(weight.shape[-2:], dtype=weight.dtype, device="meta"), group_size)
+    tensors: list[TracedTensor] = []
+    for index, shape in enumerate(shapes):
+        arguments = [scheme.name, group_size, index]
+        parts = [["convert", "quantised", [*shape.shape], arguments, [matrix]] for matrix in matrices]
+        source = ["stack", 0, parts] if weight.ndim == 3 else parts[0]
+        like = shape.expand(*weight.shape[:-2], *shape.shape).contiguous()
+        tensors.append(TracedTensor(source, like, traced.origin))
+    return tensors
 
 
 def _apply(func: Any, trace: Trace, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -151,9 +158,14 @@ def _join(kind: str) -> Callable[..., Source]:
     def join(result: Tensor, tensors: list[TracedTensor], dim: int = 0) -> Source:
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise UnknownOperationError("weights of different dtypes are joined")
-        return tensors[0].source if kind == "cat" and len(tensors) == 1 else [
-            kind, dim % result.ndim, [tensor.source for tensor in tensors]
-        ]  # fmt: skip
+        sources, dim = [tensor.source for tensor in tensors], dim % result.ndim
+        if kind == "cat" and len(sources) == 1:
+            return sources[0]
+        if kind == "cat" and dim > 0 and all(source[:2] == ["stack", 0] for source in sources):
+            # Gates and ups of all experts: expert by expert, each matrix is read straight to its place.
+            experts = zip(*(source[2] for source in sources), strict=True)
+            return ["stack", 0, [["cat", dim - 1, [*parts]] for parts in experts]]
+        return [kind, dim, sources]
 
     return join
 
@@ -189,7 +201,21 @@ def _split(results: list[Tensor], tensor: TracedTensor, sizes: Any, dim: int = 0
 
 
 def _select(result: Tensor, tensor: TracedTensor, dim: int, index: int) -> Source:
-    return ["reshape", [*result.shape], _part(tensor, dim, index % tensor.shape[dim], 1)]
+    index, dim = index % tensor.shape[dim], dim % tensor.ndim
+    if dim == 0:
+        return _element(tensor.source, index, [*result.shape])
+    return ["reshape", [*result.shape], _part(tensor, dim, index, 1)]
+
+
+def _element(source: Source, index: int, shape: list[int]) -> Source:
+    """An element of dimension 0, which has this shape. Of stacked experts it is the source of one alone."""
+    match source:
+        case ["stack", 0, parts]:
+            return parts[index]  # type: ignore[no-any-return]
+        case ["permute", [0, *dims], inner]:
+            order = [dim - 1 for dim in dims]
+            return ["permute", order, _element(inner, index, [shape[order.index(dim)] for dim in range(len(order))])]
+    return ["reshape", shape, ["slice", 0, index, index + 1, source]]
 
 
 def _unbind(results: list[Tensor], tensor: TracedTensor, dim: int = 0) -> list[Source]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from tcdeploy.models.formats.quantised_weight import Layer, QuantisedWeight, converted, num_elements, weight_in_scheme
-from tcdeploy.models.weights.sources import Source
+from tcdeploy.models.weights.sources import Source, WeightSource
 
 BLOCK = 32  # columns of MXFP4 that share a scale
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # of gpt-oss
@@ -67,8 +67,11 @@ def find_mxfp4_experts(layer: Layer) -> dict[str, QuantisedWeight]:
             )
             for number in range(experts)
         ]  # fmt: skip
-        weights[suffix] = QuantisedWeight(
-            layer.names((blocks, scales)), (experts, groups * BLOCK, rows), ["cat", 0, by_expert],
-            reason="experts in MXFP4 have no kernel",
-        )  # fmt: skip
+        packed_shape = (experts, rows, groups * BLOCK // 2)
+        tensors = (
+            WeightSource("uint8", packed_shape, ["reshape", [*packed_shape], layer.source(blocks)]),
+            WeightSource("uint8", (experts, rows, groups), in_bytes),
+        )
+        shape = (experts, groups * BLOCK, rows)
+        weights[suffix] = QuantisedWeight(layer.names((blocks, scales)), shape, ["cat", 0, by_expert], "mxfp4", tensors)
     return weights

@@ -21,6 +21,7 @@ from tcdeploy.planning.schemes import int4_scheme_name
 
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
 SETTINGS = ("quantization_config", "compression_config")  # keys of a config
+FIRST_EXPERT = {"gate_up_proj": "0.gate_proj", "up_proj": "0.up_proj", "down_proj": "0.down_proj"}
 EXPLICIT = "tcdeploy"  # the method of configs that state the scheme of each layer: of --quantize and compile workers
 Settings = Mapping[str, Any]
 
@@ -30,12 +31,14 @@ class Method(NamedTuple):
     out. scheme_of: the scheme of a linear layer by path in the model, for random weights. Both get the settings.
     has_negative_scales: AutoRound uses the sign of a symmetric scale, also in files that it writes as those of GPTQ.
     has_fp8_inputs: whether layers with FP8 weights were made for inputs in FP8.
+    names_stacks: `scheme_of` gets the paths of stacked experts, not those of the first expert's linear layers.
     """
 
     find: Callable[[Settings, Layer], Mapping[str, QuantisedWeight | None]]
     scheme_of: Callable[[Settings, str], LayerScheme | None]
     has_negative_scales: bool = False
     has_fp8_inputs: Callable[[Settings], bool] = lambda settings: False
+    names_stacks: bool = False
 
 
 def quantisation_method(config: PreTrainedConfig) -> str | None:
@@ -89,7 +92,16 @@ def check_method(model: str, config: PreTrainedConfig) -> None:
 def scheme_finder(config: PreTrainedConfig) -> Callable[[str], LayerScheme | None]:
     """The scheme of a linear layer by path in the model, according to the config. None: its weight is dense."""
     method, settings = METHODS.get(quantisation_method(config) or ""), quantisation_settings(config) or {}
-    return (lambda path: None) if method is None else (lambda path: method.scheme_of(settings, path))
+    if method is None:
+        return lambda path: None
+    return lambda path: method.scheme_of(settings, path if method.names_stacks else _first_expert(path))
+
+
+def _first_expert(path: str) -> str:
+    """The linear layer of the first expert, as most checkpoints name it, if the path is that of stacked experts."""
+    parent, _, name = path.rpartition(".")
+    is_stack = parent.rpartition(".")[2] == "experts" and name in FIRST_EXPERT
+    return f"{parent}.{FIRST_EXPERT[name]}" if is_stack else path
 
 
 def requested_scheme_finder(config: PreTrainedConfig) -> Callable[[str], LayerScheme | None]:
@@ -256,6 +268,12 @@ def _torchao_scheme(settings: Settings, path: str) -> LayerScheme | None:
     return LayerScheme(schemes[kinds[0]]) if kinds[0] in schemes else None
 
 
+def _mxfp4_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    """Of gpt-oss: only experts are quantised."""
+    is_stack = path.endswith(tuple(f".experts.{name}" for name in fp4_weights.EXPERT_WEIGHTS))
+    return LayerScheme("mxfp4") if is_stack else None
+
+
 def _explicit_scheme(settings: Settings, path: str) -> LayerScheme | None:
     scheme = settings["schemes"].get(path)
     return None if scheme is None else LayerScheme(*scheme)
@@ -322,11 +340,14 @@ METHODS: dict[str, Method] = {
     **dict.fromkeys(
         ("auto-round", "intel/auto-round"), Method(_find_auto_round, _auto_round_scheme, has_negative_scales=True)
     ),
-    "mxfp4": Method(_find_mxfp4, lambda settings, path: None),
+    "mxfp4": Method(_find_mxfp4, _mxfp4_scheme, names_stacks=True),
     "bitsandbytes": Method(_find_bitsandbytes, _bitsandbytes_scheme),
     "torchao": Method(_find_torchao, _torchao_scheme),
     EXPLICIT: Method(
-        lambda settings, layer: {}, _explicit_scheme, has_fp8_inputs=lambda settings: settings["fp8_inputs"]
-    ),
+        lambda settings, layer: {},
+        _explicit_scheme,
+        has_fp8_inputs=lambda settings: settings["fp8_inputs"],
+        names_stacks=True,
+    ),  # fmt: skip
 }
 UNSUPPORTED_SETTINGS = {"compressed-tensors": ("transform_config",)}

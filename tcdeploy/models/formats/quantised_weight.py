@@ -34,8 +34,9 @@ class LayerScheme(NamedTuple):
 class QuantisedWeight(NamedTuple):
     """names: of its tensors in the checkpoint, also of those that are not used, such as scales of inputs.
 
-    shape: of the dense weight. dense: its source. tensors: of the scheme, in its order; empty if there is no scheme for
-    the format, for the `reason`. scales: names of tensors whose values are checked.
+    shape: of the dense weight [rows, columns], or [experts, columns, rows] for the experts of gpt-oss. dense: its
+    source. tensors: of the scheme, in its order, those of experts with a leading dimension of experts; empty if there
+    is no scheme for the format, for the `reason`. scales: names of tensors whose values are checked.
     """
 
     names: tuple[str, ...]

@@ -34,7 +34,7 @@ from tcdeploy.engine.warm.warmup import warmup_order
 from tcdeploy.errors import TcdeployError
 from tcdeploy.host.progress import Progress
 from tcdeploy.host.resources import count_cores
-from tcdeploy.models.convert.scheme_linear import SchemeLinear, layer_scheme
+from tcdeploy.models.convert.scheme_weight import SchemeWeight
 from tcdeploy.models.formats.methods import explicit_settings, without_settings
 from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.short_config import layers_to_keep, shorten_config
@@ -128,7 +128,7 @@ def make_short_copy(model: nn.Module, planned: PlannedModel) -> ShortCopy:
     kinds = [layer.kind for layer in layers]
     count = layers_to_keep(kinds)
     values = config_to_dict(shorten_config(without_settings(planned.config), len(kinds), count))
-    schemes = {path: layer_scheme(item) for path, item in model.named_modules() if isinstance(item, SchemeLinear)}
+    schemes = {path: item.layer_scheme for path, item in model.named_modules() if isinstance(item, SchemeWeight)}
     if schemes:
         values["quantization_config"] = explicit_settings(schemes, architecture.fp8_inputs)
     if architecture.dtype:

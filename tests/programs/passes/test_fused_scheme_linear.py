@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the schemes
 from tcdeploy.models.convert.packed_linears import pack_linears
-from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_linears
+from tcdeploy.models.convert.quantise_model import quantise_model
+from tcdeploy.models.convert.scheme_linear import SchemeLinear
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.planning.schemes import SCHEMES
 from tcdeploy.programs.passes.post_grad import PostGradPass
@@ -38,7 +39,7 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(LlamaRMSNorm(WIDTH) for _ in range(2))
         self.mlp = LlamaMLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=mlp_width))
         self.bfloat16()
-        quantise_linears(self, lambda path: LayerScheme(scheme))
+        quantise_model(self, lambda path: LayerScheme(scheme))
         pack_linears(self, (("mlp.gate_proj", "mlp.up_proj"),))
         self.requires_grad_(False)
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tcdeploy.models.convert.packed_linears import pack_linears
-from tcdeploy.models.convert.scheme_linear import quantise_linears
+from tcdeploy.models.convert.quantise_model import quantise_model
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.programs.passes.nodes import is_weight
 from tcdeploy.programs.passes.post_grad import PostGradPass
@@ -40,7 +40,7 @@ class Layer(nn.Module):
         self.mixed, self.o = nn.Linear(width, width), nn.Linear(width, width, bias=False)
         self.norm = LlamaRMSNorm(width)
         self.mlp = LlamaMLP(LlamaConfig(hidden_size=width, intermediate_size=2 * width, mlp_bias=True))
-        quantise_linears(self, lambda path: LayerScheme(SCHEME.name))
+        quantise_model(self, lambda path: LayerScheme(SCHEME.name))
         pack_linears(self, (("mlp.gate_proj", "mlp.up_proj"),))
         self.requires_grad_(False)
 
@@ -84,7 +84,7 @@ def test_a_last_layer_calls_the_op_for_the_selected_rows(is_dynamic: bool, is_fu
 def test_a_selection_of_features_is_not_one_of_tokens() -> None:
     """Input and output are both [1, 64], so only the dimension shows that features are selected."""
     layer, x, rows = nn.ModuleList([nn.Linear(64, 64)]).requires_grad_(False), torch.randn(1, 64), torch.tensor(ROWS)
-    quantise_linears(layer, lambda path: LayerScheme(SCHEME.name))
+    quantise_model(layer, lambda path: LayerScheme(SCHEME.name))
     graph_pass = RecordingPass()
     out = compile_and_run(
         lambda x, rows: layer[0](x)[:, rows], x, rows, post_grad_pass=graph_pass, codegen=False, rows=rows

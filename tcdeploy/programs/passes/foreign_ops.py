@@ -1,11 +1,7 @@
-"""FX pass on exported programs: replace ops of transformers, so that packages run without transformers.
+"""Finds the ops of an exported program that packages cannot call: those that neither torch nor this package registers.
 
-In transformers 5.17 to 5.23 the experts of a mixture call torch's grouped GEMM, an ATen op that packages may call.
-While torch.export traces, they call `transformers::grouped_mm_fallback` instead if the dtype is not bfloat16, or if the
-GPU's compute capability is below 8.0. That op exists only in a process that has imported transformers.
-
-The pass runs on the exported graph and not after Inductor's passes, because the names of programs hash that graph, and
-because `foreign_ops` then finds every op that a package cannot call.
+Packages run without transformers, so a start from them has only the ops of torch and ours. A record with others says
+so, and its start imports the model's code.
 """
 
 from __future__ import annotations
@@ -17,23 +13,9 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from tcdeploy.kernels.custom_op import NAMESPACE
-from tcdeploy.kernels.linear.ops import grouped_mm
 
-FALLBACK, FALLBACK_ARGUMENTS = "transformers::grouped_mm_fallback", ("input", "weight", "offs")
 # Namespaces of the ops that `import torch` registers, and ours.
 AVAILABLE_NAMESPACES = {"aten", "prim", "prims", "higher_order", "mkldnn", "quantized", NAMESPACE}
-
-
-def replace_grouped_mm(exported: ExportedProgram) -> None:
-    """Replace each call of transformers' op by `tcdeploy::grouped_mm`, whose arguments have the same order."""
-    for module in graph_modules(exported):
-        calls = [node for node in module.graph.nodes if op_name(node) == FALLBACK]
-        for node in calls:
-            node.args = (*node.args, *(node.kwargs[name] for name in FALLBACK_ARGUMENTS[len(node.args) :]))
-            node.kwargs = {}
-            node.target = grouped_mm.overload
-        if calls:
-            module.recompile()
 
 
 def foreign_ops(exported: ExportedProgram) -> set[str]:

@@ -1,0 +1,37 @@
+"""What transformers gives each module of experts whose class supports its interface of experts functions.
+
+Functions are registered and chosen with public names (`ALL_EXPERTS_FUNCTIONS`, `set_experts_implementation`). The
+decorator of the class, `use_experts_implementation`, sets public attributes that describe the weights, and the method
+`_apply_gate`, which a class may define itself: that of gpt-oss clamps, and reads alternating rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tcdeploy.torch_compat.internal import find, internal, mentions
+
+DECORATOR = "transformers.integrations.moe:use_experts_implementation"
+
+
+@internal(
+    "kernels of experts", "transformers.integrations.moe.use_experts_implementation",
+    "mixtures of experts run transformers' own function, and quantised experts are dequantised",
+)  # fmt: skip
+def supported() -> bool:
+    return mentions(find(DECORATOR), "_apply_gate", "has_gate", "has_bias", "is_transposed")
+
+
+def supports_experts_interface(module: Any) -> bool:
+    """Whether a module's forward pass calls the experts function that was chosen for its model."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and supported()
+
+
+def apply_gate(module: Any, gate_up: Any) -> Any:
+    """The inputs [pairs, intermediate] of the down projection, from the outputs of gate and up in one tensor."""
+    return module._apply_gate(gate_up)
+
+
+def is_expert_parallel(module: Any) -> bool:
+    """Whether the module has some of the model's experts only. transformers 5.17 does not say it."""
+    return getattr(module, "_is_expert_parallel", False)
