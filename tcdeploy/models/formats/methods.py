@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import UnsupportedModelError
-from tcdeploy.models.formats import fp4_weights, library_weights, packed_weights, scaled_weights
+from tcdeploy.models.formats import fp4_weights, gguf_weights, library_weights, packed_weights, scaled_weights
 from tcdeploy.models.formats.layer_names import is_listed
 from tcdeploy.models.formats.quantised_weight import Layer, LayerScheme, QuantisedWeight
 from tcdeploy.planning.schemes import int4_scheme_name
@@ -151,6 +151,10 @@ def _find_bitsandbytes(settings: Settings, layer: Layer) -> dict[str, QuantisedW
 
 def _find_torchao(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight | None]:
     return {"weight": library_weights.find_torchao_weight(layer)}
+
+
+def _find_gguf(settings: Settings, layer: Layer) -> Mapping[str, QuantisedWeight | None]:
+    return gguf_weights.find_gguf_weights(settings, layer)
 
 
 def _find_mxfp4(settings: Settings, layer: Layer) -> Mapping[str, QuantisedWeight | None]:
@@ -291,6 +295,7 @@ METHODS: dict[str, Method] = {
     "mxfp4": Method(_find_mxfp4, lambda settings, path: None),
     "bitsandbytes": Method(_find_bitsandbytes, _bitsandbytes_scheme),
     "torchao": Method(_find_torchao, _torchao_scheme),
+    "gguf": Method(_find_gguf, lambda settings, path: None),
     EXPLICIT: Method(lambda settings, layer: {}, _explicit_scheme),
 }
 UNSUPPORTED_SETTINGS = {"compressed-tensors": ("transform_config",)}

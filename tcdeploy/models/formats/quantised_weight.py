@@ -35,7 +35,8 @@ class QuantisedWeight(NamedTuple):
     """names: of its tensors in the checkpoint, also of those that are not used, such as scales of inputs.
 
     shape: of the dense weight. dense: its source. tensors: of the scheme, in its order; empty if there is no scheme for
-    the format, for the `reason`. scales: names of tensors whose values are checked.
+    the format, for the `reason`, which is "" if the values of the weight are stored in another order. scales: names of
+    tensors whose values are checked.
     """
 
     names: tuple[str, ...]

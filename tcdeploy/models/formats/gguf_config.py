@@ -1,0 +1,99 @@
+"""Settings of quantisation for a model whose weights are GGUF, and a comparison of the file with config.json.
+
+config.json comes from the model that the file was made of, and may be that of another one. Shapes do not show other
+numbers of heads, rotary frequencies or epsilons, so they are compared with the metadata of the file. Its settings of
+quantisation, if it has any, describe other weights, and are replaced by
+
+    {"quant_method": "gguf", "architecture": "llama", "heads": {"q_proj": 32, "k_proj": 8}, "layout": DIGEST}
+
+The layout stands for the type of each tensor, since programs depend on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from tcdeploy.errors import ModelError, UnsupportedModelError
+from tcdeploy.models.load_errors import DOWNLOAD_HINT
+from tcdeploy.models.weights.gguf_file import GgufFile, read_gguf
+from tcdeploy.models.weights.gguf_names import ARCHITECTURE_KEY, FAMILIES, Family
+
+METHOD = "gguf"
+HINT = "put the config.json of the model from which the file was made beside it"
+# Keys of metadata after the architecture, and of config.json
+COMPARED = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "expert_used_count": "num_experts_per_tok",
+}  # fmt: skip
+TOLERANCE = 1e-4  # of numbers that the file has in float32
+# Types of rotary embeddings in config.json whose factors a file stores too
+ROPE_TENSORS = {"rope_freqs.weight": "llama3", "rope_factors_long.weight": "longrope"}
+
+
+def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -> dict[str, Any]:
+    """Settings for these files. Raises ModelError if they do not belong together or to the config, or are damaged."""
+    for path in paths:
+        if not path.is_file():
+            raise ModelError(f"{model} lacks {path.name}, a part of its weights", DOWNLOAD_HINT)
+    files = [read_gguf(path) for path in paths]
+    metadata = files[0].metadata
+    if (parts := metadata.get("split.count", 1)) != len(files):
+        raise ModelError(f"{paths[0]} is one of {parts} files", "give them the names NAME-00001-of-0000N.gguf")
+    architecture, text_config = str(metadata.get(ARCHITECTURE_KEY)), config.get_text_config()
+    family = FAMILIES.get(architecture)
+    if family is None:
+        message = f"{paths[0]} has the architecture {architecture}, which is not supported in GGUF"
+        raise UnsupportedModelError(message, f"use safetensors files; supported in GGUF: {', '.join(FAMILIES)}")
+    _check_type(paths[0], architecture, family, config)
+    _compare(paths[0], architecture, metadata, text_config)
+    _check_rope(paths[0], files, text_config)
+    types = sorted((tensor.name, tensor.type.name) for file in files for tensor in file.tensors)
+    return {
+        "quant_method": METHOD, "architecture": architecture,
+        "heads": {"q_proj": text_config.num_attention_heads, "k_proj": text_config.num_key_value_heads},
+        "layout": hashlib.sha256(json.dumps(types).encode()).hexdigest()[:16],
+    }  # fmt: skip
+
+
+def _check_type(path: Path, architecture: str, family: Family, config: PreTrainedConfig) -> None:
+    if config.model_type in family.model_types:
+        return
+    text_type = config.get_text_config().model_type
+    hint = "put the text_config in it into a config.json of its own" if text_type in family.model_types else HINT
+    described = f"{path} has the architecture {architecture}, but config.json has the model_type {config.model_type}"
+    raise ModelError(described, hint)
+
+
+def _compare(path: Path, architecture: str, metadata: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Raise ModelError for a number that the file and the config state differently."""
+    pairs = {f"{architecture}.{key}": (name, getattr(config, name, None)) for key, name in COMPARED.items()}
+    pairs[f"{architecture}.rope.freq_base"] = ("rope_theta", _rope(config).get("rope_theta"))
+    for key, (name, expected) in pairs.items():
+        stated = metadata.get(key)
+        are_numbers = all(isinstance(value, int | float) for value in (stated, expected))
+        if are_numbers and not math.isclose(stated, expected, rel_tol=TOLERANCE):  # type: ignore[arg-type]
+            raise ModelError(f"{path} has {key} = {stated:g}, but config.json has {name} = {expected:g}", HINT)
+
+
+def _rope(config: PreTrainedConfig) -> Mapping[str, Any]:
+    """Parameters of the rotary embedding, in Gemma 3 those of layers without a window."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = parameters.get("full_attention")
+    return nested if isinstance(nested, dict) else parameters
+
+
+def _check_rope(path: Path, files: Sequence[GgufFile], config: PreTrainedConfig) -> None:
+    """Raise ModelError for rotary factors in a file if the config states none: transformers computes them from it."""
+    names = {tensor.name for file in files for tensor in file.tensors}
+    for name, kind in ROPE_TENSORS.items():
+        if name in names and (stated := _rope(config).get("rope_type")) != kind:
+            raise ModelError(f"{path} has {name}, but config.json has the rope_type {stated}, not {kind}", HINT)
