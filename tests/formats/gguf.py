@@ -155,6 +155,13 @@ def metadata(config: Mapping[str, Any], file_type: int) -> dict[str, tuple[str, 
     name = ARCHITECTURES.get(config["model_type"], config["model_type"])
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    of_experts = {
+        f"{name}.expert_count": ("U32", experts),
+        f"{name}.expert_used_count": ("U32", config.get("num_experts_per_tok")),
+        f"{name}.expert_feed_forward_length":
+            ("U32", config.get("moe_intermediate_size") or config["intermediate_size"]),
+    }  # fmt: skip
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {
         "general.architecture": ("STRING", name),
@@ -173,6 +180,7 @@ def metadata(config: Mapping[str, Any], file_type: int) -> dict[str, tuple[str, 
         f"{name}.rope.dimension_count": ("U32", head_dim),
         f"{name}.rope.freq_base": ("F32", rope.get("rope_theta", 10000.0)),
         f"{name}.vocab_size": ("U32", config["vocab_size"]),
+        **(of_experts if experts and name not in ("gemma3", "qwen2", "qwen3") else {}),
     }
 
 

@@ -23,10 +23,11 @@ from transformers import PreTrainedConfig
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
 from tcdeploy.models.weights.gguf_file import GgufFile, read_gguf
-from tcdeploy.models.weights.gguf_names import ARCHITECTURE_KEY, FAMILIES, Family
+from tcdeploy.models.weights.gguf_names import ARCHITECTURE_KEY, FAMILIES, Family, is_known, named_tensors
 
 METHOD = "gguf"
 HINT = "put the config.json of the model from which the file was made beside it"
+NAMES_HINT = "use safetensors files, or convert the model with another version of llama.cpp"
 # Keys of metadata after the architecture, and of config.json
 COMPARED = {
     "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
@@ -56,6 +57,10 @@ def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -
     _check_type(paths[0], architecture, family, config)
     _compare(paths[0], architecture, metadata, text_config)
     _check_rope(paths[0], files, text_config)
+    unknown = [name for _, name, _ in named_tensors(paths) if not is_known(name) and name not in ROPE_TENSORS]
+    if unknown:
+        message = f"{paths[0]} has tensors that are not known in the architecture {architecture} ({len(unknown)})"
+        raise UnsupportedModelError(f"{message}: {', '.join(sorted(unknown)[:3])}", NAMES_HINT)
     types = sorted((tensor.name, tensor.type.name) for file in files for tensor in file.tensors)
     return {
         "quant_method": METHOD, "architecture": architecture,

@@ -4,7 +4,7 @@ A file names its architecture, and all architectures have the same names for the
 `model.layers.3.self_attn.q_proj.weight`. Experts of a layer are stacked in one tensor of [experts, rows, columns], also
 where transformers loads them one by one, so they keep a name of GGUF: `model.layers.3.mlp.experts.gate_exps`.
 
-Tensors without a known name keep theirs, so that they are refused by it as tensors that the model does not use.
+Tensors without a known name keep theirs, by which they are refused (formats/gguf_config.py).
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ def named_tensors(paths: Sequence[Path]) -> Iterator[tuple[Path, str, GgufTensor
                 raise ModelError(message, DAMAGED_HINT)
             files[tensor.name] = path
             yield path, _name(tensor.name, family) if family else tensor.name, tensor
+
+
+def is_known(name: str) -> bool:
+    """Whether `named_tensors` has translated the name."""
+    return name.startswith(("model.", "lm_head."))
 
 
 def _name(name: str, family: Family) -> str:
