@@ -4,9 +4,11 @@ config.json comes from the model that the file was made of, and may be that of a
 numbers of heads, rotary frequencies or epsilons, so they are compared with the metadata of the file. Its settings of
 quantisation, if it has any, describe other weights, and are replaced by
 
-    {"quant_method": "gguf", "architecture": "llama", "heads": {"q_proj": 32, "k_proj": 8}, "layout": DIGEST}
+    {"quant_method": "gguf", "architecture": "llama", "heads": {"q_proj": 32, "k_proj": 8}, "schemes": {...},
+     "layout": DIGEST}
 
-The layout stands for the type of each tensor, since programs depend on it.
+The schemes are those of linear layers, by path, for random weights. The layout stands for the type of each tensor,
+since programs depend on it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
+from tcdeploy.models.formats.gguf_weights import SCHEMES_BY_TYPE
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
 from tcdeploy.models.weights.gguf_file import GgufFile, read_gguf
 from tcdeploy.models.weights.gguf_names import ARCHITECTURE_KEY, FAMILIES, Family, is_known, named_tensors
@@ -57,15 +60,20 @@ def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -
     _check_type(paths[0], architecture, family, config)
     _compare(paths[0], architecture, metadata, text_config)
     _check_rope(paths[0], files, text_config)
-    unknown = [name for _, name, _ in named_tensors(paths) if not is_known(name) and name not in ROPE_TENSORS]
+    types = {name: tensor.type.name for _, name, tensor in named_tensors(paths)}
+    unknown = [name for name in types if not is_known(name) and name not in ROPE_TENSORS]
     if unknown:
         message = f"{paths[0]} has tensors that are not known in the architecture {architecture} ({len(unknown)})"
         raise UnsupportedModelError(f"{message}: {', '.join(sorted(unknown)[:3])}", NAMES_HINT)
-    types = sorted((tensor.name, tensor.type.name) for file in files for tensor in file.tensors)
     return {
         "quant_method": METHOD, "architecture": architecture,
         "heads": {"q_proj": text_config.num_attention_heads, "k_proj": text_config.num_key_value_heads},
-        "layout": hashlib.sha256(json.dumps(types).encode()).hexdigest()[:16],
+        "schemes": {
+            name.removesuffix(".weight"): SCHEMES_BY_TYPE[kind]
+            for name, kind in types.items()
+            if name.endswith("_proj.weight") or name == "lm_head.weight" if kind in SCHEMES_BY_TYPE
+        },
+        "layout": hashlib.sha256(json.dumps(types, sort_keys=True).encode()).hexdigest()[:16],
     }  # fmt: skip
 
 

@@ -251,6 +251,11 @@ def _torchao_scheme(settings: Settings, path: str) -> LayerScheme | None:
     return LayerScheme(schemes[kinds[0]]) if kinds[0] in schemes else None
 
 
+def _gguf_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    scheme = settings["schemes"].get(path)
+    return None if scheme is None else LayerScheme(scheme, gguf_weights.GROUP)
+
+
 def _explicit_scheme(settings: Settings, path: str) -> LayerScheme | None:
     scheme = settings["schemes"].get(path)
     return None if scheme is None else LayerScheme(*scheme)
@@ -295,7 +300,7 @@ METHODS: dict[str, Method] = {
     "mxfp4": Method(_find_mxfp4, lambda settings, path: None),
     "bitsandbytes": Method(_find_bitsandbytes, _bitsandbytes_scheme),
     "torchao": Method(_find_torchao, _torchao_scheme),
-    "gguf": Method(_find_gguf, lambda settings, path: None),
+    "gguf": Method(_find_gguf, _gguf_scheme),
     EXPLICIT: Method(lambda settings, layer: {}, _explicit_scheme),
 }
 UNSUPPORTED_SETTINGS = {"compressed-tensors": ("transform_config",)}

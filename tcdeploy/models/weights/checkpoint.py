@@ -43,7 +43,7 @@ MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; co
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HUB_TIMEOUT_S = 10
-GGUF_HINT = "put config.json and the tokenizer's files of the model from which it was made into the folder of the file"
+GGUF_HINT = "pass a GGUF file in a folder with config.json and the tokenizer's files of the model that it was made from"
 SAFETENSORS_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
 
 
@@ -99,7 +99,7 @@ def check_files(
     """
     folder = local_folder(model, revision)
     names, is_local = _file_names(model, revision, folder), Path(model).exists()
-    gguf_paths: list[Path] = []
+    gguf_paths: list[Path] | None = None
     with refusals.collecting():
         gguf_paths = [folder / name for name in gguf_names(model, folder)] if folder else []
     if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
@@ -119,7 +119,7 @@ def check_files(
         check_method(model, config)
     is_complete = is_local or not folder or {item.name for item in folder.iterdir()} < names
     with refusals.collecting():
-        if reads_weights and is_complete and not gguf_paths and not explicit_file(model, config):
+        if reads_weights and is_complete and gguf_paths == [] and not explicit_file(model, config):
             check_format(model, names)
 
 
