@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tcdeploy.errors import ModelError
-from tests.formats.checkpoint import change_json, save_source
+from tests.formats.checkpoint import SIZES, change_json, save_source
 from tests.formats.gguf import FILE, StoredTensor, metadata, store_model, text, write_file, write_gguf
 from tests.formats.test_readers import plan
 
@@ -196,6 +200,56 @@ def test_settings_of_other_weights_in_config_json_are_replaced(source: Path, tmp
     write_gguf(source, tmp_path / "model", "Q8_0")
     change_json(tmp_path / "model/config.json", {"quantization_config": {"quant_method": "awq", "bits": 4}})
     assert plan(tmp_path / "model").architecture.quantisation == "gguf"
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+LONG, SHORT = [1.0 + index / 4 for index in range(16)], [1.0 + index / 8 for index in range(16)]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": LONG, "short_factor": SHORT}
+
+
+def write_with_factors(family: str, rope: dict[str, Any], factors: dict[str, list[float]], folder: Path) -> Path:
+    source = save_source(folder / "source", family, rope_parameters=rope, original_max_position_embeddings=64)
+    config = json.loads((source / "config.json").read_text())
+    stored, _ = store_model(source, "Q8_0")
+    for name, values in factors.items():
+        stored[name] = StoredTensor("F32", (len(values),), struct.pack(f"<{len(values)}f", *values))
+    (folder / "model").mkdir()
+    shutil.copy(source / "config.json", folder / "model")
+    write_file(folder / "model" / FILE, metadata(config, 7), stored)
+    return folder / "model"
+
+
+def llama3_factors(config: PreTrainedConfig) -> list[float]:
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return list((1.0 / 10000.0 ** (torch.arange(0, 32, 2) / 32) / scaled).tolist())
+
+
+@pytest.mark.parametrize("change", [1.0, 1.01])
+def test_rotary_factors_of_llama_3_must_be_those_of_the_config(change: float, tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", **{**SIZES, "rope_parameters": LLAMA3})
+    factors = llama3_factors(config)
+    assert factors[0] == pytest.approx(1) and factors[-1] == pytest.approx(8) and len({*factors}) > 4
+    factors[-1] *= change
+    model = write_with_factors("llama", LLAMA3, {"rope_freqs.weight": factors}, tmp_path)
+    if change == 1:
+        assert plan(model).architecture.schemes
+    else:
+        message = "has rope_freqs.weight with other rotary factors than config.json describes"
+        assert error_of(model).message == f"{model / FILE} {message}"
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_factors_of_longrope_must_be_those_of_the_config(is_swapped: bool, tmp_path: Path) -> None:
+    long, short = (SHORT, LONG) if is_swapped else (LONG, SHORT)
+    factors = {"rope_factors_long.weight": long, "rope_factors_short.weight": short}
+    model = write_with_factors("phi3", LONGROPE, factors, tmp_path)
+    if is_swapped:
+        assert "has rope_factors_long.weight with other rotary factors" in error_of(model).message
+    else:
+        assert plan(model, context=64).architecture.schemes
 
 
 def test_random_weights_have_the_schemes_of_the_file(source: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_all_weights_are_those_of_the_file(family: str, kind: str, tmp_path: Pat
 
 @pytest.mark.parametrize("pieces", [1, 5])
 def test_rows_are_read_in_pieces(pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole heads of rows in the order of llama.cpp; in a real model, a piece is 64 MiB in float32."""
+    """Whole heads of rows in the order of llama.cpp; in a real model, a piece is 8 MiB in float32."""
     monkeypatch.setattr(gguf_weights, "PIECE_ELEMENTS", 256 * 256 // pieces)
     source = save_varied(tmp_path / "source", "llama")
     dense = write_gguf(source, tmp_path / "model", "Q4_K_M")

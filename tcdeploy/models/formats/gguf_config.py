@@ -23,10 +23,12 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
+from tcdeploy.models.formats.gguf_rope import ROPE_TENSORS, rope_parameters, rope_problem
 from tcdeploy.models.formats.gguf_weights import SCHEMES_BY_TYPE
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
-from tcdeploy.models.weights.gguf_file import GgufFile, read_gguf
+from tcdeploy.models.weights.gguf_file import read_gguf
 from tcdeploy.models.weights.gguf_names import ARCHITECTURE_KEY, FAMILIES, Family, is_known, named_tensors
+from tcdeploy.models.weights.reader import stored_tensors
 
 METHOD = "gguf"
 HINT = "put the config.json of the model from which the file was made beside it"
@@ -39,8 +41,6 @@ COMPARED = {
     "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
 TOLERANCE = 1e-4  # of numbers that the file has in float32
-# Types of rotary embeddings in config.json whose factors a file stores too
-ROPE_TENSORS = {"rope_freqs.weight": "llama3", "rope_factors_long.weight": "longrope"}
 
 
 def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -> dict[str, Any]:
@@ -59,12 +59,13 @@ def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -
         raise UnsupportedModelError(message, f"use safetensors files; supported in GGUF: {', '.join(FAMILIES)}")
     _check_type(paths[0], architecture, family, config)
     _compare(paths[0], architecture, metadata, text_config)
-    _check_rope(paths[0], files, text_config)
     types = {name: tensor.type.name for _, name, tensor in named_tensors(paths)}
     unknown = [name for name in types if not is_known(name) and name not in ROPE_TENSORS]
     if unknown:
         message = f"{paths[0]} has tensors that are not known in the architecture {architecture} ({len(unknown)})"
         raise UnsupportedModelError(f"{message}: {', '.join(sorted(unknown)[:3])}", NAMES_HINT)
+    if problem := rope_problem(text_config, stored_tensors(paths)):
+        raise ModelError(f"{paths[0]} {problem}", HINT)
     return {
         "quant_method": METHOD, "architecture": architecture,
         "heads": {"q_proj": text_config.num_attention_heads, "k_proj": text_config.num_key_value_heads},
@@ -89,24 +90,9 @@ def _check_type(path: Path, architecture: str, family: Family, config: PreTraine
 def _compare(path: Path, architecture: str, metadata: Mapping[str, Any], config: PreTrainedConfig) -> None:
     """Raise ModelError for a number that the file and the config state differently."""
     pairs = {f"{architecture}.{key}": (name, getattr(config, name, None)) for key, name in COMPARED.items()}
-    pairs[f"{architecture}.rope.freq_base"] = ("rope_theta", _rope(config).get("rope_theta"))
+    pairs[f"{architecture}.rope.freq_base"] = ("rope_theta", rope_parameters(config).get("rope_theta"))
     for key, (name, expected) in pairs.items():
         stated = metadata.get(key)
         are_numbers = all(isinstance(value, int | float) for value in (stated, expected))
         if are_numbers and not math.isclose(stated, expected, rel_tol=TOLERANCE):  # type: ignore[arg-type]
             raise ModelError(f"{path} has {key} = {stated:g}, but config.json has {name} = {expected:g}", HINT)
-
-
-def _rope(config: PreTrainedConfig) -> Mapping[str, Any]:
-    """Parameters of the rotary embedding, in Gemma 3 those of layers without a window."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = parameters.get("full_attention")
-    return nested if isinstance(nested, dict) else parameters
-
-
-def _check_rope(path: Path, files: Sequence[GgufFile], config: PreTrainedConfig) -> None:
-    """Raise ModelError for rotary factors in a file if the config states none: transformers computes them from it."""
-    names = {tensor.name for file in files for tensor in file.tensors}
-    for name, kind in ROPE_TENSORS.items():
-        if name in names and (stated := _rope(config).get("rope_type")) != kind:
-            raise ModelError(f"{path} has {name}, but config.json has the rope_type {stated}, not {kind}", HINT)

@@ -58,11 +58,11 @@ def _bits(packed: Tensor, bits: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8) * _float16(blocks, 0)
+    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_float16(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).float() * _float16(blocks, 0) + _float16(blocks, 2)
+    return _nibbles(blocks[:, 4:]).float().mul_(_float16(blocks, 0)).add_(_float16(blocks, 2))
 
 
 def _five_bits(high: Tensor, low: Tensor) -> Tensor:
@@ -72,15 +72,15 @@ def _five_bits(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    return (_five_bits(blocks[:, 2:6], blocks[:, 6:]) - 16) * _float16(blocks, 0)
+    return _five_bits(blocks[:, 2:6], blocks[:, 6:]).sub_(16).mul_(_float16(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    return _five_bits(blocks[:, 4:8], blocks[:, 8:]) * _float16(blocks, 0) + _float16(blocks, 2)
+    return _five_bits(blocks[:, 4:8], blocks[:, 8:]).mul_(_float16(blocks, 0)).add_(_float16(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _float16(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float().mul_(_float16(blocks, 0))
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
@@ -89,16 +89,16 @@ def _q2_k(blocks: Tensor) -> Tensor:
     scales, minimums = (packed_scales & 15).float(), (packed_scales >> 4).float()
     codes = _bits(blocks[:, 16:80].unflatten(1, (2, 32)), 2).reshape(-1, 16, 16).float()
     scales, minimums = scales * _float16(blocks, 80), minimums * _float16(blocks, 82)
-    return (codes * scales[..., None] - minimums[..., None]).flatten(1)
+    return codes.mul_(scales[..., None]).sub_(minimums[..., None]).flatten(1)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
     """Two bits of a code lie as in Q2_K, the third in bit j of 32 bytes for columns 32 j to 32 j + 31."""
     low = _bits(blocks[:, 32:96].unflatten(1, (2, 32)), 2).flatten(1)
-    codes = (low | _bits(blocks[:, :32], 1).flatten(1) << 2).float() - 4
+    codes = (low | _bits(blocks[:, :32], 1).flatten(1) << 2).float().sub_(4)
     scales = _nibbles(blocks[:, 96:104]) | _bits(blocks[:, 104:108], 2).flatten(1) << 4
     factors = (scales.float() - 32) * _float16(blocks, 108)
-    return (codes.unflatten(1, (16, 16)) * factors[..., None]).flatten(1)
+    return codes.unflatten(1, (16, 16)).mul_(factors[..., None]).flatten(1)
 
 
 def _scales_and_minimums(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def _with_minimums(blocks: Tensor, codes: Tensor) -> Tensor:
     """Codes [n, 8, 32] of Q4_K and Q5_K."""
     scales, minimums = _scales_and_minimums(blocks[:, 4:16])
     scales, minimums = scales * _float16(blocks, 0), minimums * _float16(blocks, 2)
-    return (codes.float() * scales[..., None] - minimums[..., None]).flatten(1)
+    return codes.float().mul_(scales[..., None]).sub_(minimums[..., None]).flatten(1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
@@ -132,9 +132,9 @@ def _q5_k(blocks: Tensor) -> Tensor:
 def _q6_k(blocks: Tensor) -> Tensor:
     """A half of 128 columns: 64 bytes of nibbles, whose low halves are columns 0 to 63, and 32 bytes of bit pairs."""
     low = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).flatten(1)
-    codes = (low | _bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2).flatten(1) << 4).float() - 32
+    codes = (low | _bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2).flatten(1) << 4).float().sub_(32)
     factors = blocks[:, 192:208].view(torch.int8).float() * _float16(blocks, 208)
-    return (codes.unflatten(1, (16, 16)) * factors[..., None]).flatten(1)
+    return codes.unflatten(1, (16, 16)).mul_(factors[..., None]).flatten(1)
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
