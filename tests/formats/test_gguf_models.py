@@ -15,7 +15,7 @@ from tcdeploy.models.weights import gguf_names, gguf_values
 from tcdeploy.models.weights.conversions import CONVERSIONS
 from tcdeploy.planning.memory import gib
 from tests.exported_programs import exported_programs
-from tests.formats.checkpoint import WEIGHTS, random_weight, save_source, write_dense
+from tests.formats.checkpoint import WEIGHTS, change_json, random_weight, save_source, write_dense
 from tests.formats.gguf import FILE, write_gguf
 from tests.formats.test_format_starts import tokens_of
 from tests.formats.test_readers import dense_weights, plan
@@ -142,6 +142,16 @@ def test_a_tied_head_stays_dense(is_tied: bool, tmp_path: Path) -> None:
     source = save_varied(tmp_path / "source", "llama", tie_word_embeddings=is_tied)
     write_gguf(source, tmp_path / "model", "Q8_0")
     assert plan(tmp_path / "model").architecture.schemes == {"int8": 14 + (not is_tied)}
+
+
+def test_a_head_in_the_file_is_used_although_the_config_ties_it(tmp_path: Path) -> None:
+    source = save_varied(tmp_path / "source", "llama", tie_word_embeddings=False)
+    dense = write_gguf(source, tmp_path / "model", "Q4_K_M")
+    change_json(tmp_path / "model/config.json", {"tie_word_embeddings": True})
+    weights = dense_weights(plan(tmp_path / "model"))
+    assert torch.equal(weights["lm_head.weight"], dense["lm_head.weight"])
+    assert torch.equal(weights["model.embed_tokens.weight"], dense["model.embed_tokens.weight"])
+    assert not torch.equal(dense["lm_head.weight"], dense["model.embed_tokens.weight"])
 
 
 def test_tokens_are_those_of_dequantised_weights_also_from_packages(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,22 @@ COMPARED = {
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
+log = logging.getLogger("tcdeploy.models")
 TOLERANCE = 1e-4  # of numbers that the file has in float32
+
+
+def describe_gguf(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -> None:
+    """Set the settings of quantisation in a config to those of these files. Raises as `gguf_settings`.
+
+    A head in the files is used even if the config ties it to the embedding, as in llama.cpp: both may be quantised
+    differently.
+    """
+    config.quantization_config = gguf_settings(model, config, paths)
+    has_head = any(name == "lm_head.weight" for _, name, _ in named_tensors(paths))
+    for part in (config, config.get_text_config()):
+        if has_head and getattr(part, "tie_word_embeddings", False):
+            part.tie_word_embeddings = False
+            log.info("%s has output.weight, so the head is not tied to the embedding", paths[0])
 
 
 def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -> dict[str, Any]:

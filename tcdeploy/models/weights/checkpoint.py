@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import check_task, model_class
 from tcdeploy.models.convert.quantised_weights import check_not_quantised
-from tcdeploy.models.formats.gguf_config import gguf_settings
+from tcdeploy.models.formats.gguf_config import describe_gguf
 from tcdeploy.models.formats.methods import check_method, quantisation_settings
 from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
@@ -111,7 +111,7 @@ def check_files(
         check_task(model, config, names)
     with refusals.collecting():
         if gguf_paths:
-            config.quantization_config = gguf_settings(model, config, gguf_paths)
+            describe_gguf(model, config, gguf_paths)
         elif MODEL_OPTIMIZER_FILE in names and quantisation_settings(config) is None:
             config.quantization_config = _model_optimizer_settings(
                 model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder)
