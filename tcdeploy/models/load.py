@@ -24,7 +24,7 @@ from tcdeploy.models.convert.quantised_weights import find_quantised_weights, wi
 from tcdeploy.models.formats.methods import is_quantised
 from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load_errors import first_line, translate_error
-from tcdeploy.models.location import BUILTIN_MODELS, read_config_file
+from tcdeploy.models.location import BUILTIN_MODELS, is_gguf_file, read_config_file
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights import checkpoint
 from tcdeploy.models.weights.files import Checkpoint
@@ -40,12 +40,17 @@ log = logging.getLogger("tcdeploy.models")
 
 
 def resolve_model_path(model: str) -> str:
-    """What to pass to transformers: the folder of a builtin or local model, else the Hub id. Raises ModelError."""
+    """What to pass to transformers: the folder of a builtin or local model or of a GGUF file, else the Hub id.
+
+    Raises ModelError.
+    """
     if model.startswith("builtin:"):
         if model not in BUILTIN_MODELS:
             raise UnknownModelError(f"unknown builtin model {model}", f"builtin models: {', '.join(BUILTIN_MODELS)}")
         return str(BUILTIN_MODELS[model])
     checkpoint.check_path(model)
+    if is_gguf_file(model):
+        return str(Path(model).parent)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         hint = "pass the folder that contains config.json"
@@ -115,8 +120,8 @@ def read_checkpoint(
     if recipe.load_format == "dummy":
         return None
     with translating_errors(recipe.model):
-        path, downloads = resolve_model_path(recipe.model), may_download and is_quantised(config)
-        found = checkpoint.read_stored_tensors(path, recipe.revision, config, downloads)
+        downloads = may_download and is_quantised(config)
+        found = checkpoint.read_stored_tensors(recipe.model, recipe.revision, config, downloads)
         if found is not None:
             quantised = find_quantised_weights(recipe.model, config, stored_tensors(found.paths), shapes)
             found = Checkpoint(with_stand_ins(found.tensors, quantised), found.paths, quantised)

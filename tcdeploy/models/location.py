@@ -19,6 +19,11 @@ LFS_PROBLEM, LFS_HINT = "is a Git LFS pointer, not the file itself", "git lfs pu
 HINT = "download the model again, or correct the file"
 
 
+def is_gguf_file(model: str) -> bool:
+    """Whether a model is a GGUF file. Its folder has the other files of the model."""
+    return model.endswith(".gguf") and Path(model).is_file()
+
+
 def local_folder(model: str, revision: str | None) -> Path | None:
     """The folder of a model's files on this machine; None if there is none.
 
@@ -26,6 +31,8 @@ def local_folder(model: str, revision: str | None) -> Path | None:
     """
     if model in BUILTIN_MODELS:
         return BUILTIN_MODELS[model]
+    if is_gguf_file(model):
+        return Path(model).parent
     if Path(model).is_dir():
         return Path(model)
     if importlib.util.find_spec("huggingface_hub") is None:

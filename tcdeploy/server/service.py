@@ -20,6 +20,7 @@ from tcdeploy.engine.thread.canary_schedule import CanaryStats
 from tcdeploy.engine.thread.engine_thread import EngineThread
 from tcdeploy.host.progress import StageProgress
 from tcdeploy.models.location import local_folder
+from tcdeploy.models.weights.weight_paths import weight_files
 from tcdeploy.server.apis.openai.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.apis.openai.validation import ModelLimits
 from tcdeploy.server.apis.responses.store import ResponseStore
@@ -44,7 +45,7 @@ from tcdeploy.server.output.structured.structured_output import (
 )
 from tcdeploy.server.output.tools import ToolSupport
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.start.record.factors import sampled_digest, weight_files
+from tcdeploy.start.record.factors import sampled_digest
 from tcdeploy.text.conversation import replace_chat_template
 from tcdeploy.text.template_probe import template_form
 
@@ -293,6 +294,6 @@ def system_fingerprint(plan: Plan) -> str:
     """
     digest = hashlib.sha256(f"{__version__} {plan.key} {plan.load_format}".encode())
     folder = None if plan.load_format == "dummy" else local_folder(plan.model, plan.revision)
-    for path in weight_files(folder) if folder else ():
+    for path in weight_files(plan.model, folder) if folder else ():
         digest.update(f"{path.name} {path.stat().st_size} {sampled_digest(path)}".encode())
     return f"fp_{digest.hexdigest()[:FINGERPRINT_DIGITS]}"

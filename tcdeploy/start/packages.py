@@ -55,6 +55,7 @@ from tcdeploy.kernels.state import mechanisms  # noqa: F401 - registers the ops 
 from tcdeploy.kernels.state.layer_state import allocate_state, named_state, slot_tensors
 from tcdeploy.models.weights.reader import ReadTotal, stored_tensors
 from tcdeploy.models.weights.sources import DescribedWeights, WeightSource, copy_stored, loading_weights
+from tcdeploy.models.weights.weight_paths import weight_files
 from tcdeploy.planning.extras import is_installed, require_extra
 from tcdeploy.planning.installation import install_command
 from tcdeploy.planning.plan import Bucket, Plan
@@ -62,7 +63,6 @@ from tcdeploy.programs.packages import MissingPackageError, PackagedForward
 from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.loaded_start import FilesToList, LoadedStart, Warmed, warm
 from tcdeploy.start.planned import StartRequest
-from tcdeploy.start.record.factors import weight_files
 from tcdeploy.start.record.lookup import DoesNotFit, FoundRecord, NoRecord, find_record
 from tcdeploy.start.record.record import StartRecord
 from tcdeploy.start.sequence import run_start
@@ -161,7 +161,7 @@ class Packages:
             patch_platform_key()
         acquire_lease(self._staging.target, plan.key)
         with _checkpoint_errors(plan):
-            checkpoint = stored_tensors(weight_files(found.folder))
+            checkpoint = stored_tensors(weight_files(found.recipe.model, found.folder))
             loading = loading_weights(_weight_sources(record), checkpoint, plan.device)
             self._weights = self._weight_reading.enter_context(loading)
         return self._staging

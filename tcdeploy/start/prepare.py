@@ -18,9 +18,9 @@ from tcdeploy.host.plain_progress import default_progress
 from tcdeploy.host.progress import Progress
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.weights.read_ahead import start_read_ahead
+from tcdeploy.models.weights.weight_paths import weight_files
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.planned import StartRequest
-from tcdeploy.start.record.factors import weight_files
 
 if TYPE_CHECKING:
     from tcdeploy.start.deployment import Deployment
@@ -65,7 +65,7 @@ def _prepare(request: StartRequest) -> Deployment:
         start_context()
     folder = local_folder(recipe.model, recipe.revision) if recipe.load_format == "auto" else None
     if folder is not None:
-        start_read_ahead(weight_files(folder))
+        start_read_ahead(weight_files(recipe.model, folder))
     from tcdeploy.start.auto_programs import may_use_packages  # after the threads have begun
 
     if may_use_packages(request) and not (request.measure or request.needs_model):

@@ -30,9 +30,9 @@ from tcdeploy.models.formats.compressed_writer import settings, stored_specs, st
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.weights.conversions import quantised_tensors
-from tcdeploy.models.weights.files import INDEX
 from tcdeploy.models.weights.reader import StoredTensor, read_tensor
 from tcdeploy.models.weights.sources import Source, conversions, stored_names
+from tcdeploy.models.weights.weight_paths import INDEX
 from tcdeploy.models.weights.writer import MAX_FILE_BYTES, TensorSpec, writing_tensors
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.quantize_request import QuantizeRequest, parse_quantize

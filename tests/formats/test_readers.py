@@ -48,6 +48,7 @@ def dense_weights(planned: PlannedModel) -> dict[str, Tensor]:
             weights[path] = dense.transpose(1, 2) if is_transposed else dense
         elif isinstance(module, SchemeLinear):
             weights[f"{path}.weight"] = module.dequantised(torch.float32)
+            weights |= {f"{path}.bias": module.bias.float()} if module.bias is not None else {}
         elif isinstance(getattr(module, "packed_weight", None), nn.Parameter):
             weights[f"{path}.weight"] = module.weight.float()
     return weights

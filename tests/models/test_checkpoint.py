@@ -394,7 +394,6 @@ def test_a_tensor_of_another_shape_in_a_bin_file_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("model-Q4_K_M.gguf", "has weights in the format GGUF (model-Q4_K_M.gguf)"),
         ("consolidated.safetensors", "has weights in the format mistral-inference (consolidated.safetensors)"),
         ("consolidated.00.pth", "has weights in the format PyTorch's .pth (consolidated.00.pth)"),
         ("tf_model.h5", "has weights in the format TensorFlow's .h5 (tf_model.h5)"),
@@ -554,10 +553,10 @@ def test_a_folder_with_only_an_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:
-    for name, format_name in (("model.gguf", "GGUF"), ("consolidated.00.pth", "PyTorch's .pth")):
+    for name, format_name in (("model.gguf", "GGUF, and no config.json"), ("consolidated.00.pth", "PyTorch's .pth")):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).write_bytes(b"weights")
         assert f"has weights in the format {format_name}" in rejection(folder)
-    assert rejection(tmp_path / "model" / "model.gguf").endswith("is a GGUF file, which is not supported")
+    assert rejection(tmp_path / "model" / "model.gguf").endswith("model.gguf has no config.json beside it")
     assert rejection(tmp_path / "consolidated" / "consolidated.00.pth").endswith("is a file, not a model folder")

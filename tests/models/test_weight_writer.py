@@ -11,8 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tcdeploy.models.weights.files import INDEX, read_headers
+from tcdeploy.models.weights.files import read_headers
 from tcdeploy.models.weights.reader import LENGTH_BYTES, read_tensor, stored_tensors
+from tcdeploy.models.weights.weight_paths import INDEX
 from tcdeploy.models.weights.writer import TensorSpec, writing_tensors
 
 TENSORS = {

@@ -22,7 +22,7 @@ from tcdeploy.host.progress import NullProgress, StageProgress
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.models.load_model import load_model
 from tcdeploy.models.location import BUILTIN_MODELS
-from tcdeploy.models.weights.files import INDEX
+from tcdeploy.models.weights.weight_paths import INDEX
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start import quantize
 from tcdeploy.start.decide import RequestedModel, decide

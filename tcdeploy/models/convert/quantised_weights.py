@@ -146,8 +146,10 @@ def insert_quantised_weights(model: nn.Module, weights: Mapping[str, QuantisedWe
     formats store [outputs, inputs]. If both are equal, the shapes do not show it.
     """
     schemes: dict[str, LayerScheme] = {}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for path, module in list(model.named_modules()):
-        weight = _stand_in(module.weight, weights) if type(module) is nn.Linear else None
+        is_linear = type(module) is nn.Linear and id(module.weight) not in embeddings  # a tied head stays dense
+        weight = _stand_in(module.weight, weights) if is_linear else None
         if type(module) is Conv1D and _stand_in(module.weight, weights):
             raise UnsupportedModelError(f"{path} is a quantised Conv1D, which is not supported", NOT_QUANTISED_HINT)
         if weight is not None and weight.scheme:
@@ -160,7 +162,8 @@ def insert_quantised_weights(model: nn.Module, weights: Mapping[str, QuantisedWe
     dequantised: dict[str, int] = defaultdict(int)
     for tensor in _traced_tensors(model, trace):
         if used := [name for name in stored_names(tensor.source) if name in weights]:
-            dequantised[reasons.get(id(tensor)) or _reason(weights[used[0]])] += tensor.numel()
+            if reason := reasons.get(id(tensor)) or _reason(weights[used[0]]):
+                dequantised[reason] += tensor.numel()
             tensor.source, tensor.origin = replace_tensors(tensor.source, dense), trace
     return InsertedWeights(schemes, dict(dequantised))
 
@@ -190,8 +193,9 @@ def _insert_experts(
 
 
 def _reason(weight: QuantisedWeight) -> str:
+    """Why a weight is dequantised, "" if its values are stored."""
     kernels = "has kernels for linear layers, and for experts whose class supports transformers' interface"
-    return weight.reason or f"{weight.scheme} {kernels}"
+    return weight.reason or (f"{weight.scheme} {kernels}" if weight.scheme else "")
 
 
 def _traced(source: WeightSource, trace: Trace) -> TracedTensor:

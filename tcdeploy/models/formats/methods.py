@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import UnsupportedModelError
-from tcdeploy.models.formats import fp4_weights, library_weights, packed_weights, scaled_weights
+from tcdeploy.models.formats import fp4_weights, gguf_weights, library_weights, packed_weights, scaled_weights
 from tcdeploy.models.formats.layer_names import is_listed
 from tcdeploy.models.formats.quantised_weight import Layer, LayerScheme, QuantisedWeight
 from tcdeploy.planning.schemes import int4_scheme_name
@@ -174,6 +174,10 @@ def _find_torchao(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight
     return {"weight": library_weights.find_torchao_weight(layer)}
 
 
+def _find_gguf(settings: Settings, layer: Layer) -> Mapping[str, QuantisedWeight | None]:
+    return gguf_weights.find_gguf_weights(settings, layer)
+
+
 def _find_mxfp4(settings: Settings, layer: Layer) -> Mapping[str, QuantisedWeight | None]:
     return fp4_weights.find_mxfp4_experts(layer)
 
@@ -274,6 +278,11 @@ def _mxfp4_scheme(settings: Settings, path: str) -> LayerScheme | None:
     return LayerScheme("mxfp4") if is_stack else None
 
 
+def _gguf_scheme(settings: Settings, path: str) -> LayerScheme | None:
+    scheme = settings["schemes"].get(path)
+    return None if scheme is None else LayerScheme(scheme, gguf_weights.GROUP)
+
+
 def _explicit_scheme(settings: Settings, path: str) -> LayerScheme | None:
     scheme = settings["schemes"].get(path)
     return None if scheme is None else LayerScheme(*scheme)
@@ -343,6 +352,7 @@ METHODS: dict[str, Method] = {
     "mxfp4": Method(_find_mxfp4, _mxfp4_scheme, names_stacks=True),
     "bitsandbytes": Method(_find_bitsandbytes, _bitsandbytes_scheme),
     "torchao": Method(_find_torchao, _torchao_scheme),
+    "gguf": Method(_find_gguf, _gguf_scheme),
     EXPLICIT: Method(
         lambda settings, layer: {},
         _explicit_scheme,

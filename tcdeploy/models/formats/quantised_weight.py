@@ -36,7 +36,8 @@ class QuantisedWeight(NamedTuple):
 
     shape: of the dense weight [rows, columns], or [experts, columns, rows] for the experts of gpt-oss. dense: its
     source. tensors: of the scheme, in its order, those of experts with a leading dimension of experts; empty if there
-    is no scheme for the format, for the `reason`. scales: names of tensors whose values are checked.
+    is no scheme for the format, for the `reason`, which is "" if the values of the weight are stored in another order.
+    scales: names of tensors whose values are checked.
     """
 
     names: tuple[str, ...]

@@ -21,10 +21,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import check_task, model_class
 from tcdeploy.models.convert.quantised_weights import check_not_quantised
+from tcdeploy.models.formats.gguf_config import describe_gguf
 from tcdeploy.models.formats.methods import check_method, quantisation_settings
 from tcdeploy.models.hub import uses_local_files_only
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
-from tcdeploy.models.location import HINT, local_folder, read_json_object
+from tcdeploy.models.location import HINT, is_gguf_file, local_folder, read_json_object
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights.files import (
     FORMAT_HINT,
@@ -36,11 +37,13 @@ from tcdeploy.models.weights.files import (
     read_headers,
 )
 from tcdeploy.models.weights.tensor_names import check_experts, first_names, text_depends_on
+from tcdeploy.models.weights.weight_paths import GGUF_SUFFIX, gguf_names
 
 MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HUB_TIMEOUT_S = 10
+GGUF_HINT = "pass a GGUF file in a folder with config.json and the tokenizer's files of the model that it was made from"
 SAFETENSORS_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
 
 
@@ -53,8 +56,10 @@ def tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def check_path(model: str) -> None:
     """Refuse a file, and a folder that contains an adapter or weights in another format instead of a config.json."""
     path = Path(model)
-    if path.suffix == ".gguf":
-        raise ModelError(f"{model} is a GGUF file, which is not supported", "pass the folder of the safetensors model")
+    if is_gguf_file(model):
+        if not (path.parent / "config.json").is_file():
+            raise ModelError(f"{model} has no config.json beside it", GGUF_HINT)
+        return
     if path.is_file():
         raise ModelError(f"{model} is a file, not a model folder", "pass the folder that contains config.json")
     if path.is_dir() and not (path / "config.json").is_file():
@@ -79,6 +84,8 @@ def _check_formats(model: str, names: set[str], folder: Path | None) -> None:
     if ADAPTER_CONFIG in names:
         raise _adapter_error(model, folder)
     if formats := {OTHER_FORMATS[suffix] for name in names if (suffix := Path(name).suffix) in OTHER_FORMATS}:
+        if formats == {OTHER_FORMATS[GGUF_SUFFIX]}:
+            raise ModelError(f"{model} has weights in the format GGUF, and no config.json", GGUF_HINT)
         message = f"{model} has weights in the format {', '.join(sorted(formats))}, which is not supported"
         raise ModelError(f"{message}, and no config.json", FORMAT_HINT)
 
@@ -91,23 +98,28 @@ def check_files(
     `model`: a folder or Hub id whose config has been loaded. `reads_weights`: False if they will be random.
     """
     folder = local_folder(model, revision)
-    names = _file_names(model, revision, folder)
+    names, is_local = _file_names(model, revision, folder), Path(model).exists()
+    gguf_paths: list[Path] | None = None
+    with refusals.collecting():
+        gguf_paths = [folder / name for name in gguf_names(model, folder)] if folder else []
     if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
         remedy = f"delete {ADAPTER_CONFIG}"
-        if not Path(model).is_dir():
+        if not is_local:
             remedy = f"download the repository without {ADAPTER_CONFIG} and pass that folder"
         refusals.add(_adapter_error(model, folder, f"; if it is merged already, {remedy}"))
     with refusals.collecting():
         check_task(model, config, names)
     with refusals.collecting():
-        if MODEL_OPTIMIZER_FILE in names and quantisation_settings(config) is None:
+        if gguf_paths:
+            describe_gguf(model, config, gguf_paths)
+        elif MODEL_OPTIMIZER_FILE in names and quantisation_settings(config) is None:
             config.quantization_config = _model_optimizer_settings(
                 model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder)
             )
         check_method(model, config)
-    is_complete = Path(model).is_dir() or not folder or {item.name for item in folder.iterdir()} < names
+    is_complete = is_local or not folder or {item.name for item in folder.iterdir()} < names
     with refusals.collecting():
-        if reads_weights and is_complete and not explicit_file(model, config):
+        if reads_weights and is_complete and gguf_paths == [] and not explicit_file(model, config):
             check_format(model, names)
 
 
@@ -127,14 +139,14 @@ def _model_optimizer_settings(model: str, path: Path | None) -> dict[str, Any] |
 def read_stored_tensors(
     model: str, revision: str | None, config: PreTrainedConfig, may_download: bool = False
 ) -> Checkpoint | None:
-    """The headers of a model's safetensors files.
+    """The headers of a model's safetensors or GGUF files.
 
     may_download: download them first if necessary. None if the files have not been downloaded or are not safetensors.
     Raises ModelError for broken files, and what huggingface_hub raises.
     """
     folder, name = local_folder(model, revision), explicit_file(model, config)
     found = read_headers(model, folder, name) if folder else None
-    if found is None and may_download and not Path(model).is_dir() and not uses_local_files_only(model, revision):
+    if found is None and may_download and not Path(model).exists() and not uses_local_files_only(model, revision):
         patterns = [*SAFETENSORS_PATTERNS, *([name] if name else [])]
         folder = Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns))
         found = read_headers(model, folder, name)
@@ -198,7 +210,7 @@ def _file_names(model: str, revision: str | None, folder: Path | None) -> set[st
     """Names of the model's files. The Hub is asked once, as long as no weights have been downloaded."""
     names = {item.name for item in folder.iterdir()} if folder else set()
     has_weights = any(name.endswith((".safetensors", ".bin")) for name in names)
-    if not (has_weights or Path(model).is_dir() or uses_local_files_only(model, revision)):
+    if not (has_weights or Path(model).exists() or uses_local_files_only(model, revision)):
         with contextlib.suppress(Exception):  # huggingface_hub raises many types without a network
             info = huggingface_hub.HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
             names |= {item.rfilename for item in info.siblings or ()}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tcdeploy.models.weights.gguf_values import gguf_values, q4_0_nibbles
 from tcdeploy.planning.schemes import SCHEMES
 
 CHUNK_ELEMENTS = 1 << 18  # of a weight that is quantised; 4 << 20, which leave the CPU's caches, took 1.5 times as long
@@ -170,11 +171,15 @@ def mxfp4_experts(tensors: Sequence[Tensor]) -> Tensor:
     return SCHEMES["mxfp4"].dequantise(rows, torch.bfloat16).unflatten(0, blocks.shape[:2]).transpose(1, 2)
 
 
+def less(tensors: Sequence[Tensor], value: float) -> Tensor:
+    return tensors[0].float() - value
+
+
 CONVERSIONS: dict[str, Callable[..., Tensor]] = {
     function.__name__: function
     for function in (
         dequantised, quantised, repeated, reciprocal, scaled_in_blocks, without_offset, unpacked, nibbles, awq_values,
         awq_nibbles, sorted_columns, sorted_nibbles, grouped_values, divided, table_values,
-        signed_nibbles_and_offsets, mxfp4_experts,
+        signed_nibbles_and_offsets, mxfp4_experts, less, gguf_values, q4_0_nibbles,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Finds a model's weight files as transformers does, and reads the headers of safetensors files.
+"""Finds a model's weight files, and reads the headers of safetensors and GGUF files.
 
 A header has the name, the dtype and the shape of each tensor, so it is read in milliseconds. Files that transformers
 would read incompletely, or not at all, are errors that name the file.
@@ -21,9 +21,16 @@ from tcdeploy.errors import ModelError
 from tcdeploy.models.formats.quantised_weight import QuantisedWeight
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
 from tcdeploy.models.location import HINT, LFS_HINT, LFS_POINTER
+from tcdeploy.models.weights.gguf_names import named_tensors
+from tcdeploy.models.weights.weight_paths import (
+    GGUF_SUFFIX,
+    INDEX,
+    TORCH_INDEX,
+    TORCH_WEIGHTS,
+    WEIGHTS,
+    gguf_names,
+)
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # Files that hold weights in other formats, by suffix.
 OTHER_FORMATS = {
     ".gguf": "GGUF", ".ggml": "GGML", ".pth": "PyTorch's .pth", ".onnx": "ONNX", ".nemo": "NeMo",
@@ -38,14 +45,14 @@ FORMAT_HINT = "pass a model in transformers' format, with config.json and safete
 
 
 class TensorHeader(NamedTuple):
-    """A tensor as a safetensors header describes it."""
+    """A tensor as a header describes it. dtype: as safetensors names it, or GGUF's name of a type of blocks."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class Checkpoint(NamedTuple):
-    """The safetensors files of a model, and the tensors in their headers, by name.
+    """The safetensors or GGUF files of a model, and the tensors in their headers, by name.
 
     quantised: the quantised weights, by the name of the dense weight. `tensors` has stand-ins for them.
     """
@@ -74,7 +81,8 @@ def check_format(model: str, names: set[str]) -> None:
         other = "mistral-inference" if name == "consolidated.safetensors" else OTHER_FORMATS.get(suffix)
         if other:
             message = f"{model} has weights in the format {other} ({name}), which is not supported, and no {WEIGHTS}"
-            raise ModelError(message, FORMAT_HINT)
+            hint = "download the file, and pass its path" if suffix == GGUF_SUFFIX else FORMAT_HINT
+            raise ModelError(message, hint)
         if suffix == ".safetensors":
             hint = f"rename it to {WEIGHTS} if its tensors have the names that transformers gives them"
             raise ModelError(f"{model} has {name}, but no {WEIGHTS} and no index", hint)
@@ -93,10 +101,14 @@ def explicit_file(model: str, config: PreTrainedConfig) -> str | None:
 
 
 def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> Checkpoint | None:
-    """The safetensors files in a folder. Raises ModelError for broken files.
+    """The safetensors or GGUF files in a folder. Raises ModelError for broken files.
 
     `explicit_name`: as `explicit_file` returns it. None if there are no such files, or not all have been downloaded.
     """
+    if paths := [folder / name for name in gguf_names(model, folder)]:
+        return Checkpoint(
+            {name: TensorHeader(tensor.type.name, tensor.shape) for _, name, tensor in named_tensors(paths)}, paths
+        )
     is_local = Path(model).is_dir()
     names = _safetensors_files(folder, explicit_name)
     if names is None:

@@ -1,6 +1,8 @@
-"""Reads tensors from safetensors files straight into tensors that exist already, with several threads.
+"""Reads tensors from safetensors and GGUF files straight into tensors that exist already, with several threads.
 
-A file is an 8-byte length, a JSON header with the dtype, shape and byte range of each tensor, and the tensors. On a CPU
+A safetensors file is an 8-byte length, a JSON header with the dtype, shape and byte range of each tensor, and the
+tensors. A GGUF file has the same facts in another form (gguf_file.py); its tensors get the names that transformers
+expects, and blocks of quantised values are rows of bytes. Nothing outside of this module sees a difference. On a CPU
 a thread reads into the target's memory, for a GPU into a page-locked buffer that it copies to the device. Meanwhile the
 main thread imports packages or captures steps, so the threads make few calls that need the GIL. Only a tensor that is
 converted is held in host memory as a whole. Imports neither transformers nor safetensors.
@@ -27,6 +29,9 @@ import torch
 from torch import Tensor
 
 from tcdeploy.errors import ModelError
+from tcdeploy.models.weights.gguf_file import read_gguf
+from tcdeploy.models.weights.gguf_names import named_tensors
+from tcdeploy.models.weights.weight_paths import GGUF_SUFFIX
 from tcdeploy.torch_compat.triton.cuda_driver import copy_to_gpu, use_primary_context
 
 LENGTH_BYTES = 8
@@ -43,13 +48,17 @@ DTYPES = {
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: bytes [begin, end) from the start of the file."""
+    """A tensor in a file: bytes [begin, end) from the start of the file.
+
+    block_type: of GGUF's blocks of quantised values, "Q4_K" for example; dtype and shape are those of rows of bytes.
+    """
 
     path: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
     end: int
+    block_type: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +104,10 @@ class ReadTotal:
 
 
 def read_header(path: Path) -> bytes:
-    """The JSON header of a safetensors file. Raises ModelError if the file is not one, and OSError."""
+    """The header of a GGUF file, or the JSON of a safetensors file. Raises ModelError if it has none, and OSError."""
+    if path.suffix == GGUF_SUFFIX:
+        with path.open("rb") as file:
+            return file.read(read_gguf(path).header_bytes)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = file.read(min(length, MAX_HEADER_BYTES))
@@ -105,7 +117,13 @@ def read_header(path: Path) -> bytes:
 
 
 def stored_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """The tensors of several files by name, without those whose dtype is not in DTYPES. Raises as `read_header`."""
+    """The tensors of several files by name, without those whose dtype is not in DTYPES. Raises as `read_header`.
+
+    paths: all safetensors files, or all GGUF files of a model.
+    """
+    paths = [*paths]
+    if paths and paths[0].suffix == GGUF_SUFFIX:
+        return _gguf_tensors(paths)
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
         header = read_header(path)
@@ -117,6 +135,19 @@ def stored_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
                 if end - begin != math.prod(shape) * dtype.itemsize:
                     raise ModelError(f"{path} is damaged: {name} has {end - begin} bytes", "download the file again")
                 tensors[name] = StoredTensor(str(path), dtype, shape, start + begin, start + end)
+    return tensors
+
+
+def _gguf_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for path, name, tensor in named_tensors(paths):
+        kind, rows = tensor.type, tensor.shape[:-1]
+        if kind.dtype:
+            dtype, shape, block_type = DTYPES[kind.dtype], tensor.shape, ""
+        else:
+            row_bytes = tensor.shape[-1] // kind.columns * kind.num_bytes
+            dtype, shape, block_type = torch.uint8, (*rows, row_bytes), kind.name
+        tensors[name] = StoredTensor(str(path), dtype, shape, tensor.begin, tensor.end, block_type)
     return tensors
 
 

@@ -219,6 +219,19 @@ def _stored(source: Source, checkpoint: Mapping[str, StoredTensor]) -> StoredTen
     return None
 
 
+def _stored_parts(source: Source, checkpoint: Mapping[str, StoredTensor]) -> Iterator[StoredTensor]:
+    """The bytes of files that `evaluate` reads."""
+    if stored := _stored(source, checkpoint):
+        yield stored
+        return
+    match source:
+        case ["cat" | "stack", _, parts] | ["convert", _, _, _, parts]:
+            for part in parts:
+                yield from _stored_parts(part, checkpoint)
+        case [*_, inner]:
+            yield from _stored_parts(inner, checkpoint)
+
+
 def stored_names(source: Source) -> Iterator[str]:
     """The tensors of the checkpoint in a source."""
     match source:
@@ -304,7 +317,7 @@ def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTenso
         for part, piece in parts:
             yield from _copies(part, piece, checkpoint)
     else:
-        read = [checkpoint[name] for name in stored_names(source)]
+        read = list(_stored_parts(source, checkpoint))
         yield Copy(read[0], target, _Evaluation((source,), checkpoint), sum(stored.num_bytes for stored in read))
 
 

@@ -27,6 +27,7 @@ IGNORABLE = re.compile(
     r"\.masked_bias$|(^|\.)position_ids$|rotary_emb\.(cos|sin)_cached$"  # constants that older code stored
     r"|(^|\.)decoder\.version$|_extra_state$"  # format versions and states of other libraries
     r"|^(model\.)?(v|value)_head\."  # value heads of reinforcement learning
+    r"|^rope_(freqs|factors_long|factors_short)\.weight$"  # of GGUF, compared in formats/gguf_rope.py
     r"|(^|\.)mtp\."  # multi-token prediction
     r"|(attn|attention)\.(\w+\.)?(q|k|v|kv|prob)_scale$"  # of an FP8 KV cache; see convert/kv_scales.py
 )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tcdeploy.host.durable import sync_files
-from tcdeploy.models.weights.files import INDEX, WEIGHTS
 from tcdeploy.models.weights.reader import DTYPES, LENGTH_BYTES
+from tcdeploy.models.weights.weight_paths import INDEX, WEIGHTS
 
 MAX_FILE_BYTES = 5_000_000_000  # as transformers' save_pretrained
 ALIGNMENT_BYTES = 8

@@ -9,19 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tcdeploy import __version__
 from tcdeploy.errors import ModelError
+from tcdeploy.models.weights.weight_paths import INDEX, weight_files
 from tcdeploy.planning.environment import installed_version
 from tcdeploy.planning.keys import combined_digest
 from tcdeploy.planning.recipe import Recipe
 
 PACKAGE = Path(__file__).parents[2]
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # of configs, tokenizers and chat templates
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file
 # Fields of a recipe that are not compared. `model` and `revision`: the files are hashed instead. The others change no
@@ -76,11 +76,12 @@ def require_start_factors(recipe: Recipe, folder: Path | None) -> StartFactors:
     if folder is None:
         raise NoStartRecordError(f"the files of {recipe.model} are not on this machine")
     try:
-        files = dict(_model_files(folder)) if weight_files(folder) else None
+        paths = weight_files(recipe.model, folder)
+        files = dict(_model_files(folder, paths)) if paths else None
     except (OSError, ModelError) as error:
         raise NoStartRecordError(f"the model's files cannot be read: {error}") from error
     if files is None:
-        raise NoStartRecordError(f"{folder} has no weights as safetensors")
+        raise NoStartRecordError(f"{folder} has no weights as safetensors or GGUF")
     request = {name: value for name, value in asdict(recipe).items() if name not in IGNORED_FIELDS}
     versions = {"Python": platform.python_version(), "tcdeploy": __version__}
     versions |= {name: installed_version(name) for name in ("tokenizers", "torch")}
@@ -116,7 +117,7 @@ def _flag_value(value: Any) -> str | None:
 
 def _file_differences(here: Mapping[str, str], there: Mapping[str, str]) -> Iterator[str]:
     changed = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
-    weights = {name for name in changed if name == INDEX or name.endswith(".safetensors")}
+    weights = {name for name in changed if name == INDEX or name.endswith((".safetensors", ".gguf"))}
     for name in changed:
         if name in weights:
             continue
@@ -128,25 +129,14 @@ def _file_differences(here: Mapping[str, str], there: Mapping[str, str]) -> Iter
         yield "other weights"
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would load; [] if it would load others."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    try:
-        names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-        return [folder / name for name in sorted(names) if Path(name).name == name]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []
-
-
-def _model_files(folder: Path) -> Iterator[tuple[str, str]]:
+def _model_files(folder: Path, weights: Iterable[Path]) -> Iterator[tuple[str, str]]:
     """What identifies each file that a start reads: of a weight file the size, the header and samples."""
     from tcdeploy.models.weights.reader import read_header  # imports torch
 
     for path in sorted([*folder.iterdir(), *folder.glob("*/*.jinja")]):
         if path.suffix in READ_SUFFIXES and path.is_file():
             yield path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()
-    for path in weight_files(folder):
+    for path in weights:
         yield path.name, f"{path.stat().st_size} {hashlib.sha256(read_header(path)).hexdigest()} {sampled_digest(path)}"
 
 

@@ -20,11 +20,12 @@ from tcdeploy.models.location import local_folder
 from tcdeploy.models.sources import digest_sources, record_executed_files, source_files
 from tcdeploy.models.traced_model import NotTraceableError
 from tcdeploy.models.weights.sources import WeightNotInCheckpointError, describe_weights
+from tcdeploy.models.weights.weight_paths import weight_files
 from tcdeploy.planning.bucket_record import BucketRecord
 from tcdeploy.programs.aot import AotForward
 from tcdeploy.start.decide import trace_weights
 from tcdeploy.start.planned import PlannedModel
-from tcdeploy.start.record.factors import StartFactors, start_factors, weight_files
+from tcdeploy.start.record.factors import StartFactors, start_factors
 from tcdeploy.start.record.record import (
     WITH_TOKENIZER,
     WITHOUT_TOKENIZER,
@@ -80,7 +81,7 @@ class StartRecorder:
             log.warning("later starts load this model with transformers, because its packages call %s", names)
             return []
         try:
-            if planned.checkpoint is not None and planned.checkpoint.paths != weight_files(folder):
+            if planned.checkpoint is not None and planned.checkpoint.paths != weight_files(recipe.model, folder):
                 raise WeightNotInCheckpointError("config.json names other weight files than those of the folder")
             with self.recording_sources():  # also the code that converts weights
                 traced = trace_weights(planned)

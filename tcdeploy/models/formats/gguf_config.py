@@ -1,0 +1,114 @@
+"""Settings of quantisation for a model whose weights are GGUF, and a comparison of the file with config.json.
+
+config.json comes from the model that the file was made of, and may be that of another one. Shapes do not show other
+numbers of heads, rotary frequencies or epsilons, so they are compared with the metadata of the file. Its settings of
+quantisation, if it has any, describe other weights, and are replaced by
+
+    {"quant_method": "gguf", "architecture": "llama", "heads": {"q_proj": 32, "k_proj": 8}, "schemes": {...},
+     "layout": DIGEST}
+
+The schemes are those of linear layers, by path, for random weights. The layout stands for the type of each tensor,
+since programs depend on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from tcdeploy.errors import ModelError, UnsupportedModelError
+from tcdeploy.models.formats.gguf_rope import ROPE_TENSORS, rope_parameters, rope_problem
+from tcdeploy.models.formats.gguf_weights import SCHEMES_BY_TYPE
+from tcdeploy.models.load_errors import DOWNLOAD_HINT
+from tcdeploy.models.weights.gguf_file import read_gguf
+from tcdeploy.models.weights.gguf_names import ARCHITECTURE_KEY, FAMILIES, Family, is_known, named_tensors
+from tcdeploy.models.weights.reader import stored_tensors
+
+METHOD = "gguf"
+HINT = "put the config.json of the model from which the file was made beside it"
+NAMES_HINT = "use safetensors files, or convert the model with another version of llama.cpp"
+# Keys of metadata after the architecture, and of config.json
+COMPARED = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "expert_used_count": "num_experts_per_tok",
+}  # fmt: skip
+log = logging.getLogger("tcdeploy.models")
+TOLERANCE = 1e-4  # of numbers that the file has in float32
+
+
+def describe_gguf(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -> None:
+    """Set the settings of quantisation in a config to those of these files. Raises as `gguf_settings`.
+
+    A head in the files is used even if the config ties it to the embedding, as in llama.cpp: both may be quantised
+    differently.
+    """
+    config.quantization_config = gguf_settings(model, config, paths)
+    has_head = any(name == "lm_head.weight" for _, name, _ in named_tensors(paths))
+    for part in (config, config.get_text_config()):
+        if has_head and getattr(part, "tie_word_embeddings", False):
+            part.tie_word_embeddings = False
+            log.info("%s has output.weight, so the head is not tied to the embedding", paths[0])
+
+
+def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -> dict[str, Any]:
+    """Settings for these files. Raises ModelError if they do not belong together or to the config, or are damaged."""
+    for path in paths:
+        if not path.is_file():
+            raise ModelError(f"{model} lacks {path.name}, a part of its weights", DOWNLOAD_HINT)
+    files = [read_gguf(path) for path in paths]
+    metadata = files[0].metadata
+    if (parts := metadata.get("split.count", 1)) != len(files):
+        raise ModelError(f"{paths[0]} is one of {parts} files", "give them the names NAME-00001-of-0000N.gguf")
+    architecture, text_config = str(metadata.get(ARCHITECTURE_KEY)), config.get_text_config()
+    family = FAMILIES.get(architecture)
+    if family is None:
+        message = f"{paths[0]} has the architecture {architecture}, which is not supported in GGUF"
+        raise UnsupportedModelError(message, f"use safetensors files; supported in GGUF: {', '.join(FAMILIES)}")
+    _check_type(paths[0], architecture, family, config)
+    _compare(paths[0], architecture, metadata, text_config)
+    types = {name: tensor.type.name for _, name, tensor in named_tensors(paths)}
+    unknown = [name for name in types if not is_known(name) and name not in ROPE_TENSORS]
+    if unknown:
+        message = f"{paths[0]} has tensors that are not known in the architecture {architecture} ({len(unknown)})"
+        raise UnsupportedModelError(f"{message}: {', '.join(sorted(unknown)[:3])}", NAMES_HINT)
+    if problem := rope_problem(text_config, stored_tensors(paths)):
+        raise ModelError(f"{paths[0]} {problem}", HINT)
+    return {
+        "quant_method": METHOD, "architecture": architecture,
+        "heads": {"q_proj": text_config.num_attention_heads, "k_proj": text_config.num_key_value_heads},
+        "schemes": {
+            name.removesuffix(".weight"): SCHEMES_BY_TYPE[kind]
+            for name, kind in types.items()
+            if name.endswith("_proj.weight") or name == "lm_head.weight" if kind in SCHEMES_BY_TYPE
+        },
+        "layout": hashlib.sha256(json.dumps(types, sort_keys=True).encode()).hexdigest()[:16],
+    }  # fmt: skip
+
+
+def _check_type(path: Path, architecture: str, family: Family, config: PreTrainedConfig) -> None:
+    if config.model_type in family.model_types:
+        return
+    text_type = config.get_text_config().model_type
+    hint = "put the text_config in it into a config.json of its own" if text_type in family.model_types else HINT
+    described = f"{path} has the architecture {architecture}, but config.json has the model_type {config.model_type}"
+    raise ModelError(described, hint)
+
+
+def _compare(path: Path, architecture: str, metadata: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Raise ModelError for a number that the file and the config state differently."""
+    pairs = {f"{architecture}.{key}": (name, getattr(config, name, None)) for key, name in COMPARED.items()}
+    pairs[f"{architecture}.rope.freq_base"] = ("rope_theta", rope_parameters(config).get("rope_theta"))
+    for key, (name, expected) in pairs.items():
+        stated = metadata.get(key)
+        are_numbers = all(isinstance(value, int | float) for value in (stated, expected))
+        if are_numbers and not math.isclose(stated, expected, rel_tol=TOLERANCE):  # type: ignore[arg-type]
+            raise ModelError(f"{path} has {key} = {stated:g}, but config.json has {name} = {expected:g}", HINT)

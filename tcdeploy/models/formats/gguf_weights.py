@@ -1,0 +1,196 @@
+"""Weights of GGUF files: blocks of quantised values, experts in one tensor, and rows in the order of llama.cpp.
+
+Blocks are rows of bytes (weights/gguf_values.py). Two types are those of a scheme, so their weights keep their bytes:
+
+    Q8_0  int8 with groups of 32 columns; the scales become float32
+    Q4_0  int4 with groups of 32 columns and scales in float16; the nibbles are put in the order of columns
+
+Weights of all other types are dequantised. The rows of a weight are converted in pieces, because an embedding of
+128,256 rows would take 2 GB in float32 in one thread.
+
+In the architecture `llama`, the rows of q and k in a head are those of both halves in turns: row 2i is the first
+half's row i, row 2i + 1 the second half's. Rows are moved as bytes, before anything is converted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tcdeploy.models.formats.quantised_weight import Layer, QuantisedWeight, converted
+from tcdeploy.models.weights.gguf_file import TYPES_BY_NAME
+from tcdeploy.models.weights.gguf_names import FAMILIES
+from tcdeploy.models.weights.reader import StoredTensor
+from tcdeploy.models.weights.sources import Source, WeightSource, dtype_name
+from tcdeploy.planning.schemes import int4_scheme_name
+
+GROUP = 32  # columns of a block of Q8_0 and Q4_0
+PIECE_ELEMENTS = 2 << 20  # 16 << 20 took 1.4 times the CPU time, because new memory is mapped for each piece
+SCHEMES_BY_TYPE = {"Q8_0": "int8", "Q4_0": int4_scheme_name("float16", zeros=False, permuted=False)}
+# The projections of an expert, by the name of their stack: in checkpoints of Mixtral, and in all others
+EXPERT_PARTS = {"gate_exps": ("w1", "gate_proj"), "up_exps": ("w3", "up_proj"), "down_exps": ("w2", "down_proj")}
+Settings = Mapping[str, Any]
+
+
+def find_gguf_weights(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight]:
+    """The tensors of a layer that are not stored as the model has them. Raises ModelError for impossible shapes.
+
+    settings: of gguf_config.py.
+    """
+    family = FAMILIES[settings["architecture"]]
+    heads = settings["heads"].get(layer.path.rpartition(".")[2], 0) if family.has_permuted_heads else 0
+    weights: dict[str, QuantisedWeight] = {}
+    for suffix, stored in layer.tensors.items():
+        if suffix.startswith(tuple(EXPERT_PARTS)):
+            if settings["architecture"] != "gpt-oss":
+                weights |= _experts(layer, suffix, stored)
+        elif family.norm_offset and layer.path.endswith("norm") and suffix == "weight":
+            dense = converted("less", stored.shape, [layer.source(suffix)], family.norm_offset)
+            weights[suffix] = QuantisedWeight((layer.name(suffix),), stored.shape, dense)
+        elif layer.path.endswith("shared_expert_gate") and len(stored.shape) == 1 and not stored.block_type:
+            shape = (1, *stored.shape)
+            weights[suffix] = QuantisedWeight((layer.name(suffix),), shape, ["reshape", [*shape], layer.source(suffix)])
+        elif stored.block_type or heads:
+            weights[suffix] = _matrix(layer, suffix, stored, heads)
+    if settings["architecture"] == "gpt-oss" and "down_exps" in layer.tensors:
+        weights |= _interleaved_experts(layer)
+    return weights
+
+
+def _matrix(layer: Layer, suffix: str, stored: StoredTensor, heads: int) -> QuantisedWeight:
+    """A weight [rows, columns], or a bias [rows] of permuted heads."""
+    if len(stored.shape) > 2 or (len(stored.shape) < 2 and stored.block_type):
+        raise layer.wrong(suffix, "must have rows and columns")
+    count = stored.shape[0]
+    if heads and count % (2 * heads):
+        raise layer.wrong(suffix, f"must have the rows of {heads} heads")
+    return _Rows(layer.name(suffix), stored, 0, count, count // heads if heads else 0).weight()
+
+
+def _experts(layer: Layer, suffix: str, stored: StoredTensor) -> dict[str, QuantisedWeight]:
+    """The weights of the experts one by one, as transformers expects them."""
+    if len(stored.shape) != 3 or suffix not in EXPERT_PARTS:
+        raise layer.wrong(suffix, "must be the weights [experts, rows, columns] of a layer")
+    names = EXPERT_PARTS[suffix]
+    part = names[0] if "block_sparse_moe" in layer.path else names[1]
+    experts, rows, _ = stored.shape
+    return {
+        f"{number}.{part}.weight": _Rows(layer.name(suffix), stored, number * rows, rows, 0).weight()
+        for number in range(experts)
+    }
+
+
+def _interleaved_experts(layer: Layer) -> dict[str, QuantisedWeight]:
+    """The experts of gpt-oss: gate and up in one tensor [experts, inputs, 2 * rows], their columns in turns."""
+    stored = {name: layer.tensors.get(name) for name in ("gate_exps", "up_exps", "down_exps")}
+    matrices: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        matrices[name] = tensor if tensor is not None else layer.require(name, ())
+        if len(matrices[name].shape) != 3:
+            raise layer.wrong(name, "must be the weights [experts, rows, columns] of a layer")
+    if matrices["gate_exps"].shape != matrices["up_exps"].shape:
+        raise layer.wrong("up_exps", "must have the shape of gate_exps")
+    weights: dict[str, QuantisedWeight] = {}
+    for name, parts in (("gate_up_proj", ("gate_exps", "up_exps")), ("down_proj", ("down_exps",))):
+        experts, rows, _ = matrices[parts[0]].shape
+        sources: list[Source] = []
+        for number in range(experts):
+            each = [_Rows(layer.name(part), matrices[part], number * rows, rows, 0) for part in parts]
+            columns = each[0].columns
+            in_turns: Source = ["stack", 1, [item.values() for item in each]]
+            joined: Source = ["reshape", [1, len(parts) * rows, columns], in_turns]
+            sources.append(["permute", [0, 2, 1], joined])
+        weights[name] = QuantisedWeight(
+            layer.names(parts), (experts, columns, len(parts) * rows), ["cat", 0, sources], reason=each[0].reason
+        )
+        biases = [f"{part}_bias" for part in parts]
+        if all(bias in layer.tensors for bias in biases):
+            shape = (experts, len(parts) * rows)
+            in_turns = ["stack", 2, [layer.source(bias) for bias in biases]]
+            weights[f"{name}_bias"] = QuantisedWeight(layer.names(biases), shape, ["reshape", [*shape], in_turns])
+    return weights
+
+
+class _Rows(NamedTuple):
+    """Rows of a stored tensor whose dimensions but the last are joined. head_rows: of each head, 0 if not permuted."""
+
+    name: str
+    stored: StoredTensor
+    first: int
+    num_rows: int
+    head_rows: int
+
+    @property
+    def columns(self) -> int:
+        if len(self.stored.shape) == 1:
+            return 1
+        kind = TYPES_BY_NAME.get(self.stored.block_type)
+        return self.stored.shape[-1] // kind.num_bytes * kind.columns if kind else self.stored.shape[-1]
+
+    @property
+    def reason(self) -> str:
+        """Why a dense weight is computed; "" if it is stored."""
+        return f"{self.stored.block_type} of GGUF has no kernel" if self.stored.block_type else ""
+
+    def weight(self) -> QuantisedWeight:
+        shape = (self.num_rows,) if len(self.stored.shape) == 1 else (self.num_rows, self.columns)
+        names, scheme = (self.name,), SCHEMES_BY_TYPE.get(self.stored.block_type)
+        if scheme is None:
+            return QuantisedWeight(names, shape, self.values(), reason=self.reason)
+        return QuantisedWeight(names, shape, self.values(), scheme, self._scheme_tensors())
+
+    def values(self) -> Source:
+        """The dense weight, in pieces that fit into the memory of a thread."""
+        block_type, row_shape = self.stored.block_type, self.stored.shape[1:][-1:]
+        pieces: list[Source] = []
+        for piece in self._pieces():
+            source = piece._viewed(dtype_name(self.stored.dtype), row_shape)
+            if block_type:
+                source = converted("gguf_values", (piece.num_rows, self.columns), [source], block_type)
+            pieces.append(source)
+        return _joined(pieces)
+
+    def _scheme_tensors(self) -> tuple[WeightSource, WeightSource]:
+        """The codes and the scales. A block begins with its scale."""
+        blocks, num_bytes = self.columns // GROUP, TYPES_BY_NAME[self.stored.block_type].num_bytes
+        is_int8 = self.stored.block_type == "Q8_0"
+        dtypes = ("int8", "float32") if is_int8 else ("uint8", "float16")
+        row_codes = self.columns if is_int8 else self.columns // 2
+        codes: list[Source] = []
+        scales: list[Source] = []
+        for piece in self._pieces():
+            if is_int8:
+                values: Source = ["slice", 2, 2, num_bytes, piece._viewed("int8", (blocks, num_bytes))]
+                codes.append(["reshape", [piece.num_rows, row_codes], values])
+            else:
+                rows = piece._viewed("uint8", (blocks * num_bytes,))
+                codes.append(converted("q4_0_nibbles", (piece.num_rows, row_codes), [rows]))
+            scale: Source = ["slice", 2, 0, 1, piece._viewed("float16", (blocks, num_bytes // 2))]
+            scales.append(["reshape", [piece.num_rows, blocks], scale])
+        shapes = ((self.num_rows, row_codes), (self.num_rows, blocks))
+        sources = (_joined(codes), _joined(scales))
+        first, second = (WeightSource(*item) for item in zip(dtypes, shapes, sources, strict=True))
+        return first, second
+
+    def _pieces(self) -> list[_Rows]:
+        unit = self.head_rows or 1
+        size = max(1, PIECE_ELEMENTS // (unit * self.columns)) * unit
+        begins = range(0, self.num_rows, size)
+        return [self._replace(first=self.first + begin, num_rows=min(size, self.num_rows - begin)) for begin in begins]
+
+    def _viewed(self, dtype: str, row_shape: tuple[int, ...]) -> Source:
+        """The bytes of the rows as another dtype, with another shape of each row, and the rows of heads in order."""
+        total = math.prod(self.stored.shape[:-1]) if len(self.stored.shape) > 1 else self.stored.shape[0]
+        source: Source = ["view", dtype, [total, *row_shape], self.name]
+        if self.num_rows < total:
+            source = ["slice", 0, self.first, self.first + self.num_rows, source]
+        if not self.head_rows:
+            return source
+        shape = [self.num_rows // self.head_rows, self.head_rows // 2, 2, *row_shape]
+        order = [0, 2, 1, *range(3, len(shape))]
+        return ["reshape", [self.num_rows, *row_shape], ["permute", order, ["reshape", shape, source]]]
+
+
+def _joined(pieces: list[Source]) -> Source:
+    return pieces[0] if len(pieces) == 1 else ["cat", 0, pieces]

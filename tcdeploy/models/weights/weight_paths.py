@@ -1,0 +1,62 @@
+"""Which files in a model's folder have its weights. Imports neither torch nor a model library.
+
+safetensors files are chosen as transformers does. GGUF files, which transformers would need to be named, are used if
+the user passes one of them, or if the folder has no other weights and one GGUF model. config.json and the tokenizer
+are read from the same folder in both cases.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tcdeploy.errors import ModelError
+from tcdeploy.models.location import is_gguf_file
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+GGUF_SUFFIX = ".gguf"
+GGUF_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+PROJECTOR_PREFIX = "mmproj"  # of files with the image encoder of a model
+
+
+def weight_files(model: str, folder: Path) -> list[Path]:
+    """The GGUF or safetensors files of a model that a start reads itself; [] if transformers reads others.
+
+    folder: of its files. Raises ModelError as `gguf_names`.
+    """
+    if names := gguf_names(model, folder):
+        return [folder / name for name in names]
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    try:
+        indexed = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        return [folder / name for name in sorted(indexed) if Path(name).name == name]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def gguf_names(model: str, folder: Path) -> list[str]:
+    """The GGUF files that have the weights of a model, in order, by name in its folder; [] if others have them.
+
+    model: a file, or what has this folder. Raises ModelError if a folder has several models.
+    """
+    if is_gguf_file(model):
+        return _parts(Path(model).name)
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if names & {WEIGHTS, INDEX, TORCH_WEIGHTS, TORCH_INDEX}:
+        return []
+    files = (name for name in names if name.endswith(GGUF_SUFFIX) and not name.startswith(PROJECTOR_PREFIX))
+    models = sorted({tuple(_parts(name)) for name in files})
+    if len(models) > 1:
+        listed = ", ".join(parts[0] for parts in models)
+        raise ModelError(f"{model} has several GGUF models: {listed}", f"pass one of them: {folder / models[0][0]}")
+    return [*models[0]] if models else []
+
+
+def _parts(name: str) -> list[str]:
+    """All files of the model that this file is a part of."""
+    if match := GGUF_SHARD.fullmatch(name):
+        return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
+    return [name]
