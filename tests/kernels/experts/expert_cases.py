@@ -17,6 +17,7 @@ EXPERTS, N, K = 5, 32, 192
 ROUTINGS = {  # [tokens, top_k]
     "one pair": [[3]],
     "one token": [[4, 1]],
+    "three tokens": [[3, 0], [4, 3], [0, 3]],
     "top_k 1": [[2], [0], [2], [4], [2]],
     "some experts idle": [[3, 0], [0, 3], [3, 4], [0, 4], [3, 0], [4, 3], [0, 3]],
     "all pairs on the last expert": [[4, 4]] * 9 + [[4, 4]] * 8,
