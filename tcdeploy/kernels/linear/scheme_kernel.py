@@ -281,7 +281,7 @@ def _multiply_slices(weights, inputs):
 @ignore_comments
 @triton.jit
 def _weight_rows(BLOCK_N: tl.constexpr, n, GATED: tl.constexpr):
-    """(columns of the output, rows of the weight) of a tile. Rows past the end are the last row.
+    """(columns of the output, rows of the weight) of a tile. Rows past the end are the last row, and never stored.
 
     GATED: the first half of the tile's rows of the weight are gate rows, the second half their up rows.
     """
@@ -368,7 +368,8 @@ def _scheme_skinny_gemm_kernel(
         y *= row_scales[:, None]
     if IS_SPLIT:  # out: partial sums [splits, rows, n] in float32
         out += tl.program_id(1).to(tl.int64) * rows * n
-        tl.store(out + row[:, None] * n + w_row[None, :], tl.trans(y), mask=(row < rows)[:, None])
+        is_row = (tl.program_id(0) * (BLOCK_N // 2 if GATED else BLOCK_N) + tl.arange(0, BLOCK_N) < n)[None, :]
+        tl.store(out + row[:, None] * n + w_row[None, :], tl.trans(y), mask=(row < rows)[:, None] & is_row)
     else:
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
