@@ -278,48 +278,34 @@ def _multiply_slices(weights, inputs):
     return sums
 
 
-@ignore_comments
-@triton.jit
-def _weight_rows(BLOCK_N: tl.constexpr, n, GATED: tl.constexpr):
-    """(columns of the output, rows of the weight) of a tile. Rows past the end are the last row, and never stored.
-
-    GATED: the first half of the tile's rows of the weight are gate rows, the second half their up rows.
-    """
-    if GATED:
-        HALF: tl.constexpr = BLOCK_N // 2
-        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        tile_row = tl.arange(0, BLOCK_N)
-        w_row = tl.minimum(tl.program_id(0) * HALF + tile_row % HALF, n // 2 - 1) + tile_row // HALF * (n // 2)
-    else:
-        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        w_row = tl.minimum(column, n - 1)
-    return column, w_row
-
-
 # `rows` is not specialised; otherwise a batch of 16 would recompile the kernel.
 @ignore_comments
 @triton.jit(do_not_specialize=["rows"])
 def _scheme_skinny_gemm_kernel(
     out, x, weight, row_scale, group_scale, zero, addend, rows, n, k, row_bytes, groups, x_stride, addend_stride,
-    split_slices,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr, K_SLICES: tl.constexpr, GATED: tl.constexpr, IS_SPLIT: tl.constexpr, USE_PDL: tl.constexpr,
+    WIDTH: tl.constexpr, K_SLICES: tl.constexpr, GATED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
     SLICE_BYTES: tl.constexpr = WIDTH // PER_BYTE
     GROUPS: tl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1  # of a slice; if several, values are scaled
     DTYPE: tl.constexpr = x.dtype.element_ty
     row, k_slice = tl.arange(0, BLOCK_M), tl.arange(0, K_SLICES)
-    column, w_row = _weight_rows(BLOCK_N, n, GATED)
-    n_out = n // 2 if GATED else n
-    begin = tl.program_id(1) * split_slices
-    end = tl.minimum(begin + split_slices, k // WIDTH)
+    if GATED:  # the first half of the tile's rows of the weight are gate rows, the second half their up rows
+        HALF: tl.constexpr = BLOCK_N // 2
+        n //= 2
+        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        tile_row = tl.arange(0, BLOCK_N)
+        w_row = tl.minimum(tl.program_id(0) * HALF + tile_row % HALF, n - 1) + tile_row // HALF * n
+    else:
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        w_row = tl.minimum(column, n - 1)  # past the end: reads the last row again, never stored
     w_ptrs = weight + w_row.to(tl.int64)[:, None] * row_bytes + tl.arange(0, K_SLICES * SLICE_BYTES)[None, :]
     x_rows = x + row.to(tl.int64) * x_stride
     x_ptrs = x_rows[None, :, None] + k_slice[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     x_mask = (row < rows)[None, :, None]
     group_rows = (w_row // ROW_BLOCK * groups)[None, :]
-    out_mask = (row < rows)[:, None] & (column < n_out)[None, :]
+    out_mask = (row < rows)[:, None] & (column < n)[None, :]
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -328,7 +314,7 @@ def _scheme_skinny_gemm_kernel(
         addend_tile = tl.load(addend_ptrs, mask=out_mask, other=0.0)
     if row_scale is not None:
         row_scales = tl.load(row_scale + w_row).to(tl.float32)
-    offsets = group_rows + ((begin + k_slice) * WIDTH // GROUP)[:, None]
+    offsets = group_rows + (k_slice * WIDTH // GROUP)[:, None]
     if GROUPS > 1:
         scale_ptrs = group_scale + offsets[:, :, None] + tl.arange(0, GROUPS)[None, None, :]
         scales = _load_scales(scale_ptrs, None, FORMAT)
@@ -340,7 +326,7 @@ def _scheme_skinny_gemm_kernel(
         zeros = tl.full([1, 1], 8.0, tl.float32)
 
     acc = tl.zeros([K_SLICES, BLOCK_N, BLOCK_M], tl.float32)
-    for first in range(begin, end, K_SLICES):
+    for first in range(0, k // WIDTH, K_SLICES):
         tile = tl.reshape(tl.load(w_ptrs + first * SLICE_BYTES), (BLOCK_N, K_SLICES, SLICE_BYTES))
         tile = tl.permute(tile, (1, 0, 2))
         inputs = tl.load(x_ptrs + first * WIDTH, mask=x_mask, other=0.0)
@@ -366,42 +352,10 @@ def _scheme_skinny_gemm_kernel(
         y *= _missing_factor(FORMAT, DTYPE)
     if row_scale is not None:
         y *= row_scales[:, None]
-    if IS_SPLIT:  # out: partial sums [splits, rows, n] in float32
-        out += tl.program_id(1).to(tl.int64) * rows * n
-        is_row = (tl.program_id(0) * (BLOCK_N // 2 if GATED else BLOCK_N) + tl.arange(0, BLOCK_N) < n)[None, :]
-        tl.store(out + row[:, None] * n + w_row[None, :], tl.trans(y), mask=(row < rows)[:, None] & is_row)
-    else:
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
-            y = gate * tl.sigmoid(gate) * up
-        y = tl.trans(y)
-        if addend is not None:
-            y += addend_tile.to(tl.float32)
-        tl.store(out + row[:, None] * n_out + column[None, :], y.to(out.dtype.element_ty), mask=out_mask)
-
-
-@ignore_comments
-@triton.jit(do_not_specialize=["rows"])
-def _add_splits_kernel(
-    out, partial, addend, rows, n, addend_stride,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """One row's sums over the splits, in order, and the epilogue of the skinny GEMM."""
-    n_out = n // 2 if GATED else n
-    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < n_out
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    sums = tl.zeros([BLOCK], tl.float32)
-    ups = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        row_ptr = partial + (split * rows + row).to(tl.int64) * n
-        sums += tl.load(row_ptr + column, mask=mask, other=0.0)
-        if GATED:
-            ups += tl.load(row_ptr + n_out + column, mask=mask, other=0.0)
     if GATED:
-        sums = sums * tl.sigmoid(sums) * ups
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_M)), (1, 2, 0)))
+        y = gate * tl.sigmoid(gate) * up
+    y = tl.trans(y)
     if addend is not None:
-        sums += tl.load(addend + row.to(tl.int64) * addend_stride + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * n_out + column, sums.to(out.dtype.element_ty), mask=mask)
+        y += addend_tile.to(tl.float32)
+    tl.store(out + row[:, None] * n + column[None, :], y.to(out.dtype.element_ty), mask=out_mask)

@@ -47,10 +47,8 @@ from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GEMV = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_gemv_kernel")
 SKINNY_GEMM = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_skinny_gemm_kernel")
-ADD_SPLITS = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_add_splits_kernel")
 DEQUANTISE = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_dequantise_kernel")
 DEQUANTISE_ROWS, DEQUANTISE_BYTES, DEQUANTISE_WARPS = 8, 256, 4  # of the weight per program
-ADD_SPLITS_BLOCK, ADD_SPLITS_WARPS = 1024, 4  # columns of one row per program
 FORMATS = {  # how the kernels make values of a scheme's bytes
     fp8_scheme.CHANNEL_NAME: "fp8", fp8_scheme.BLOCK_NAME: "fp8", int8_scheme.NAME: "int8",
     fp4_scheme.MXFP4_NAME: "e2m1", fp4_scheme.NVFP4_NAME: "e2m1", **dict.fromkeys(int4_scheme.NAMES, "int4"),
@@ -169,23 +167,14 @@ def _skinny_gemm(
     use_pdl = supports_pdl(x.device)
     padded_rows = max(8, next_power_of_2(rows))  # for the tensor cores; batches with equal padding share a kernel
     steps = fit_skinny_gemm(tile, padded_rows, k, weight.group)
-    partial = x.new_empty(steps.splits, rows, n, dtype=torch.float32) if steps.splits > 1 else None
-    addend_stride = addend.stride(0) if addend is not None and addend.ndim == 2 else 0
-    options = {"launch_pdl": True} if use_pdl else {}
     SKINNY_GEMM.launch(
-        (-(-n // steps.block_n), steps.splits),
-        out if partial is None else partial, x, weight.weight, weight.row_scale, weight.group_scale, weight.zero,
-        addend if partial is None else None, rows, n, k, row_bytes, weight.groups, x.stride(0), addend_stride,
-        steps.split_slices, weight.format, weight.group, weight.row_block, padded_rows, steps.block_n, steps.width,
-        steps.slices, gated, partial is not None, use_pdl,
-        num_warps=tile.num_warps, num_stages=steps.num_stages, **options,
+        (-(-n // steps.block_n),),
+        out, x, weight.weight, weight.row_scale, weight.group_scale, weight.zero, addend, rows, n, k, row_bytes,
+        weight.groups, x.stride(0), addend.stride(0) if addend is not None and addend.ndim == 2 else 0,
+        weight.format, weight.group, weight.row_block, padded_rows, steps.block_n, steps.width,
+        steps.slices, gated, use_pdl,
+        num_warps=tile.num_warps, num_stages=steps.num_stages, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
-    if partial is not None:
-        ADD_SPLITS.launch(
-            (rows, -(-out.shape[1] // ADD_SPLITS_BLOCK)),
-            out, partial, addend, rows, n, addend_stride, steps.splits, ADD_SPLITS_BLOCK, gated, use_pdl,
-            num_warps=ADD_SPLITS_WARPS, **options,
-        )  # fmt: skip
 
 
 def dequantised(scheme: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

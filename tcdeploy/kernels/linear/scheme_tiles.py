@@ -36,7 +36,6 @@ class SchemeSkinnyGemmTile(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int  # of the software pipeline
-    splits: int = 1  # parts of the columns, each summed by a program of its own
 
 
 SCHEME_GEMV_TILES = (
@@ -58,17 +57,10 @@ SCHEME_SKINNY_GEMM_TILES = (
     SchemeSkinnyGemmTile("n64_k512", 64, 512, 4, 3),
     SchemeSkinnyGemmTile("n64_k128", 64, 128, 4, 5),
     SchemeSkinnyGemmTile("n64_k128_w8", 64, 128, 8, 4),
-    SchemeSkinnyGemmTile("n64_k128_s4", 64, 128, 4, 4, 4),
-    SchemeSkinnyGemmTile("n64_k256_s4", 64, 256, 4, 3, 4),
-    SchemeSkinnyGemmTile("n32_k256_s4", 32, 256, 4, 4, 4),
-    SchemeSkinnyGemmTile("n32_k256_s2", 32, 256, 4, 4, 2),
-    SchemeSkinnyGemmTile("n128_k128_w8", 128, 128, 8, 4),
-    SchemeSkinnyGemmTile("n128_k128_w8_s4", 128, 128, 8, 4, 4),
 )
-(
-    N32_K512, N16_K512, N16_K256, N16_K1024, N64_K256, N64_K512, N64_K128, N64_K128_W8, N64_K128_S4, N64_K256_S4,
-    N32_K256_S4, N32_K256_S2, N128_K128_W8, N128_K128_W8_S4,
-) = range(len(SCHEME_SKINNY_GEMM_TILES))  # fmt: skip
+N32_K512, N16_K512, N16_K256, N16_K1024, N64_K256, N64_K512, N64_K128, N64_K128_W8 = range(
+    len(SCHEME_SKINNY_GEMM_TILES)
+)
 
 
 def is_supported(rows: int, n: int, k: int, group: int, per_byte: int) -> bool:
@@ -101,14 +93,12 @@ def fit_block(block: int, size: int) -> int:
 
 
 class SkinnyGemmSteps(NamedTuple):
-    """A tile for a weight: rows, columns of a slice, slices of a step, stages, and splits."""
+    """A tile for a weight: rows, columns of a slice, slices of a step, and stages."""
 
     block_n: int
     width: int
     slices: int
     num_stages: int
-    splits: int
-    split_slices: int  # of each split but the last, which may have fewer
 
 
 def fit_skinny_gemm(tile: SchemeSkinnyGemmTile, padded_rows: int, k: int, group: int) -> SkinnyGemmSteps:
@@ -127,8 +117,4 @@ def fit_skinny_gemm(tile: SchemeSkinnyGemmTile, padded_rows: int, k: int, group:
         else:
             block_n //= 2
     stages = tile.num_stages * tile.block_k // (slices * width)
-    num_steps = k // (slices * width)
-    split_steps = -(-num_steps // tile.splits)
-    splits = -(-num_steps // split_steps)  # none is empty
-    num_stages = min(max(stages, MIN_STAGES), MAX_STAGES)
-    return SkinnyGemmSteps(block_n, width, slices, num_stages, splits, split_steps * slices)
+    return SkinnyGemmSteps(block_n, width, slices, min(max(stages, MIN_STAGES), MAX_STAGES))

@@ -27,7 +27,6 @@ from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_SUMS,
     N8_B2048,
     N64_K256,
-    N64_K256_S4,
     SCHEME_GEMV_TILES,
     SCHEME_SKINNY_GEMM_TILES,
     fit_skinny_gemm,
@@ -92,16 +91,6 @@ def test_inputs_may_be_float16_and_slices(case: str, rows: int, device: str) -> 
 @pytest.mark.parametrize("tile", [*SCHEME_GEMV_TILES, *SCHEME_SKINNY_GEMM_TILES], ids=lambda tile: tile.name)
 def test_every_tile_agrees(case: str, tile: Any, device: str) -> None:
     x, tensors, extras = product(case, 1 if tile in SCHEME_GEMV_TILES else 9, "gated", device=device, n=64, k=512)
-    assert_agrees(run(case, x, tensors, extras, tile=tile), reference(case, x, tensors, extras))
-
-
-@each_main_case
-@pytest.mark.parametrize("form", ["plain", "added", "gated"])
-@pytest.mark.parametrize(("rows", "k"), [(33, 1024), (3, 1280)])  # 1280: the last split is shorter
-def test_splits_are_added(case: str, form: str, rows: int, k: int, device: str) -> None:
-    tile = SCHEME_SKINNY_GEMM_TILES[N64_K256_S4]
-    x, tensors, extras = product(case, rows, form, device=device, n=96, k=k)
-    assert fit_skinny_gemm(tile, 64, k, operands(CASES[case][0], tensors).group).splits > 1
     assert_agrees(run(case, x, tensors, extras, tile=tile), reference(case, x, tensors, extras))
 
 
@@ -281,18 +270,10 @@ def test_the_sums_of_a_skinny_gemm_fit_registers() -> None:
     for tile in SCHEME_SKINNY_GEMM_TILES:
         for padded_rows in (8, 16, 32, 64):
             for group in (16, 32, 64, 96, 128, 4096):
-                block_n, width, slices, num_stages, splits, split_slices = fit_skinny_gemm(
-                    tile, padded_rows, 12288, group
-                )
-                assert splits == tile.splits and splits * split_slices * width == 12288
+                block_n, width, slices, num_stages = fit_skinny_gemm(tile, padded_rows, 12288, group)
                 assert block_n * slices * padded_rows <= MAX_SUMS * tile.num_warps or slices == 1
                 assert slices == 1 or slices >= tile.num_warps
-                assert (
-                    (group % width == 0 or group == 16)
-                    and width >= 32
-                    and block_n % 16 == 0
-                    and 12288 % (width * slices) == 0
-                )
+                assert (group % width == 0 or group == 16) and width >= 32 and block_n % 16 == 0 and 12288 % (width * slices) == 0
                 assert 3 <= num_stages <= 8
 
 
