@@ -138,10 +138,10 @@ def matmul(
     out = x.new_empty(rows, n // 2 if gated else n)
     if rows == 1:
         assert tile is None or isinstance(tile, SchemeGemvTile)
-        _gemv(out, x, weight, addend, gated, norm, eps, tile or gemv_tile(n))
+        _gemv(out, x, weight, addend, gated, norm, eps, tile or gemv_tile(n, weight.per_byte))
     else:
         assert tile is None or isinstance(tile, SchemeSkinnyGemmTile)
-        _skinny_gemm(out, x, weight, addend, gated, tile or skinny_gemm_tile(rows, n))
+        _skinny_gemm(out, x, weight, addend, gated, tile or skinny_gemm_tile(rows, n, weight.per_byte))
     return out
 
 

@@ -273,16 +273,23 @@ def test_the_sums_of_a_skinny_gemm_fit_registers() -> None:
                 block_n, width, slices, num_stages = fit_skinny_gemm(tile, padded_rows, 12288, group)
                 assert block_n * slices * padded_rows <= MAX_SUMS * tile.num_warps or slices == 1
                 assert slices == 1 or slices >= tile.num_warps
-                assert (group % width == 0 or group == 16) and width >= 32 and block_n % 16 == 0 and 12288 % (width * slices) == 0
+                assert (
+                    (group % width == 0 or group == 16)
+                    and width >= 32
+                    and block_n % 16 == 0
+                    and 12288 % (width * slices) == 0
+                )
                 assert 3 <= num_stages <= 8
 
 
-@pytest.mark.parametrize(("rows", "n", "name"), [
-    (1, 2048, "n2_b2048"), (1, 4096, "n4_b2048"), (2, 2048, "n16_k512"), (9, 2048, "n16_k256"), (8, 4096, "n32_k512"),
-    (16, 28672, "n64_k256"), (17, 4096, "n64_k128"), (33, 4096, "n64_k128_w8"),
+@pytest.mark.parametrize(("rows", "n", "names"), [
+    (1, 2048, ("n2_b2048", "n2_b2048")), (1, 4096, ("n4_b2048", "n8_b2048")), (8, 4096, ("n16_k512", "n16_k512")),
+    (8, 28672, ("n16_k1024", "n32_k512")), (9, 4096, ("n16_k1024", "n32_k512")), (16, 28672, ("n16_k256", "n32_k512")),
+    (17, 28672, ("n64_k256", "n64_k256")), (33, 4096, ("n64_k256", "n64_k256")), (33, 8448, ("n64_k128", "n64_k128")),
 ])  # fmt: skip
-def test_the_tile_depends_on_rows_and_width(rows: int, n: int, name: str) -> None:
-    assert (gemv_tile(n) if rows == 1 else skinny_gemm_tile(rows, n)).name == name
+def test_the_tile_depends_on_rows_width_and_bits(rows: int, n: int, names: tuple[str, str]) -> None:
+    tiles = [gemv_tile(n, per_byte) if rows == 1 else skinny_gemm_tile(rows, n, per_byte) for per_byte in (1, 2)]
+    assert tuple(tile.name for tile in tiles) == names
 
 
 def test_operands_name_the_use_of_each_tensor() -> None:
