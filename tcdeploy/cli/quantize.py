@@ -22,7 +22,7 @@ def quantize(
     skip: Annotated[
         list[str] | None,
         typer.Option(
-            help="Linear layers to leave as they are, beside routers of experts, the head, and others outside of the "
+            help="Layers to leave as they are, beside routers of experts, the head, and others outside of the "
             "decoder layers: a name, a path, a wildcard or re:EXPRESSION; may be repeated",
             metavar="NAME",
         ),
@@ -30,7 +30,7 @@ def quantize(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model", metavar="TEXT")] = None,
     json: Json = False,
 ) -> None:
-    """Save a copy of MODEL whose linear layers are quantised, in the format of compressed-tensors.
+    """Save a copy of MODEL whose linear layers and experts are quantised, in the format of compressed-tensors.
 
     Weights are rounded to nearest, without calibration. tcdeploy, transformers and vLLM load the new folder (vLLM: int4
     with groups of 32, 64 or 128 columns). Serving it gives the tokens of MODEL with --quantize.

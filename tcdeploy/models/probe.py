@@ -29,6 +29,7 @@ from tcdeploy.errors import TcdeployError, UnsupportedArchitectureError, Unsuppo
 from tcdeploy.models.attention_calls import AttentionRecorder, check_layers, read_layers
 from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
 from tcdeploy.models.convert.quantise_model import quantise_model
+from tcdeploy.models.convert.scheme_experts import stacked_weights
 from tcdeploy.models.convert.scheme_weight import SchemeWeight
 from tcdeploy.models.convert.static_rope import freeze_rope
 from tcdeploy.models.formats.methods import has_fp8_inputs, quantisation_method
@@ -43,6 +44,7 @@ from tcdeploy.planning.architecture import Architecture, LayerState, digest_conf
 from tcdeploy.planning.memory import DTYPE_BYTES
 from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
 from tcdeploy.torch_compat.dynamo.fake_tensors import fake_tensors
+from tcdeploy.torch_compat.transformers.experts_interface import supports_experts_interface
 
 PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
 PROBE_TOKENS = 13  # a prime that is no dimension of a model: models/positions.py recognises counts of tokens by it
@@ -51,16 +53,29 @@ log = logging.getLogger("tcdeploy.models")
 
 @dataclass
 class _LinearRecorder:
-    """A forward pre-hook that records which linear layers read which tensor (by id), in call order."""
+    """A forward pre-hook that records which linear layers read which tensor (by id), in call order.
+
+    expert_elements: per token, the outputs that the widest experts hold at once.
+    """
 
     readers: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     calls: Counter[int] = field(default_factory=Counter)
     keep_alive: list[Tensor] = field(default_factory=list)  # so that no id is reused
+    expert_elements: int = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.keep_alive.append(args[0])
         self.readers[id(args[0])].append(module)
         self.calls[id(module)] += 1
+
+    def record_experts(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of modules of experts. A token has a row for each of its top k experts in each output."""
+        top_k_index = args[1] if len(args) > 1 else kwargs["top_k_index"]
+        weights = {weight.name: weight for weight in stacked_weights(module)}
+        if down := weights.get("down_proj"):
+            widest = max(weight.rows for weight in weights.values())
+            elements = top_k_index.shape[-1] * (down.columns + widest)
+            self.expert_elements = max(self.expert_elements, elements)
 
 
 class ProbedModel(NamedTuple):
@@ -186,14 +201,15 @@ def _peak_activation_elements(recorder: _LinearRecorder, text_config: Any) -> in
     """Peak number of live elements per token in a layer.
 
     The sum of the widest group of outputs that read one tensor, the widest input, and two hidden states (the residual
-    and the block's input), all alive at once in the MLP. The LM head is excluded, because only sampled rows pass
-    through it. Experts that are not linear layers are not recorded, so for them the result is too small.
+    and the block's input), all alive at once in the MLP; or of the outputs of experts in place of the first two. The LM
+    head is excluded, because only sampled rows pass through it. Experts whose class does not support transformers'
+    interface are not recorded, so for them the result is too small.
     """
     vocab_size = text_config.vocab_size
     groups = [[layer for layer in readers if layer.out_features != vocab_size] for readers in recorder.readers.values()]
     widest_outputs = max((sum(layer.out_features for layer in readers) for readers in groups), default=0)
     widest_input = max((layer.in_features for readers in groups for layer in readers), default=0)
-    return int(widest_outputs + widest_input + 2 * text_config.hidden_size)
+    return int(max(widest_outputs + widest_input, recorder.expert_elements) + 2 * text_config.hidden_size)
 
 
 def _find_packed_linears(model: nn.Module, recorder: _LinearRecorder) -> tuple[tuple[str, ...], ...]:
@@ -255,6 +271,8 @@ def _run(name: str, model: Any, linear_recorder: _LinearRecorder, positions: Pos
     for module in model.modules():
         if type(module) is nn.Linear:
             module.register_forward_pre_hook(linear_recorder)
+        elif supports_experts_interface(module):
+            module.register_forward_pre_hook(linear_recorder.record_experts, with_kwargs=True)
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
     position_ids = torch.arange(PROBE_TOKENS)[None]
     positions.start(ids, position_ids)

@@ -69,13 +69,13 @@ class Recipe:
     )
     quantize: str | None = _model(
         None,
-        "quantise linear layers while loading (int4: groups of 128)",
+        "quantise linear layers and experts (int4: groups of 128)",
         metavar=CHOICES,
         parse=parse_quantize,
     )
     quantize_skip: tuple[str, ...] | None = _model(
         None,
-        "linear layers that --quantize leaves as they are, beside routers of experts, the head, and others outside of "
+        "layers that --quantize leaves as they are, beside routers of experts, the head, and others outside of "
         "the decoder layers: names, paths, wildcards or re:EXPRESSION, such as down_proj,model.layers.0",
         is_advanced=True,
     )

@@ -38,6 +38,15 @@ def test_the_architecture_matches_the_real_model(family: str) -> None:
     assert {spec.kv_heads for spec in architecture.attention_layers} == {4 if family == "gpt2" else 2}
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_hold_the_outputs_of_all_that_a_token_selects(family: str) -> None:
+    """Two experts: 192 outputs of gate and up beside 96 inputs of the down projection, and two hidden states of 64."""
+    architecture = probe(AutoConfig.for_model(family, **SUPPORTED[family]))
+    assert architecture.peak_activation_elements == 2 * (192 + 96) + 2 * 64
+    narrow = probe(AutoConfig.for_model(family, **{**SUPPORTED[family], "intermediate_size": 16}))
+    assert narrow.peak_activation_elements == 64 + (64 + 32 + 32) + 2 * 64, "attention is wider"
+
+
 def test_windows_soft_caps_and_sinks_are_read_per_layer() -> None:
     @functools.cache
     def specs(family: str) -> Any:

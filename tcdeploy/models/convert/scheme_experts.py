@@ -40,6 +40,11 @@ class StackedWeight(NamedTuple):
         return getattr(self.module, self.name)  # type: ignore[no-any-return]
 
     @property
+    def rows(self) -> int:
+        """n: the outputs of an expert."""
+        return self.tensor.shape[2 if self.is_transposed else 1]
+
+    @property
     def columns(self) -> int:
         """k: the inputs of an expert."""
         return self.tensor.shape[1 if self.is_transposed else 2]
