@@ -218,7 +218,7 @@ def write_file(path: Path, entries: Mapping[str, tuple[str, Any]], tensors: Mapp
 
 
 TYPE_NUMBERS = {name: kind.number for name, kind in TYPES.items()} | {
-    "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39, "IQ2_XXS": 16,
+    "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "IQ4_NL": 20, "IQ4_XS": 23, "IQ2_XXS": 16,
 }  # fmt: skip
 
 
@@ -227,6 +227,8 @@ def type_of(stored_name: str, tensor: Tensor, kind: str) -> str:
     _, common, better = FILE_TYPES[kind]
     is_better = stored_name == "output.weight" or stored_name.endswith(("attn_v.weight", "ffn_down.weight"))
     chosen = better if is_better else common
+    if kind == "MXFP4" and stored_name.endswith("_exps.weight"):
+        return kind
     if tensor.ndim == 1 or stored_name.endswith((*ROUTERS, ".bias")):
         return "F32"
     return "Q8_0" if chosen in SIZES and tensor.shape[-1] % SIZES[chosen][0] else chosen

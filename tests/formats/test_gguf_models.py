@@ -25,9 +25,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {}, "qwen2_moe": {"shared_expert_intermediate_size": 256}, "qwen3_moe": {}, "gemma": {}, "gemma2": {},
     "gemma3_text": {}, "phi3": {}, "gpt_oss": {},
 }  # fmt: skip
-CASES = [("llama", kind) for kind in ("F16", "BF16", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")] + [
-    (family, "Q8_0") for family in FAMILIES
-]
+CASES = (
+    [("llama", kind) for kind in ("F16", "BF16", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")]
+    + [(family, "Q8_0") for family in FAMILIES]
+    + [("gpt_oss", "MXFP4"), ("gpt_oss", "BF16"), ("qwen3_moe", "Q4_K_M"), ("mixtral", "F16")]
+)
 
 
 def save_varied(folder: Path, family: str, **changes: Any) -> Path:

@@ -165,15 +165,20 @@ class _Header:
             return self._numbers(self._scalar(kind))[0]
         kind, count = self._numbers("IQ")
         if kind == STRING:
-            for _ in range(count):
-                (length,) = self._numbers("Q")
-                self._at += length
+            self._skip_strings(count)
         elif kind == ARRAY:
             for _ in range(count):
                 self._value(kind)
         else:
             self._at += count * struct.calcsize(f"<{self._scalar(kind)}")
         return None
+
+    def _skip_strings(self, count: int) -> None:
+        """Without a call for each of the 400,000 strings of a vocabulary, which took 0.2 s."""
+        content, at, length_of = self._content, self._at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            at += 8 + length_of(content, at)[0]
+        self._at = at
 
     def _scalar(self, kind: int) -> str:
         if kind not in SCALARS:
