@@ -259,10 +259,24 @@ def store_model(source: Path, kind: str) -> tuple[dict[str, StoredTensor], dict[
     return stored, join_gpt_oss(original, dense) if is_gpt_oss else dense
 
 
-def write_gguf(source: Path, folder: Path, kind: str, parts: int = 1) -> dict[str, Tensor]:
+def fuse_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Gate and up of each expert in one tensor, as an option of llama.cpp's converter stores them."""
+    fused = dict(stored)
+    for name in [name for name in stored if "ffn_gate_exps" in name]:
+        gate, up = fused.pop(name), fused.pop(name.replace("gate", "up"))
+        experts, size = gate.shape[0], len(gate.data) // gate.shape[0]
+        both = ((gate.data[n * size : (n + 1) * size], up.data[n * size : (n + 1) * size]) for n in range(experts))
+        shape = (experts, 2 * gate.shape[1], *gate.shape[2:])
+        data = b"".join(part for parts in both for part in parts)
+        fused[name.replace("gate", "gate_up")] = StoredTensor(gate.type_name, shape, data)
+    return fused
+
+
+def write_gguf(source: Path, folder: Path, kind: str, parts: int = 1, is_fused: bool = False) -> dict[str, Tensor]:
     """Write FILE, or parts of it, and config.json into a new folder. Returns the weights as a reader sees them."""
     config = json.loads((source / "config.json").read_text())
     stored, dense = store_model(source, kind)
+    stored = fuse_experts(stored) if is_fused else stored
     entries = metadata(config, FILE_TYPES[kind][0])
     folder.mkdir(parents=True)
     shutil.copy(source / "config.json", folder)

@@ -57,6 +57,14 @@ def test_all_weights_are_those_of_the_file(family: str, kind: str, tmp_path: Pat
     assert_equal_weights(dense_weights(plan(tmp_path / "model" / FILE)), expected)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_gate_and_up_of_experts_may_be_in_one_tensor(family: str, tmp_path: Path) -> None:
+    source = save_varied(tmp_path / "source", family)
+    dense = write_gguf(source, tmp_path / "model", "Q8_0", is_fused=True)
+    expected = dense_weights(plan(write_dense(source, dense, tmp_path / "dense")))
+    assert_equal_weights(dense_weights(plan(tmp_path / "model")), expected)
+
+
 @pytest.mark.parametrize("pieces", [1, 5])
 def test_rows_are_read_in_pieces(pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole heads of rows in the order of llama.cpp; in a real model, a piece is 8 MiB in float32."""

@@ -57,7 +57,7 @@ TYPES_BY_NAME = {kind.name: kind for kind in TYPES.values()}
 OTHER_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
     22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
-    40: "NVFP4",
+    31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 40: "NVFP4",
 }  # fmt: skip
 TYPE_HINT = "use a file of the same model in another type, such as Q4_K_M, Q6_K, Q8_0 or BF16"
 
