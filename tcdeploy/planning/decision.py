@@ -83,8 +83,8 @@ def decide_inputs(
             "weights", ", ".join(quantised), f"quantised with {architecture.quantisation}; others are {dtypes.weight}"
         )
     elif architecture.quantisation:
-        method = f"{architecture.quantisation} dequantised to {dtypes.weight}"
-        decisions.add("weights", method, "GEMMs with quantised weights are not supported yet")
+        reason = f"no linear layer of this checkpoint in {architecture.quantisation} has a scheme with kernels"
+        decisions.add("weights", f"dense, in {dtypes.weight}", reason)
     return PlanInputs(recipe, environment, architecture, device, dtypes)
 
 

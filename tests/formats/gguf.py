@@ -218,7 +218,7 @@ def write_file(path: Path, entries: Mapping[str, tuple[str, Any]], tensors: Mapp
 
 
 TYPE_NUMBERS = {name: kind.number for name, kind in TYPES.items()} | {
-    "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39, "IQ2_XXS": 16,
+    "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "IQ4_NL": 20, "IQ4_XS": 23, "IQ2_XXS": 16,
 }  # fmt: skip
 
 
@@ -227,6 +227,8 @@ def type_of(stored_name: str, tensor: Tensor, kind: str) -> str:
     _, common, better = FILE_TYPES[kind]
     is_better = stored_name == "output.weight" or stored_name.endswith(("attn_v.weight", "ffn_down.weight"))
     chosen = better if is_better else common
+    if kind == "MXFP4" and stored_name.endswith("_exps.weight"):
+        return kind
     if tensor.ndim == 1 or stored_name.endswith((*ROUTERS, ".bias")):
         return "F32"
     return "Q8_0" if chosen in SIZES and tensor.shape[-1] % SIZES[chosen][0] else chosen
@@ -257,10 +259,24 @@ def store_model(source: Path, kind: str) -> tuple[dict[str, StoredTensor], dict[
     return stored, join_gpt_oss(original, dense) if is_gpt_oss else dense
 
 
-def write_gguf(source: Path, folder: Path, kind: str, parts: int = 1) -> dict[str, Tensor]:
+def fuse_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Gate and up of each expert in one tensor, as an option of llama.cpp's converter stores them."""
+    fused = dict(stored)
+    for name in [name for name in stored if "ffn_gate_exps" in name]:
+        gate, up = fused.pop(name), fused.pop(name.replace("gate", "up"))
+        experts, size = gate.shape[0], len(gate.data) // gate.shape[0]
+        both = ((gate.data[n * size : (n + 1) * size], up.data[n * size : (n + 1) * size]) for n in range(experts))
+        shape = (experts, 2 * gate.shape[1], *gate.shape[2:])
+        data = b"".join(part for parts in both for part in parts)
+        fused[name.replace("gate", "gate_up")] = StoredTensor(gate.type_name, shape, data)
+    return fused
+
+
+def write_gguf(source: Path, folder: Path, kind: str, parts: int = 1, is_fused: bool = False) -> dict[str, Tensor]:
     """Write FILE, or parts of it, and config.json into a new folder. Returns the weights as a reader sees them."""
     config = json.loads((source / "config.json").read_text())
     stored, dense = store_model(source, kind)
+    stored = fuse_experts(stored) if is_fused else stored
     entries = metadata(config, FILE_TYPES[kind][0])
     folder.mkdir(parents=True)
     shutil.copy(source / "config.json", folder)

@@ -38,6 +38,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.formats.number_formats import to_mxfp4
+
 SUPER_BLOCK = 256
 
 
@@ -74,6 +76,13 @@ def quantise_q4_0(weight: Tensor) -> Blocks:
     dense = codes * scale.float()[..., None]
     low, high = (codes + 8).to(torch.uint8).chunk(2, -1)
     return Blocks(torch.cat([f16_bytes(scale), low | high << 4], -1).flatten(1), dense.flatten(1))
+
+
+def quantise_mxfp4(weight: Tensor) -> Blocks:
+    rounded = to_mxfp4(weight)
+    codes = torch.stack([rounded.packed & 15, rounded.packed >> 4], -1).flatten(-2).unflatten(-1, (-1, 2, 16))
+    packed = codes[..., 0, :] | codes[..., 1, :] << 4
+    return Blocks(torch.cat([rounded.scale[..., None], packed], -1).flatten(1), rounded.weight)
 
 
 class KBlocks(NamedTuple):
@@ -157,11 +166,13 @@ def keep_bf16(tensor: Tensor) -> Blocks:
 
 TYPES = {
     "F32": TensorType(0, keep_f32), "F16": TensorType(1, keep_f16), "BF16": TensorType(30, keep_bf16),
-    "Q4_0": TensorType(2, quantise_q4_0), "Q8_0": TensorType(8, quantise_q8_0), "Q4_K": TensorType(12, quantise_q4_k),
+    "Q4_0": TensorType(2, quantise_q4_0), "MXFP4": TensorType(39, quantise_mxfp4),
+    "Q8_0": TensorType(8, quantise_q8_0), "Q4_K": TensorType(12, quantise_q4_k),
     "Q5_K": TensorType(13, quantise_q5_k), "Q6_K": TensorType(14, quantise_q6_k),
 }  # fmt: skip
 # (general.file_type, the type of linear layers and embeddings, the type of attn_v, ffn_down and output)
 FILE_TYPES = {
+    "MXFP4": (38, "Q8_0", "Q8_0"),  # only experts are MXFP4
     "F16": (1, "F16", "F16"), "Q4_0": (2, "Q4_0", "Q4_0"), "BF16": (32, "BF16", "BF16"),
     "Q8_0": (7, "Q8_0", "Q8_0"), "Q4_K_M": (15, "Q4_K", "Q6_K"), "Q5_K_M": (17, "Q5_K", "Q6_K"),
     "Q6_K": (18, "Q6_K", "Q6_K"),

@@ -14,7 +14,7 @@ from tests.formats.gguf import FILE, gguf_name, permute_rows, restore_rows, writ
 from tests.formats.gguf_blocks import FILE_TYPES, SIZES, TYPES, decode
 from tests.formats.layers import relative_error
 
-ERRORS = {"Q8_0": 0.01, "Q4_0": 0.15, "Q4_K": 0.1, "Q5_K": 0.05, "Q6_K": 0.04}
+ERRORS = {"Q8_0": 0.01, "Q4_0": 0.15, "Q4_K": 0.1, "Q5_K": 0.05, "Q6_K": 0.04, "MXFP4": 0.2}
 
 
 @pytest.mark.parametrize("kind", ERRORS)

@@ -25,9 +25,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {}, "qwen2_moe": {"shared_expert_intermediate_size": 256}, "qwen3_moe": {}, "gemma": {}, "gemma2": {},
     "gemma3_text": {}, "phi3": {}, "gpt_oss": {},
 }  # fmt: skip
-CASES = [("llama", kind) for kind in ("F16", "BF16", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")] + [
-    (family, "Q8_0") for family in FAMILIES
-]
+CASES = (
+    [("llama", kind) for kind in ("F16", "BF16", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")]
+    + [(family, "Q8_0") for family in FAMILIES]
+    + [("gpt_oss", "MXFP4"), ("gpt_oss", "BF16"), ("qwen3_moe", "Q4_K_M"), ("mixtral", "F16")]
+)
 
 
 def save_varied(folder: Path, family: str, **changes: Any) -> Path:
@@ -53,6 +55,14 @@ def test_all_weights_are_those_of_the_file(family: str, kind: str, tmp_path: Pat
     dense = write_gguf(source, tmp_path / "model", kind)
     expected = dense_weights(plan(write_dense(source, dense, tmp_path / "dense")))
     assert_equal_weights(dense_weights(plan(tmp_path / "model" / FILE)), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_gate_and_up_of_experts_may_be_in_one_tensor(family: str, tmp_path: Path) -> None:
+    source = save_varied(tmp_path / "source", family)
+    dense = write_gguf(source, tmp_path / "model", "Q8_0", is_fused=True)
+    expected = dense_weights(plan(write_dense(source, dense, tmp_path / "dense")))
+    assert_equal_weights(dense_weights(plan(tmp_path / "model")), expected)
 
 
 @pytest.mark.parametrize("pieces", [1, 5])

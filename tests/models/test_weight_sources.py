@@ -16,6 +16,7 @@ from tcdeploy.models.weights.sources import (
     DescribedWeights,
     Source,
     WeightNotInCheckpointError,
+    WeightSource,
     copy_stored,
     describe_weights,
     loading_weights,
@@ -78,6 +79,24 @@ def test_packed_and_stacked_tensors_are_loaded_from_their_parts(tmp_path: Path) 
         ],
     }  # fmt: skip
     assert sources(describe(tmp_path, checkpoint, model_of({"qkv": packed, "experts": stacked}), traced)) == traced
+
+
+def test_joined_stacks_are_read_element_by_element(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers stacks gate and up of all experts, and joins both, which would take gigabytes of memory."""
+    experts = {f"{part}.{index}": torch.randn(3, 4) for index in range(3) for part in ("gate", "up")}
+    stacks: list[Source] = [
+        ["stack", 0, [["tensor", f"{part}.{index}"] for index in range(3)]] for part in ("gate", "up")
+    ]
+    by_part = [torch.stack([experts[f"{part}.{index}"] for index in range(3)]) for part in ("gate", "up")]
+    model = model_of({"rows": torch.cat(by_part, 1), "columns": torch.cat(by_part, 2)})
+    traced: dict[str, Source] = {"rows": ["cat", 1, stacks], "columns": ["cat", 2, stacks]}
+    assert sources(describe(tmp_path, experts, model, traced)) == traced
+    stored = stored_tensors([tmp_path / "model.safetensors"])
+    monkeypatch.setattr(weight_sources, "evaluate", None)
+    rows = {"rows": WeightSource("float32", (3, 6, 4), traced["rows"])}
+    with loading_weights(rows, stored, "cpu") as loading:
+        pass
+    assert torch.equal(loading.tensors["rows"], torch.cat(by_part, 1))
 
 
 def test_tied_tensors_are_loaded_once(tmp_path: Path) -> None:

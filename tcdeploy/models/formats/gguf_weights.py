@@ -30,6 +30,8 @@ PIECE_ELEMENTS = 2 << 20  # 16 << 20 took 1.4 times the CPU time, because new me
 SCHEMES_BY_TYPE = {"Q8_0": "int8", "Q4_0": int4_scheme_name("float16", zeros=False, permuted=False)}
 # The projections of an expert, by the name of their stack: in checkpoints of Mixtral, and in all others
 EXPERT_PARTS = {"gate_exps": ("w1", "gate_proj"), "up_exps": ("w3", "up_proj"), "down_exps": ("w2", "down_proj")}
+BOTH = "gate_up_exps"  # a stack of gate and up
+EXPERTS = ".experts"  # the end of the path of stacked experts
 Settings = Mapping[str, Any]
 
 
@@ -39,13 +41,12 @@ def find_gguf_weights(settings: Settings, layer: Layer) -> dict[str, QuantisedWe
     settings: of gguf_config.py.
     """
     family = FAMILIES[settings["architecture"]]
+    if layer.path.endswith(EXPERTS):
+        return _interleaved_experts(layer) if settings["architecture"] == "gpt-oss" else _experts(layer)
     heads = settings["heads"].get(layer.path.rpartition(".")[2], 0) if family.has_permuted_heads else 0
     weights: dict[str, QuantisedWeight] = {}
     for suffix, stored in layer.tensors.items():
-        if suffix.startswith(tuple(EXPERT_PARTS)):
-            if settings["architecture"] != "gpt-oss":
-                weights |= _experts(layer, suffix, stored)
-        elif family.norm_offset and layer.path.endswith("norm") and suffix == "weight":
+        if family.norm_offset and layer.path.endswith("norm") and suffix == "weight":
             dense = converted("less", stored.shape, [layer.source(suffix)], family.norm_offset)
             weights[suffix] = QuantisedWeight((layer.name(suffix),), stored.shape, dense)
         elif layer.path.endswith("shared_expert_gate") and len(stored.shape) == 1 and not stored.block_type:
@@ -53,8 +54,6 @@ def find_gguf_weights(settings: Settings, layer: Layer) -> dict[str, QuantisedWe
             weights[suffix] = QuantisedWeight((layer.name(suffix),), shape, ["reshape", [*shape], layer.source(suffix)])
         elif stored.block_type or heads:
             weights[suffix] = _matrix(layer, suffix, stored, heads)
-    if settings["architecture"] == "gpt-oss" and "down_exps" in layer.tensors:
-        weights |= _interleaved_experts(layer)
     return weights
 
 
@@ -68,48 +67,79 @@ def _matrix(layer: Layer, suffix: str, stored: StoredTensor, heads: int) -> Quan
     return _Rows(layer.name(suffix), stored, 0, count, count // heads if heads else 0).weight()
 
 
-def _experts(layer: Layer, suffix: str, stored: StoredTensor) -> dict[str, QuantisedWeight]:
+def _experts(layer: Layer) -> dict[str, QuantisedWeight]:
     """The weights of the experts one by one, as transformers expects them."""
-    if len(stored.shape) != 3 or suffix not in EXPERT_PARTS:
-        raise layer.wrong(suffix, "must be the weights [experts, rows, columns] of a layer")
-    names = EXPERT_PARTS[suffix]
-    part = names[0] if "block_sparse_moe" in layer.path else names[1]
-    experts, rows, _ = stored.shape
+    is_mixtral = "block_sparse_moe" in layer.path
     return {
-        f"{number}.{part}.weight": _Rows(layer.name(suffix), stored, number * rows, rows, 0).weight()
-        for number in range(experts)
+        f"{number}.{EXPERT_PARTS[part][0 if is_mixtral else 1]}.weight": stack.expert(number).weight()
+        for part, stack in _stacks(layer).items()
+        for number in range(stack.experts)
     }
 
 
 def _interleaved_experts(layer: Layer) -> dict[str, QuantisedWeight]:
     """The experts of gpt-oss: gate and up in one tensor [experts, inputs, 2 * rows], their columns in turns."""
-    stored = {name: layer.tensors.get(name) for name in ("gate_exps", "up_exps", "down_exps")}
-    matrices: dict[str, StoredTensor] = {}
-    for name, tensor in stored.items():
-        matrices[name] = tensor if tensor is not None else layer.require(name, ())
-        if len(matrices[name].shape) != 3:
-            raise layer.wrong(name, "must be the weights [experts, rows, columns] of a layer")
-    if matrices["gate_exps"].shape != matrices["up_exps"].shape:
-        raise layer.wrong("up_exps", "must have the shape of gate_exps")
-    weights: dict[str, QuantisedWeight] = {}
+    stacks, weights = _stacks(layer), dict[str, QuantisedWeight]()
     for name, parts in (("gate_up_proj", ("gate_exps", "up_exps")), ("down_proj", ("down_exps",))):
-        experts, rows, _ = matrices[parts[0]].shape
-        sources: list[Source] = []
+        for part in parts:
+            if part not in stacks:
+                layer.require(part, ())
+        each = [stacks[part] for part in parts]
+        experts, rows, columns = each[0].experts, len(parts) * each[0].rows, each[0].expert(0).columns
+        if any((stack.experts, stack.rows) != (experts, each[0].rows) for stack in each):
+            raise layer.wrong(parts[-1], f"must have the shape of {parts[0]}")
+        by_expert: list[Source] = []
         for number in range(experts):
-            each = [_Rows(layer.name(part), matrices[part], number * rows, rows, 0) for part in parts]
-            columns = each[0].columns
-            in_turns: Source = ["stack", 1, [item.values() for item in each]]
-            joined: Source = ["reshape", [1, len(parts) * rows, columns], in_turns]
-            sources.append(["permute", [0, 2, 1], joined])
-        weights[name] = QuantisedWeight(
-            layer.names(parts), (experts, columns, len(parts) * rows), ["cat", 0, sources], reason=each[0].reason
-        )
-        biases = [f"{part}_bias" for part in parts]
-        if all(bias in layer.tensors for bias in biases):
-            shape = (experts, len(parts) * rows)
-            in_turns = ["stack", 2, [layer.source(bias) for bias in biases]]
-            weights[f"{name}_bias"] = QuantisedWeight(layer.names(biases), shape, ["reshape", [*shape], in_turns])
+            in_turns: Source = ["stack", 1, [stack.expert(number).values() for stack in each]]
+            by_expert.append(["permute", [0, 2, 1], ["reshape", [1, rows, columns], in_turns]])
+        names = tuple(dict.fromkeys(stack.name for stack in each))
+        reason = each[0].expert(0).reason
+        weights[name] = QuantisedWeight(names, (experts, columns, rows), ["cat", 0, by_expert], reason=reason)
+        biases = [stack.bias for stack in each]
+        if all(biases):
+            names = tuple(dict.fromkeys(f"{stack.name}_bias" for stack in each))
+            source: Source = ["reshape", [experts, rows], ["stack", 2, biases]]
+            weights[f"{name}_bias"] = QuantisedWeight(names, (experts, rows), source)
     return weights
+
+
+class _Stack(NamedTuple):
+    """A projection of all experts of a layer: `rows` of each `stride` rows, from row `offset`.
+
+    bias: the source of [experts, rows]; empty if there is none.
+    """
+
+    name: str
+    stored: StoredTensor
+    rows: int
+    stride: int
+    offset: int
+    bias: Source
+
+    @property
+    def experts(self) -> int:
+        return self.stored.shape[0]
+
+    def expert(self, number: int) -> _Rows:
+        return _Rows(self.name, self.stored, number * self.stride + self.offset, self.rows, 0)
+
+
+def _stacks(layer: Layer) -> dict[str, _Stack]:
+    """By the keys of EXPERT_PARTS. Gate and up may be in one tensor, the rows of gate first in each expert."""
+    stacks: dict[str, _Stack] = {}
+    for suffix, stored in layer.tensors.items():
+        if suffix.endswith("_bias"):
+            continue
+        if len(stored.shape) != 3 or (suffix == BOTH and stored.shape[1] % 2):
+            raise layer.wrong(suffix, "must be the weights [experts, rows, columns] of a layer")
+        parts = ("gate_exps", "up_exps") if suffix == BOTH else (suffix,)
+        stride, rows = stored.shape[1], stored.shape[1] // len(parts)
+        for index, part in enumerate(parts):
+            bias: Source = layer.source(f"{suffix}_bias") if f"{suffix}_bias" in layer.tensors else []
+            if bias and suffix == BOTH:
+                bias = ["slice", 1, index * rows, (index + 1) * rows, bias]
+            stacks[part] = _Stack(layer.name(suffix), stored, rows, stride, index * rows, bias)
+    return stacks
 
 
 class _Rows(NamedTuple):

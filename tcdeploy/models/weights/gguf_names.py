@@ -39,7 +39,8 @@ FOUR_NORMS = {
     **ATTENTION, **DENSE_MLP, "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-STACKED = {"ffn_gate_exps": "gate_exps", "ffn_up_exps": "up_exps", "ffn_down_exps": "down_exps"}
+STACKED = {"ffn_gate_exps": "gate_exps", "ffn_up_exps": "up_exps", "ffn_down_exps": "down_exps",
+           "ffn_gate_up_exps": "gate_up_exps"}  # fmt: skip
 
 
 class Family(NamedTuple):

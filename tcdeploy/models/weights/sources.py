@@ -306,6 +306,13 @@ def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTenso
         yield Copy(stored, target)
         return
     match source:
+        case ["cat", dim, [["stack", 0, first], *others]] if dim and all(
+            other[:2] == ["stack", 0] and len(other[2]) == len(first) for other in others
+        ):  # gate and up of stacked experts: those of one expert have a contiguous place
+            by_element = zip(first, *(other[2] for other in others), strict=True)
+            in_order: Source = ["stack", 0, [["cat", dim - 1, [*pieces]] for pieces in by_element]]
+            yield from _copies(in_order, target, checkpoint)
+            return
         case ["cat", dim, sources]:
             sizes = [source_shape(part, checkpoint)[dim] for part in sources]
             parts = list(zip(sources, target.split(sizes, dim), strict=True))

@@ -45,7 +45,7 @@ def gguf_names(model: str, folder: Path) -> list[str]:
     if is_gguf_file(model):
         return _parts(Path(model).name)
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if names & {WEIGHTS, INDEX, TORCH_WEIGHTS, TORCH_INDEX}:
+    if names & {TORCH_WEIGHTS, TORCH_INDEX} or any(".safetensors" in name for name in names):
         return []
     files = (name for name in names if name.endswith(GGUF_SUFFIX) and not name.startswith(PROJECTOR_PREFIX))
     models = sorted({tuple(_parts(name)) for name in files})
