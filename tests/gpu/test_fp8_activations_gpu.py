@@ -32,7 +32,7 @@ def test_captured_steps_pass_their_check_and_repeat(programs: str, shapes: str, 
     flags = {**FLAGS, **({"buckets": (128,)} if shapes == "dynamic" else {"buckets": (32, 128)})}
     deployment = deploy(TINY, cache_dir, programs=programs, shapes=shapes, mixed_steps="on", **flags)
     assert deployment.plan.fp8_min_rows == 17
-    assert decision_named(deployment.plan, "activations").reason.startswith("--quantize fp8 asks for them")
+    assert decision_named(deployment.plan, "activations").reason.startswith("--quantize fp8 quantises them too")
     assert all(record.captured and record.parity.passed for record in deployment.records)
     with measure_compiles() as serving, fail_on_recompile():
         answers = generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=30))
