@@ -34,7 +34,7 @@ def decide_fp8_min_rows(inputs: PlanInputs, prefill_lengths: tuple[int, ...], de
     min_rows = max(MIN_ROWS[scheme] for scheme in schemes)
     if inputs.recipe.shapes != "dynamic":
         min_rows = min(min_rows, *prefill_lengths)
-    reason = f"{inputs.architecture.quantisation} asks for them; scales are computed for each token"
+    reason = f"{inputs.architecture.quantisation} quantises them too; scales are computed for each token"
     value = f"fp8 (prefill steps, and decode steps of {min_rows} rows and more)"
     decisions.add("activations", value, reason)
     return min_rows
@@ -49,7 +49,7 @@ def _reason_for_16_bits(inputs: PlanInputs, schemes: list[str]) -> str:
     if inputs.recipe.fp8_activations == "off":
         return "requested"
     if not architecture.fp8_inputs:
-        return f"{architecture.quantisation} quantised the weights only"
+        return f"{architecture.quantisation} quantises the weights only"
     if dtype != "bfloat16":
         return f"products of FP8 inputs are computed in bfloat16 only, and the dtype is {dtype}"
     if (major, minor) < FP8_CAPABILITY:

@@ -323,7 +323,8 @@ def load_runner(planned: PlannedModel, model: PreTrainedModel | None = None) -> 
         model = load_model(plan, planned.config, ATTN_IMPLEMENTATION, architecture.packed_linears, planned.traced_model)
         if plan.kv_dtype == FP8_KV and planned.traced_model is None:
             _add_kv_scales(model, planned)
-    quantise_inputs((layer.module for layer in find_layers(model, architecture)), plan.fp8_min_rows)
+    if plan.fp8_min_rows:
+        quantise_inputs((layer.module for layer in find_layers(model, architecture)), plan.fp8_min_rows)
     use_experts_function(model)
     step_holder, state = StepHolder(), allocate_state(plan, architecture)
     bind_state(model, architecture, state, step_holder)

@@ -22,7 +22,7 @@ PREFILL, LARGE_PREFILL, DECODE = Bucket("prefill", 64), Bucket("prefill", 8192),
 
 def make_prompts(window: int = 0, config: dict[str, Any] | None = None, seed: int = 0, **changes: Any) -> CheckPrompts:
     values = {"kv_blocks": 1000, "block_size": 16, "context": 2048, "max_prefill_sequences": 8, "mixed_steps": False}
-    plan: Any = SimpleNamespace(**{**values, "buckets": (PREFILL, DECODE), **changes})
+    plan: Any = SimpleNamespace(**{**values, "buckets": (PREFILL, DECODE), "fp8_min_rows": 0, **changes})
     layers = (SimpleNamespace(window=window), SimpleNamespace(window=0))
     architecture: Any = SimpleNamespace(attention_layers=layers, vocab_size=300)
     return CheckPrompts(plan, architecture, SimpleNamespace(to_dict=lambda: config or {}), seed)

@@ -129,7 +129,8 @@ def test_the_copy_of_compile_workers_is_quantised_and_has_all_kinds_of_layers(pa
     planned, dense = plan(pair.quantised), plan(pair.dense)
     copy, dense_copy = (make_short_copy(item.fake_model, item) for item in (planned, dense))
     stated = copy.config["quantization_config"]
-    assert stated == {"quant_method": EXPLICIT, "schemes": dict.fromkeys(pair.paths, [SCHEME.name, 0])}
+    schemes = dict.fromkeys(pair.paths, [SCHEME.name, 0])
+    assert stated == {"quant_method": EXPLICIT, "schemes": schemes, "fp8_inputs": False}
     assert "quantization_config" not in dense_copy.config
     assert copy.num_layers == dense_copy.num_layers < 4 and copy.weight_bytes < dense_copy.weight_bytes
     ignore = [*settings["ignore"], "model.layers.3.self_attn.o_proj"]

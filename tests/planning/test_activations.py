@@ -48,7 +48,7 @@ def test_a_checkpoint_that_asks_for_it_gets_inputs_in_fp8(scheme: str) -> None:
         decision.value == f"fp8 (prefill steps, and decode steps of {plan.fp8_min_rows} rows and more)"
         and not decision.is_fallback
     )
-    assert decision.reason == "fp8 asks for them; scales are computed for each token"
+    assert decision.reason == "fp8 quantises them too; scales are computed for each token"
 
 
 def test_several_schemes_have_the_largest_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_several_schemes_have_the_largest_number_of_rows(monkeypatch: pytest.Mon
         (fp8_model(), H100, {"fp8_activations": "off"}, "requested"),
         (
             fp8_model(fp8_inputs=False, quantisation="torchao"), H100, {},
-            "torchao quantised the weights only",
+            "torchao quantises the weights only",
         ),
         (
             fp8_model(), H100, {"dtype": "float16"},

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Graph, Node
 
 from tcdeploy.engine.check import rounded_inputs
 from tcdeploy.engine.check.parity_check import FAILED, ParityChecker
@@ -23,6 +24,8 @@ from tcdeploy.kernels.linear import fp8_scheme
 from tcdeploy.models.convert.scheme_linear import SchemeLinear
 from tcdeploy.planning import plan as planning
 from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.programs.passes import fp8_inputs
+from tcdeploy.programs.passes.nodes import insert_call
 from tcdeploy.start.eager import check_eager_steps
 from tcdeploy.start.model_code import load_uncompiled
 from tcdeploy.start.prepare import prepare
@@ -134,3 +137,17 @@ def test_a_reference_that_does_not_round_fails_the_check(tmp_path: Path, monkeyp
     monkeypatch.setattr(rounded_inputs, "_round", lambda mask, layer, inputs: None)
     with pytest.raises(CompileError, match=FAILED):
         eager_engine(tmp_path)
+
+
+def test_a_fault_of_programs_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of codes are multiplied by the scales of the weight, but not by those of the inputs."""
+    insert_codes = fp8_inputs._insert_codes
+
+    def without_scales_of_inputs(graph: Graph, x: Node, group: int) -> Any:
+        codes = insert_codes(graph, x, group)
+        zeros = insert_call(graph, torch.ops.aten.mul.Tensor, codes.scales, 0.0)
+        return codes._replace(scales=insert_call(graph, torch.ops.aten.add.Tensor, zeros, 1 / 32))
+
+    monkeypatch.setattr(fp8_inputs, "_insert_codes", without_scales_of_inputs)
+    with pytest.raises(CompileError, match=f"prefill:64 {FAILED}"):
+        prepare(recipe(tmp_path, batch_sizes=(4,)))

@@ -80,11 +80,12 @@ def scaled_product(
         unit = _unit_scale(codes.device)
         operands = (codes, weight.t(), unit, recipes.TensorWise, unit, recipes.TensorWise)
     else:
-        padding = -rows % ROW_MULTIPLE
-        if padding:
+        by_column = scales.t().contiguous()
+        if padding := -rows % ROW_MULTIPLE:
             codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, padding)).view(codes.dtype)
-        by_column = functional.pad(scales.t(), (0, padding), value=1.0).contiguous().t()
-        operands = (codes, weight.t(), by_column, recipes.BlockWise1x128, weight_scale.t(), recipes.BlockWise128x128)
+            by_column = functional.pad(by_column, (0, padding), value=1.0)
+        scales = by_column.t()
+        operands = (codes, weight.t(), scales, recipes.BlockWise1x128, weight_scale.t(), recipes.BlockWise128x128)
     return functional.scaled_mm(*operands, output_dtype=dtype, use_fast_accum=fast_accumulation)[:rows]
 
 
