@@ -26,7 +26,11 @@ KERNEL_KINDS = tuple(  # the first match counts; FlashAttention's kernel names c
         ("other", r"^triton_poi_"),  # pointwise: "mm" in its name refers to the producer of its input
         ("sampling", r"advance|argmax|sampl|logprob|multinomial|topk|sort|cumsum"),
         ("attention", r"flash|fmha"),
-        ("gemm", r"gemm|gemv|dequantise|nvjet|cutlass|cublas|xmma|splitk|(^|_)(linear|vector|addmm|mm|bmm|mv)(_|$)"),
+        (
+            "gemm",
+            r"gemm|gemv|dequantise|group_pairs|nvjet|cutlass|cublas|xmma|splitk"
+            r"|(^|_)(linear|vector|addmm|mm|bmm|mv)(_|$)",
+        ),
         ("attention", r"^_\w+_kernel$"),  # kernels of this package; Inductor's names begin with triton_
     )
 )

@@ -53,6 +53,42 @@ def _group_pairs_kernel(
 
 
 @ignore_comments
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def _group_many_pairs_kernel(
+    groups, ids, pairs, blocks, CHUNK: tl.constexpr, ENTRIES: tl.constexpr, ROWS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """A program for each expert, which reads the experts of all pairs twice: to count, and to write its own pairs."""
+    expert, chunk = tl.program_id(0), tl.arange(0, CHUNK)
+    if USE_PDL:  # no memory access before the wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    below, equal = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+    for first_pair in range(0, pairs, CHUNK):
+        expert_ids = tl.load(ids + first_pair + chunk, mask=first_pair + chunk < pairs, other=0x7FFFFFFF)
+        below += (expert_ids < expert).to(tl.int32)
+        equal += (expert_ids == expert).to(tl.int32)
+    start = tl.sum(below, 0)
+    stop = start + tl.sum(equal, 0)
+
+    # Whatever the numbers of the other experts are, the blocks of this one fit between these entries.
+    entry, last_entry = start // ROWS + expert, stop // ROWS + expert
+    for i in range(entry, last_entry + 1, ENTRIES):
+        entries = i + tl.arange(0, ENTRIES)
+        table = groups + pairs + entries
+        tl.store(table, tl.zeros([ENTRIES], tl.int32) + expert, mask=entries <= last_entry)
+        first = tl.minimum(start + (entries - entry) * ROWS, stop)
+        tl.store(table + blocks, first, mask=entries <= last_entry)
+        tl.store(table + 2 * blocks, tl.zeros([ENTRIES], tl.int32) + stop, mask=entries <= last_entry)
+
+    position = groups + start - 1
+    for first_pair in range(0, pairs, CHUNK):
+        expert_ids = tl.load(ids + first_pair + chunk, mask=first_pair + chunk < pairs, other=0x7FFFFFFF)
+        is_equal = (expert_ids == expert).to(tl.int32)
+        tl.store(position + tl.cumsum(is_equal, 0), first_pair + chunk, mask=is_equal > 0)
+        position += tl.sum(is_equal, 0)
+
+
+@ignore_comments
 @triton.jit
 def _load_inputs(pointer, chunks, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
     """The first `chunks` of [CHUNKS, COLUMNS] consecutive elements in float32, then zeros.

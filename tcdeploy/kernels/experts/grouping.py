@@ -9,10 +9,12 @@ A *pair* is token * top_k + slot. The groups are one int32 tensor with four tabl
 
 A block has up to `rows` pairs: order[first : min(first + rows, stop)]. Blocks of one expert are consecutive. How many
 blocks there are depends on the routing, which the host does not know when it launches a kernel, so the tables have the
-largest possible length and the unused blocks at the end are empty: first == stop.
+largest possible length and the other blocks are empty: first == stop.
 
-The pairs of a decode batch are grouped by one program (`launch_grouping`). torch.sort and the operations around it are
-a dozen launches, longer together than the products of a few tokens. Larger numbers of pairs are sorted by torch.
+The pairs of a decode batch are grouped by one program, which sorts them (`_group_pairs_kernel`). More are grouped by a
+program for each expert, which looks for its own pairs in all of them (`_group_many_pairs_kernel`): each is one launch.
+torch.sort and the operations around it are 15, longer together than the products of a few tokens; they are the
+reference.
 
 Rejected: a padded order, in which each block has its own `rows` entries. With 8 rows and one pair to an expert, it is
 8 times as long, and every program would read it.
@@ -30,9 +32,11 @@ from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GROUP_PAIRS = Kernel("tcdeploy.kernels.experts.experts_kernel", "_group_pairs_kernel")
-MAX_KERNEL_PAIRS, MAX_KERNEL_EXPERTS = 1024, 512  # of the grouping kernel, whose program holds all of them
+GROUP_MANY_PAIRS = Kernel("tcdeploy.kernels.experts.experts_kernel", "_group_many_pairs_kernel")
+MAX_SORTED_PAIRS, MAX_SORTED_EXPERTS = 1024, 512  # of the kernel whose program holds all of them
 MIN_KERNEL_SIZE = 32  # of its tensors: one element for each thread of a warp
-GROUPING_WARPS = 4
+CHUNK, ENTRIES = 2048, 64  # pairs, and blocks, of a step of the kernel of many pairs
+GROUPING_WARPS, MANY_WARPS = 4, 8
 
 
 class GroupTables(NamedTuple):
@@ -55,9 +59,13 @@ def groups_length(pairs: int, num_experts: int) -> int:
 
 
 def most_blocks(pairs: int, num_experts: int, rows: int) -> int:
-    """How many blocks the worst routing makes: one pair for every expert, and the others as whole blocks of one."""
+    """How many entries of the tables may be in use.
+
+    The worst routing has one pair for every expert, and the others as whole blocks of one. The kernel of many pairs
+    leaves empty blocks between those of two experts.
+    """
     experts = min(pairs, num_experts)
-    return experts + (pairs - experts) // rows
+    return num_experts + pairs // rows if has_many(pairs, num_experts) else experts + (pairs - experts) // rows
 
 
 def tables(groups: Tensor, pairs: int, num_experts: int) -> GroupTables:
@@ -65,11 +73,16 @@ def tables(groups: Tensor, pairs: int, num_experts: int) -> GroupTables:
     return GroupTables(*groups.split([pairs, length, length, length]))
 
 
+def has_many(pairs: int, num_experts: int) -> bool:
+    """Whether each expert looks for its pairs."""
+    return pairs > MAX_SORTED_PAIRS or num_experts > MAX_SORTED_EXPERTS
+
+
 def group_by_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
     """The groups, for blocks of block_rows(pairs, num_experts). Not written on a GPU for pairs that the GEMV takes."""
     pairs = expert_ids.numel()
     rows = block_rows(pairs, num_experts)
-    if not expert_ids.is_cuda or pairs > MAX_KERNEL_PAIRS or num_experts > MAX_KERNEL_EXPERTS:
+    if not expert_ids.is_cuda:
         return sort_pairs(expert_ids, num_experts, rows)
     if pairs <= GEMV_PAIRS:
         return expert_ids.new_empty(groups_length(pairs, num_experts), dtype=torch.int32)
@@ -77,22 +90,26 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
 
 
 def launch_grouping(expert_ids: Tensor, num_experts: int, rows: int) -> Tensor:
-    """`sort_pairs` by the kernel, for up to MAX_KERNEL_PAIRS pairs and MAX_KERNEL_EXPERTS experts."""
+    """The groups by a kernel. The contents of the tables of blocks after most_blocks(...) are undefined."""
     pairs, use_pdl = expert_ids.numel(), supports_pdl(expert_ids.device)
-    assert expert_ids.is_contiguous() and pairs <= MAX_KERNEL_PAIRS and num_experts <= MAX_KERNEL_EXPERTS
+    assert expert_ids.is_contiguous()
     groups = expert_ids.new_empty(groups_length(pairs, num_experts), dtype=torch.int32)
-    blocks = table_length(pairs, num_experts)
+    blocks, pdl_options = table_length(pairs, num_experts), {"launch_pdl": True} if use_pdl else {}
+    if has_many(pairs, num_experts):
+        GROUP_MANY_PAIRS.launch(
+            (num_experts,), groups, expert_ids, pairs, blocks, CHUNK, ENTRIES, rows, use_pdl,
+            num_warps=MANY_WARPS, **pdl_options,
+        )  # fmt: skip
+        return groups
+    sizes = [max(next_power_of_2(size), MIN_KERNEL_SIZE) for size in (pairs, num_experts, blocks)]
     GROUP_PAIRS.launch(
-        (1,),
-        groups, expert_ids, pairs, blocks, *(max(next_power_of_2(size), MIN_KERNEL_SIZE) for size in
-                                             (pairs, num_experts, blocks)), rows, use_pdl,
-        num_warps=GROUPING_WARPS, **({"launch_pdl": True} if use_pdl else {}),
-    )  # fmt: skip
+        (1,), groups, expert_ids, pairs, blocks, *sizes, rows, use_pdl, num_warps=GROUPING_WARPS, **pdl_options
+    )
     return groups
 
 
 def sort_pairs(expert_ids: Tensor, num_experts: int, rows: int) -> Tensor:
-    """The groups for blocks of `rows` pairs, in plain torch. Copies nothing to the host, so graphs can capture it."""
+    """The groups in plain torch: empty blocks are last."""
     ids, pairs = expert_ids.flatten(), expert_ids.numel()
     sorted_ids, order = ids.sort(stable=True)
     experts = torch.arange(num_experts, device=ids.device)

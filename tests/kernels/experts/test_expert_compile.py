@@ -92,8 +92,8 @@ def test_every_tile_fits_shared_memory(case: str, rows: int, tile: Tile, monkeyp
     compiled(case, TOKENS[rows], 2880, monkeypatch, tile)
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(3, 8), (32, 128), (128, 512)])
-def test_the_grouping_kernel_compiles_without_spills(
+@pytest.mark.parametrize(("tokens", "experts"), [(3, 8), (32, 128), (128, 512), (2048, 128)])
+def test_the_grouping_kernels_compile_without_spills(
     tokens: int, experts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launches = record_launches(monkeypatch)

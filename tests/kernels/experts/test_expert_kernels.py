@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tcdeploy.kernels.experts import matmul as experts_matmul
-from tcdeploy.kernels.experts.grouping import launch_grouping, sort_pairs, tables
+from tcdeploy.kernels.experts.grouping import launch_grouping, most_blocks, sort_pairs, tables
 from tcdeploy.kernels.experts.matmul import is_supported, matmul
 from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
 from tcdeploy.kernels.experts.reference import multiply_by_expert
@@ -232,21 +232,37 @@ def test_a_mistake_exceeds_the_tolerance(fault: str, case: str) -> None:
 # Groups
 
 
+def blocks_of(groups: Tensor, pairs: int, experts: int, rows: int) -> list[tuple[int, int, int]]:
+    """Expert, first and stop of the blocks that are not empty, of those that the GEMM's programs look at."""
+    _, *block_tables = (table.tolist() for table in tables(groups, pairs, experts))
+    return [block for block in list(zip(*block_tables, strict=True))[: most_blocks(pairs, experts, rows)]
+            if block[1] < block[2]]  # fmt: skip
+
+
 @pytest.mark.parametrize("rows", [8, 64])
 @pytest.mark.parametrize("experts", [5, 32, 128])
-@pytest.mark.parametrize("tokens", [1, 9, 101])
-def test_the_grouping_kernel_equals_sorting(tokens: int, experts: int, rows: int, device: str) -> None:
+@pytest.mark.parametrize("tokens", [1, 9, 101, 500])
+def test_the_grouping_kernels_equal_sorting(tokens: int, experts: int, rows: int, device: str) -> None:
+    """500 tokens are grouped by the kernel of many pairs."""
     torch.manual_seed(tokens)
+    pairs = tokens * 3
     routings = [torch.randint(experts, (tokens, 3)), torch.full((tokens, 3), experts - 1), torch.zeros(tokens, 3)]
     for routing in routings:
         expert_ids = routing.long().to(device)
-        actual = tables(launch_grouping(expert_ids, experts, rows), tokens * 3, experts)
-        sorted_pairs = tables(sort_pairs(expert_ids, experts, rows), tokens * 3, experts)
-        is_used = sorted_pairs.first < sorted_pairs.stop
-        assert torch.equal(actual.order, sorted_pairs.order)
-        for table, reference in zip(actual[1:], sorted_pairs[1:], strict=True):
-            assert torch.equal(table[is_used], reference[is_used])
-        assert not (actual.first < actual.stop)[~is_used].any(), "unused blocks are empty"
+        actual = launch_grouping(expert_ids, experts, rows)
+        reference = sort_pairs(expert_ids, experts, rows)
+        assert torch.equal(actual[:pairs], reference[:pairs])
+        assert blocks_of(actual, pairs, experts, rows) == blocks_of(reference, pairs, experts, rows)
+
+
+def test_many_pairs_of_few_experts_fill_the_tables(device: str) -> None:
+    """The last expert has a pair after as many whole blocks as possible; more than ENTRIES of them."""
+    expert_ids = torch.cat([torch.arange(5), torch.full((2051,), 4)])[:, None].to(device)
+    groups = launch_grouping(expert_ids, 5, 8)
+    blocks = blocks_of(groups, 2056, 5, 8)
+    assert [block[0] for block in blocks] == [0, 1, 2, 3, *[4] * 257]
+    assert blocks[-1] == (4, 4 + 256 * 8, 2056)
+    assert groups[:5].tolist() == [0, 1, 2, 3, 4] and groups[5:2056].tolist() == [*range(5, 2056)]
 
 
 # Where the kernels are used, and their tiles
