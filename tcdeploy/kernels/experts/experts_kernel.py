@@ -15,6 +15,7 @@ from tcdeploy.kernels.linear.scheme_kernel import (
     _missing_factor,
     _multiply_slices,
     _multiply_tile,
+    _scaled_values,
     _slice_values,
 )
 from tcdeploy.torch_compat.triton.source import ignore_comments
@@ -197,6 +198,7 @@ def _expert_gemm_kernel(
 ):  # fmt: skip
     n_stride, k_stride = (1, w_stride) if IS_TRANSPOSED else (w_stride, 1)
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
+    GROUPS: tl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1  # of a slice; if several, values are scaled
     STEP: tl.constexpr = K_SLICES * WIDTH
     STEP_BYTES: tl.constexpr = STEP // PER_BYTE
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -222,7 +224,10 @@ def _expert_gemm_kernel(
     group_rows = (group_row * groups)[None, :]
     # Past the end of a row, the last scale is read again.
     offsets = group_rows + tl.minimum(k_slice * WIDTH // GROUP, groups - 1)[:, None]
-    if group_scale is not None:
+    if GROUPS > 1:
+        group = (k_slice * GROUPS)[:, None, None] + tl.arange(0, GROUPS)[None, None, :]
+        scales = _load_scales(group_scale + group_rows[:, :, None] + tl.minimum(group, groups - 1), None, FORMAT)
+    elif group_scale is not None:
         scales = _load_scales(group_scale + offsets, None, FORMAT)
     if zero is not None:
         zeros = tl.load(zero + offsets).to(tl.float32)
@@ -250,27 +255,33 @@ def _expert_gemm_kernel(
         else:
             sliced = tl.permute(tl.reshape(tile, (BLOCK_N, K_SLICES, STEP_BYTES // K_SLICES)), (1, 0, 2))
             weights = _slice_values(sliced, zeros[:, :, None], FORMAT, DTYPE)
+        if GROUPS > 1:
+            weights = _scaled_values(weights, scales, FORMAT)
         # Too small for the pipeline of asynchronous copies, so they are loaded one step ahead.
         offsets = group_rows + tl.minimum((start + STEP + k_slice * WIDTH) // GROUP, groups - 1)[:, None]
         if zero is not None:
             zeros = tl.load(zero + offsets).to(tl.float32)
         if K_SLICES == 1:
             rows = tl.reshape(weights, (BLOCK_N, WIDTH))
-            if group_scale is not None:
+            if GROUPS == 1 and group_scale is not None:
                 acc += tl.dot(rows, tl.trans(inputs)) * tl.reshape(scales, (BLOCK_N, 1))
             else:
                 acc = tl.dot(rows, tl.trans(inputs), acc)
         else:
-            if group_scale is not None:
+            if GROUPS == 1 and group_scale is not None:
                 acc += _multiply_slices(weights, inputs) * scales[:, :, None]
             else:
                 acc = tl.dot(weights, tl.trans(inputs, 0, 2, 1), acc)
-        if group_scale is not None:
+        if GROUPS > 1:
+            following = (start + STEP) // GROUP + group
+            scale_ptrs = group_scale + group_rows[:, :, None] + tl.minimum(following, groups - 1)
+            scales = _load_scales(scale_ptrs, None, FORMAT)
+        elif group_scale is not None:
             scales = _load_scales(group_scale + offsets, None, FORMAT)
 
-    if K_SLICES > 1:
-        acc = tl.sum(acc, 0)
-    y = acc * _missing_factor(FORMAT, DTYPE)
+    y = tl.sum(acc, 0) if K_SLICES > 1 else acc
+    if GROUPS == 1:
+        y *= _missing_factor(FORMAT, DTYPE)
     if row_scale is not None:
         y *= row_scales[:, None]
     if bias is not None:

@@ -5,9 +5,10 @@
   weight run next to each other, so an expert that two tokens select is read from memory once.
 - More pairs (`_gemm`): pairs are grouped by expert (grouping.py). A program multiplies a block of them by some rows of
   their expert's weight on the tensor cores, as the skinny GEMM of kernels/linear does: y.T = w @ x.T, in slices of at
-  most one group, whose sums are multiplied by the group's scale. So values are exact, and only sums are rounded. It
-  gathers the rows of x and scatters those of y itself, so nothing is permuted in memory. Programs of one block run next
-  to each other, and then those of the next block of the same expert, which find its weight in the L2 cache.
+  most one group, whose sums are multiplied by the group's scale, or of several groups of nvfp4, whose values are. So
+  values are exact, and only sums are rounded. A program gathers the rows of x and scatters those of y itself, so
+  nothing is permuted in memory. Programs of one block run next to each other, and then those of the next block of the
+  same expert, which find its weight in the L2 cache.
 
 Sizes along k need no multiple: gpt-oss has 2,880 columns, and their last step is masked.
 
@@ -35,8 +36,9 @@ from tcdeploy.kernels.experts.tiles import (
     gemm_tile,
     gemv_tile,
 )
+from tcdeploy.kernels.linear.fp4_scheme import NVFP4_NAME
 from tcdeploy.kernels.linear.scheme_matmul import CAPABILITY, FORMATS, FP8_CAPABILITY, operands
-from tcdeploy.kernels.linear.scheme_tiles import MIN_GROUP
+from tcdeploy.kernels.linear.scheme_tiles import MIN_SLICE
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel
 
@@ -104,7 +106,8 @@ def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> 
         strides = weights.weight.stride()[1:]
         return weights.weight.dtype == dtype and 1 in strides and n % N_MULTIPLE == 0 and row_size % N_MULTIPLE == 0
     is_aligned = n % N_MULTIPLE == 0 and row_size % ALIGNMENT_BYTES == 0
-    is_group = weights.group % (16 * weights.per_byte) == 0 or weights.group == MIN_GROUP
+    # As in kernels/linear: a slice has one scale, except where it is exact to scale the values.
+    is_group = weights.group % MIN_SLICE == 0 or scheme == NVFP4_NAME
     return is_aligned and is_group and all(tensor.is_contiguous() for tensor in tensors)
 
 
@@ -141,8 +144,9 @@ def matmul(
 def choose_tile(pairs: int, weights: ExpertWeights) -> Tile:
     experts, _, row_size = weights.weight.shape
     if pairs <= GEMV_PAIRS:
-        return gemv_tile(row_size * weights.weight.itemsize, weights.is_transposed)
-    return gemm_tile(block_rows(pairs, experts), weights.group)
+        row_bytes = row_size * weights.weight.itemsize
+        return gemv_tile(row_bytes, weights.per_byte, weights.format == DENSE, weights.is_transposed)
+    return gemm_tile(block_rows(pairs, experts))
 
 
 def _gemv(

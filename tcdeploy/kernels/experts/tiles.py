@@ -1,13 +1,16 @@
 """How the products of experts are divided among programs. Does not import Triton.
 
-The tiles follow from the bytes that a program has in flight, and from the registers and shared memory of the compiled
-kernels. They have not been timed on a GPU: scripts/bench-experts times all of them.
+The heuristics choose by the times of scripts/bench-experts on an H200, for 1 and 32 tokens and the experts of Qwen3
+30B-A3B and gpt-oss 20B. Blocks of more than 32 rows have not been timed: their tiles follow from the registers and
+shared memory of the compiled kernels.
 """
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple, TypeAlias
+
+from tcdeploy.kernels.linear.scheme_tiles import MIN_SLICE
 
 MAX_SUMS = 1024  # per warp of the GEMM: 32 registers of each thread, and as many for those of a step
 MIN_STAGES, MAX_STAGES = 3, 8  # if steps are of another size than the tile's
@@ -44,30 +47,21 @@ Tile: TypeAlias = ExpertGemvTile | ExpertGemmTile
 
 GEMV_TILES = (
     ExpertGemvTile("n4_b2048", 4, 2048, 4),
-    ExpertGemvTile("n2_b2048", 2, 2048, 4),
     ExpertGemvTile("n8_b2048", 8, 2048, 4),
     ExpertGemvTile("n4_b1024", 4, 1024, 2),
     ExpertGemvTile("n8_b1024", 8, 1024, 2),
-    ExpertGemvTile("n2_b4096", 2, 4096, 4),
 )
-N4_B2048, N2_B2048, N8_B2048, N4_B1024, N8_B1024, N2_B4096 = range(len(GEMV_TILES))
+N4_B2048, N8_B2048, N4_B1024, N8_B1024 = range(len(GEMV_TILES))
 
 # Of weights that are contiguous along n: block_n columns of y are read at once.
-TRANSPOSED_GEMV_TILES = (
-    ExpertGemvTile("n64_b128_s3", 64, 128, 4, 3),
-    ExpertGemvTile("n64_b64_s4", 64, 64, 4, 4),
-    ExpertGemvTile("n32_b128_s4", 32, 128, 4, 4),
-    ExpertGemvTile("n128_b64_s3", 128, 64, 4, 3),
-)
+TRANSPOSED_GEMV_TILES = (ExpertGemvTile("n32_b128_s4", 32, 128, 4, 4),)
 
 DECODE_GEMM_TILES = (
     ExpertGemmTile("n64_k128", 64, 128, 1, 4, 4),
     ExpertGemmTile("n32_k256", 32, 256, 4, 4, 4),
-    ExpertGemmTile("n16_k512", 16, 512, 4, 4, 4),
-    ExpertGemmTile("n64_k256", 64, 256, 4, 4, 3),
     ExpertGemmTile("n128_k128", 128, 128, 1, 4, 3),
 )
-N64_K128, N32_K256, N16_K512, N64_K256, N128_K128 = range(len(DECODE_GEMM_TILES))
+N64_K128, N32_K256, N128_K128 = range(len(DECODE_GEMM_TILES))
 
 PREFILL_GEMM_TILES = (
     ExpertGemmTile("n128_k64", 128, 64, 1, 4, 4),
@@ -90,13 +84,18 @@ def gemv_tiles(is_transposed: bool) -> tuple[ExpertGemvTile, ...]:
     return TRANSPOSED_GEMV_TILES if is_transposed else GEMV_TILES
 
 
-def gemv_tile(row_bytes: int, is_transposed: bool) -> ExpertGemvTile:
-    """A program has about 8 KB in flight. Short rows are read in one step, so that no load waits for a sum."""
+def gemv_tile(row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool) -> ExpertGemvTile:
+    """A program has about 8 KB in flight. Short rows are read in one step, so that no load waits for a sum.
+
+    Making values of 4-bit codes takes the time of the inputs' conversion, which more rows of the weight share.
+    """
     if is_transposed:
         return TRANSPOSED_GEMV_TILES[0]
+    if is_dense:
+        return GEMV_TILES[N8_B1024]
     if row_bytes <= GEMV_TILES[N4_B1024].block_bytes:
-        return GEMV_TILES[N4_B1024]
-    return GEMV_TILES[N4_B2048]
+        return GEMV_TILES[N8_B1024 if per_byte == 2 else N4_B1024]
+    return GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
 
 
 def gemm_tiles(rows: int) -> tuple[ExpertGemmTile, ...]:
@@ -104,13 +103,10 @@ def gemm_tiles(rows: int) -> tuple[ExpertGemmTile, ...]:
     return DECODE_GEMM_TILES if rows <= 32 else PREFILL_GEMM_TILES
 
 
-def gemm_tile(rows: int, group: int) -> ExpertGemmTile:
-    """A tile for blocks of this many rows and a weight with `group` columns to a scale.
-
-    Groups of less than 128 columns are slices of their own, whose sums take registers.
-    """
+def gemm_tile(rows: int) -> ExpertGemmTile:
+    """A tile for blocks of this many rows."""
     if rows <= 32:
-        return DECODE_GEMM_TILES[N64_K128 if group >= 128 else N32_K256]
+        return DECODE_GEMM_TILES[N64_K128]
     return PREFILL_GEMM_TILES[N128_K64 if rows <= 64 else N128_K64_W8]
 
 
@@ -120,7 +116,7 @@ def fit_block_bytes(tile: ExpertGemvTile, row_bytes: int) -> int:
 
 
 class GemmSteps(NamedTuple):
-    """A tile for a weight: rows, columns of a slice, which has one scale, slices of a step, and stages."""
+    """A tile for a weight: rows, columns of a slice, slices of a step, and stages."""
 
     block_n: int
     width: int
@@ -131,9 +127,11 @@ class GemmSteps(NamedTuple):
 def fit_gemm(tile: ExpertGemmTile, rows: int, group: int) -> GemmSteps:
     """One slice, which all warps share, or at least one for each warp: fewer would be computed by several warps.
 
+    Several groups of less than MIN_SLICE columns share a slice. Their scales multiply the values instead of the sums.
     Blocks of many rows have one slice: their sums fill the registers.
     """
-    width = math.gcd(tile.block_k // tile.k_slices, group)
+    widest = max(tile.block_k // tile.k_slices, MIN_SLICE)
+    width = widest if group < MIN_SLICE else math.gcd(widest, group)
     slices, block_n = tile.block_k // width, tile.block_n
     if rows > 32:
         slices = 1
