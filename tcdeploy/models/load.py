@@ -29,6 +29,7 @@ from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.weights import checkpoint
 from tcdeploy.models.weights.files import Checkpoint
 from tcdeploy.models.weights.reader import stored_tensors
+from tcdeploy.models.weights.weight_paths import GGUF_SUFFIX
 from tcdeploy.planning.extras import check_interpreter
 from tcdeploy.planning.recipe import Recipe
 
@@ -61,6 +62,8 @@ def resolve_model_path(model: str) -> str:
     if model.startswith(HUB_URLS):
         hub_id = "/".join(model.split("/")[3:5])
         raise UnknownModelError(f"{model} is a URL, not a hub id", f"pass the hub id: {hub_id}")
+    if model.endswith(GGUF_SUFFIX) and not path.is_dir():
+        raise UnknownModelError(f"file {model} does not exist", "check the path, or download it: hf download REPO FILE")
     if not path.is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         hint = "check the path, or pass a hub id such as Qwen/Qwen2.5-7B"
         raise UnknownModelError(f"folder {model} does not exist", hint)

@@ -184,6 +184,10 @@ def test_a_file_without_config_json_names_what_is_missing(source: Path, tmp_path
     assert "config.json and the tokenizer's files of the model that it was made from" in error.hint
 
 
+def test_a_file_that_does_not_exist_is_no_id_of_the_hub() -> None:
+    assert error_of(Path("missing.gguf")).message == "file missing.gguf does not exist"
+
+
 def test_a_multimodal_config_beside_a_text_model_is_refused(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source", "gemma3_text")
     write_gguf(source, tmp_path / "model", "Q8_0")
