@@ -190,6 +190,16 @@ def test_torch_accepts_the_layouts_of_codes_and_scales(scheme: str, rows: int) -
     assert (y.shape, y.dtype, y.is_contiguous()) == ((rows, SIZES[scheme][0]), torch.bfloat16, True)
 
 
+@each_odd_number_of_rows
+def test_scaled_mm_sums_codes_without_scales(rows: int) -> None:
+    """torch has this product on a CPU too, but not that with scales of blocks."""
+    x, tensors = inputs_of("fp8_channel", rows), tensors_of("fp8_channel")
+    codes, _ = quantise_inputs("fp8_channel", x)
+    sums = (codes.double() @ tensors[0].double().T).bfloat16()
+    assert_agrees(scaled_product(codes, None, tensors, torch.bfloat16), sums)
+    assert_agrees(fp8_product(codes, None, tensors, torch.bfloat16), sums)
+
+
 @pytest.mark.gpu
 @each_scheme
 @pytest.mark.parametrize("rows", [16, 128, 129, 130, 257, 2048])
