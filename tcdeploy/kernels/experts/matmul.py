@@ -96,7 +96,9 @@ def expert_weights(scheme: str, tensors: Sequence[Tensor]) -> ExpertWeights:
 
 def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels multiply inputs of this dtype by these weights. Works on fake tensors."""
-    if dtype not in (torch.bfloat16, torch.float16) or (scheme and scheme not in FORMATS):
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if scheme and (scheme not in FORMATS or not all(tensor.is_contiguous() for tensor in tensors)):
         return False
     weights = expert_weights(scheme, tensors)
     n, row_size = weights.weight.shape[1:]
@@ -105,7 +107,7 @@ def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> 
         return weights.weight.dtype == dtype and 1 in strides and n % N_MULTIPLE == 0 and row_size % N_MULTIPLE == 0
     is_aligned = n % N_MULTIPLE == 0 and row_size % ALIGNMENT_BYTES == 0
     is_group = weights.group % (16 * weights.per_byte) == 0 or weights.group == MIN_GROUP
-    return is_aligned and is_group and all(tensor.is_contiguous() for tensor in tensors)
+    return is_aligned and is_group
 
 
 def accepts(scheme: str, x: Tensor, tensors: Sequence[Tensor]) -> bool:
