@@ -98,7 +98,9 @@ def expert_weights(scheme: str, tensors: Sequence[Tensor]) -> ExpertWeights:
 
 def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels multiply inputs of this dtype by these weights. Works on fake tensors."""
-    if dtype not in (torch.bfloat16, torch.float16) or (scheme and scheme not in FORMATS):
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if scheme and (scheme not in FORMATS or not all(tensor.is_contiguous() for tensor in tensors)):
         return False
     weights = expert_weights(scheme, tensors)
     n, row_size = weights.weight.shape[1:]
@@ -108,7 +110,7 @@ def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> 
     is_aligned = n % N_MULTIPLE == 0 and row_size % ALIGNMENT_BYTES == 0
     # As in kernels/linear: a slice has one scale, except where it is exact to scale the values.
     is_group = weights.group % MIN_SLICE == 0 or scheme == NVFP4_NAME
-    return is_aligned and is_group and all(tensor.is_contiguous() for tensor in tensors)
+    return is_aligned and is_group
 
 
 def accepts(scheme: str, x: Tensor, tensors: Sequence[Tensor]) -> bool:

@@ -255,6 +255,15 @@ def test_the_grouping_kernels_equal_sorting(tokens: int, experts: int, rows: int
         assert blocks_of(actual, pairs, experts, rows) == blocks_of(reference, pairs, experts, rows)
 
 
+@pytest.mark.parametrize("tokens", [3, 600])
+def test_the_gemm_follows_the_groups_of_the_kernels(tokens: int, device: str) -> None:
+    arguments = product("dense", [[token % 3, 2] for token in range(tokens)], device=device, experts=3, n=16, k=64)
+    rows = block_rows(2 * tokens, 3)
+    groups = launch_grouping(arguments.expert_ids, 3, rows)
+    y = matmul(*arguments[:2], groups, *arguments[2:], gemm_tile(rows, 128))
+    assert_agrees(y, expected(arguments))
+
+
 def test_many_pairs_of_few_experts_fill_the_tables(device: str) -> None:
     """The last expert has a pair after as many whole blocks as possible; more than ENTRIES of them."""
     expert_ids = torch.cat([torch.arange(5), torch.full((2051,), 4)])[:, None].to(device)
