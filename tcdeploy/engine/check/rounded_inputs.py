@@ -5,6 +5,10 @@ every bucket by the rounding to 3 bits of mantissa, and limits that allow for th
 that is left out. So both passes of the reference round too. The rounding is written out here, and shares no code with
 the kernels and passes that it checks.
 
+A rounding error may lead to the next code, 1/16 farther, and later layers amplify that. So the eager pass is farther
+from the precise one than with inputs of 16 bits: for builtin:tiny in bfloat16 the upper quartile of the KL divergence
+is 0.05 nats. Lost or shifted scales and coarser codes exceed the limits; whether single tokens were rounded does not.
+
 The reference has all tokens of a prompt in one pass. In the engine, prefill steps quantise at any length, but decode
 steps only from `fp8_min_rows` rows on. So the mask says for which tokens inputs are rounded.
 """
