@@ -8,8 +8,8 @@ the extra instead.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -77,6 +77,8 @@ def _pip_install() -> str:
     pip = shutil.which("pip")
     if pip is not None and os.path.dirname(os.path.realpath(os.path.dirname(pip))) == os.path.realpath(sys.prefix):
         return "pip install"
-    if importlib.util.find_spec("pip") is not None:
+    # importlib.util.find_spec would also ask the import hook of setuptools. Asked for pip, the hook no longer replaces
+    # distutils (Python before 3.12), so that Inductor cannot import setuptools in this process.
+    if importlib.machinery.PathFinder.find_spec("pip") is not None:
         return f"{shlex.quote(sys.executable)} -m pip install"
     return f"uv pip install --python {shlex.quote(sys.executable)}"

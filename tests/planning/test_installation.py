@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,5 +107,17 @@ def test_the_pip_of_another_environment_is_not_used(install: Any, monkeypatch: p
     install(None)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/elsewhere/bin/{name}")
     assert install_command("serve") == f"{sys.executable} -m pip install {PACKAGES}"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # as in an environment that uv has made
+    # As in an environment that uv has made
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda name, path=None, target=None: None)
     assert install_command("serve") == f"uv pip install --python {sys.executable} {PACKAGES}"
+
+
+def test_a_program_can_be_compiled_after_the_command_was_named() -> None:
+    """setuptools, which Inductor imports, has an import hook that must not be asked for pip (Python before 3.12)."""
+    script = (
+        "from tcdeploy.planning.installation import install_command; print(install_command('serve')); import setuptools"
+    )
+    environment = {**os.environ, "PATH": os.defpath, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "-m pip install" in done.stdout
