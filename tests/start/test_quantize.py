@@ -20,6 +20,7 @@ from torch import Tensor
 from tcdeploy.errors import TcdeployError, UsageError
 from tcdeploy.host.progress import NullProgress, StageProgress
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
+from tcdeploy.models.formats.methods import has_fp8_inputs
 from tcdeploy.models.load_model import load_model
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.models.weights.weight_paths import INDEX
@@ -316,11 +317,27 @@ def test_both_ways_start_with_the_same_tokens_also_from_packages(served: Served,
         find_record(StartRequest(dense))
 
 
+def test_the_folder_asks_for_inputs_in_fp8_as_the_option_does(served: Served) -> None:
+    from transformers import AutoConfig
+
+    assert has_fp8_inputs(AutoConfig.from_pretrained(served.folder)) == (served.to == "fp8")
+    if served.to == "fp8":
+        pytest.importorskip("compressed_tensors")
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32)
+        logits = model(torch.tensor([PROMPTS[0]])).logits[0]
+        assert logits.isfinite().all() and logits[-1].argmax() == served.tokens[0][0]
+
+
 def test_transformers_generates_the_same_tokens_from_the_folder(served: Served) -> None:
     pytest.importorskip("compressed_tensors")
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(served.folder)
+    for group in config.quantization_config["config_groups"].values():
+        group["input_activations"] = None  # tcdeploy does not quantise them on a CPU
+    model = AutoModelForCausalLM.from_pretrained(served.folder, config=config, dtype=torch.float32)
     for prompt, tokens in zip(PROMPTS, served.tokens, strict=True):
         output = model.generate(torch.tensor([prompt]), max_new_tokens=len(tokens), do_sample=False)
         assert output[0, len(prompt) :].tolist() == list(tokens)

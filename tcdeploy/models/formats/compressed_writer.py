@@ -53,16 +53,20 @@ def stored_specs(request: QuantizeRequest, scheme: LayerScheme, shape: tuple[int
 
 
 def settings(request: QuantizeRequest, ignored: Iterable[str]) -> Mapping[str, Any]:
-    """quantization_config of config.json. Inputs of layers are not quantised."""
+    """quantization_config of config.json.
+
+    With fp8, each token's inputs are quantised too, as with `--quantize fp8` (planning/activations.py).
+    """
     weights: dict[str, Any] = {
         "num_bits": BITS[request.numbers], "type": "float" if request.numbers == "fp8" else "int", "symmetric": True,
         "strategy": "group" if request.group_size else "channel", "group_size": request.group_size or None,
         "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
     }  # fmt: skip
+    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     form = FORMATS[request.numbers]
     group = {
-        "targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None,
-        "format": form,
+        "targets": ["Linear"], "weights": weights, "input_activations": inputs if request.numbers == "fp8" else None,
+        "output_activations": None, "format": form,
     }  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
