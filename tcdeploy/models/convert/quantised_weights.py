@@ -194,7 +194,7 @@ def _insert_experts(
 
 def _reason(weight: QuantisedWeight) -> str:
     """Why a weight is dequantised; "" if the checkpoint stores its values."""
-    kernels = "has kernels for linear layers only, and for experts whose class supports transformers' interface"
+    kernels = "has kernels only for linear layers, and for experts whose class supports transformers' interface"
     return weight.reason or (f"{weight.scheme} {kernels}" if weight.scheme else "")
 
 

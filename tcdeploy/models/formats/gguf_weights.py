@@ -94,7 +94,7 @@ def _interleaved_experts(layer: Layer) -> dict[str, QuantisedWeight]:
             alternating: Source = ["stack", 1, [stack.expert(number).values() for stack in each]]
             by_expert.append(["permute", [0, 2, 1], ["reshape", [1, rows, columns], alternating]])
         names = tuple(dict.fromkeys(stack.name for stack in each))
-        reason = each[0].expert(0).reason
+        reason = f"{each[0].expert(0).reason} for experts of gpt-oss" if each[0].stored.block_type else ""
         weights[name] = QuantisedWeight(names, (experts, columns, rows), ["cat", 0, by_expert], reason=reason)
         biases = [stack.bias for stack in each]
         if all(biases):
