@@ -80,7 +80,7 @@ def load_baseline(name: str, plan: Plan, config: PreTrainedConfig) -> BaselineMo
     """Load the plan's weights. Random weights are equal too, since they come from a fixed seed."""
     model = load_model(plan, config, ATTN_IMPLEMENTATION, packed_linears=())
     if any(isinstance(module, SchemeExperts) for module in model.modules()):
-        use_experts_function(model)  # transformers' own functions read dense experts only
+        use_experts_function(model)  # transformers' own functions only read dense experts
     return BaselineModel(name, model, plan)
 
 

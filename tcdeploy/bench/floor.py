@@ -8,9 +8,9 @@ are loaded, because machines of the same kind differ by several percent.
 The floors leave out attention FLOPs, activations and the untied input embedding, and count the LM head as one token
 per prompt, so that they are never too high.
 
-A step of a mixture reads the experts that its tokens select: of one token exactly its top k. Of more tokens it is the
-number of different experts that are expected if each token selects its top k uniformly. Real routers prefer some
-experts, so batches of one text may read fewer, and their floor may be too high; `UNIFORM_ROUTING` is printed beside it.
+A step of a mixture of experts reads the experts that its tokens select. One token selects its top k. For more tokens,
+the floor counts the expected number of different experts if each token selects its top k uniformly. Routers prefer some
+experts, so a batch may select fewer, and its floor may be too high. `UNIFORM_ROUTING` is printed beside it.
 Mixtures whose experts do not support transformers' interface, or whose config states no top k, have no floor.
 """
 
@@ -38,8 +38,8 @@ MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 UNIFORM_ROUTING = (
-    "floors of several tokens count the experts that they select if all are selected equally often; "
-    "a batch that selects fewer reads less"
+    "floors of several tokens assume that all experts are selected equally often; "
+    "a batch that selects fewer experts reads less"
 )
 
 
@@ -55,7 +55,7 @@ class Rates:
 
 
 class ExpertSizes(NamedTuple):
-    """The routed experts of all layers together; each has `per_layer`, of which a token selects `top_k`."""
+    """Sizes of the routed experts of all layers together. A layer has `per_layer`, of which a token selects `top_k`."""
 
     num_bytes: int
     parameters: int
@@ -63,12 +63,12 @@ class ExpertSizes(NamedTuple):
     top_k: int
 
     def share_read(self, tokens: int) -> float:
-        """The expected share of the experts that a step of so many tokens reads: 0 to 1."""
+        """The expected share of the experts that a step of `tokens` tokens reads: 0 to 1."""
         return 1 - (1 - self.top_k / self.per_layer) ** tokens
 
 
 class WeightSizes(NamedTuple):
-    """Sizes of a model's parts. `step_bytes` are read by a step that selects all experts."""
+    """Sizes of a model's parts. A step that selects all experts reads `step_bytes`."""
 
     step_bytes: int
     body_parameters: int  # without the input embedding and the LM head
@@ -81,7 +81,7 @@ class WeightSizes(NamedTuple):
 
     @property
     def parameters_per_token(self) -> int:
-        """Of the body, with which a token is multiplied."""
+        """The parameters of the body that multiply a token."""
         if self.experts is None:
             return self.body_parameters
         return self.body_parameters - round(self.experts.parameters * (1 - self.experts.share_read(1)))
@@ -117,14 +117,14 @@ def count_weights(model: PreTrainedModel, plan_weight_bytes: int) -> WeightSizes
     unread_bytes = 0 if is_tied else embedding.nbytes
     body_parameters = count_elements(model) - embedding.numel() - (0 if is_tied else count_elements(head))
     experts = _count_experts(model)
-    has_floor = experts is not None or not _states(model.config, EXPERT_COUNT_KEYS, minimum=2)
+    has_floor = experts is not None or not _stated_count(model.config, EXPERT_COUNT_KEYS, minimum=2)
     return WeightSizes(plan_weight_bytes - unread_bytes, body_parameters, experts, has_floor)
 
 
 def _count_experts(model: PreTrainedModel) -> ExpertSizes | None:
-    """None for a dense model, and for a mixture of which it is not known what a token selects."""
+    """None for a dense model, and for a mixture if the number of experts that a token selects is not known."""
     layers: list[Any] = [module for module in model.modules() if supports_experts_interface(module)]
-    top_k = _states(model.config, TOP_K_KEYS, minimum=1)
+    top_k = _stated_count(model.config, TOP_K_KEYS, minimum=1)
     counts = {layer.num_experts for layer in layers}
     if not top_k or len(counts) != 1:
         return None
@@ -159,8 +159,8 @@ def share_of_floor(floor_ms: float | None, ms: float) -> float | None:
     return None if floor_ms is None else floor_ms / ms
 
 
-def _states(config: object, keys: tuple[str, ...], minimum: int) -> int:
-    """The first integer of at least `minimum` under these keys of the config of the text model, or 0."""
+def _stated_count(config: object, keys: tuple[str, ...], minimum: int) -> int:
+    """The first integer of at least `minimum` under these keys of the text model's config, or 0."""
     text_config = getattr(config, "text_config", config)
     values = (getattr(text_config, key, None) for key in keys)
     return next((value for value in values if isinstance(value, int) and value >= minimum), 0)

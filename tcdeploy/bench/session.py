@@ -35,11 +35,13 @@ class Session(Generic[SettingsT]):
     progress: Progress
     planned: PlannedModel
     rates: Rates
-    notes: list[str] = field(default_factory=list)  # what baselines do otherwise, and what floors assume
+    notes: list[str] = field(
+        default_factory=list
+    )  # deviations of baselines from what their names promise, and assumptions of floors
     extra: dict[str, Any] = field(default_factory=dict)
 
     def add_notes(self, notes: Iterable[str]) -> None:
-        """Each once, also if several subjects have it."""
+        """Add notes that are not there yet: several subjects may have the same."""
         self.notes.extend(note for note in notes if note not in self.notes)
 
     def prepare(self, recipe: Recipe) -> Deployment:

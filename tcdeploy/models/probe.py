@@ -55,7 +55,7 @@ log = logging.getLogger("tcdeploy.models")
 class _LinearRecorder:
     """A forward pre-hook that records which linear layers read which tensor (by id), in call order.
 
-    expert_elements: per token, the outputs that the widest experts hold at once.
+    expert_elements: elements per token of the outputs that the widest experts hold at once.
     """
 
     readers: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -69,7 +69,7 @@ class _LinearRecorder:
         self.calls[id(module)] += 1
 
     def record_experts(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Of modules of experts. A token has a row for each of its top k experts in each output."""
+        """The hook of modules of experts. A token has a row for each of its top k experts in the outputs."""
         top_k_index = args[1] if len(args) > 1 else kwargs["top_k_index"]
         weights = {weight.name: weight for weight in stacked_weights(module)}
         if down := weights.get("down_proj"):
@@ -152,7 +152,7 @@ def quantise_probed(probed: ProbedModel, scheme_of: Callable[[str], LayerScheme 
 
 
 def _largest_scheme_elements(probed: ProbedModel) -> int:
-    """Experts are dequantised one at a time."""
+    """See the field of Architecture. Of stacked experts it is one expert, since they are dequantised one at a time."""
     elements = {
         path: module.rows * module.in_features
         for path, module in probed.model.named_modules()
@@ -201,9 +201,9 @@ def _peak_activation_elements(recorder: _LinearRecorder, text_config: Any) -> in
     """Peak number of live elements per token in a layer.
 
     The sum of the widest group of outputs that read one tensor, the widest input, and two hidden states (the residual
-    and the block's input), all alive at once in the MLP; or of the outputs of experts in place of the first two. The LM
-    head is excluded, because only sampled rows pass through it. Experts whose class does not support transformers'
-    interface are not recorded, so for them the result is too small.
+    and the block's input), all alive at once in the MLP. In a mixture of experts, the outputs of experts replace the
+    first two if they are larger. The LM head is excluded, because only sampled rows pass through it. Experts whose
+    class does not support transformers' interface are not recorded, so for them the result is too small.
     """
     vocab_size = text_config.vocab_size
     groups = [[layer for layer in readers if layer.out_features != vocab_size] for readers in recorder.readers.values()]

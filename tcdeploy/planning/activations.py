@@ -1,7 +1,7 @@
 """Decides whether products with FP8 weights quantise their inputs (activations) to FP8 too.
 
-Steps of many tokens are faster with it, but a code of FP8 has only 3 bits of mantissa. So it is the default only if the
-checkpoint was made for it, or if the model is quantised while it is loaded. The scales are computed for each token.
+This makes steps of many tokens faster, but an FP8 code has only 3 bits of mantissa. So it is the default only if the
+checkpoint asks for it, or with `--quantize fp8`. The scales are computed for each token.
 
 The decision is one number for all layers of a plan: the rows from which products quantise their inputs. Decode steps
 with fewer rows are bound by reading the weights, and keep inputs of 16 bits. All prefill steps quantise: their programs
@@ -15,15 +15,15 @@ from tcdeploy.planning.decision import FP8_CAPABILITY, Decisions, PlanInputs
 
 # By scheme, the rows from which a product of quantised inputs is faster than one with inputs of 16 bits (H200).
 MIN_ROWS = {"fp8_channel": 17, "fp8_block": 33}
-BLOCK_CAPABILITY = (9, 0)  # the only one for which cuBLAS has products with scales of blocks
-BLOCK_CUDA = (12, 9)  # the first version with them
+BLOCK_CAPABILITY = (9, 0)  # the only compute capability for which cuBLAS multiplies with scales of blocks
+BLOCK_CUDA = (12, 9)  # the first version of CUDA that does
 
 
 def decide_fp8_min_rows(inputs: PlanInputs, prefill_lengths: tuple[int, ...], decisions: Decisions) -> int:
     """Rows from which products with FP8 weights quantise their inputs; 0: none do.
 
     At most the smallest prefill length, unless prefill programs have a symbolic one. Without such weights, or on a CPU,
-    nothing is recorded.
+    the result is 0, and no decision is added.
     """
     schemes = [scheme for scheme in inputs.architecture.schemes if scheme in MIN_ROWS]
     if not schemes or inputs.device == "cpu":

@@ -93,8 +93,8 @@ class Architecture:
     layer_states: tuple[LayerState, ...]  # of each decoder layer, in order
     quantisation: str = ""  # method of the checkpoint
     schemes: Mapping[str, int] = field(default_factory=dict)  # linear layers whose weights stay quantised, by scheme
-    fp8_inputs: bool = False  # the checkpoint, or --quantize fp8, also asks for linear layers' inputs in FP8
-    # Weights of all experts of a layer, such as those of the down projections, that stay quantised, by scheme.
+    fp8_inputs: bool = False  # the checkpoint, or --quantize fp8, asks for inputs of linear layers in FP8 too
+    # Stacks of experts that stay quantised, by scheme. A layer has a stack for each projection, such as down_proj.
     expert_schemes: Mapping[str, int] = field(default_factory=dict)
     # Elements of the largest weight in a scheme, that of a packed group, of which a product may make a dense copy.
     largest_scheme_elements: int = 0

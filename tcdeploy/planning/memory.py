@@ -110,7 +110,7 @@ def checked_window(architecture: Architecture, context: int) -> int:
 
 def _reference_tokens(architecture: Architecture, demand: CacheDemand) -> int:
     """Tokens of the largest pass over prompts on which buckets are checked."""
-    num_forms = 2 if architecture.fp8_inputs else 1  # of the products of decode steps
+    num_forms = 2 if architecture.fp8_inputs else 1  # decode rows are checked with 16-bit and with FP8 inputs
     batched_tokens = num_forms * MAX_CHECKED_ROWS * CHECKED_BLOCKS * demand.block_size
     longest_prompt = min(demand.max_prefill_tokens, MAX_PROMPT_TOKENS)
     return max(longest_prompt, batched_tokens, checked_window(architecture, demand.context))

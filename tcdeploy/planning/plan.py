@@ -75,7 +75,7 @@ class Plan:
     weight_dtype: DType
     kv_dtype: KVDType
     compute_dtype: DType
-    fp8_min_rows: int  # of products with FP8 weights that quantise their inputs, at most any prefill's; 0: none do
+    fp8_min_rows: int  # rows from which products with FP8 weights quantise their inputs; 0: none do
     prefill_attention: Attention
     decode_attention: Attention
     alternative_attention: tuple[Attention, ...]  # prefill backends that `--mode auto` may time in long buckets

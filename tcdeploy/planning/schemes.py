@@ -37,7 +37,8 @@ class SchemeTensor(NamedTuple):
 class FP8Inputs(NamedTuple):
     """How products with weights in a scheme quantise their inputs to FP8; planning/activations.py decides when.
 
-    takes: whether with a weight [rows, columns]. round: inputs [..., columns] after quantisation, in their dtype.
+    takes: (rows, columns) -> whether products with a weight of this shape can. round: inputs [..., columns] -> their
+    values after quantisation, in the same dtype.
     """
 
     takes: Callable[[int, int], bool]

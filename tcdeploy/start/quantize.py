@@ -131,7 +131,7 @@ def schemes_by_name(requested: RequestedModel) -> dict[str, LayerScheme]:
 
 
 def _joined_rows(weight: Source) -> list[Source]:
-    """Gate and up of an expert are one matrix in the model. No scheme here has scales that rows share."""
+    """The matrices whose rows are joined to a weight: an expert's gate and up. They share no scale in these schemes."""
     match weight:
         case ["cat", 0, parts]:
             return parts  # type: ignore[no-any-return]

@@ -48,7 +48,7 @@ CONTENTS: dict[str, tuple[Callable[[Entries, Stored], object], str]] = {
     ),
     "an unknown tensor": (
         lambda entries, stored: stored.update({"blk.0.attn_magic.weight": stored[NORM]}),
-        "FILE has tensors that are not known in the architecture llama (1): blk.0.attn_magic.weight",
+        "FILE has tensors whose names the architecture llama lacks (1): blk.0.attn_magic.weight",
     ),
     "rotary factors without rope scaling": (
         lambda entries, stored: stored.update({"rope_freqs.weight": ROPE}),
@@ -118,7 +118,7 @@ def test_a_defect_of_the_content_is_an_error_of_the_plan(defect: str, source: Pa
 
 BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (lambda content: content[:-5000], "is damaged: it ends before the end of "),
-    "a truncated header": (lambda content: content[:500], "is damaged: its header ends early or is no text"),
+    "a truncated header": (lambda content: content[:500], "is damaged: its header ends early or has invalid text"),
     "nothing": (lambda content: b"", "is not a GGUF file: it does not begin with GGUF"),
     "another file": (lambda content: b"GGML" + content[4:], "is not a GGUF file"),
     "version 1": (lambda content: content[:4] + b"\1\0\0\0" + content[8:], "has version 1 of GGUF"),
@@ -134,7 +134,8 @@ BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a pointer": (lambda content: b"version https://git-lfs.github.com/spec/v1", "is a Git LFS pointer"),
     "endless tensors": (lambda content: content[:8] + b"\xff" * 8 + content[16:], "is damaged: "),
     "an endless string": (
-        lambda content: content.replace(text("llama"), b"\xff" * 8 + b"llama"), "its header ends early or is no text",
+        lambda content: content.replace(text("llama"), b"\xff" * 8 + b"llama"),
+        "its header ends early or has invalid text",
     ),
 }  # fmt: skip
 
@@ -181,7 +182,7 @@ def test_a_file_without_config_json_names_what_is_missing(source: Path, tmp_path
     (tmp_path / "model/config.json").unlink()
     error = error_of(tmp_path / "model" / FILE)
     assert error.message == f"{tmp_path / 'model' / FILE} has no config.json beside it"
-    assert "config.json and the tokenizer's files of the model that it was made from" in error.hint
+    assert "put config.json and the tokenizer of the model that it was converted from beside it" in error.hint
 
 
 def test_a_file_that_does_not_exist_is_no_id_of_the_hub() -> None:
@@ -196,8 +197,10 @@ def test_a_multimodal_config_beside_a_text_model_is_refused(tmp_path: Path) -> N
     path.unlink()
     change_json(path, {"model_type": "gemma3", "text_config": text_config, "architectures": ["Gemma3ForConditional"]})
     error = error_of(tmp_path / "model")
-    assert error.message.endswith("has the architecture gemma3, but config.json has the model_type gemma3")
-    assert error.hint == "put the text_config in it into a config.json of its own"
+    assert error.message.endswith(
+        "has the architecture gemma3, but config.json has the model_type gemma3 of a multimodal model"
+    )
+    assert error.hint == "replace config.json by the text_config in it"
 
 
 def test_settings_of_other_weights_in_config_json_are_replaced(source: Path, tmp_path: Path) -> None:

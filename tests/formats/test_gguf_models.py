@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[str, str, Any, str, Any]] = {  # family, kind, and what 
     "order of rows ignored": (
         "llama", "Q8_0", gguf_names.FAMILIES, "llama", LLAMA._replace(has_permuted_heads=False),
     ),
-    "norms not less 1": ("gemma2", "Q8_0", gguf_names.FAMILIES, "gemma2", GEMMA._replace(norm_offset=0.0)),
+    "norms with GGUF's 1": ("gemma2", "Q8_0", gguf_names.FAMILIES, "gemma2", GEMMA._replace(norm_offset=0.0)),
     "gate and up swapped": (
         "qwen3_moe", "Q8_0", gguf_weights.EXPERT_PARTS, "gate_exps", ("w1", "up_proj"),
     ),

@@ -90,7 +90,7 @@ def test_experts_are_those_of_the_format(name: str, tmp_path: Path) -> None:
     stacks = dict(planned.architecture.expert_schemes)
     layers = sum(name.endswith("experts.down_proj") for name in expected_weights)
     if name == "gptq":  # down projections have one group of columns, whose order is that of the model
-        reason = "each of its experts has an order of columns of its own"
+        reason = "each expert has its own order of columns"
         assert (reasons, stacks) == ([reason], {"int4_float16": layers})
     else:
         assert (reasons, stacks) == ([], {SCHEMES_OF_EXPERTS[name]: 2 * layers})

@@ -31,7 +31,7 @@ def compressed(*groups: tuple[Any, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_asked"),
+    ("settings", "asks"),
     [
         ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, True),
         ({"quant_method": "fp8", "activation_scheme": "static"}, True),
@@ -61,22 +61,22 @@ def compressed(*groups: tuple[Any, Any]) -> dict[str, Any]:
         ({"quant_method": "unknown"}, False),
     ],
 )  # fmt: skip
-def test_the_config_says_whether_inputs_are_fp8(settings: dict[str, Any], is_asked: bool) -> None:
-    assert has_fp8_inputs(PreTrainedConfig(quantization_config=settings)) == is_asked
+def test_the_config_says_whether_inputs_are_fp8(settings: dict[str, Any], asks: bool) -> None:
+    assert has_fp8_inputs(PreTrainedConfig(quantization_config=settings)) == asks
 
 
 def test_a_dense_checkpoint_asks_for_nothing() -> None:
     assert not has_fp8_inputs(PreTrainedConfig())
 
 
-@pytest.mark.parametrize(("quantize", "is_asked"), [("fp8", True), ("int8", False), ("int4:64", False)])
-def test_quantising_while_loading_asks_for_fp8_inputs_with_fp8_weights(quantize: str, is_asked: bool) -> None:
+@pytest.mark.parametrize(("quantize", "asks"), [("fp8", True), ("int8", False), ("int4:64", False)])
+def test_quantising_while_loading_asks_for_fp8_inputs_with_fp8_weights(quantize: str, asks: bool) -> None:
     recipe = Recipe(model=TINY, quantize=quantize, buckets=(16,), batch_sizes=(1,), kv_blocks=32, context=128)
     planned = decide(recipe)
-    assert planned.architecture.fp8_inputs == is_asked
+    assert planned.architecture.fp8_inputs == asks
     stated = make_short_copy(planned.fake_model, planned).config["quantization_config"]
-    assert (stated["quant_method"], stated["fp8_inputs"]) == (EXPLICIT, is_asked)
-    assert has_fp8_inputs(PreTrainedConfig(quantization_config=stated)) == is_asked
+    assert (stated["quant_method"], stated["fp8_inputs"]) == (EXPLICIT, asks)
+    assert has_fp8_inputs(PreTrainedConfig(quantization_config=stated)) == asks
     assert planned.plan.fp8_min_rows == 0, "a CPU does not multiply FP8"
 
 

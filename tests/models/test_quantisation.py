@@ -135,7 +135,7 @@ def test_random_weights_have_the_shapes_and_dtypes_of_loaded_ones(folders: Folde
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_plan_shows_it_and_has_the_memory_of_the_stored_weights(
+def test_the_plan_shows_mxfp4_and_has_the_memory_of_the_stored_weights(
     folders: Folders, dtype: Any, load_format: Any
 ) -> None:
     planned, plain = (decide(Recipe(model=str(folder), dtype=dtype, load_format=load_format)) for folder in folders)

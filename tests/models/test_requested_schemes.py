@@ -133,7 +133,7 @@ def test_plans_differ_if_other_layers_of_the_same_size_are_skipped() -> None:
 
 def test_layers_whose_columns_are_not_whole_groups_stay_dense() -> None:
     planned = plan(quantize="int4")
-    line = decision_named(planned.plan, "dense linear layers")
+    line = decision_named(planned.plan, "dense layers")
     assert (line.value, line.reason) == ("36", "groups of 128 do not divide their 192 columns")
     assert quantised_paths(load(planned)) == [f"model.layers.{number}.mlp.down_proj" for number in range(6)]
     message = error_of(lambda: plan(quantize="int4:384"))
@@ -155,7 +155,7 @@ def test_layers_whose_columns_are_not_whole_groups_stay_dense() -> None:
 )
 def test_layers_are_skipped_by_name_path_wildcard_and_expression(names: tuple[str, ...], dense: int) -> None:
     planned = plan(quantize="int8", quantize_skip=names)
-    line = decision_named(planned.plan, "dense linear layers")
+    line = decision_named(planned.plan, "dense layers")
     assert (line.value, line.reason) == (f"{dense}", "requested to stay dense")
     assert len(quantised_paths(load(planned))) == 6 * PROJECTIONS - dense
 
@@ -186,7 +186,7 @@ def test_experts_are_quantised_and_routers_and_the_head_stay_dense(
     assert others == expected
     assert any("gate" in name or "router" in name for name, _, _ in others) == (family != "qwen2")
     if family == "qwen2_moe":
-        assert decision_named(planned.plan, "dense linear layers").reason == "routers of experts"
+        assert decision_named(planned.plan, "dense layers").reason == "routers of experts"
         assert type(model.get_submodule("model.layers.0.mlp.shared_expert_gate")) is nn.Linear
 
 
@@ -214,7 +214,7 @@ def test_experts_have_the_tensors_of_their_stored_matrices(family: str, quantize
 def test_experts_can_stay_dense(tmp_path: Path) -> None:
     planned = plan(save_model("mixtral", tmp_path / "model"), quantize="fp8", quantize_skip=("experts",))
     assert planned.architecture.expert_schemes == {} and planned.architecture.schemes
-    line = decision_named(planned.plan, "dense linear layers")
+    line = decision_named(planned.plan, "dense layers")
     assert (line.value, line.reason) == ("8", "requested to stay dense")
 
 

@@ -85,12 +85,12 @@ def test_experts_that_are_stored_together_are_transposed() -> None:
     tensors = (WeightSource("uint8", (4, ROWS, 64), named("b")), WeightSource("uint8", (4, ROWS, 4), named("s")))
     weights = {"experts": QuantisedWeight((), (4, COLUMNS, ROWS), [], "mxfp4", tensors)}
     assert join_scheme_tensors(named("experts"), weights, is_transposed=True).tensors == tensors
-    with pytest.raises(CannotFollowError, match="the order of its elements"):
+    with pytest.raises(CannotFollowError, match="the order of the elements"):
         join_scheme_tensors(named("experts"), weights, is_transposed=False)
 
 
 REFUSED: dict[str, tuple[Source, str]] = {
-    "dense experts among them": (["stack", 0, [named("g0"), named("dense")]], "some of its experts are not quantised"),
+    "dense experts among them": (["stack", 0, [named("g0"), named("dense")]], "experts of a layer are not quantised"),
     "no scheme": (["stack", 0, [named("without scheme")]], "MXFP8 has no kernel"),
     "schemes": (["stack", 0, [named("g0"), named("rows")]], "different schemes or groups"),
     "groups": (["stack", 0, [named("int4"), named("int4 of other groups")]], "different schemes or groups"),
@@ -100,11 +100,11 @@ REFUSED: dict[str, tuple[Source, str]] = {
     ),
     "partial blocks": (["stack", 0, [["cat", 0, [named("partial")] * 2]]], "not whole blocks of 128"),
     "columns": (["stack", 0, [["cat", 1, [named("g0"), named("u0")]]]], "joins columns"),
-    "permuted columns": (["stack", 0, [named("permuted")]], "an order of columns of its own"),
-    "slices": (["stack", 0, [["slice", 0, 0, 128, named("g0")]]], "the order of its elements"),
-    "another shape": (["reshape", [2, 128, 128], named("g0")], "the order of its elements"),
-    "one matrix": (named("g0"), "the order of its elements"),
-    "transposed": (["permute", [0, 2, 1], ["stack", 0, PAIRS]], "the order of its elements"),
+    "permuted columns": (["stack", 0, [named("permuted")]], "its own order of columns"),
+    "slices": (["stack", 0, [["slice", 0, 0, 128, named("g0")]]], "the order of the elements"),
+    "another shape": (["reshape", [2, 128, 128], named("g0")], "the order of the elements"),
+    "one matrix": (named("g0"), "the order of the elements"),
+    "transposed": (["permute", [0, 2, 1], ["stack", 0, PAIRS]], "the order of the elements"),
 }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def plan_for(architecture: Architecture, environment: Environment = H100, **fiel
 
 
 @pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block"])
-def test_a_checkpoint_that_asks_for_it_gets_inputs_in_fp8(scheme: str) -> None:
+def test_a_checkpoint_that_asks_for_fp8_inputs_gets_them(scheme: str) -> None:
     plan = plan_for(fp8_model(scheme))
     decision = decision_named(plan, "activations")
     assert plan.fp8_min_rows == activations.MIN_ROWS[scheme]
@@ -102,7 +102,7 @@ def test_scales_of_rows_need_no_hopper_gpu(environment: Environment) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"fp8_activations": "off"}])
-def test_models_without_fp8_weights_and_cpus_have_no_such_line(fields: dict[str, Any]) -> None:
+def test_models_without_fp8_weights_and_cpus_have_no_line_activations(fields: dict[str, Any]) -> None:
     int8 = replace(LLAMA_8B, quantisation="gptq", schemes={"int8": 7})
     for plan in (plan_for(LLAMA_8B, **fields), plan_for(int8, **fields), plan_for(fp8_model(), device="cpu", **fields)):
         assert plan.fp8_min_rows == 0 and decisions_named(plan, "activations") == []
@@ -119,12 +119,12 @@ def test_every_prefill_step_quantises_and_decode_steps_of_many_rows_do() -> None
     assert not any(map(off.quantises_inputs, off.buckets))
 
 
-def test_programs_depend_on_it() -> None:
+def test_the_plan_key_depends_on_fp8_activations() -> None:
     keys = {plan_for(fp8_model(), fp8_activations=choice).key for choice in ("auto", "off")}
     assert len(keys) == 2
 
 
-def test_recipe_file_variable_and_flag_set_it(tmp_path: Any) -> None:
+def test_a_recipe_file_and_a_variable_set_fp8_activations(tmp_path: Any) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("model: m\nfp8_activations: 'off'\n")
     assert build_recipe({}, str(path), {}).fp8_activations == "off"
@@ -133,6 +133,6 @@ def test_recipe_file_variable_and_flag_set_it(tmp_path: Any) -> None:
         build_recipe({}, str(path), {"TCDEPLOY_FP8_ACTIVATIONS": "on"})
 
 
-def test_a_dry_run_shows_it() -> None:
+def test_a_dry_run_shows_the_line_activations() -> None:
     plan, *_ = plan_with_findings(make_recipe(), H100, fp8_model())
     assert decision_named(plan, "activations").value.startswith("fp8 (prefill steps")

@@ -31,8 +31,8 @@ BEYOND_WINDOW = 5  # tokens by which a sequence exceeds the sliding window
 class PromptPrefix(NamedTuple):
     """The first `length` tokens of a prompt, which is given by its number.
 
-    keeps_inputs: 1 if a plan quantises inputs of linear layers, but not those of the last token, which a small decode
-    step computes.
+    keeps_inputs: 1 if the plan quantises inputs of linear layers to FP8, but not those of the last token, because a
+    decode step of few rows computes it; else 0.
     """
 
     prompt: int

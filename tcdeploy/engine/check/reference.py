@@ -141,10 +141,10 @@ class _Batch(NamedTuple):
 
 
 def _batches(runner: ModelRunner, prompts: CheckPrompts) -> list[_Batch]:
-    """Each long prompt alone, and then all others in one batch. A prompt is computed again for each prefix whose last
-    token keeps its inputs.
+    """Each long prompt alone, and then all others in one batch.
 
-    Prompts are extended to the same number of tokens in a pass, because another number may need other cuBLAS kernels,
+    A prompt is computed once more for each prefix whose last token keeps its inputs (see PromptPrefix). Prompts are
+    extended to the same number of tokens in a pass, because another number may need other cuBLAS kernels,
     and loading them takes about 1 s on an H100. Appended tokens do not change the logits of a prefix.
     """
     by_pass: dict[tuple[int, int], list[PromptPrefix]] = defaultdict(list)

@@ -1,16 +1,17 @@
-"""Inputs of linear layers that are rounded to FP8, as steps quantise them.
+"""Rounds inputs of linear layers to FP8 in the reference of the parity check, for the tokens whose steps quantise them.
 
-Where a plan quantises the inputs of products with FP8 weights, a reference with inputs of 16 bits would differ from
-every bucket by the rounding to 3 bits of mantissa, and limits that allow for this would hide faults, such as a scale
-that is left out. So both passes of the reference round too. The rounding is written out here, and shares no code with
-the kernels and passes that it checks.
+If a plan quantises the inputs of products with FP8 weights, a reference with inputs of 16 bits would differ from every
+bucket by the rounding to 3 bits of mantissa. Limits that allow for this would hide faults, such as a scale that is left
+out. So both passes of the reference round too. The rounding is implemented again here, and shares no code with the
+kernels and passes that it checks.
 
-A rounding error may lead to the next code, 1/16 farther, and later layers amplify that. So the eager pass is farther
-from the precise one than with inputs of 16 bits: for builtin:tiny in bfloat16 the upper quartile of the KL divergence
-is 0.05 nats. Lost or shifted scales and coarser codes exceed the limits; whether single tokens were rounded does not.
+A rounding error may lead to the next code, which differs by 1/16, and later layers amplify that. So the eager pass is
+farther from the precise one than with inputs of 16 bits: for builtin:tiny in bfloat16 the upper quartile of the KL
+divergence is 0.05 nats. Lost or shifted scales and coarser codes exceed the limits. Rounding a single token, or not
+rounding it, does not.
 
-The reference has all tokens of a prompt in one pass. In the engine, prefill steps quantise at any length, but decode
-steps only from `fp8_min_rows` rows on. So the mask says for which tokens inputs are rounded.
+The reference computes all tokens of a prompt in one pass. In the engine, prefill steps quantise at any length, but
+decode steps only from `fp8_min_rows` rows on. So a mask selects the tokens whose inputs are rounded.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from torch import Tensor, nn
 from tcdeploy.models.convert.scheme_linear import SchemeLinear, rounding_inputs
 
 FP8 = torch.float8_e4m3fn
-BLOCK_COLUMNS = {"fp8_block": 128}  # that share a scale; in other schemes, those of a row do
-SMALLEST = 1e-12  # of the largest value of a group
+BLOCK_COLUMNS = {"fp8_block": 128}  # columns that share a scale; in other schemes, all of a row
+SMALLEST = 1e-12  # a lower bound of the largest value of a group
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The Triton kernels of experts, which matmul.py and grouping.py launch and describe.
 
-Bytes become values, and scales are read, by the functions of kernels/linear/scheme_kernel.py. FORMAT is one of its
-formats, or "dense": elements in the dtype of the inputs.
+Functions of kernels/linear/scheme_kernel.py convert bytes to values and read scales. FORMAT is one of its formats, or
+"dense": elements in the dtype of the inputs.
 """
 
 # ruff: noqa: SIM108, SIM300 - a constexpr is not the constant of a comparison, and branches of Triton read better
@@ -27,12 +27,12 @@ def _group_pairs_kernel(
     groups, ids, pairs, blocks,
     PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program. PAIRS, EXPERTS and BLOCKS: powers of two that are not below the numbers."""
+    """Groups all pairs in one program. PAIRS, EXPERTS and BLOCKS: their numbers, rounded up to powers of two."""
     index, expert, block = tl.arange(0, PAIRS), tl.arange(0, EXPERTS), tl.arange(0, BLOCKS)
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Padding belongs to the last expert, as its last pairs.
+    # Padding entries count as the last pairs of the last expert.
     expert_ids = tl.load(ids + index, mask=index < pairs, other=EXPERTS - 1).to(tl.int32)
     keys = tl.sort(expert_ids * PAIRS + index)
     tl.store(groups + index, keys & (PAIRS - 1), mask=index < pairs)
@@ -58,7 +58,7 @@ def _group_pairs_kernel(
 def _group_many_pairs_kernel(
     groups, ids, pairs, blocks, CHUNK: tl.constexpr, ENTRIES: tl.constexpr, ROWS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each expert, which reads the experts of all pairs twice: to count, and to write its own pairs."""
+    """One program per expert, which reads the expert ids of all pairs twice: to count its pairs, and to write them."""
     expert, chunk = tl.program_id(0), tl.arange(0, CHUNK)
     if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
@@ -71,7 +71,8 @@ def _group_many_pairs_kernel(
     start = tl.sum(below, 0)
     stop = start + tl.sum(equal, 0)
 
-    # Whatever the numbers of the other experts are, the blocks of this one fit between these entries.
+    # The range of entries depends on `start` and `stop` only, and those of two experts never overlap. A range may have
+    # more entries than the expert has blocks: the others are empty.
     entry, last_entry = start // ROWS + expert, stop // ROWS + expert
     for i in range(entry, last_entry + 1, ENTRIES):
         entries = i + tl.arange(0, ENTRIES)
@@ -94,7 +95,7 @@ def _group_many_pairs_kernel(
 def _load_inputs(pointer, chunks, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
     """The first `chunks` of [CHUNKS, COLUMNS] consecutive elements in float32, then zeros.
 
-    As `_load_row` of scheme_kernel.py, with a mask: COLUMNS is 16 or 32, and a thread loads them by eights.
+    Like `_load_row` of scheme_kernel.py, but with a mask. COLUMNS is 16 or 32. A thread loads 8 elements at once.
     """
     mask = tl.arange(0, CHUNKS)[:, None] < chunks
     ptrs = pointer + tl.arange(0, CHUNKS)[:, None] * COLUMNS + tl.arange(0, 8)[None, :]
@@ -186,7 +187,7 @@ def _dense_expert_gemv_kernel(
     tl.store(out + pair.to(tl.int64) * n + column, y.to(out.dtype.element_ty), mask=column < n)
 
 
-# What depends on the number of tokens is not specialised; otherwise a batch of 16 would recompile the kernel.
+# Arguments that depend on the number of tokens are not specialised: otherwise a batch of 16 would recompile the kernel.
 @ignore_comments
 @triton.jit(do_not_specialize=["pairs", "blocks", "slots"])
 def _expert_gemm_kernel(
@@ -198,7 +199,7 @@ def _expert_gemm_kernel(
 ):  # fmt: skip
     n_stride, k_stride = (1, w_stride) if IS_TRANSPOSED else (w_stride, 1)
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
-    GROUPS: tl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1  # of a slice; if several, values are scaled
+    GROUPS: tl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1  # in a slice; if several, scales multiply the values
     STEP: tl.constexpr = K_SLICES * WIDTH
     STEP_BYTES: tl.constexpr = STEP // PER_BYTE
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -257,7 +258,7 @@ def _expert_gemm_kernel(
             weights = _slice_values(sliced, zeros[:, :, None], FORMAT, DTYPE)
         if GROUPS > 1:
             weights = _scaled_values(weights, scales, FORMAT)
-        # Too small for the pipeline of asynchronous copies, so they are loaded one step ahead.
+        # Scales and zero points are too small for asynchronous copies, so they are loaded one step ahead.
         offsets = group_rows + tl.minimum((start + STEP + k_slice * WIDTH) // GROUP, groups - 1)[:, None]
         if zero is not None:
             zeros = tl.load(zero + offsets).to(tl.float32)

@@ -1,20 +1,19 @@
-"""Which (token, slot) pairs belong to which expert, in blocks for the kernels. Does not import Triton.
+"""Groups the (token, slot) pairs of a step by expert, in blocks for the kernels. Does not import Triton.
 
 A *pair* is token * top_k + slot. The groups are one int32 tensor with four tables, which `tables` separates:
 
     order   [pairs]   the pairs, sorted by expert
-    expert  [blocks]  of each block
-    first   [blocks]  where the block's pairs begin in `order`
-    stop    [blocks]  where the pairs of its expert end in `order`
+    expert  [blocks]  the expert of each block
+    first   [blocks]  the index in `order` of the block's first pair
+    stop    [blocks]  the index in `order` after the last pair of the block's expert
 
 A block has up to `rows` pairs: order[first : min(first + rows, stop)]. Blocks of one expert are consecutive. How many
 blocks there are depends on the routing, which the host does not know when it launches a kernel, so the tables have the
 largest possible length and the other blocks are empty: first == stop.
 
-The pairs of a decode batch are grouped by one program, which sorts them (`_group_pairs_kernel`). More are grouped by a
-program for each expert, which looks for its own pairs in all of them (`_group_many_pairs_kernel`): each is one launch.
-torch.sort and the operations around it are 15, longer together than the products of a few tokens; they are the
-reference.
+The pairs of a decode batch are grouped by one program, which sorts them (`_group_pairs_kernel`). More pairs are grouped
+by one program per expert, which searches all pairs for its own (`_group_many_pairs_kernel`). Both are one launch. The
+reference, `sort_pairs`, is torch.sort and 14 other operations, which take longer than the products of a few tokens.
 
 Rejected: a padded order, in which each block has its own `rows` entries. With 8 rows and one pair to an expert, it is
 8 times as long, and every program would read it.
@@ -33,9 +32,9 @@ from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GROUP_PAIRS = Kernel("tcdeploy.kernels.experts.experts_kernel", "_group_pairs_kernel")
 GROUP_MANY_PAIRS = Kernel("tcdeploy.kernels.experts.experts_kernel", "_group_many_pairs_kernel")
-MAX_SORTED_PAIRS, MAX_SORTED_EXPERTS = 1024, 512  # of the kernel whose program holds all of them
+MAX_SORTED_PAIRS, MAX_SORTED_EXPERTS = 1024, 512  # of `_group_pairs_kernel`, whose one program holds all of them
 MIN_KERNEL_SIZE = 32  # of its tensors: one element for each thread of a warp
-CHUNK, ENTRIES = 2048, 64  # pairs, and blocks, of a step of the kernel of many pairs
+CHUNK, ENTRIES = 2048, 64  # pairs and blocks per loop step of `_group_many_pairs_kernel`
 GROUPING_WARPS, MANY_WARPS = 4, 8
 
 
@@ -49,7 +48,7 @@ class GroupTables(NamedTuple):
 
 
 def table_length(pairs: int, num_experts: int) -> int:
-    """Entries of each table of blocks. No routing makes more blocks. `pairs` may be symbolic."""
+    """The length of each table of blocks: no routing makes more blocks. `pairs` may be symbolic."""
     return pairs // MIN_BLOCK_ROWS + num_experts
 
 
@@ -58,14 +57,14 @@ def groups_length(pairs: int, num_experts: int) -> int:
     return pairs + 3 * table_length(pairs, num_experts)
 
 
-def most_blocks(pairs: int, num_experts: int, rows: int) -> int:
-    """How many entries of the tables may be in use.
+def max_blocks(pairs: int, num_experts: int, rows: int) -> int:
+    """The number of entries, from the first, that may hold blocks.
 
-    The worst routing has one pair for every expert, and the others as whole blocks of one. The kernel of many pairs
-    leaves empty blocks between those of two experts.
+    The worst routing gives each expert one pair, and all further pairs to one expert, as whole blocks.
+    `_group_many_pairs_kernel` may also leave an empty block after those of each expert.
     """
     experts = min(pairs, num_experts)
-    return num_experts + pairs // rows if has_many(pairs, num_experts) else experts + (pairs - experts) // rows
+    return num_experts + pairs // rows if is_multi_program(pairs, num_experts) else experts + (pairs - experts) // rows
 
 
 def tables(groups: Tensor, pairs: int, num_experts: int) -> GroupTables:
@@ -73,13 +72,16 @@ def tables(groups: Tensor, pairs: int, num_experts: int) -> GroupTables:
     return GroupTables(*groups.split([pairs, length, length, length]))
 
 
-def has_many(pairs: int, num_experts: int) -> bool:
-    """Whether each expert looks for its pairs."""
+def is_multi_program(pairs: int, num_experts: int) -> bool:
+    """Whether `_group_many_pairs_kernel` groups the pairs."""
     return pairs > MAX_SORTED_PAIRS or num_experts > MAX_SORTED_EXPERTS
 
 
 def group_by_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
-    """The groups, for blocks of block_rows(pairs, num_experts). Not written on a GPU for pairs that the GEMV takes."""
+    """The groups, in blocks of block_rows(pairs, num_experts).
+
+    On a GPU the groups of up to GEMV_PAIRS pairs are not written, because the GEMV does not read them.
+    """
     pairs = expert_ids.numel()
     rows = block_rows(pairs, num_experts)
     if not expert_ids.is_cuda:
@@ -90,12 +92,12 @@ def group_by_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
 
 
 def launch_grouping(expert_ids: Tensor, num_experts: int, rows: int) -> Tensor:
-    """The groups by a kernel. The contents of the tables of blocks after most_blocks(...) are undefined."""
+    """The groups, written by a kernel. Entries of the tables of blocks after max_blocks(...) are undefined."""
     pairs, use_pdl = expert_ids.numel(), supports_pdl(expert_ids.device)
     assert expert_ids.is_contiguous()
     groups = expert_ids.new_empty(groups_length(pairs, num_experts), dtype=torch.int32)
     blocks, pdl_options = table_length(pairs, num_experts), {"launch_pdl": True} if use_pdl else {}
-    if has_many(pairs, num_experts):
+    if is_multi_program(pairs, num_experts):
         GROUP_MANY_PAIRS.launch(
             (num_experts,), groups, expert_ids, pairs, blocks, CHUNK, ENTRIES, rows, use_pdl,
             num_warps=MANY_WARPS, **pdl_options,

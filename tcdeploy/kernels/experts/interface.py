@@ -1,15 +1,15 @@
-"""The bridge to transformers' mixtures of experts: one function, registered with the ExpertsInterface.
+"""The experts function that transformers' mixtures of experts call, registered with its ExpertsInterface.
 
-transformers passes the module. Its weights are parameters [experts, n, k], or [experts, k, n], or they hold the tensors
-of a scheme (models/convert/scheme_experts.py). Modelling code is neither patched nor copied: the activation, the gate
-and the norm are the module's own.
+transformers passes it the module of the experts. Each weight of the module is a parameter [experts, n, k] or
+[experts, k, n], or a `SchemeExperts` with the tensors of a scheme (models/convert/scheme_experts.py). Modelling code is
+neither patched nor copied: the function calls the module's own activation, gate and norm.
 
 While torch.compile or torch.export traces, both products are ops (ops.py). In eager mode no kernel runs, so that the
-reference of the parity check is independent of them: dense experts run transformers' own function, and experts in a
-scheme are dequantised one at a time.
+reference of the parity check does not depend on the kernels: dense experts run transformers' own function, and experts
+in a scheme are dequantised one at a time.
 
-Models whose class does not support the interface keep their own code. Expert parallelism is not supported: a model is
-on one device, so that each id is one of the module's experts.
+Modules whose class does not support the interface keep their own code. Expert parallelism is not supported: a model is
+on one device, so each id is that of one of the module's experts.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 
 def _grouped_product(expert_ids: Tensor, num_experts: int) -> Product:
-    """The op, with the groups that both products of a layer share."""
+    """The op with the groups of these ids, which both products of a layer share."""
     groups = ops.group_pairs(expert_ids, num_experts)
     return lambda x, ids, tensors, bias, scheme: ops.expert_linear(x, ids, groups, tensors, bias, scheme)
 
 
 def _project(product: Product, x: Tensor, expert_ids: Tensor, module: Any, name: str) -> Tensor:
-    """x [tokens, k] or [pairs, k] times the weight of this name of each pair's expert: [pairs, n]."""
+    """Multiply x [tokens, k] or [pairs, k] by the weight `name` of each pair's expert: [pairs, n]."""
     weight: Any = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     if not isinstance(weight, Tensor):

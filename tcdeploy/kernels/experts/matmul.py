@@ -1,19 +1,19 @@
 """Launches the Triton kernels of experts.
 
-- Up to GEMV_PAIRS pairs (`_gemv`): a program multiplies one pair's row by a few rows of the weight of its expert, on
-  the CUDA cores, 16 bytes per thread at a time. Pairs are not grouped. Programs of all pairs for the same rows of the
+- Up to GEMV_PAIRS pairs (`_gemv`): a program multiplies the row of one pair by a few rows of its expert's weight on the
+  CUDA cores. A thread loads 16 bytes at a time. Pairs are not grouped. Programs of all pairs for the same rows of the
   weight run next to each other, so an expert that two tokens select is read from memory once.
 - More pairs (`_gemm`): pairs are grouped by expert (grouping.py). A program multiplies a block of them by some rows of
-  their expert's weight on the tensor cores, as the skinny GEMM of kernels/linear does: y.T = w @ x.T, in slices of at
-  most one group, whose sums are multiplied by the group's scale, or of several groups of nvfp4, whose values are. So
-  values are exact, and only sums are rounded. A program gathers the rows of x and scatters those of y itself, so
-  nothing is permuted in memory. Programs of one block run next to each other, and then those of the next block of the
-  same expert, which find its weight in the L2 cache.
+  their expert's weight on the tensor cores, as the skinny GEMM of kernels/linear does: y.T = w @ x.T. The columns of a
+  step are cut into slices of at most one group, whose sums are multiplied by the group's scale. A slice of nvfp4 has
+  several groups, whose scales multiply the values. Both keep values exact, so only sums are rounded. A program gathers
+  the rows of x and scatters those of y, so nothing is permuted in memory. Programs of one block run next to each other,
+  and then those of the next block of the same expert, which find its weight in the L2 cache.
 
-Sizes along k need no multiple: gpt-oss has 2,880 columns, and their last step is masked.
+k need not be a multiple of a step: gpt-oss has 2,880 columns, and their last step is masked.
 
-Rejected: sorting the rows of x in memory, as for torch._grouped_mm, which costs two more passes over x and y; a fixed
-number of programs that loop over blocks, since programs without a block end after two loads.
+Rejected: sorting the rows of x in memory, as for torch._grouped_mm, which costs two more passes over x and y. Also
+rejected: a fixed number of programs that loop over blocks, since a program without a block ends after three loads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.experts.grouping import most_blocks, table_length
+from tcdeploy.kernels.experts.grouping import max_blocks, table_length
 from tcdeploy.kernels.experts.tiles import (
     GEMV_PAIRS,
     ExpertGemmTile,
@@ -108,7 +108,7 @@ def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> 
         strides = weights.weight.stride()[1:]
         return weights.weight.dtype == dtype and 1 in strides and n % N_MULTIPLE == 0 and row_size % N_MULTIPLE == 0
     is_aligned = n % N_MULTIPLE == 0 and row_size % ALIGNMENT_BYTES == 0
-    # As in kernels/linear: a slice has one scale, except where it is exact to scale the values.
+    # As in kernels/linear: a slice has one scale, except in nvfp4, where multiplying values by scales is exact.
     is_group = weights.group % MIN_SLICE == 0 or scheme == NVFP4_NAME
     return is_aligned and is_group
 
@@ -124,7 +124,7 @@ def matmul(
     x: Tensor, expert_ids: Tensor, groups: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str,
     tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """`expert_linear` of ops.py, summed in float32. `tile`: by default that of the heuristics for the pairs."""
+    """`expert_linear` of ops.py, summed in float32. `tile`: by default the one that `choose_tile` returns."""
     weights = expert_weights(scheme, tensors)
     pairs, (experts, n, _) = expert_ids.numel(), weights.weight.shape
     assert is_supported(scheme, x.dtype, tensors) and x.stride(1) == 1 and x.shape[1] == weights.k
@@ -181,7 +181,7 @@ def _gemm(
     steps = fit_gemm(tile, rows, weights.group)
     is_whole = n % steps.block_n == 0 and weights.k % (steps.width * steps.slices) == 0
     GEMM.launch(
-        (-(-n // steps.block_n), most_blocks(pairs, experts, rows)),
+        (-(-n // steps.block_n), max_blocks(pairs, experts, rows)),
         out, x, groups, weights.weight, weights.row_scale, weights.group_scale, weights.zero, bias, pairs,
         table_length(pairs, experts), n, weights.k, weights.groups, pairs // len(x), x.stride(0),
         *weights.strides, weights.format, weights.group, weights.row_block, weights.is_transposed, rows, steps.block_n,

@@ -17,10 +17,9 @@ from tcdeploy.planning.schemes import SCHEMES
 def multiply_by_expert(
     x: Tensor, expert_ids: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str
 ) -> Tensor:
-    """`expert_linear` (ops.py), an expert at a time. The inputs may have a wider dtype than the weights and the bias.
+    """`expert_linear` (ops.py), one expert at a time. The inputs may have a wider dtype than the weights and the bias.
 
-    On a GPU, a CUDA graph that is being captured gets the products of all pairs with all experts: which experts have
-    pairs is not known to the host.
+    While a CUDA graph is captured, all pairs are multiplied by every expert, because the host cannot read the ids.
     """
     top_k = expert_ids.shape[1]
     ids = expert_ids.flatten()

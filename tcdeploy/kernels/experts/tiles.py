@@ -1,12 +1,12 @@
-"""How the products of experts are divided among programs. Does not import Triton.
+"""Chooses the tiles of the products of experts, and the rows of a block. Does not import Triton.
 
-The heuristics choose by the times of scripts/bench-experts on an H200, for 1 and 32 tokens and the experts of Qwen3
+The heuristics follow from the times of scripts/bench-experts on an H200, for 1 and 32 tokens and the experts of Qwen3
 30B-A3B and gpt-oss 20B. Blocks of more than 32 rows have not been timed: their tiles follow from the registers and
 shared memory of the compiled kernels.
 
-Weights of 4 bits may be bound by instructions instead. Compiled for Hopper by Triton 3.7, the GEMV has 12 (int4) to 14
-(e2m1) of them for each byte of the weight, the GEMM 9 to 13; those of FP8 have 3 to 5. An H100 issues about 11 in the
-time in which it reads a byte.
+Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper by Triton 3.7, the GEMV
+has 12 (int4) to 14 (e2m1) instructions for each byte of the weight, and the GEMM 9 to 13. With FP8 weights both have 3
+to 5. An H100 issues about 11 instructions in the time that it takes to read a byte.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tcdeploy.kernels.linear.scheme_tiles import MIN_SLICE
 
 MAX_SUMS = 1024  # per warp of the GEMM: 32 registers of each thread, and as many for those of a step
 MIN_STAGES, MAX_STAGES = 3, 8  # if steps are of another size than the tile's
-GEMV_PAIRS = 16  # up to as many, each pair reads its expert's weight; few experts are selected twice
+GEMV_PAIRS = 16  # up to so many, pairs are not grouped, because few of them have the same expert
 
-# Up to this many pairs to an expert on average, blocks of so many rows. The number of an expert varies about its
-# average, and a second block costs another pass over the weight: from the L2 cache, but also through the tensor cores.
+# (largest average number of pairs per expert, rows of a block). Blocks have more rows than the average, because each
+# further block of an expert reads its weight again, from the L2 cache, and multiplies it again.
 BLOCK_ROWS = ((4, 8), (10, 16), (24, 32), (192, 64))
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
 
@@ -57,7 +57,7 @@ GEMV_TILES = (
 )
 N4_B2048, N8_B2048, N4_B1024, N8_B1024 = range(len(GEMV_TILES))
 
-# Of weights that are contiguous along n: block_n columns of y are read at once.
+# For weights that are contiguous along n: a load covers block_n consecutive outputs.
 TRANSPOSED_GEMV_TILES = (ExpertGemvTile("n32_b128_s4", 32, 128, 4, 4),)
 
 DECODE_GEMM_TILES = (
@@ -77,7 +77,7 @@ N128_K64, N128_K64_W8, N64_K64, N128_K128_W8 = range(len(PREFILL_GEMM_TILES))
 
 
 def block_rows(pairs: int, num_experts: int) -> int:
-    """Pairs in a block. The two products of a layer share one grouping, so it depends on nothing else."""
+    """Pairs in a block. The two products of a layer share their groups, so it does not depend on n and k."""
     for pairs_per_expert, rows in BLOCK_ROWS:
         if pairs <= pairs_per_expert * num_experts:
             return rows
@@ -91,7 +91,8 @@ def gemv_tiles(is_transposed: bool) -> tuple[ExpertGemvTile, ...]:
 def gemv_tile(row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool) -> ExpertGemvTile:
     """A program has about 8 KB in flight. Short rows are read in one step, so that no load waits for a sum.
 
-    Making values of 4-bit codes takes the time of the inputs' conversion, which more rows of the weight share.
+    With 4-bit weights, instructions limit the speed. A program then has more rows of the weight, which share the
+    conversion of the inputs to float32.
     """
     if is_transposed:
         return TRANSPOSED_GEMV_TILES[0]
@@ -115,12 +116,12 @@ def gemm_tile(rows: int) -> ExpertGemmTile:
 
 
 def fit_block_bytes(tile: ExpertGemvTile, row_bytes: int) -> int:
-    """The bytes of a step: not more than twice those of a row."""
+    """Bytes of a row per step: at most those of a row, rounded up to a power of two."""
     return min(tile.block_bytes, 1 << (row_bytes - 1).bit_length())
 
 
 class GemmSteps(NamedTuple):
-    """A tile for a weight: rows, columns of a slice, slices of a step, and stages."""
+    """A tile fitted to a weight: rows, columns of a slice, slices of a step, and stages of the pipeline."""
 
     block_n: int
     width: int
@@ -129,10 +130,10 @@ class GemmSteps(NamedTuple):
 
 
 def fit_gemm(tile: ExpertGemmTile, rows: int, group: int) -> GemmSteps:
-    """One slice, which all warps share, or at least one for each warp: fewer would be computed by several warps.
+    """A step has one slice, which all warps share, or at least one per warp, since warps would repeat fewer slices.
 
     Several groups of less than MIN_SLICE columns share a slice. Their scales multiply the values instead of the sums.
-    Blocks of many rows have one slice: their sums fill the registers.
+    Steps of blocks of many rows have one slice, because the sums fill the registers.
     """
     widest = max(tile.block_k // tile.k_slices, MIN_SLICE)
     width = widest if group < MIN_SLICE else math.gcd(widest, group)

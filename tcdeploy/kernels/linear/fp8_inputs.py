@@ -4,20 +4,21 @@ FP8 tensor cores have twice the rate of 16-bit ones, and their products need no 
 quantised while the model runs: each group of columns of a row is divided by its largest value / 448 and rounded to
 e4m3.
 
-    fp8_channel    one scale for each row of the inputs. cuBLAS sums codes, and the sums are multiplied by the scales of
-                   both sides: rounding them to bfloat16 before is as good as after, since it has the range of float32
+    fp8_channel    one scale for each row of the inputs. cuBLAS returns sums of codes in bfloat16, which are multiplied
+                   by the scales of both sides afterwards. No sum overflows, since bfloat16 has the range of float32
     fp8_block      one scale for each 128 columns of a row. cuBLAS applies the scales of both sides
 
-Only the product of codes is opaque (`tcdeploy::fp8_product`). Programs have the other operations as nodes
-(programs/passes/fp8_inputs.py), which Inductor fuses with the norms, gates and residuals around them. `fp8_linear` is
-the same in eager mode.
+Only the product of codes is an opaque op (`tcdeploy::fp8_product`). In programs the other operations are nodes
+(programs/passes/fp8_inputs.py), which Inductor fuses with the norms, gates and residuals around them. `fp8_linear` runs
+the same operations in eager mode.
 
 A row of zeros has the smallest scale instead of 0. A row (or group) with an infinite or NaN input has NaN codes, so
 its outputs are NaN. cuBLAS needs a multiple of four rows for scales of groups, which are stored column by column: up to
 three rows of zeros are appended, and their outputs dropped.
 
-Rejected: scales of rows in cuBLAS. The four products of a layer (Llama 8B) took 104 us at 128 rows on an H200, and 77
-with unit scales; at 2,048 rows 656 and 593. Static scales of checkpoints clip inputs that the calibration has not seen.
+Rejected: passing scales of rows to cuBLAS. The four products of a layer (Llama 8B) took 104 us at 128 rows on an H200,
+and 77 with unit scales; at 2,048 rows 656 and 593. Also rejected: static scales of checkpoints, because they clip
+inputs that exceed those of the calibration.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ROW_MULTIPLE = 4  # of scales of groups in cuBLAS, for their alignment to 16 byt
 def fp8_linear(scheme: str, x: Tensor, tensors: list[Tensor], bias: Tensor | None) -> Tensor:
     """x [rows, k], quantised, @ w [n, k].T + bias [n]: [rows, n] in x's dtype, contiguous.
 
-    On a GPU, x is bfloat16, and the scheme's `fp8_inputs` take the weight.
+    On a GPU, x must be bfloat16, and the scheme's `fp8_inputs.takes` must accept the shape of the weight.
     """
     codes, scales = quantise_inputs(scheme, x)
     if scheme == BLOCK_NAME:
@@ -73,7 +74,7 @@ def _(codes: Tensor, scales: Tensor | None, tensors: list[Tensor], dtype: torch.
 def scaled_product(
     codes: Tensor, scales: Tensor | None, tensors: list[Tensor], dtype: torch.dtype, fast_accumulation: bool = False
 ) -> Tensor:
-    """As `fp8_product`, of codes [rows, k] by cuBLAS. Works on meta tensors."""
+    """`fp8_product` of codes [rows, k], computed by cuBLAS. Works on meta tensors."""
     weight, weight_scale = tensors
     rows, recipes = len(codes), functional.ScalingType
     if scales is None:
@@ -91,7 +92,7 @@ def scaled_product(
 
 @functools.cache
 def _unit_scale(device: torch.device) -> Tensor:
-    """1.0 on the device. If a CUDA graph is being captured, it is made beside the graph, which would only record it."""
+    """1.0 on the device. During a capture another stream writes it, because the graph would only record the write."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return torch.ones((), device=device)
     stream = torch.cuda.Stream(device)

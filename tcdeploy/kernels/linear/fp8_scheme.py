@@ -23,7 +23,7 @@ BLOCK = 128
 LARGEST = 448.0  # of e4m3; there is no infinity
 SMALLEST_SCALE = 1e-12  # so that zeros do not become 0 / 0
 PRODUCT_MULTIPLE = 16  # of rows and columns of weights in FP8 products of cuBLAS
-BLOCK_COLUMNS_MULTIPLE = 4 * BLOCK  # there, rows of the scales of blocks are aligned to 16 bytes
+BLOCK_COLUMNS_MULTIPLE = 4 * BLOCK  # cuBLAS requires rows of the scales of blocks to be aligned to 16 bytes
 CHANNEL_NAME, BLOCK_NAME = "fp8_channel", "fp8_block"
 
 

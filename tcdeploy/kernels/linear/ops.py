@@ -5,8 +5,8 @@
     rms_norm_linear  GEMV that normalises its input row
     linear_add_      cuBLAS, accumulating into the residual
     scheme_linear    a product with a quantised weight (scheme_linear.py)
-    fp8_product      a product of FP8 codes (fp8_inputs.py)
     fused_scheme_linear    the same with the operations around it (scheme_matmul.py)
+    fp8_product      a product of FP8 codes (fp8_inputs.py)
 
 `config` indexes the tables of tile_configs.py. As an argument it is part of the graph and of its cache key; the Python
 bodies are not, so programs/passes/post_grad.py hashes their sources.

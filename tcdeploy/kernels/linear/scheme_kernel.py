@@ -249,8 +249,8 @@ def _slice_values(codes, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 def _scaled_values(values, scales, FORMAT: tl.constexpr):
     """Values [slices, n, k] times the scales [slices, n, groups] of their columns, in the same dtype.
 
-    Exact for nvfp4: a value has two significant bits, and a scale four. In float16, the product with a small scale
-    would be too small, so it is made with the missing factor.
+    Exact for nvfp4: a value has two significant bits, and a scale four. In float16 the product with a small scale would
+    underflow, so the scale is multiplied by `_missing_factor` first.
     """
     shape: tl.constexpr = (values.shape[0], values.shape[1], scales.shape[2], values.shape[2] // scales.shape[2])
     tile = tl.reshape(values, shape)
@@ -288,7 +288,7 @@ def _scheme_skinny_gemm_kernel(
 ):  # fmt: skip
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
     SLICE_BYTES: tl.constexpr = WIDTH // PER_BYTE
-    GROUPS: tl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1  # of a slice; if several, values are scaled
+    GROUPS: tl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1  # in a slice; if several, scales multiply the values
     DTYPE: tl.constexpr = x.dtype.element_ty
     row, k_slice = tl.arange(0, BLOCK_M), tl.arange(0, K_SLICES)
     if GATED:  # the first half of the tile's rows of the weight are gate rows, the second half their up rows

@@ -2,9 +2,11 @@
 
 Programs call it as an opaque node, which names the scheme. At run time it calls the first kernel in KERNELS for the
 scheme that fits the device, the number of rows and the shapes. Without one it dequantises the weight and multiplies, in
-plain torch. From `fp8_min_rows` rows on it quantises the inputs too (fp8_inputs.py): that changes values, so it is an
-argument, and part of the graph and of its cache key. The plan decides it (planning/activations.py), and programs have
-such products as several nodes (programs/passes/fp8_inputs.py).
+plain torch.
+
+From `fp8_min_rows` rows on it quantises the inputs too (fp8_inputs.py). That changes values, so the number is an
+argument of the op: it is part of the graph and of its cache key. The plan decides it (planning/activations.py). In
+programs, a pass replaces such products by several nodes (programs/passes/fp8_inputs.py).
 
 A module of this folder that defines a scheme adds it to SCHEMES and its kernels to KERNELS, and is imported by ops.py.
 Cache keys hold the sources of this folder, and the graph holds the name of the scheme.

@@ -4,8 +4,8 @@
   time, into float32. The sum of such 16 bytes is multiplied by its group's scale. It loads weights before the PDL wait.
 - 2 to 64 rows (`_skinny_gemm`): a step's columns are cut into slices of at most one group. Each slice is a dot of the
   tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact, and only sums are
-  rounded. The groups of nvfp4 are too short for a slice of their own: there the values are multiplied, which is exact
-  too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
+  rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which is exact too.
+  The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
 
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.
@@ -102,7 +102,7 @@ def is_fusable(scheme: str, rows: int, dtype: torch.dtype, tensors: Sequence[Ten
     n = weight.weight.shape[0]
     is_whole = n % (2 * N_MULTIPLE) == 0 if gated else n % N_MULTIPLE == 0
     is_contiguous = all(tensor.is_contiguous() for tensor in tensors)
-    # Values of other schemes, multiplied by the scales of such groups, would have to be rounded.
+    # Scales of such groups multiply the values, which is exact in nvfp4 only.
     if rows > 1 and weight.group % MIN_SLICE and scheme != fp4_scheme.NVFP4_NAME:
         return False
     return is_whole and is_contiguous and is_supported(rows, n, weight.k, weight.group, weight.per_byte)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, MAX_ROWS, N_MULTIPLE, ONE_WAVE_N
 
 MIN_GROUP = 16  # columns that share a scale
-MIN_SLICE = 32  # columns of a slice of the skinny GEMM. With 16, Triton 3.6 adds some products twice on a GPU
+MIN_SLICE = 32  # columns of a slice of the skinny GEMM. With 16, code of Triton 3.6 adds some products twice
 MAX_SLICE = 128  # columns of a slice of the skinny GEMM
 MAX_SUMS = 1024  # per warp of the skinny GEMM: 32 registers of each thread, and as many for those of a step
 MIN_STAGES, MAX_STAGES = 3, 8  # if steps are of another size than the tile's
@@ -69,7 +69,8 @@ def is_supported(rows: int, n: int, k: int, group: int, per_byte: int) -> bool:
 def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
     """A tile for one row: with fewer rows of the weight if there would be too few programs to fill the GPU.
 
-    Making values of 4-bit codes takes the time of the inputs' conversion, which more rows of the weight share.
+    With 4-bit weights, instructions limit the speed. A program then has more rows of the weight, which share the
+    conversion of the inputs to float32.
     """
     if n <= ONE_WAVE_N:
         return SCHEME_GEMV_TILES[N2_B2048]
@@ -79,8 +80,8 @@ def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
 def skinny_gemm_tile(rows: int, n: int, per_byte: int) -> SchemeSkinnyGemmTile:
     """A tile for 2 to 64 rows.
 
-    Each program reads all inputs again: with many rows, these are more bytes than those of its part of the weight,
-    so it has more rows of the weight. A narrow weight would then have too few programs.
+    Each program reads all inputs. Many rows of inputs are more bytes than the program's part of the weight, so its tile
+    then has more rows of the weight, unless too few programs would be left for a narrow weight.
     """
     is_wide = n >= WIDE_N
     if rows > 32:
@@ -102,7 +103,7 @@ def fit_block(block: int, size: int) -> int:
 
 
 class SkinnyGemmSteps(NamedTuple):
-    """A tile for a weight: rows, columns of a slice, slices of a step, and stages."""
+    """A tile fitted to a weight: rows, columns of a slice, slices of a step, and stages of the pipeline."""
 
     block_n: int
     width: int
@@ -111,7 +112,7 @@ class SkinnyGemmSteps(NamedTuple):
 
 
 def fit_skinny_gemm(tile: SchemeSkinnyGemmTile, padded_rows: int, k: int, group: int) -> SkinnyGemmSteps:
-    """One slice, which all warps share, or at least one for each warp: fewer would be computed by several warps.
+    """A step has one slice, which all warps share, or at least one per warp, since warps would repeat fewer slices.
 
     Several groups of less than MIN_SLICE columns share a slice. Their scales multiply the values instead of the sums.
     Steps are smaller, but more of them are in flight, if the sums of all slices would not fit the registers.

@@ -23,9 +23,9 @@ Quantise: TypeAlias = Callable[[Scheme, Tensor, int], Sequence[Tensor]]
 
 
 def quantise_values(scheme: Scheme, weight: Tensor, group_size: int) -> Sequence[Tensor]:
-    """Experts are quantised as one matrix if no block of rows is of two of them.
+    """The tensors of the scheme. Experts are quantised as one matrix if no block of rows belongs to two of them.
 
-    One at a time, the 12,000 of a large model would take minutes on fake tensors.
+    Quantising the 12,000 experts of a large model one by one would take minutes on fake tensors.
     """
     if weight.ndim == 2:
         return scheme.quantise(weight, group_size)
@@ -42,7 +42,7 @@ def quantise_model(
 ) -> dict[str, LayerScheme]:
     """Quantise the linear layers and stacked experts that have a scheme, by path, in place.
 
-    quantise: how; traced tensors need another function. Returns the schemes by path. A weight whose columns are not a
+    quantise: `quantise_traced` for traced tensors. Returns the schemes by path. A weight whose columns are not a
     multiple of the group size stays dense, and so does a head that is tied to the embedding.
     """
     return {**_quantise_linears(model, scheme_of, quantise), **_quantise_experts(model, scheme_of, quantise)}
@@ -68,7 +68,7 @@ def _quantise_linears(
 def _quantise_experts(
     model: nn.Module, scheme_of: Callable[[str], LayerScheme | None], quantise: Quantise
 ) -> dict[str, LayerScheme]:
-    """As loaded experts: those in a scheme whose columns are in another order are dequantised."""
+    """Experts in a scheme with permuted columns stay dense, because those of a checkpoint are dequantised too."""
     schemes: dict[str, LayerScheme] = {}
     for stacked in list(stacked_weights(model)):
         choice = scheme_of(stacked.path)

@@ -171,9 +171,9 @@ def insert_quantised_weights(model: nn.Module, weights: Mapping[str, QuantisedWe
 def _insert_experts(
     model: nn.Module, weights: Mapping[str, QuantisedWeight], trace: Trace, schemes: dict[str, LayerScheme]
 ) -> dict[int, str]:
-    """Replace the stacked experts that can keep their schemes, which are added to `schemes`.
+    """Replace the stacked experts that can keep their schemes, and add these to `schemes`.
 
-    Returns why others cannot, by id of their tensor.
+    Returns for each of the others the reason why it cannot, by id of the tensor.
     """
     reasons: dict[int, str] = {}
     for stacked in list(stacked_weights(model)):
@@ -193,8 +193,8 @@ def _insert_experts(
 
 
 def _reason(weight: QuantisedWeight) -> str:
-    """Why a weight is dequantised, "" if its values are stored."""
-    kernels = "has kernels for linear layers, and for experts whose class supports transformers' interface"
+    """Why a weight is dequantised; "" if the checkpoint stores its values."""
+    kernels = "has kernels only for linear layers, and for experts whose class supports transformers' interface"
     return weight.reason or (f"{weight.scheme} {kernels}" if weight.scheme else "")
 
 

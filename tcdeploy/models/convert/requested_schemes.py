@@ -1,8 +1,8 @@
 """Chooses the linear layers and stacked experts that `--quantize` quantises, and their schemes.
 
-They are those of the decoder layers, because these are the bytes that each step reads: not the head and the embedding,
-whose rounding errors reach the logits undamped, and not the encoders of images and sound, which are not run. Routers
-stay dense, since a small error makes them choose another expert. So do experts whose class does not support
+They are those of the decoder layers, because each step reads their bytes. The head and the embedding stay dense, since
+their rounding errors reach the logits undamped, and so do the encoders of images and sound, which are not run. Routers
+stay dense, since a small error makes them choose another expert. Experts stay dense if their class does not support
 transformers' interface for them (scheme_experts.py).
 
 The result becomes the config's quantization settings (`explicit_settings`), like those of a checkpoint that was
@@ -49,7 +49,7 @@ class RequestedSchemes(NamedTuple):
     def decisions(self) -> tuple[Decision, ...]:
         """A line of the plan for each reason."""
         counts = Counter(self.dense.values())
-        return tuple(Decision("dense linear layers", f"{count}", reason) for reason, count in counts.items())
+        return tuple(Decision("dense layers", f"{count}", reason) for reason, count in counts.items())
 
 
 def request_schemes(
@@ -103,7 +103,7 @@ def with_schemes(
 
 
 def _layer_columns(model: nn.Module, architecture: Architecture) -> dict[str, int]:
-    """The columns of each plain linear layer, and of each weight of stacked experts, of the decoder layers by path."""
+    """The columns of plain linear layers and of weights of stacked experts in the decoder layers, by path."""
     positions = [decoder_layer_position(model, state.path) for state in architecture.layer_states]
     layers = dict.fromkeys(f"{stack}.{index}" for stack, index in positions)
     columns: dict[str, int] = {}

@@ -5,8 +5,9 @@ kernel. While torch.compile or torch.export traces, it calls the op `tcdeploy::s
 (packed_linears.py), it may be some of the rows of a weight that several layers share; then all of them call the op with
 equal arguments, of which `programs/passes/cse.py` keeps one.
 
-`quantise_inputs` sets the number of rows from which layers also quantise their inputs. In eager mode they round them,
-and `rounding_inputs` decides it for all numbers of rows, as programs decide it when they are traced.
+`quantise_inputs` sets the number of rows from which layers also quantise their inputs to FP8. In eager mode a layer
+rounds its inputs to the same values. There, `rounding_inputs` decides for a whole step whether layers do so, as
+programs decide when they are traced.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def packable(layers: Sequence[SchemeLinear]) -> bool:
 
 @contextlib.contextmanager
 def rounding_inputs(rounds: bool) -> Iterator[None]:
-    """In the block, eager layers that may quantise their inputs do so at any number of rows, or never."""
+    """In the block, eager layers that may quantise their inputs round them at any number of rows, or never."""
     token = _rounds_inputs.set(rounds)
     try:
         yield
@@ -81,7 +82,7 @@ def rounding_inputs(rounds: bool) -> Iterator[None]:
 
 
 def quantise_inputs(parents: Iterable[nn.Module], min_rows: int) -> None:
-    """Let the linear layers in these modules quantise inputs of `min_rows` rows and more, if their scheme can."""
+    """Make the linear layers in these modules quantise inputs of `min_rows` rows and more, if their scheme can."""
     for layer in (layer for parent in parents for layer in parent.modules() if isinstance(layer, SchemeLinear)):
         fp8_inputs = SCHEMES[layer.scheme].fp8_inputs
         if fp8_inputs is not None and fp8_inputs.takes(layer.rows, layer.in_features):

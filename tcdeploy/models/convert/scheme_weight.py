@@ -1,7 +1,7 @@
 """A weight that is stored in a scheme (planning/schemes.py): its tensors, as parameters of a module.
 
-`SchemeLinear` multiplies by one. `SchemeExperts` holds those of all experts of a layer. Bytes, random weights, memory,
-records and compile workers treat both alike.
+`SchemeLinear` multiplies by one. `SchemeExperts` holds those of all experts of a layer. Code that only needs the
+tensors of a weight or its sizes handles both through `SchemeWeight`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tcdeploy.planning.schemes import SCHEMES, Scheme
 class SchemeWeight(nn.Module):
     """A weight [rows, in_features]; with `experts`, one for each, in tensors with a leading dimension of experts.
 
-    The tensors are parameters, named by suffix. experts: 0 for a weight that is no stack.
+    The tensors are parameters, named by suffix. experts: their number, 0 for a single weight.
     """
 
     def __init__(self, scheme: Scheme, tensors: Sequence[Tensor], experts: int = 0) -> None:
@@ -49,14 +49,14 @@ class SchemeExperts(SchemeWeight):
     """The weights of all experts of a layer, in place of a parameter of their module."""
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The weights [experts, rows, in_features]. For tests: it has the memory of dense experts."""
+        """The weights [experts, rows, in_features]. For tests: the result takes the memory of dense experts."""
         scheme = SCHEMES[self.scheme]
         experts = zip(*self.tensors, strict=True)
         return torch.stack([scheme.dequantise(tensors, dtype) for tensors in experts])
 
 
 def count_elements(module: nn.Module) -> int:
-    """Elements of the parameters of a module, each once, with those of a quantised weight as in the dense matrix."""
+    """Elements of a module's parameters, each counted once; those of a quantised weight as in the dense matrix."""
     counts = {id(parameter): parameter.numel() for parameter in module.parameters()}
     for child in module.modules():
         if isinstance(child, SchemeWeight):

@@ -162,7 +162,7 @@ def _join(kind: str) -> Callable[..., Source]:
         if kind == "cat" and len(sources) == 1:
             return sources[0]
         if kind == "cat" and dim > 0 and all(source[:2] == ["stack", 0] for source in sources):
-            # Gates and ups of all experts: expert by expert, each matrix is read straight to its place.
+            # Gates and ups of all experts. Joined expert by expert, each matrix is read into its place without a copy.
             experts = zip(*(source[2] for source in sources), strict=True)
             return ["stack", 0, [["cat", dim - 1, [*parts]] for parts in experts]]
         return [kind, dim, sources]
@@ -208,7 +208,7 @@ def _select(result: Tensor, tensor: TracedTensor, dim: int, index: int) -> Sourc
 
 
 def _element(source: Source, index: int, shape: list[int]) -> Source:
-    """An element of dimension 0, which has this shape. Of stacked experts it is the source of one alone."""
+    """The element at `index` of dimension 0, with this shape. For stacked experts it is the source of that expert."""
     match source:
         case ["stack", 0, parts]:
             return parts[index]  # type: ignore[no-any-return]

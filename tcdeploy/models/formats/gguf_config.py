@@ -1,14 +1,14 @@
-"""Settings of quantisation for a model whose weights are GGUF, and a comparison of the file with config.json.
+"""Makes the quantisation settings of a model whose weights are GGUF, and compares config.json with the file.
 
-config.json comes from the model that the file was made of, and may be that of another one. Shapes do not show other
-numbers of heads, rotary frequencies or epsilons, so they are compared with the metadata of the file. Its settings of
-quantisation, if it has any, describe other weights, and are replaced by
+The user puts config.json beside the file, and it may belong to another model. Shapes of tensors do not depend on the
+number of heads, the rotary frequency or epsilon, so these are compared with the metadata of the file. Quantisation
+settings in config.json describe other weights, and are replaced by
 
     {"quant_method": "gguf", "architecture": "llama", "heads": {"q_proj": 32, "k_proj": 8}, "schemes": {...},
      "layout": DIGEST}
 
-The schemes are those of linear layers, by path, for random weights. The layout stands for the type of each tensor,
-since programs depend on it.
+`schemes` has those of linear layers, by path, for random weights. `layout` is a digest of the types of all tensors, on
+which programs depend.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tcdeploy.models.weights.gguf_names import ARCHITECTURE_KEY, FAMILIES, Famil
 from tcdeploy.models.weights.reader import stored_tensors
 
 METHOD = "gguf"
-HINT = "put the config.json of the model from which the file was made beside it"
+HINT = "put the config.json of the model that the file was converted from beside the file"
 NAMES_HINT = "use safetensors files, or convert the model with another version of llama.cpp"
-# Keys of metadata after the architecture, and of config.json
+# Keys of the metadata, after the name of the architecture, and the same in config.json
 COMPARED = {
     "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
@@ -42,14 +42,14 @@ COMPARED = {
     "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
 log = logging.getLogger("tcdeploy.models")
-TOLERANCE = 1e-4  # of numbers that the file has in float32
+TOLERANCE = 1e-4  # the file stores numbers in float32
 
 
 def describe_gguf(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -> None:
-    """Set the settings of quantisation in a config to those of these files. Raises as `gguf_settings`.
+    """Replace a config's quantisation settings by those of these files. Raises as `gguf_settings`.
 
-    A head in the files is used even if the config ties it to the embedding, as in llama.cpp: both may be quantised
-    differently.
+    A head in the files is used even if the config ties it to the embedding, as in llama.cpp, because both may be
+    quantised differently.
     """
     config.quantization_config = gguf_settings(model, config, paths)
     has_head = any(name == "lm_head.weight" for _, name, _ in named_tensors(paths))
@@ -67,7 +67,7 @@ def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -
     files = [read_gguf(path) for path in paths]
     metadata = files[0].metadata
     if (parts := metadata.get("split.count", 1)) != len(files):
-        raise ModelError(f"{paths[0]} is one of {parts} files", "give them the names NAME-00001-of-0000N.gguf")
+        raise ModelError(f"{paths[0]} is one of {parts} files", "name them NAME-00001-of-0000N.gguf, in one folder")
     architecture, text_config = str(metadata.get(ARCHITECTURE_KEY)), config.get_text_config()
     family = FAMILIES.get(architecture)
     if family is None:
@@ -78,7 +78,7 @@ def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -
     types = {name: tensor.type.name for _, name, tensor in named_tensors(paths)}
     unknown = [name for name in types if not is_known(name) and name not in ROPE_TENSORS]
     if unknown:
-        message = f"{paths[0]} has tensors that are not known in the architecture {architecture} ({len(unknown)})"
+        message = f"{paths[0]} has tensors whose names the architecture {architecture} lacks ({len(unknown)})"
         raise UnsupportedModelError(f"{message}: {', '.join(sorted(unknown)[:3])}", NAMES_HINT)
     if problem := rope_problem(text_config, stored_tensors(paths)):
         raise ModelError(f"{paths[0]} {problem}", HINT)
@@ -97,10 +97,10 @@ def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -
 def _check_type(path: Path, architecture: str, family: Family, config: PreTrainedConfig) -> None:
     if config.model_type in family.model_types:
         return
-    text_type = config.get_text_config().model_type
-    hint = "put the text_config in it into a config.json of its own" if text_type in family.model_types else HINT
-    described = f"{path} has the architecture {architecture}, but config.json has the model_type {config.model_type}"
-    raise ModelError(described, hint)
+    message = f"{path} has the architecture {architecture}, but config.json has the model_type {config.model_type}"
+    if config.get_text_config().model_type in family.model_types:
+        raise ModelError(f"{message} of a multimodal model", "replace config.json by the text_config in it")
+    raise ModelError(message, HINT)
 
 
 def _compare(path: Path, architecture: str, metadata: Mapping[str, Any], config: PreTrainedConfig) -> None:

@@ -1,9 +1,10 @@
 """Compares the rotary factors that a GGUF file stores with those that transformers computes from config.json.
 
-    rope_freqs.weight                              llama3: what divides each frequency, from the parameters of Llama 3
-    rope_factors_long.weight, rope_factors_short   longrope: the lists in the config
+    rope_freqs.weight                       llama3: the divisor of each frequency, computed from its parameters
+    rope_factors_long and _short.weight     longrope: the lists in the config
 
-The stored factors are not used. A config with other factors would give wrong text for long prompts only.
+The stored factors are used for nothing else. With other factors in config.json, only text after long prompts would be
+wrong.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ TOLERANCE = 1e-3
 
 
 def rope_parameters(config: PreTrainedConfig) -> Mapping[str, Any]:
-    """Parameters of the rotary embedding, in Gemma 3 those of layers without a window."""
+    """Parameters of the rotary embedding; in Gemma 3, those of the layers without a window."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = parameters.get("full_attention")
     return nested if isinstance(nested, dict) else parameters
 
 
 def rope_problem(config: PreTrainedConfig, tensors: Mapping[str, StoredTensor]) -> str:
-    """Why the factors of a file do not fit a config: a phrase that follows the name of the file; "" if they do."""
+    """Why a file's factors do not fit a config, as a phrase after the name of the file; "" if they do."""
     parameters = rope_parameters(config)
     for name, kind in ROPE_TENSORS.items():
         if name not in tensors:
@@ -51,7 +52,7 @@ def _are_close(stored: StoredTensor, expected: Sequence[float]) -> bool:
 
 
 def _llama3_factors(config: PreTrainedConfig, parameters: Mapping[str, Any]) -> list[float]:
-    """Long wavelengths are stretched by `factor`, short ones are not, and those between them partly."""
+    """The divisors: `factor` for long wavelengths, 1 for short ones, and between them for others."""
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     factor, context = parameters["factor"], parameters["original_max_position_embeddings"]
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

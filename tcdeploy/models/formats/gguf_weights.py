@@ -1,15 +1,16 @@
-"""Weights of GGUF files: blocks of quantised values, experts in one tensor, and rows in the order of llama.cpp.
+"""Finds the weights that GGUF files store in another form than transformers expects.
 
-Blocks are rows of bytes (weights/gguf_values.py). Two types are those of a scheme, so their weights keep their bytes:
+These are blocks of quantised values, stacked experts, and permuted rows of q and k. Blocks are rows of bytes
+(weights/gguf_values.py). Two types of blocks become a scheme, so such weights stay quantised in device memory:
 
     Q8_0  int8 with groups of 32 columns; the scales become float32
     Q4_0  int4 with groups of 32 columns and scales in float16; the nibbles are put in the order of columns
 
-Weights of all other types are dequantised. The rows of a weight are converted in pieces, because an embedding of
-128,256 rows would take 2 GB in float32 in one thread.
+Weights of all other types are dequantised. A thread converts the rows of a weight in pieces, because an embedding of
+128,256 rows would take 2 GB in float32.
 
-In the architecture `llama`, the rows of q and k in a head are those of both halves in turns: row 2i is the first
-half's row i, row 2i + 1 the second half's. Rows are moved as bytes, before anything is converted.
+In the architecture `llama`, the rows of the two halves of a head of q or k alternate: row 2i is row i of the first
+half, and row 2i + 1 is row i of the second. They are reordered as bytes, before they are converted.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from tcdeploy.planning.schemes import int4_scheme_name
 GROUP = 32  # columns of a block of Q8_0 and Q4_0
 PIECE_ELEMENTS = 2 << 20  # 16 << 20 took 1.4 times the CPU time, because new memory is mapped for each piece
 SCHEMES_BY_TYPE = {"Q8_0": "int8", "Q4_0": int4_scheme_name("float16", zeros=False, permuted=False)}
-# The projections of an expert, by the name of their stack: in checkpoints of Mixtral, and in all others
+# The names of an expert's projections in checkpoints of Mixtral, and in all others, by the name of the stack
 EXPERT_PARTS = {"gate_exps": ("w1", "gate_proj"), "up_exps": ("w3", "up_proj"), "down_exps": ("w2", "down_proj")}
-BOTH = "gate_up_exps"  # a stack of gate and up
+GATE_UP = "gate_up_exps"  # a stack of gate and up
 EXPERTS = ".experts"  # the end of the path of stacked experts
 Settings = Mapping[str, Any]
 
 
 def find_gguf_weights(settings: Settings, layer: Layer) -> dict[str, QuantisedWeight]:
-    """The tensors of a layer that are not stored as the model has them. Raises ModelError for impossible shapes.
+    """The tensors of a layer that are stored in another form. Raises ModelError for impossible shapes.
 
-    settings: of gguf_config.py.
+    settings: as gguf_config.py makes them.
     """
     family = FAMILIES[settings["architecture"]]
     if layer.path.endswith(EXPERTS):
@@ -47,7 +48,7 @@ def find_gguf_weights(settings: Settings, layer: Layer) -> dict[str, QuantisedWe
     weights: dict[str, QuantisedWeight] = {}
     for suffix, stored in layer.tensors.items():
         if family.norm_offset and layer.path.endswith("norm") and suffix == "weight":
-            dense = converted("less", stored.shape, [layer.source(suffix)], family.norm_offset)
+            dense = converted("reduced", stored.shape, [layer.source(suffix)], family.norm_offset)
             weights[suffix] = QuantisedWeight((layer.name(suffix),), stored.shape, dense)
         elif layer.path.endswith("shared_expert_gate") and len(stored.shape) == 1 and not stored.block_type:
             shape = (1, *stored.shape)
@@ -68,7 +69,7 @@ def _matrix(layer: Layer, suffix: str, stored: StoredTensor, heads: int) -> Quan
 
 
 def _experts(layer: Layer) -> dict[str, QuantisedWeight]:
-    """The weights of the experts one by one, as transformers expects them."""
+    """The weights of single experts, which transformers stacks again."""
     is_mixtral = "block_sparse_moe" in layer.path
     return {
         f"{number}.{EXPERT_PARTS[part][0 if is_mixtral else 1]}.weight": stack.expert(number).weight()
@@ -78,7 +79,7 @@ def _experts(layer: Layer) -> dict[str, QuantisedWeight]:
 
 
 def _interleaved_experts(layer: Layer) -> dict[str, QuantisedWeight]:
-    """The experts of gpt-oss: gate and up in one tensor [experts, inputs, 2 * rows], their columns in turns."""
+    """The experts of gpt-oss. Gate and up are one tensor [experts, inputs, 2 * rows] with alternating columns."""
     stacks, weights = _stacks(layer), dict[str, QuantisedWeight]()
     for name, parts in (("gate_up_proj", ("gate_exps", "up_exps")), ("down_proj", ("down_exps",))):
         for part in parts:
@@ -90,10 +91,10 @@ def _interleaved_experts(layer: Layer) -> dict[str, QuantisedWeight]:
             raise layer.wrong(parts[-1], f"must have the shape of {parts[0]}")
         by_expert: list[Source] = []
         for number in range(experts):
-            in_turns: Source = ["stack", 1, [stack.expert(number).values() for stack in each]]
-            by_expert.append(["permute", [0, 2, 1], ["reshape", [1, rows, columns], in_turns]])
+            alternating: Source = ["stack", 1, [stack.expert(number).values() for stack in each]]
+            by_expert.append(["permute", [0, 2, 1], ["reshape", [1, rows, columns], alternating]])
         names = tuple(dict.fromkeys(stack.name for stack in each))
-        reason = each[0].expert(0).reason
+        reason = f"{each[0].expert(0).reason} for experts of gpt-oss" if each[0].stored.block_type else ""
         weights[name] = QuantisedWeight(names, (experts, columns, rows), ["cat", 0, by_expert], reason=reason)
         biases = [stack.bias for stack in each]
         if all(biases):
@@ -104,7 +105,7 @@ def _interleaved_experts(layer: Layer) -> dict[str, QuantisedWeight]:
 
 
 class _Stack(NamedTuple):
-    """A projection of all experts of a layer: `rows` of each `stride` rows, from row `offset`.
+    """A projection of all experts of a layer. An expert has `stride` rows, of which `rows` from `offset` on are used.
 
     bias: the source of [experts, rows]; empty if there is none.
     """
@@ -125,25 +126,25 @@ class _Stack(NamedTuple):
 
 
 def _stacks(layer: Layer) -> dict[str, _Stack]:
-    """By the keys of EXPERT_PARTS. Gate and up may be in one tensor, the rows of gate first in each expert."""
+    """The stacks, by the keys of EXPERT_PARTS. Gate and up may be one tensor, with gate's rows first in each expert."""
     stacks: dict[str, _Stack] = {}
     for suffix, stored in layer.tensors.items():
         if suffix.endswith("_bias"):
             continue
-        if len(stored.shape) != 3 or (suffix == BOTH and stored.shape[1] % 2):
+        if len(stored.shape) != 3 or (suffix == GATE_UP and stored.shape[1] % 2):
             raise layer.wrong(suffix, "must be the weights [experts, rows, columns] of a layer")
-        parts = ("gate_exps", "up_exps") if suffix == BOTH else (suffix,)
+        parts = ("gate_exps", "up_exps") if suffix == GATE_UP else (suffix,)
         stride, rows = stored.shape[1], stored.shape[1] // len(parts)
         for index, part in enumerate(parts):
             bias: Source = layer.source(f"{suffix}_bias") if f"{suffix}_bias" in layer.tensors else []
-            if bias and suffix == BOTH:
+            if bias and suffix == GATE_UP:
                 bias = ["slice", 1, index * rows, (index + 1) * rows, bias]
             stacks[part] = _Stack(layer.name(suffix), stored, rows, stride, index * rows, bias)
     return stacks
 
 
 class _Rows(NamedTuple):
-    """Rows of a stored tensor whose dimensions but the last are joined. head_rows: of each head, 0 if not permuted."""
+    """Rows of a stored tensor whose dimensions before the last are flattened. head_rows: of a head, 0: not permuted."""
 
     name: str
     stored: StoredTensor
@@ -160,7 +161,7 @@ class _Rows(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why a dense weight is computed; "" if it is stored."""
+        """Why the dense weight is computed; "" if the file stores it."""
         return f"{self.stored.block_type} of GGUF has no kernel" if self.stored.block_type else ""
 
     def weight(self) -> QuantisedWeight:
@@ -210,7 +211,7 @@ class _Rows(NamedTuple):
         return [self._replace(first=self.first + begin, num_rows=min(size, self.num_rows - begin)) for begin in begins]
 
     def _viewed(self, dtype: str, row_shape: tuple[int, ...]) -> Source:
-        """The bytes of the rows as another dtype, with another shape of each row, and the rows of heads in order."""
+        """The rows, viewed as a dtype and with this shape each. Permuted rows of heads are put in their usual order."""
         total = math.prod(self.stored.shape[:-1]) if len(self.stored.shape) > 1 else self.stored.shape[0]
         source: Source = ["view", dtype, [total, *row_shape], self.name]
         if self.num_rows < total:

@@ -30,8 +30,8 @@ class Method(NamedTuple):
     """find: the weights of a layer of a checkpoint, by the rest of their names; those that are not quantised are left
     out. scheme_of: the scheme of a linear layer by path in the model, for random weights. Both get the settings.
     has_negative_scales: AutoRound uses the sign of a symmetric scale, also in files that it writes as those of GPTQ.
-    has_fp8_inputs: whether layers with FP8 weights were made for inputs in FP8.
-    names_stacks: `scheme_of` gets the paths of stacked experts, not those of the first expert's linear layers.
+    has_fp8_inputs: whether the checkpoint asks for inputs in FP8 where weights are FP8.
+    names_stacks: `scheme_of` gets the path of stacked experts instead of that of the first expert's linear layer.
     """
 
     find: Callable[[Settings, Layer], Mapping[str, QuantisedWeight | None]]
@@ -98,7 +98,7 @@ def scheme_finder(config: PreTrainedConfig) -> Callable[[str], LayerScheme | Non
 
 
 def _first_expert(path: str) -> str:
-    """The linear layer of the first expert, as most checkpoints name it, if the path is that of stacked experts."""
+    """For stacked experts, the path that the first expert's linear layer has in most checkpoints; else the path."""
     parent, _, name = path.rpartition(".")
     is_stack = parent.rpartition(".")[2] == "experts" and name in FIRST_EXPERT
     return f"{parent}.{FIRST_EXPERT[name]}" if is_stack else path
@@ -113,7 +113,7 @@ def requested_scheme_finder(config: PreTrainedConfig) -> Callable[[str], LayerSc
 
 
 def has_fp8_inputs(config: PreTrainedConfig) -> bool:
-    """Whether the config asks for inputs in FP8 where weights are FP8. How their scales were made does not matter."""
+    """Whether the config asks for inputs in FP8 where weights are FP8, with static or dynamic scales."""
     method = METHODS.get(quantisation_method(config) or "")
     return method is not None and method.has_fp8_inputs(quantisation_settings(config) or {})
 
@@ -273,7 +273,7 @@ def _torchao_scheme(settings: Settings, path: str) -> LayerScheme | None:
 
 
 def _mxfp4_scheme(settings: Settings, path: str) -> LayerScheme | None:
-    """Of gpt-oss: only experts are quantised."""
+    """Only the experts of gpt-oss are quantised."""
     is_stack = path.endswith(tuple(f".experts.{name}" for name in fp4_weights.EXPERT_WEIGHTS))
     return LayerScheme("mxfp4") if is_stack else None
 
@@ -296,7 +296,7 @@ def _fp8_method_has_fp8_inputs(settings: Settings) -> bool:
 
 
 def _compressed_has_fp8_inputs(settings: Settings) -> bool:
-    """One answer for all layers, so each group with FP8 weights must ask for it."""
+    """True only if every group with FP8 weights asks for it, since a plan has one setting for all layers."""
     groups = [group for group in (settings.get("config_groups") or {}).values() if _is_fp8(group.get("weights"))]
     return bool(groups) and all(_is_fp8(group.get("input_activations")) for group in groups)
 

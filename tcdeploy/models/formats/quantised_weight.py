@@ -2,7 +2,7 @@
 
 A format says which tensors are a weight, which of them become the tensors of a scheme (planning/schemes.py), and how
 the dense weight is computed. Both are sources (weights/sources.py), so nothing is read here but small tensors on which
-the scheme depends. `convert/quantised_weights.py` uses the scheme for the weight of a linear layer, and the dense
+the scheme depends. `convert/quantised_weights.py` uses the scheme for linear layers and stacked experts, and the dense
 weight everywhere else.
 """
 
@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of scales
 
 
 class LayerScheme(NamedTuple):
-    """The scheme of a linear layer. group_size: the columns that share a scale, in schemes in which that can differ."""
+    """The scheme of a linear layer or of stacked experts. group_size: columns that share a scale; 0: fixed."""
 
     scheme: str
     group_size: int = 0
@@ -35,8 +35,8 @@ class QuantisedWeight(NamedTuple):
     """names: of its tensors in the checkpoint, also of those that are not used, such as scales of inputs.
 
     shape: of the dense weight [rows, columns], or [experts, columns, rows] for the experts of gpt-oss. dense: its
-    source. tensors: of the scheme, in its order, those of experts with a leading dimension of experts; empty if there
-    is no scheme for the format, for the `reason`, which is "" if the values of the weight are stored in another order.
+    source. scheme: "" if the format has none. tensors: of the scheme, in its order, those of experts with a leading
+    dimension of experts. reason: why there is no scheme; "" for values that are only stored in another order.
     scales: names of tensors whose values are checked.
     """
 

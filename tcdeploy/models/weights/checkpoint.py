@@ -2,7 +2,7 @@
 
 transformers ignores tensors that it does not know, such as the scales of quantised weights, or a bias that the config
 does not declare. Such a model would start, pass the parity check (which compares it with the same weights), and
-generate wrong text. Only the headers of safetensors files are read.
+generate wrong text. Only the headers of safetensors and GGUF files are read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; co
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HUB_TIMEOUT_S = 10
-GGUF_HINT = "pass a GGUF file in a folder with config.json and the tokenizer's files of the model that it was made from"
+GGUF_HINT = "pass a GGUF file, and put config.json and the tokenizer of the model that it was converted from beside it"
 SAFETENSORS_PATTERNS = ("model*.safetensors", "model.safetensors.index.json")
 
 
@@ -141,7 +141,7 @@ def read_stored_tensors(
 ) -> Checkpoint | None:
     """The headers of a model's safetensors or GGUF files.
 
-    may_download: download them first if necessary. None if the files have not been downloaded or are not safetensors.
+    may_download: download safetensors files first. None if no such files have been downloaded.
     Raises ModelError for broken files, and what huggingface_hub raises.
     """
     folder, name = local_folder(model, revision), explicit_file(model, config)

@@ -171,7 +171,8 @@ def mxfp4_experts(tensors: Sequence[Tensor]) -> Tensor:
     return SCHEMES["mxfp4"].dequantise(rows, torch.bfloat16).unflatten(0, blocks.shape[:2]).transpose(1, 2)
 
 
-def less(tensors: Sequence[Tensor], value: float) -> Tensor:
+def reduced(tensors: Sequence[Tensor], value: float) -> Tensor:
+    """A tensor minus a number, in float32."""
     return tensors[0].float() - value
 
 
@@ -180,6 +181,6 @@ CONVERSIONS: dict[str, Callable[..., Tensor]] = {
     for function in (
         dequantised, quantised, repeated, reciprocal, scaled_in_blocks, without_offset, unpacked, nibbles, awq_values,
         awq_nibbles, sorted_columns, sorted_nibbles, grouped_values, divided, table_values,
-        signed_nibbles_and_offsets, mxfp4_experts, less, gguf_values, q4_0_nibbles,
+        signed_nibbles_and_offsets, mxfp4_experts, reduced, gguf_values, q4_0_nibbles,
     )
 }  # fmt: skip

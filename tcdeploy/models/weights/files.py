@@ -45,7 +45,7 @@ FORMAT_HINT = "pass a model in transformers' format, with config.json and safete
 
 
 class TensorHeader(NamedTuple):
-    """A tensor as a header describes it. dtype: as safetensors names it, or GGUF's name of a type of blocks."""
+    """A tensor as a header describes it. dtype: as safetensors names it; in GGUF files, the name of its type."""
 
     dtype: str
     shape: tuple[int, ...]

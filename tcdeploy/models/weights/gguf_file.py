@@ -1,6 +1,6 @@
-"""Reads the header of a GGUF file: its metadata, and the name, type, shape and place of each tensor.
+"""Reads the header of a GGUF file: its metadata, and the name, type, shape and bytes of each tensor.
 
-A file, little-endian, with strings that have their length in front (8 bytes):
+The layout of a file. Numbers are little-endian, and strings begin with their length (8 bytes):
 
     "GGUF", version (4 bytes), number of tensors and of metadata entries (8 bytes each)
     entries: key, type (4 bytes), value
@@ -26,7 +26,7 @@ from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.location import LFS_HINT, LFS_POINTER
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # which differ only in what big-endian files are
+VERSIONS = (2, 3)  # equal but for big-endian files
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 STRING, ARRAY = 8, 9
@@ -36,7 +36,7 @@ DAMAGED_HINT = "download the file again"
 
 
 class StoredType(NamedTuple):
-    """columns: that a block holds, in num_bytes. dtype: as safetensors names it; "" for blocks of several columns."""
+    """columns: values in a block of num_bytes. dtype: as safetensors names it; "" for blocks of several values."""
 
     name: str
     columns: int
@@ -73,7 +73,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """metadata: without arrays. header_bytes: where the padding before the data begins."""
+    """metadata: without arrays. header_bytes: of the file before the padding."""
 
     metadata: Mapping[str, Any]
     tensors: tuple[GgufTensor, ...]
@@ -81,12 +81,12 @@ class GgufFile(NamedTuple):
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Raises ModelError for a file that is damaged or has an unknown version or type, FileNotFoundError, OSError."""
+    """The header of a file. Raises ModelError if it is damaged or has an unknown version or type, and OSError."""
     stat = path.stat()
     return _read_gguf(path, stat.st_size, stat.st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=64)  # of shards: a start reads each header several times, in 0.2 s with a large vocabulary
+@functools.lru_cache(maxsize=64)  # shards; a start needs each header several times, and reads it in 0.2 s
 def _read_gguf(path: Path, size: int, mtime_ns: int) -> GgufFile:
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))
@@ -98,7 +98,9 @@ def _read_gguf(path: Path, size: int, mtime_ns: int) -> GgufFile:
             try:
                 return _Header(path, content).read()
             except (struct.error, UnicodeDecodeError, OverflowError, RecursionError):
-                raise ModelError(f"{path} is damaged: its header ends early or is no text", DAMAGED_HINT) from None
+                raise ModelError(
+                    f"{path} is damaged: its header ends early or has invalid text", DAMAGED_HINT
+                ) from None
 
 
 class _Header:
@@ -136,14 +138,14 @@ class _Header:
             if tensor.name in names:
                 raise self._damaged(f"it has the tensor {tensor.name} twice")
             if tensor.begin < end or tensor.begin % alignment:
-                raise self._damaged(f"{tensor.name} is at an impossible place")
+                raise self._damaged(f"{tensor.name} overlaps another tensor or is not aligned")
             if tensor.end > len(self._content):
                 raise self._damaged(f"it ends before the end of {tensor.name}")
             names.add(tensor.name)
             end = tensor.end
 
     def _tensor(self) -> GgufTensor:
-        """With a place relative to the beginning of the data."""
+        """With bytes that are counted from the beginning of the data."""
         name, (num_dimensions,) = self._string(), self._numbers("I")
         if num_dimensions > MAX_DIMENSIONS:
             raise self._damaged(f"{name} has {num_dimensions} dimensions")
@@ -158,7 +160,7 @@ class _Header:
         return GgufTensor(name, kind, shape, offset, offset + math.prod(shape) // kind.columns * kind.num_bytes)
 
     def _value(self, kind: int) -> Any:
-        """None for an array."""
+        """The value, None for an array."""
         if kind == STRING:
             return self._string()
         if kind != ARRAY:
@@ -174,7 +176,7 @@ class _Header:
         return None
 
     def _skip_strings(self, count: int) -> None:
-        """Without a call for each of the 400,000 strings of a vocabulary, which took 0.2 s."""
+        """A call for each string took 0.2 s with the 400,000 of a vocabulary, so the loop has none."""
         content, at, length_of = self._content, self._at, struct.Struct("<Q").unpack_from
         for _ in range(count):
             at += 8 + length_of(content, at)[0]

@@ -1,10 +1,11 @@
 """The names of tensors in GGUF files, and the names that transformers gives the same tensors.
 
-A file names its architecture, and all architectures have the same names for the same parts: `blk.3.attn_q.weight` is
-`model.layers.3.self_attn.q_proj.weight`. Experts of a layer are stacked in one tensor of [experts, rows, columns], also
-where transformers loads them one by one, so they keep a name of GGUF: `model.layers.3.mlp.experts.gate_exps`.
+A file names its architecture. All architectures use the same names for the same parts: `blk.3.attn_q.weight` is
+`model.layers.3.self_attn.q_proj.weight`. The experts of a layer are stacked in one tensor [experts, rows, columns],
+even if transformers loads them one by one. Their names therefore end as in GGUF:
+`model.layers.3.mlp.experts.gate_exps`.
 
-Tensors without a known name keep theirs, by which they are refused (formats/gguf_config.py).
+Tensors with an unknown name keep it, and are refused because of it (formats/gguf_config.py).
 """
 
 from __future__ import annotations

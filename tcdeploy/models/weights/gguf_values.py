@@ -1,15 +1,15 @@
 """The values of GGUF's block types, in plain torch.
 
 A row of a weight is a sequence of blocks. A block holds the codes of 32 or 256 consecutive columns, and their scales
-and minimums. Each function takes blocks [n, bytes] uint8, and returns [n, columns] float32: exact products, and for
-types with a minimum one rounding, as in llama.cpp.
+and minimums. Each function takes blocks [n, bytes] uint8, and returns [n, columns] float32. Products are exact. Types
+with a minimum round once, as in llama.cpp.
 
-d, m    float16: the scale and the minimum of a block of 32, or what multiplies the scales and minimums of a block
-        of 256 ("K"), which has one for each 16 or 32 columns
-nibbles two codes per byte. In blocks of 32, byte i has columns i and 16 + i, and in K blocks and IQ4_XS likewise
-        within each sub-block, with the exceptions that the functions name. All else is little-endian
+Scales and minimums are float16. Blocks of 256 (types with a K, and IQ4_XS) consist of sub-blocks of 16 or 32 columns,
+each with a scale, and with a minimum in some types, of few bits; the float16 numbers multiply these. Nibbles are two
+codes per byte. In blocks of 32, byte i has columns i and 16 + i. Sub-blocks have the same order, except where a
+function says otherwise. Numbers are little-endian.
 
-Rejected: the importance types below 4 bits (IQ1 to IQ3), whose codes point into tables of some thousand values.
+Not supported: the types below 4 bits whose names begin with IQ, whose codes index tables of some thousand values.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def q4_0_nibbles(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _float16(blocks: Tensor, begin: int) -> Tensor:
-    """[n, 1] float32."""
+    """The float16 number at byte `begin` of each block: [n, 1] float32."""
     return blocks[:, begin : begin + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[..., bytes] -> [..., 2 * bytes]: the low halves, and then the high ones."""
+    """[..., bytes] -> [..., 2 * bytes]: the low nibbles of all bytes, and then the high ones."""
     return torch.cat([packed & 15, packed >> 4], -1)
 
 
@@ -93,7 +93,7 @@ def _q2_k(blocks: Tensor) -> Tensor:
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    """Two bits of a code lie as in Q2_K, the third in bit j of 32 bytes for columns 32 j to 32 j + 31."""
+    """Two bits of a code are stored as in Q2_K. The third is bit j of the other 32 bytes, for columns from 32 j on."""
     low = _bits(blocks[:, 32:96].unflatten(1, (2, 32)), 2).flatten(1)
     codes = (low | _bits(blocks[:, :32], 1).flatten(1) << 2).float().sub_(4)
     scales = _nibbles(blocks[:, 96:104]) | _bits(blocks[:, 104:108], 2).flatten(1) << 4
@@ -113,14 +113,14 @@ def _scales_and_minimums(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_minimums(blocks: Tensor, codes: Tensor) -> Tensor:
-    """Codes [n, 8, 32] of Q4_K and Q5_K."""
+    """The values of codes [n, 8, 32] of Q4_K and Q5_K."""
     scales, minimums = _scales_and_minimums(blocks[:, 4:16])
     scales, minimums = scales * _float16(blocks, 0), minimums * _float16(blocks, 2)
     return codes.float().mul_(scales[..., None]).sub_(minimums[..., None]).flatten(1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    """32 bytes have the nibbles of two sub-blocks."""
+    """32 bytes have the nibbles of two sub-blocks, the first in the low ones."""
     return _with_minimums(blocks, _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).view(-1, 8, 32))
 
 
@@ -151,7 +151,7 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    """The first byte is the exponent of a power of two, plus 127. Half of it is finite in float32 for every byte."""
+    """The first byte is the exponent of the scale plus 127. Table values are doubled, so the scale is halved."""
     scale = torch.exp2(blocks[:, :1].double() - 128).float()
     return torch.tensor(E2M1_TABLE)[_nibbles(blocks[:, 1:]).int()] * scale
 

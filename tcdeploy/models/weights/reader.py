@@ -1,11 +1,12 @@
 """Reads tensors from safetensors and GGUF files straight into tensors that exist already, with several threads.
 
 A safetensors file is an 8-byte length, a JSON header with the dtype, shape and byte range of each tensor, and the
-tensors. A GGUF file has the same facts in another form (gguf_file.py); its tensors get the names that transformers
-expects, and blocks of quantised values are rows of bytes. Nothing outside of this module sees a difference. On a CPU
-a thread reads into the target's memory, for a GPU into a page-locked buffer that it copies to the device. Meanwhile the
-main thread imports packages or captures steps, so the threads make few calls that need the GIL. Only a tensor that is
-converted is held in host memory as a whole. Imports neither transformers nor safetensors.
+tensors. A GGUF file has a binary header with the same facts (gguf_file.py). Its tensors get the names that transformers
+expects, and blocks of quantised values are rows of bytes. A `StoredTensor` describes a tensor of either file.
+
+On a CPU a thread reads into the target's memory, for a GPU into a page-locked buffer that it copies to the device.
+Meanwhile the main thread imports packages or captures steps, so the threads make few calls that need the GIL. Only a
+tensor that is converted is held in host memory as a whole. Imports neither transformers nor safetensors.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ DTYPES = {
 class StoredTensor(NamedTuple):
     """A tensor in a file: bytes [begin, end) from the start of the file.
 
-    block_type: of GGUF's blocks of quantised values, "Q4_K" for example; dtype and shape are those of rows of bytes.
+    block_type: the type of GGUF's blocks of quantised values, such as "Q4_K". Then dtype and shape are those of rows of
+    bytes. "" for tensors of plain numbers.
     """
 
     path: str
@@ -104,7 +106,7 @@ class ReadTotal:
 
 
 def read_header(path: Path) -> bytes:
-    """The header of a GGUF file, or the JSON of a safetensors file. Raises ModelError if it has none, and OSError."""
+    """The header of a GGUF file, or the JSON header of a safetensors file. Raises ModelError or OSError."""
     if path.suffix == GGUF_SUFFIX:
         with path.open("rb") as file:
             return file.read(read_gguf(path).header_bytes)

@@ -220,7 +220,7 @@ def _stored(source: Source, checkpoint: Mapping[str, StoredTensor]) -> StoredTen
 
 
 def _stored_parts(source: Source, checkpoint: Mapping[str, StoredTensor]) -> Iterator[StoredTensor]:
-    """The bytes of files that `evaluate` reads."""
+    """The parts of files that `evaluate` reads."""
     if stored := _stored(source, checkpoint):
         yield stored
         return
@@ -308,7 +308,7 @@ def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTenso
     match source:
         case ["cat", dim, [["stack", 0, first], *others]] if dim and all(
             other[:2] == ["stack", 0] and len(other[2]) == len(first) for other in others
-        ):  # gate and up of stacked experts: those of one expert have a contiguous place
+        ):  # gate and up of stacked experts: in the target, those of one expert are contiguous
             by_element = zip(first, *(other[2] for other in others), strict=True)
             in_order: Source = ["stack", 0, [["cat", dim - 1, [*pieces]] for pieces in by_element]]
             yield from _copies(in_order, target, checkpoint)

@@ -1,8 +1,8 @@
-"""Which files in a model's folder have its weights. Imports neither torch nor a model library.
+"""Finds the weight files in a model's folder. Imports neither torch nor a model library.
 
-safetensors files are chosen as transformers does. GGUF files, which transformers would need to be named, are used if
-the user passes one of them, or if the folder has no other weights and one GGUF model. config.json and the tokenizer
-are read from the same folder in both cases.
+safetensors files are chosen as transformers chooses them. A GGUF model is used if the user passes one of its files, or
+if it is the only one in the folder and there are no other weights. config.json and the tokenizer are read from the same
+folder in both cases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROJECTOR_PREFIX = "mmproj"  # of files with the image encoder of a model
 def weight_files(model: str, folder: Path) -> list[Path]:
     """The GGUF or safetensors files of a model that a start reads itself; [] if transformers reads others.
 
-    folder: of its files. Raises ModelError as `gguf_names`.
+    folder: that of the model's files. Raises ModelError as `gguf_names`.
     """
     if names := gguf_names(model, folder):
         return [folder / name for name in names]
@@ -38,9 +38,9 @@ def weight_files(model: str, folder: Path) -> list[Path]:
 
 
 def gguf_names(model: str, folder: Path) -> list[str]:
-    """The GGUF files that have the weights of a model, in order, by name in its folder; [] if others have them.
+    """The names of the GGUF files in a folder that a model consists of, in order; [] if its weights are not GGUF.
 
-    model: a file, or what has this folder. Raises ModelError if a folder has several models.
+    model: a GGUF file, or the folder or Hub id whose files are in `folder`. Raises ModelError if a folder has several.
     """
     if is_gguf_file(model):
         return _parts(Path(model).name)
@@ -56,7 +56,7 @@ def gguf_names(model: str, folder: Path) -> list[str]:
 
 
 def _parts(name: str) -> list[str]:
-    """All files of the model that this file is a part of."""
+    """The names of all files of the model to which this file belongs."""
     if match := GGUF_SHARD.fullmatch(name):
         return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
     return [name]

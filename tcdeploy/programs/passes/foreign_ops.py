@@ -1,7 +1,7 @@
 """Finds the ops of an exported program that packages cannot call: those that neither torch nor this package registers.
 
-Packages run without transformers, so a start from them has only the ops of torch and ours. A record with others says
-so, and its start imports the model's code.
+A start from packages does not import transformers, so it has only the ops of torch and ours. If programs call others,
+later starts load the model with transformers, and a warning names the ops.
 """
 
 from __future__ import annotations

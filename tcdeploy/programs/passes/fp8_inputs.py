@@ -2,12 +2,14 @@
 
 A call of `tcdeploy::scheme_linear` with `fp8_min_rows` becomes the operations of `fp8_linear`
 (kernels/linear/fp8_inputs.py), of which only the product of codes is opaque. So the kernel of a norm or a gate writes
-codes instead of 16-bit values, and that which reads the sums scales them. Products that share an input share its codes.
+codes instead of 16-bit values, and the kernel that reads the product applies the scales. Products that share an input
+share its codes.
 
-A program for a range of lengths quantises at every length: its number of rows is a symbol. It is a prefill program, and
-the plan ensures that static prefill programs have `fp8_min_rows` rows or more. So all prefill steps compute the same.
+A program for a range of lengths has a symbolic number of rows, and quantises at every length. It is a prefill program.
+Prefill programs of a fixed length quantise too, since the plan gives them at least `fp8_min_rows` rows. So all prefill
+steps compute the same values.
 
-The pass runs before the selection of rows moves up (last_token_rows.py): afterwards, a product has few rows.
+The pass runs before last_token_rows.py moves the selection of rows above products, because these then have few rows.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class _Codes(NamedTuple):
 
 
 def quantise_inputs(graph: Graph) -> None:
-    """Replace each product that quantises its inputs."""
+    """Replace each call of `scheme_linear` that quantises its inputs."""
     codes_of: dict[tuple[Node, int], _Codes] = {}  # by inputs and columns of a group
     for node in graph.find_nodes(op="call_function", target=tcdeploy_ops.scheme_linear.default):
         if not _quantises_inputs(node):
@@ -77,7 +79,7 @@ def _insert_codes(graph: Graph, x: Node, group: int) -> _Codes:
 def _insert_product(
     graph: Graph, inputs: _Codes, tensors: Any, bias: Any, scheme: Any, dtype: torch.dtype
 ) -> Node:  # fmt: skip
-    """With the scales of both sides and the bias, in `dtype`."""
+    """The product with the scales of both sides and the bias, in `dtype`."""
     applied_scales = inputs.scales if scheme == BLOCK_NAME else None
     product = insert_call(graph, tcdeploy_ops.fp8_product.default, inputs.codes, applied_scales, tensors, dtype)
     if scheme == BLOCK_NAME and bias is None:

@@ -1,8 +1,8 @@
-"""What transformers gives each module of experts whose class supports its interface of experts functions.
+"""The internals of transformers' interface for experts: what its decorator adds to a class.
 
-Functions are registered and chosen with public names (`ALL_EXPERTS_FUNCTIONS`, `set_experts_implementation`). The
-decorator of the class, `use_experts_implementation`, sets public attributes that describe the weights, and the method
-`_apply_gate`, which a class may define itself: that of gpt-oss clamps, and reads alternating rows.
+Functions of experts are registered and chosen with public names (`ALL_EXPERTS_FUNCTIONS`,
+`set_experts_implementation`). The decorator, `use_experts_implementation`, adds attributes that describe the weights,
+and the private method `_apply_gate`. A class may define its own: that of gpt-oss clamps, and reads alternating rows.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def apply_gate(module: Any, gate_up: Any) -> Any:
 
 
 def is_expert_parallel(module: Any) -> bool:
-    """Whether the module has some of the model's experts only. transformers 5.17 does not say it."""
+    """Whether the module has only some of the model's experts. transformers 5.17 has no such attribute."""
     return getattr(module, "_is_expert_parallel", False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tcdeploy.kernels.experts import matmul as experts_matmul
-from tcdeploy.kernels.experts.grouping import launch_grouping, most_blocks, sort_pairs, tables
+from tcdeploy.kernels.experts.grouping import launch_grouping, max_blocks, sort_pairs, tables
 from tcdeploy.kernels.experts.matmul import is_supported, matmul
 from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
 from tcdeploy.kernels.experts.reference import multiply_by_expert
@@ -156,7 +156,7 @@ def test_all_codes_have_their_values(kernel: str, dtype: torch.dtype, device: st
 
 
 @each_kernel
-def test_special_exponents_of_mxfp4(kernel: str, device: str) -> None:
+def test_the_smallest_and_the_largest_exponent_of_mxfp4_have_their_values(kernel: str, device: str) -> None:
     """0 is 2**-127, and 255 is NaN."""
     weight = torch.full((1, 16, 32), 0x22, dtype=torch.uint8)  # ones
     scale = torch.tensor([[[0, 127]] * 8 + [[255, 127]] * 8], dtype=torch.uint8)
@@ -235,7 +235,7 @@ def test_a_mistake_exceeds_the_tolerance(fault: str, case: str) -> None:
 def blocks_of(groups: Tensor, pairs: int, experts: int, rows: int) -> list[tuple[int, int, int]]:
     """Expert, first and stop of the blocks that are not empty, of those that the GEMM's programs look at."""
     _, *block_tables = (table.tolist() for table in tables(groups, pairs, experts))
-    return [block for block in list(zip(*block_tables, strict=True))[: most_blocks(pairs, experts, rows)]
+    return [block for block in list(zip(*block_tables, strict=True))[: max_blocks(pairs, experts, rows)]
             if block[1] < block[2]]  # fmt: skip
 
 
@@ -323,7 +323,7 @@ def test_the_sums_of_a_block_fit_registers_and_slices_have_one_scale() -> None:
 
 
 @pytest.mark.parametrize(("rows", "name"), [(8, "n64_k128"), (32, "n64_k128"), (64, "n128_k64"), (128, "n128_k64_w8")])
-def test_the_gemm_s_tile_depends_on_the_block(rows: int, name: str) -> None:
+def test_the_tile_of_the_gemm_depends_on_the_rows_of_a_block(rows: int, name: str) -> None:
     assert gemm_tile(rows).name == name
 
 
@@ -331,7 +331,7 @@ def test_the_gemm_s_tile_depends_on_the_block(rows: int, name: str) -> None:
     (4096, 1, True, False, "n8_b1024"), (4096, 1, True, True, "n32_b128_s4"), (2048, 1, False, False, "n4_b2048"),
     (1024, 1, False, False, "n4_b1024"), (1440, 2, False, False, "n8_b2048"), (384, 2, False, False, "n8_b1024"),
 ])  # fmt: skip
-def test_the_gemv_s_tile_depends_on_the_row_and_its_format(
+def test_the_tile_of_the_gemv_depends_on_the_row_and_its_format(
     row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool, name: str
 ) -> None:
     assert gemv_tile(row_bytes, per_byte, is_dense, is_transposed).name == name

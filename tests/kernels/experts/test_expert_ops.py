@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tcdeploy.kernels.experts.grouping import most_blocks, sort_pairs, tables
+from tcdeploy.kernels.experts.grouping import max_blocks, sort_pairs, tables
 from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
 from tcdeploy.kernels.experts.reference import expert_shape, multiply_by_expert
 from tcdeploy.kernels.experts.tiles import block_rows
@@ -59,7 +59,7 @@ def test_inputs_of_16_bits_give_results_of_16_bits(case: str, dtype: torch.dtype
     assert (y - precise).norm() < 0.01 * precise.norm(), "the dense weight of an expert has 8 bits of mantissa"
 
 
-def test_another_expert_s_bias_or_weight_is_noticed() -> None:
+def test_the_bias_or_weight_of_another_expert_is_noticed() -> None:
     arguments = product("fp8_channel", ROUTINGS["one token"], dtype=torch.float32)
     y = run(arguments)
     assert arguments.bias is not None
@@ -104,7 +104,7 @@ def test_the_ops_take_a_symbolic_number_of_tokens() -> None:
 
 
 @each_case
-def test_the_shape_of_an_expert_s_weight_follows_from_the_tensors(case: str) -> None:
+def test_the_shape_of_the_weight_of_an_expert_follows_from_the_tensors(case: str) -> None:
     assert expert_shape(expert_tensors(case), scheme_of(case)) == (32, 192)
 
 
@@ -129,17 +129,17 @@ def test_every_pair_is_in_one_block_of_its_expert(routing: str, rows: int) -> No
     assert [owner for owner, _ in blocks] == sorted(
         owner for owner in range(EXPERTS) for _ in range(-(-ids.count(owner) // rows))
     )
-    assert len(blocks) <= most_blocks(pairs, EXPERTS, rows) <= len(expert)
+    assert len(blocks) <= max_blocks(pairs, EXPERTS, rows) <= len(expert)
     is_used = [start < end for start, end in zip(first, stop, strict=True)]
     assert is_used == sorted(is_used, reverse=True), "empty blocks are last"
     assert all(0 <= owner < EXPERTS for owner in expert)
 
 
-def test_the_worst_routing_makes_the_most_blocks() -> None:
+def test_the_worst_routing_fills_all_blocks() -> None:
     ids = [*range(EXPERTS), *[0] * 48, 1]
     groups = sort_pairs(torch.tensor(ids)[:, None], EXPERTS, 16)
     _, _, first, stop = tables(groups, len(ids), EXPERTS)
-    assert int((first < stop).sum()) == most_blocks(len(ids), EXPERTS, 16) == EXPERTS + 3
+    assert int((first < stop).sum()) == max_blocks(len(ids), EXPERTS, 16) == EXPERTS + 3
 
 
 @pytest.mark.parametrize(("pairs", "experts", "rows"), [
