@@ -23,6 +23,7 @@ PURE_CALLS = {
     "count_symbolic",
     "id",
     "is_contiguous",
+    "is_expert_parallel",
     "is_fusable",
     "items",
     "isdisjoint",
@@ -31,7 +32,7 @@ PURE_CALLS = {
     "len",
     "list",
 }
-PURE_CALLS |= {"range", "set", "sorted", "stride", "tuple", "values"}
+PURE_CALLS |= {"is_supported", "range", "set", "sorted", "stride", "tuple", "values"}
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

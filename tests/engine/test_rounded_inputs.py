@@ -10,7 +10,8 @@ from torch.testing import assert_close
 import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the schemes
 from tcdeploy.engine.check.precise_math import precise_math
 from tcdeploy.engine.check.rounded_inputs import rounded_inputs
-from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_inputs, quantise_linears, rounding_inputs
+from tcdeploy.models.convert.quantise_model import quantise_model
+from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_inputs, rounding_inputs
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 
 WIDTH = 512
@@ -21,7 +22,7 @@ each_scheme = pytest.mark.parametrize("scheme", GROUPS)
 def model_of(scheme: str, min_rows: int = 3) -> nn.ModuleDict:
     torch.manual_seed(2)
     model = nn.ModuleDict({"linear": nn.Linear(WIDTH, 128)}).requires_grad_(False)
-    quantise_linears(model, lambda path: LayerScheme(scheme))
+    quantise_model(model, lambda path: LayerScheme(scheme))
     quantise_inputs([model], min_rows)
     return model
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the schemes
 from tcdeploy.models.convert.packed_linears import pack_linears
-from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_inputs, quantise_linears
+from tcdeploy.models.convert.quantise_model import quantise_model
+from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_inputs
 from tcdeploy.models.formats.methods import EXPLICIT, has_fp8_inputs
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.planning.recipe import Recipe
@@ -85,7 +86,7 @@ def test_layers_get_the_number_of_rows_after_they_are_packed() -> None:
         return nn.Linear(512, 128, bias=False)
 
     model = nn.ModuleDict({name: layer() for name in ("q", "k", "o", "int8", "head")}).requires_grad_(False)
-    quantise_linears(model, lambda path: LayerScheme("int8" if path == "int8" else "fp8_block"))
+    quantise_model(model, lambda path: LayerScheme("int8" if path == "int8" else "fp8_block"))
     pack_linears(model, (("q", "k"),))
     quantise_inputs([module for name, module in model.items() if name != "head"], 33)
     rows = {name: item.fp8_min_rows for name, item in model.items() if isinstance(item, SchemeLinear)}

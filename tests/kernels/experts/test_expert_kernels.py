@@ -260,7 +260,7 @@ def test_the_gemm_follows_the_groups_of_the_kernels(tokens: int, device: str) ->
     arguments = product("dense", [[token % 3, 2] for token in range(tokens)], device=device, experts=3, n=16, k=64)
     rows = block_rows(2 * tokens, 3)
     groups = launch_grouping(arguments.expert_ids, 3, rows)
-    y = matmul(*arguments[:2], groups, *arguments[2:], gemm_tile(rows, 128))
+    y = matmul(*arguments[:2], groups, *arguments[2:], gemm_tile(rows))
     assert_agrees(y, expected(arguments))
 
 

@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tcdeploy.models.convert.packed_linears import pack_linears
-from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_inputs, quantise_linears
+from tcdeploy.models.convert.quantise_model import quantise_model
+from tcdeploy.models.convert.scheme_linear import SchemeLinear, quantise_inputs
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.programs.passes import fp8_inputs
 from tcdeploy.programs.passes.nodes import insert_call
@@ -41,7 +42,7 @@ class Layer(nn.Module):
         self.mlp = LlamaMLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=WIDTH))
         if bias:
             nn.init.normal_(self.q.bias)
-        quantise_linears(self, lambda path: LayerScheme(scheme))
+        quantise_model(self, lambda path: LayerScheme(scheme))
         pack_linears(self, (("mlp.gate_proj", "mlp.up_proj"),))
         quantise_inputs([self], MIN_ROWS)
         self.requires_grad_(False)
@@ -129,7 +130,7 @@ def test_a_batch_of_decode_rows_is_quantised(scheme: str) -> None:
 
 def test_layers_whose_shape_cublas_refuses_keep_their_inputs() -> None:
     layer = nn.ModuleList([nn.Linear(WIDTH, 40), nn.Linear(72, 64)])
-    quantise_linears(layer, lambda path: LayerScheme("fp8_channel"))
+    quantise_model(layer, lambda path: LayerScheme("fp8_channel"))
     quantise_inputs([layer], MIN_ROWS)
     assert [item.fp8_min_rows for item in layer if isinstance(item, SchemeLinear)] == [0, 0]
 
@@ -155,7 +156,7 @@ def with_codes_of_the_next_row(graph: Graph, product: Any) -> None:
 @pytest.mark.parametrize("fault", [without_scales_of_inputs, without_scales_of_the_weight, with_codes_of_the_next_row])
 def test_a_mistake_exceeds_the_limit(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = nn.ModuleList([nn.Linear(WIDTH, 64)]).requires_grad_(False), rows(32)
-    quantise_linears(layer, lambda path: LayerScheme("fp8_channel"))
+    quantise_model(layer, lambda path: LayerScheme("fp8_channel"))
     quantise_inputs([layer], MIN_ROWS)
     right = fp8_inputs.quantise_inputs
 
