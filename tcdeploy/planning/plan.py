@@ -182,7 +182,6 @@ def make_plan(
     inputs = sizes.decide_shapes(inputs, graphs, prefill_attention, context, decisions)
     mixed_steps = attention.decide_mixed_steps(inputs, graphs, prefill_attention, decisions)
     lengths = sizes.decide_prefill_lengths(inputs.recipe, context, decisions)
-    fp8_min_rows = decide_fp8_min_rows(inputs, lengths, decisions)
     demand = sizes.decide_demand(inputs, graphs, prefill_attention, lengths, context, mixed_steps, decisions)
     workspace_bytes, memory = sizes.decide_memory(inputs, demand, decisions)
     _explain_region_and_mode(recipe, decisions)
@@ -196,7 +195,7 @@ def make_plan(
         weight_dtype=inputs.dtypes.weight,
         kv_dtype=inputs.dtypes.kv,
         compute_dtype=inputs.dtypes.compute,
-        fp8_min_rows=fp8_min_rows,
+        fp8_min_rows=decide_fp8_min_rows(inputs, lengths, decisions),
         prefill_attention=prefill_attention,
         decode_attention=decode_attention,
         alternative_attention=attention.decide_alternative_attention(inputs, decisions),
