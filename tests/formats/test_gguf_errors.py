@@ -256,8 +256,33 @@ def test_factors_of_longrope_must_be_those_of_the_config(is_swapped: bool, tmp_p
         assert plan(model, context=64).architecture.schemes
 
 
-def test_random_weights_have_the_schemes_of_the_file(source: Path, tmp_path: Path) -> None:
-    write_gguf(source, tmp_path / "model", "Q8_0")
+def test_a_merged_file_states_that_it_has_no_parts(source: Path, tmp_path: Path) -> None:
+    """As `llama-gguf-split --merge` writes it."""
+    entries = metadata(json.loads((source / "config.json").read_text()), 7) | {"split.count": ("U32", 0)}
+    (tmp_path / "model").mkdir()
+    shutil.copy(source / "config.json", tmp_path / "model")
+    write_file(tmp_path / "model" / FILE, entries, store_model(source, "Q8_0")[0])
+    assert plan(tmp_path / "model").architecture.schemes == {"int8": 15}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "schemes", "expert_schemes"),
+    [
+        ("llama", "Q8_0", {"int8": 14}, {}),
+        ("qwen3_moe", "Q8_0", {"int8": 8}, {"int8": 4}),
+        ("mixtral", "Q4_0", {"int4_float16": 8}, {"int4_float16": 4}),
+        ("qwen3_moe", "Q4_K_M", {}, {"int8": 2}),
+        ("gpt_oss", "Q8_0", {"int8": 8}, {}),
+    ],
+)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_random_weights_have_the_schemes_of_the_file(
+    family: str, kind: str, is_fused: bool, schemes: dict[str, int], expert_schemes: dict[str, int], tmp_path: Path
+) -> None:
+    """So programs that were compiled without the weights are those of the file. 128 columns are no block of Q4_K."""
+    source = save_source(tmp_path / "source", family, tie_word_embeddings=True)
+    write_gguf(source, tmp_path / "model", kind, is_fused=is_fused)
     loaded, random = (plan(tmp_path / "model", load_format=form) for form in ("auto", "dummy"))
-    assert loaded.architecture.schemes == random.architecture.schemes == {"int8": 15}
-    assert loaded.plan.weight_bytes == random.plan.weight_bytes
+    assert loaded.architecture.schemes == random.architecture.schemes == schemes
+    assert loaded.architecture.expert_schemes == random.architecture.expert_schemes == expert_schemes
+    assert (loaded.plan.key, loaded.plan.weight_bytes) == (random.plan.key, random.plan.weight_bytes)

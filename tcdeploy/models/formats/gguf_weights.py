@@ -42,7 +42,7 @@ def find_gguf_weights(settings: Settings, layer: Layer) -> dict[str, QuantisedWe
     """
     family = FAMILIES[settings["architecture"]]
     if layer.path.endswith(EXPERTS):
-        return _interleaved_experts(layer) if settings["architecture"] == "gpt-oss" else _experts(layer)
+        return _interleaved_experts(layer) if family.has_interleaved_experts else _experts(layer)
     heads = settings["heads"].get(layer.path.rpartition(".")[2], 0) if family.has_permuted_heads else 0
     weights: dict[str, QuantisedWeight] = {}
     for suffix, stored in layer.tensors.items():
