@@ -180,7 +180,7 @@ def test_random_weights_of_a_saved_model_have_its_schemes(
 ) -> None:
     """So programs that were compiled without the weights are those of the saved model."""
     save(tmp_path / "out", "int8", save_model(family, tmp_path / "model"), skip=(skipped,))
-    limits = {"buckets": (16,), "batch_sizes": (1,), "kv_blocks": 32, "context": 128}
+    limits: dict[str, Any] = {"buckets": (16,), "batch_sizes": (1,), "kv_blocks": 32, "context": 128}
     loaded, random = (
         decide(Recipe(model=str(tmp_path / "out"), load_format=form, **limits)) for form in ("auto", "dummy")
     )
