@@ -116,6 +116,36 @@ def test_a_defect_of_the_content_is_an_error_of_the_plan(defect: str, source: Pa
     assert message.replace("FILE", str(folder / FILE)).replace("MODEL", str(folder)) in error_of(folder).message
 
 
+UP, UP_BIAS, GATE_UP = "blk.1.ffn_up_exps.weight", "blk.1.ffn_up_exps.bias", "blk.1.ffn_gate_up_exps.weight"
+EXPERTS: dict[str, tuple[str, Callable[[Stored], object], str]] = {
+    "a projection is missing": (
+        "qwen3_moe", lambda stored: stored.pop(UP), "the checkpoint of MODEL lacks model.layers.1.mlp.experts.up_exps",
+    ),
+    "a projection is stored twice": (
+        "qwen3_moe",
+        lambda stored: stored.update({GATE_UP: StoredTensor("F32", (4, 256, 256), bytes(1 << 20))}),
+        "it must not be there beside model.layers.1.mlp.experts.",
+    ),
+    "biases are transposed": (
+        "gpt_oss", lambda stored: stored.update({UP_BIAS: stored[UP_BIAS]._replace(shape=(384, 4))}),
+        "experts.up_exps_bias of MODEL is stored as float32 [384, 4]; it must have the shape [4, 384]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", EXPERTS)
+def test_a_defect_of_stacked_experts_is_an_error_of_the_plan(defect: str, tmp_path: Path) -> None:
+    family, change, message = EXPERTS[defect]
+    model = save_source(tmp_path / "source", family)
+    stored, _ = store_model(model, "Q8_0")
+    change(stored)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    write_file(folder / FILE, metadata(json.loads((model / "config.json").read_text()), 7), stored)
+    assert message.replace("MODEL", str(folder)) in error_of(folder).message
+
+
 BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (lambda content: content[:-5000], "is damaged: it ends before the end of "),
     "a truncated header": (lambda content: content[:500], "is damaged: its header ends early or is no text"),

@@ -81,9 +81,6 @@ def _interleaved_experts(layer: Layer) -> dict[str, QuantisedWeight]:
     """The experts of gpt-oss: gate and up in one tensor [experts, inputs, 2 * rows], their columns in turns."""
     stacks, weights = _stacks(layer), dict[str, QuantisedWeight]()
     for name, parts in (("gate_up_proj", ("gate_exps", "up_exps")), ("down_proj", ("down_exps",))):
-        for part in parts:
-            if part not in stacks:
-                layer.require(part, ())
         each = [stacks[part] for part in parts]
         experts, rows, columns = each[0].experts, len(parts) * each[0].rows, each[0].expert(0).columns
         if any((stack.experts, stack.rows) != (experts, each[0].rows) for stack in each):
@@ -125,7 +122,10 @@ class _Stack(NamedTuple):
 
 
 def _stacks(layer: Layer) -> dict[str, _Stack]:
-    """By the keys of EXPERT_PARTS. Gate and up may be in one tensor, the rows of gate first in each expert."""
+    """By all keys of EXPERT_PARTS. Gate and up may be in one tensor, the rows of gate first in each expert.
+
+    Raises ModelError for a part that is missing or in two tensors, and for impossible shapes.
+    """
     stacks: dict[str, _Stack] = {}
     for suffix, stored in layer.tensors.items():
         if suffix.endswith("_bias"):
@@ -135,11 +135,26 @@ def _stacks(layer: Layer) -> dict[str, _Stack]:
         parts = ("gate_exps", "up_exps") if suffix == BOTH else (suffix,)
         stride, rows = stored.shape[1], stored.shape[1] // len(parts)
         for index, part in enumerate(parts):
-            bias: Source = layer.source(f"{suffix}_bias") if f"{suffix}_bias" in layer.tensors else []
+            if part in stacks:
+                raise layer.wrong(suffix, f"must not be there beside {stacks[part].name}")
+            bias = _bias(layer, suffix, stored.shape[:2])
             if bias and suffix == BOTH:
                 bias = ["slice", 1, index * rows, (index + 1) * rows, bias]
             stacks[part] = _Stack(layer.name(suffix), stored, rows, stride, index * rows, bias)
+    for part in EXPERT_PARTS:
+        if part not in stacks:
+            layer.require(part, ())
     return stacks
+
+
+def _bias(layer: Layer, suffix: str, shape: tuple[int, ...]) -> Source:
+    """The biases of a stack: empty if there are none. shape: [experts, rows]."""
+    stored = layer.tensors.get(f"{suffix}_bias")
+    if stored is None:
+        return []
+    if stored.shape != shape:
+        raise layer.wrong(f"{suffix}_bias", f"must have the shape {[*shape]}")
+    return layer.source(f"{suffix}_bias")
 
 
 class _Rows(NamedTuple):
