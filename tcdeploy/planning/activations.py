@@ -35,6 +35,8 @@ def decide_fp8_min_rows(inputs: PlanInputs, prefill_lengths: tuple[int, ...], de
     if inputs.recipe.shapes != "dynamic":
         min_rows = min(min_rows, *prefill_lengths)
     reason = f"{inputs.architecture.quantisation} quantises them too; scales are computed for each token"
+    if any(scheme in MIN_ROWS for scheme in inputs.architecture.expert_schemes):
+        reason += "; inputs of experts keep 16 bits"
     value = f"fp8 (prefill steps, and decode steps of {min_rows} rows and more)"
     decisions.add("activations", value, reason)
     return min_rows

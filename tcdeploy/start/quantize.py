@@ -15,7 +15,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from tcdeploy.host.durable import sync, sync_folders
 from tcdeploy.host.progress import Progress
 from tcdeploy.host.regular_file import DISK_FULL
 from tcdeploy.host.temporary_files import temporary_folder
+from tcdeploy.models.convert.scheme_experts import stacked_weights
+from tcdeploy.models.convert.scheme_weight import SchemeExperts
 from tcdeploy.models.formats.compressed_writer import settings, stored_specs, stored_tensors
 from tcdeploy.models.formats.quantised_weight import LayerScheme
 from tcdeploy.models.location import local_folder
@@ -42,7 +44,8 @@ from tcdeploy.start.record.factors import READ_SUFFIXES
 
 CONFIG = "config.json"
 WEIGHT = ".weight"
-EXPERTS = re.compile(r"(.*\.experts)\.\d+\..*")
+EXPERTS = re.compile(r"(.*\.experts)\.\d+\.(.*)")
+JOINED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj")}  # linear layers of an expert, by their joined weight
 SPARE_BYTES = 16 << 20  # of the disk, for files beside the weights
 
 
@@ -178,19 +181,33 @@ def _ignored(model: nn.Module, checkpoint: Mapping[str, StoredTensor], schemes: 
     """The list of layers that stay dense, for readers that replace every linear layer which is not in it.
 
     It has the paths of linear layers in the model, and those of matrices in the checkpoint, whose names may differ from
-    them, and which may belong to parts that are not run here. All experts of a layer are one expression.
+    them, and which may belong to parts that are not run here. All experts of a layer are one expression, or one for
+    each projection that stays dense if another one does not.
     """
     modules = dict(model.named_modules())
     paths = [path for path, module in modules.items() if isinstance(module, nn.Linear)]
     matrices = [name for name, stored in checkpoint.items() if len(stored.shape) == 2 and name not in schemes]
     paths += [name.removesuffix(WEIGHT) for name in matrices if name.endswith(WEIGHT)]
+    paths += [path for stacked in stacked_weights(model) for path in _expert_paths(stacked.path)]
     paths = [path for path in paths if not isinstance(modules.get(path), nn.Embedding)]
-    return list(dict.fromkeys(map(_without_number, paths)))
+    partly_dense = {match[1] for name in schemes if (match := EXPERTS.fullmatch(name))}
+    partly_dense |= {path.rpartition(".")[0] for path, item in modules.items() if isinstance(item, SchemeExperts)}
+    return list(dict.fromkeys(_without_number(path, partly_dense) for path in paths))
 
 
-def _without_number(path: str) -> str:
+def _expert_paths(path: str) -> list[str]:
+    """The linear layers of the first expert, as most checkpoints name them, by the path of their stack."""
+    experts, _, name = path.rpartition(".")
+    return [f"{experts}.0.{layer}" for layer in JOINED_EXPERTS.get(name, (name,))]
+
+
+def _without_number(path: str, partly_dense: Collection[str]) -> str:
+    """partly_dense: paths of experts with a quantised projection."""
     match = EXPERTS.fullmatch(path)
-    return rf"re:{re.escape(match[1])}\.\d+\." if match else path
+    if match is None:
+        return path
+    layer = f"{re.escape(match[2])}$" if match[1] in partly_dense else ""
+    return rf"re:{re.escape(match[1])}\.\d+\.{layer}"
 
 
 def _copy_files(source: Path, folder: Path, quantization_config: Mapping[str, object]) -> list[str]:

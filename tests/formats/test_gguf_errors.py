@@ -116,6 +116,36 @@ def test_a_defect_of_the_content_is_an_error_of_the_plan(defect: str, source: Pa
     assert message.replace("FILE", str(folder / FILE)).replace("MODEL", str(folder)) in error_of(folder).message
 
 
+UP, UP_BIAS, GATE_UP = "blk.1.ffn_up_exps.weight", "blk.1.ffn_up_exps.bias", "blk.1.ffn_gate_up_exps.weight"
+EXPERTS: dict[str, tuple[str, Callable[[Stored], object], str]] = {
+    "a projection is missing": (
+        "qwen3_moe", lambda stored: stored.pop(UP), "the checkpoint of MODEL lacks model.layers.1.mlp.experts.up_exps",
+    ),
+    "a projection is stored twice": (
+        "qwen3_moe",
+        lambda stored: stored.update({GATE_UP: StoredTensor("F32", (4, 256, 256), bytes(1 << 20))}),
+        "it must not be there beside model.layers.1.mlp.experts.",
+    ),
+    "biases are transposed": (
+        "gpt_oss", lambda stored: stored.update({UP_BIAS: stored[UP_BIAS]._replace(shape=(384, 4))}),
+        "experts.up_exps_bias of MODEL is stored as float32 [384, 4]; it must have the shape [4, 384]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", EXPERTS)
+def test_a_defect_of_stacked_experts_is_an_error_of_the_plan(defect: str, tmp_path: Path) -> None:
+    family, change, message = EXPERTS[defect]
+    model = save_source(tmp_path / "source", family)
+    stored, _ = store_model(model, "Q8_0")
+    change(stored)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    write_file(folder / FILE, metadata(json.loads((model / "config.json").read_text()), 7), stored)
+    assert message.replace("MODEL", str(folder)) in error_of(folder).message
+
+
 BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (lambda content: content[:-5000], "is damaged: it ends before the end of "),
     "a truncated header": (lambda content: content[:500], "is damaged: its header ends early or has invalid text"),
@@ -259,8 +289,33 @@ def test_factors_of_longrope_must_be_those_of_the_config(is_swapped: bool, tmp_p
         assert plan(model, context=64).architecture.schemes
 
 
-def test_random_weights_have_the_schemes_of_the_file(source: Path, tmp_path: Path) -> None:
-    write_gguf(source, tmp_path / "model", "Q8_0")
+def test_a_merged_file_states_that_it_has_no_parts(source: Path, tmp_path: Path) -> None:
+    """As `llama-gguf-split --merge` writes it."""
+    entries = metadata(json.loads((source / "config.json").read_text()), 7) | {"split.count": ("U32", 0)}
+    (tmp_path / "model").mkdir()
+    shutil.copy(source / "config.json", tmp_path / "model")
+    write_file(tmp_path / "model" / FILE, entries, store_model(source, "Q8_0")[0])
+    assert plan(tmp_path / "model").architecture.schemes == {"int8": 15}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "schemes", "expert_schemes"),
+    [
+        ("llama", "Q8_0", {"int8": 14}, {}),
+        ("qwen3_moe", "Q8_0", {"int8": 8}, {"int8": 4}),
+        ("mixtral", "Q4_0", {"int4_float16": 8}, {"int4_float16": 4}),
+        ("qwen3_moe", "Q4_K_M", {}, {"int8": 2}),
+        ("gpt_oss", "Q8_0", {"int8": 8}, {}),
+    ],
+)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_random_weights_have_the_schemes_of_the_file(
+    family: str, kind: str, is_fused: bool, schemes: dict[str, int], expert_schemes: dict[str, int], tmp_path: Path
+) -> None:
+    """So programs that were compiled without the weights are those of the file. 128 columns are no block of Q4_K."""
+    source = save_source(tmp_path / "source", family, tie_word_embeddings=True)
+    write_gguf(source, tmp_path / "model", kind, is_fused=is_fused)
     loaded, random = (plan(tmp_path / "model", load_format=form) for form in ("auto", "dummy"))
-    assert loaded.architecture.schemes == random.architecture.schemes == {"int8": 15}
-    assert loaded.plan.weight_bytes == random.plan.weight_bytes
+    assert loaded.architecture.schemes == random.architecture.schemes == schemes
+    assert loaded.architecture.expert_schemes == random.architecture.expert_schemes == expert_schemes
+    assert (loaded.plan.key, loaded.plan.weight_bytes) == (random.plan.key, random.plan.weight_bytes)

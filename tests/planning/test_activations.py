@@ -51,6 +51,14 @@ def test_a_checkpoint_that_asks_for_fp8_inputs_gets_them(scheme: str) -> None:
     assert decision.reason == "fp8 quantises them too; scales are computed for each token"
 
 
+def test_the_plan_says_that_experts_keep_their_inputs() -> None:
+    mixture = replace(fp8_model(), expert_schemes={"fp8_channel": 32})
+    reason = "fp8 quantises them too; scales are computed for each token; inputs of experts keep 16 bits"
+    assert decision_named(plan_for(mixture), "activations").reason == reason
+    others = replace(fp8_model(), expert_schemes={"int8": 32})
+    assert "experts" not in decision_named(plan_for(others), "activations").reason
+
+
 def test_several_schemes_have_the_largest_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(activations.MIN_ROWS, "fp8_block", 512)
     assert plan_for(fp8_model("fp8_channel", "int8", "fp8_block")).fp8_min_rows == 512

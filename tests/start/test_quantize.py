@@ -33,6 +33,7 @@ from tcdeploy.start.record.lookup import NoRecord, find_record
 from tests.conftest import TINY
 from tests.exported_programs import exported_programs
 from tests.int8_checkpoint import WEIGHTS, change_config
+from tests.model_families import LAYERS
 from tests.models.test_traced_model import save_model
 from tests.start.test_scheme_starts import BUCKETS, PROMPTS, outcomes, start, tokens_of
 
@@ -145,14 +146,48 @@ def test_the_folder_has_the_config_and_all_small_files(tmp_path: Path) -> None:
     assert saved.written_bytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "out" / WEIGHTS).values())
 
 
+def ignored_expressions(folder: Path) -> list[str]:
+    ignored = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+    return [name.removeprefix("re:") for name in ignored if name.startswith("re:")]
+
+
 def test_all_experts_of_a_layer_are_one_ignored_expression(tmp_path: Path) -> None:
+    """For each of their names: those of the checkpoint and those of the model."""
     save(tmp_path / "out", "int8", save_model("mixtral", tmp_path / "model"), skip=("experts",))
-    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
-    expressions = [name.removeprefix("re:") for name in ignored if name.startswith("re:")]
-    assert len(expressions) == len({name for name in ignored if name.endswith("gate")}) > 1
-    path = "model.layers.0.block_sparse_moe.experts.11.w1"
-    assert [bool(re.match(expression, path)) for expression in expressions].count(True) == 1
+    expressions = ignored_expressions(tmp_path / "out")
+    assert len(expressions) == 2 * LAYERS
+    for path in ("model.layers.0.block_sparse_moe.experts.11.w1", "model.layers.1.mlp.experts.11.down_proj"):
+        assert [bool(re.match(expression, path)) for expression in expressions].count(True) == 1
     assert not any(re.match(expression, "model.layers.0.self_attn.q_proj") for expression in expressions)
+
+
+def test_quantised_projections_of_experts_are_not_ignored_because_others_are_dense(tmp_path: Path) -> None:
+    save(tmp_path / "out", "int8", save_model("qwen2_moe", tmp_path / "model"), skip=("experts.down_proj",))
+    expressions = ignored_expressions(tmp_path / "out")
+    path = "model.layers.0.mlp.experts.3"
+    assert any(re.match(expression, f"{path}.down_proj") for expression in expressions)
+    assert not any(re.match(expression, f"{path}.{name}_proj") for expression in expressions for name in ("gate", "up"))
+
+
+@pytest.mark.parametrize(
+    ("family", "skipped", "stacks"),
+    [
+        ("qwen2_moe", "down_proj", LAYERS), ("qwen2_moe", "gate_up_proj", LAYERS),
+        ("mixtral", "layers.0", 2 * (LAYERS - 1)), ("mixtral", "down_proj", LAYERS), ("gpt_oss", "experts", 0),
+    ],
+)  # fmt: skip
+def test_random_weights_of_a_saved_model_have_its_schemes(
+    family: str, skipped: str, stacks: int, tmp_path: Path
+) -> None:
+    """So programs that were compiled without the weights are those of the saved model."""
+    save(tmp_path / "out", "int8", save_model(family, tmp_path / "model"), skip=(skipped,))
+    limits: dict[str, Any] = {"buckets": (16,), "batch_sizes": (1,), "kv_blocks": 32, "context": 128}
+    loaded, random = (
+        decide(Recipe(model=str(tmp_path / "out"), load_format=form, **limits)) for form in ("auto", "dummy")
+    )
+    expected = {"int8": stacks} if stacks else {}
+    assert loaded.architecture.expert_schemes == random.architecture.expert_schemes == expected
+    assert loaded.plan.key == random.plan.key
 
 
 def test_large_models_have_several_files_and_an_index(tmp_path: Path) -> None:

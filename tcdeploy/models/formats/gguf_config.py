@@ -7,8 +7,8 @@ settings in config.json describe other weights, and are replaced by
     {"quant_method": "gguf", "architecture": "llama", "heads": {"q_proj": 32, "k_proj": 8}, "schemes": {...},
      "layout": DIGEST}
 
-`schemes` has those of linear layers, by path, for random weights. `layout` is a digest of the types of all tensors, on
-which programs depend.
+`schemes` has those of linear layers and stacked experts, by path in the model, for random weights. `layout` is a digest
+of the types of all tensors, on which programs depend.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.formats.gguf_rope import ROPE_TENSORS, rope_parameters, rope_problem
-from tcdeploy.models.formats.gguf_weights import SCHEMES_BY_TYPE
+from tcdeploy.models.formats.gguf_weights import GATE_UP, SCHEMES_BY_TYPE
 from tcdeploy.models.load_errors import DOWNLOAD_HINT
 from tcdeploy.models.weights.gguf_file import read_gguf
 from tcdeploy.models.weights.gguf_names import ARCHITECTURE_KEY, FAMILIES, Family, is_known, named_tensors
@@ -41,6 +42,9 @@ COMPARED = {
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
+EXPERTS_MODULE = "mlp.experts"  # in a layer of each family's model
+# The weights of this module, by the names of their stacks in the file
+STACKS = {"gate_exps": "gate_up_proj", "up_exps": "gate_up_proj", GATE_UP: "gate_up_proj", "down_exps": "down_proj"}
 log = logging.getLogger("tcdeploy.models")
 TOLERANCE = 1e-4  # the file stores numbers in float32
 
@@ -66,7 +70,8 @@ def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -
             raise ModelError(f"{model} lacks {path.name}, a part of its weights", DOWNLOAD_HINT)
     files = [read_gguf(path) for path in paths]
     metadata = files[0].metadata
-    if (parts := metadata.get("split.count", 1)) != len(files):
+    parts = metadata.get("split.count") or 1  # 0 in a file that llama.cpp has merged
+    if parts != len(files):
         raise ModelError(f"{paths[0]} is one of {parts} files", "name them NAME-00001-of-0000N.gguf, in one folder")
     architecture, text_config = str(metadata.get(ARCHITECTURE_KEY)), config.get_text_config()
     family = FAMILIES.get(architecture)
@@ -85,13 +90,23 @@ def gguf_settings(model: str, config: PreTrainedConfig, paths: Sequence[Path]) -
     return {
         "quant_method": METHOD, "architecture": architecture,
         "heads": {"q_proj": text_config.num_attention_heads, "k_proj": text_config.num_key_value_heads},
-        "schemes": {
-            name.removesuffix(".weight"): SCHEMES_BY_TYPE[kind]
-            for name, kind in types.items()
-            if name.endswith("_proj.weight") or name == "lm_head.weight" if kind in SCHEMES_BY_TYPE
-        },
+        "schemes": _schemes(types, family),
         "layout": hashlib.sha256(json.dumps(types, sort_keys=True).encode()).hexdigest()[:16],
     }  # fmt: skip
+
+
+def _schemes(types: Mapping[str, str], family: Family) -> dict[str, str]:
+    """By path in the model. Gate and up of stacked experts are one weight there, so their types must be equal."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for name, kind in types.items():
+        path, _, part = name.rpartition(".")
+        if part in STACKS and not family.has_interleaved_experts:
+            kinds[f"{path.removesuffix(family.experts)}{EXPERTS_MODULE}.{STACKS[part]}"].add(kind)
+        elif name.endswith("_proj.weight") or name == "lm_head.weight":
+            kinds[path].add(kind)
+    return {
+        path: SCHEMES_BY_TYPE[kind] for path, (kind, *others) in kinds.items() if kind in SCHEMES_BY_TYPE and not others
+    }
 
 
 def _check_type(path: Path, architecture: str, family: Family, config: PreTrainedConfig) -> None:

@@ -43,7 +43,7 @@ def find_gguf_weights(settings: Settings, layer: Layer) -> dict[str, QuantisedWe
     """
     family = FAMILIES[settings["architecture"]]
     if layer.path.endswith(EXPERTS):
-        return _interleaved_experts(layer) if settings["architecture"] == "gpt-oss" else _experts(layer)
+        return _interleaved_experts(layer) if family.has_interleaved_experts else _experts(layer)
     heads = settings["heads"].get(layer.path.rpartition(".")[2], 0) if family.has_permuted_heads else 0
     weights: dict[str, QuantisedWeight] = {}
     for suffix, stored in layer.tensors.items():
@@ -82,9 +82,6 @@ def _interleaved_experts(layer: Layer) -> dict[str, QuantisedWeight]:
     """The experts of gpt-oss. Gate and up are one tensor [experts, inputs, 2 * rows] with alternating columns."""
     stacks, weights = _stacks(layer), dict[str, QuantisedWeight]()
     for name, parts in (("gate_up_proj", ("gate_exps", "up_exps")), ("down_proj", ("down_exps",))):
-        for part in parts:
-            if part not in stacks:
-                layer.require(part, ())
         each = [stacks[part] for part in parts]
         experts, rows, columns = each[0].experts, len(parts) * each[0].rows, each[0].expert(0).columns
         if any((stack.experts, stack.rows) != (experts, each[0].rows) for stack in each):
@@ -126,7 +123,10 @@ class _Stack(NamedTuple):
 
 
 def _stacks(layer: Layer) -> dict[str, _Stack]:
-    """The stacks, by the keys of EXPERT_PARTS. Gate and up may be one tensor, with gate's rows first in each expert."""
+    """The stacks, by all keys of EXPERT_PARTS. Gate and up may be one tensor, with gate's rows first in each expert.
+
+    Raises ModelError for a part that is missing or in two tensors, and for impossible shapes.
+    """
     stacks: dict[str, _Stack] = {}
     for suffix, stored in layer.tensors.items():
         if suffix.endswith("_bias"):
@@ -136,11 +136,26 @@ def _stacks(layer: Layer) -> dict[str, _Stack]:
         parts = ("gate_exps", "up_exps") if suffix == GATE_UP else (suffix,)
         stride, rows = stored.shape[1], stored.shape[1] // len(parts)
         for index, part in enumerate(parts):
-            bias: Source = layer.source(f"{suffix}_bias") if f"{suffix}_bias" in layer.tensors else []
+            if part in stacks:
+                raise layer.wrong(suffix, f"must not be there beside {stacks[part].name}")
+            bias = _bias(layer, suffix, stored.shape[:2])
             if bias and suffix == GATE_UP:
                 bias = ["slice", 1, index * rows, (index + 1) * rows, bias]
             stacks[part] = _Stack(layer.name(suffix), stored, rows, stride, index * rows, bias)
+    for part in EXPERT_PARTS:
+        if part not in stacks:
+            layer.require(part, ())
     return stacks
+
+
+def _bias(layer: Layer, suffix: str, shape: tuple[int, ...]) -> Source:
+    """The biases of a stack: empty if there are none. shape: [experts, rows]."""
+    stored = layer.tensors.get(f"{suffix}_bias")
+    if stored is None:
+        return []
+    if stored.shape != shape:
+        raise layer.wrong(f"{suffix}_bias", f"must have the shape {[*shape]}")
+    return layer.source(f"{suffix}_bias")
 
 
 class _Rows(NamedTuple):

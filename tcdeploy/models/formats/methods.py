@@ -352,7 +352,7 @@ METHODS: dict[str, Method] = {
     "mxfp4": Method(_find_mxfp4, _mxfp4_scheme, names_stacks=True),
     "bitsandbytes": Method(_find_bitsandbytes, _bitsandbytes_scheme),
     "torchao": Method(_find_torchao, _torchao_scheme),
-    "gguf": Method(_find_gguf, _gguf_scheme),
+    "gguf": Method(_find_gguf, _gguf_scheme, names_stacks=True),
     EXPLICIT: Method(
         lambda settings, layer: {},
         _explicit_scheme,

@@ -49,7 +49,7 @@ class Family(NamedTuple):
 
     model_types: of config.json. layer: transformers' paths in a layer, by GGUF's name. experts: the path of the stacked
     experts in a layer. has_permuted_heads: the rows of q and k lie in another order (formats/gguf_weights.py).
-    norm_offset: what GGUF adds to the weights of norms.
+    norm_offset: what GGUF adds to the weights of norms. has_interleaved_experts: the model has gate and up in turns.
     """
 
     model_types: tuple[str, ...]
@@ -57,6 +57,7 @@ class Family(NamedTuple):
     experts: str = "mlp.experts"
     has_permuted_heads: bool = False
     norm_offset: float = 0.0
+    has_interleaved_experts: bool = False
 
 
 FAMILIES = {
@@ -75,6 +76,7 @@ FAMILIES = {
         ("gpt_oss",),
         {**ATTENTION, "attn_sinks": "self_attn.sinks", "post_attention_norm": "post_attention_layernorm",
          "ffn_gate_inp": "mlp.router"},
+        has_interleaved_experts=True,
     ),
 }  # fmt: skip
 
