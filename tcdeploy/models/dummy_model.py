@@ -57,7 +57,6 @@ def dummy_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) 
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for name in float32_tensors(model, dtype):
         tensors[name].data = tensors[name].data.float()
-    del tensors  # or each matrix on the meta device would outlive its place in the model
     _make_shared_matrices(model, plan.device)
     scheme_of = scheme_finder(config)
     quantisable = {item.path: item for item in quantisable_weights(model, scheme_of)}

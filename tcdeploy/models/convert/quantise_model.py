@@ -85,7 +85,7 @@ def quantisable_weights(model: nn.Module, scheme_of: Callable[[str], LayerScheme
     embedding. As in a loaded model, so do experts in a scheme whose columns are in another order.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    linears = [
+    linears: list[tuple[str, int, nn.Linear | StackedWeight]] = [
         (path, module.in_features, module)
         for path, module in model.named_modules()
         if type(module) is nn.Linear and id(module.weight) not in tied
