@@ -13,7 +13,7 @@ so a parity check on it proves little. The weights drawn here keep the activatio
 - Embeddings have unequal norms. Some are so small that the epsilon of the first norm matters.
 
 A tensor that has values starts from transformers' own initialisation, so zeros that it sets (padding) stay zeros.
-Matrices may be on the meta device instead. Then the caller makes each of them when it is its turn (dummy_model.py).
+Matrices may be on the meta device instead: `make_matrix` then creates them one by one (dummy_model.py).
 """
 
 from __future__ import annotations
