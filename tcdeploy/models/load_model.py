@@ -5,22 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.convert.convert_model import convert_model
-from tcdeploy.models.convert.quantise_model import quantise_model
 from tcdeploy.models.convert.quantised_weights import loading_refusal
-from tcdeploy.models.formats.methods import is_quantised, scheme_finder
+from tcdeploy.models.dummy_model import dummy_model
+from tcdeploy.models.formats.methods import is_quantised
 from tcdeploy.models.load import quiet_transformers, translating_errors
 from tcdeploy.models.pretrained import pretrained_model
 from tcdeploy.models.traced_model import LoadingModel, TracedModel
-from tcdeploy.models.weights.dummy_weights import draw_dummy_weights
 from tcdeploy.planning.plan import Plan
-from tcdeploy.torch_compat.transformers.float32_tensors import float32_tensors
-
-DUMMY_SEED = 0
 
 
 @contextlib.contextmanager
@@ -51,28 +45,9 @@ def load_model(
         return loading.model
     with quiet_transformers(), translating_errors(plan.model):
         if plan.load_format == "dummy":
-            model = _dummy_model(plan, config, attn_implementation)
+            model = dummy_model(plan, config, attn_implementation)
         elif is_quantised(config):
             raise loading_refusal(plan.model, config, "they are not traced")
         else:
             model = pretrained_model(plan, config, attn_implementation)
     return convert_model(model, packed_linears)
-
-
-def _dummy_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
-    """Random weights, created on the device; equal for equal config, device and torch version.
-
-    They have the dtypes of loaded weights, so that both run the same programs.
-    """
-    dtype = getattr(torch, plan.weight_dtype)
-    torch.manual_seed(DUMMY_SEED)
-    with torch.device(plan.device):
-        model: PreTrainedModel = auto_class(config, plan.trust_remote_code).from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=plan.trust_remote_code
-        )
-    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    for name in float32_tensors(model, dtype):
-        tensors[name].data = tensors[name].data.float()
-    draw_dummy_weights(model)
-    quantise_model(model, scheme_finder(config))
-    return model

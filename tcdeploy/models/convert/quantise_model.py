@@ -6,12 +6,12 @@ A loaded checkpoint that is quantised already goes through quantised_weights.py 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from tcdeploy.models.convert.scheme_experts import stacked_weights
+from tcdeploy.models.convert.scheme_experts import StackedWeight, stacked_weights
 from tcdeploy.models.convert.scheme_linear import SchemeLinear
 from tcdeploy.models.convert.scheme_weight import SchemeExperts
 from tcdeploy.models.formats.quantised_weight import LayerScheme
@@ -20,6 +20,34 @@ from tcdeploy.planning.schemes import SCHEMES, Scheme
 # (scheme, weight, columns that share a scale): the tensors of the scheme. weight: [rows, columns], or those of experts
 # [experts, rows, columns], whose tensors are stacked.
 Quantise: TypeAlias = Callable[[Scheme, Tensor, int], Sequence[Tensor]]
+
+
+class QuantisableWeight(NamedTuple):
+    """A dense weight of `model` that has a scheme. group_size: the columns that share a scale."""
+
+    model: nn.Module
+    path: str
+    scheme: Scheme
+    group_size: int
+    place: nn.Linear | StackedWeight
+
+    @property
+    def weight(self) -> Tensor:
+        """[rows, columns], or that of experts [experts, rows, columns]."""
+        if isinstance(self.place, nn.Linear):
+            return self.place.weight.detach()
+        weight = self.place.tensor.detach()
+        return weight.transpose(1, 2) if self.place.is_transposed else weight
+
+    def replace(self, tensors: Sequence[Tensor]) -> LayerScheme:
+        """Put the tensors of the scheme in the weight's place."""
+        if isinstance(self.place, nn.Linear):
+            layer = SchemeLinear(self.scheme, tensors, self.place.bias)
+            self.model.set_submodule(self.path, layer)
+            return layer.layer_scheme
+        experts = SchemeExperts(self.scheme, tensors, len(self.weight))
+        self.place.replace(experts)
+        return experts.layer_scheme
 
 
 def quantise_values(scheme: Scheme, weight: Tensor, group_size: int) -> Sequence[Tensor]:
@@ -42,44 +70,33 @@ def quantise_model(
 ) -> dict[str, LayerScheme]:
     """Quantise the linear layers and stacked experts that have a scheme, by path, in place.
 
-    quantise: `quantise_traced` for traced tensors. Returns the schemes by path. A weight whose columns are not a
-    multiple of the group size stays dense, and so does a head that is tied to the embedding.
+    quantise: `quantise_traced` for traced tensors. Returns the schemes by path.
     """
-    return {**_quantise_linears(model, scheme_of, quantise), **_quantise_experts(model, scheme_of, quantise)}
+    return {
+        item.path: item.replace(quantise(item.scheme, item.weight, item.group_size))
+        for item in quantisable_weights(model, scheme_of)
+    }
 
 
-def _quantise_linears(
-    model: nn.Module, scheme_of: Callable[[str], LayerScheme | None], quantise: Quantise
-) -> dict[str, LayerScheme]:
+def quantisable_weights(model: nn.Module, scheme_of: Callable[[str], LayerScheme | None]) -> list[QuantisableWeight]:
+    """The weights that have a scheme: those of linear layers, then those of experts.
+
+    A weight whose columns are not a multiple of the group size stays dense, and so does a head that is tied to the
+    embedding. As in a loaded model, so do experts in a scheme whose columns are in another order.
+    """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    schemes: dict[str, LayerScheme] = {}
-    for path, module in list(model.named_modules()):
-        choice = scheme_of(path) if type(module) is nn.Linear and id(module.weight) not in tied else None
-        if choice is None or (choice.group_size and module.in_features % choice.group_size):
+    linears: list[tuple[str, int, nn.Linear | StackedWeight]] = [
+        (path, module.in_features, module)
+        for path, module in model.named_modules()
+        if type(module) is nn.Linear and id(module.weight) not in tied
+    ]
+    stacks = [(stacked.path, stacked.columns, stacked) for stacked in stacked_weights(model)]
+    weights: list[QuantisableWeight] = []
+    for path, columns, place in [*linears, *stacks]:
+        choice = scheme_of(path)
+        if choice is None or (choice.group_size and columns % choice.group_size):
             continue
         scheme = SCHEMES[choice.scheme]
-        tensors = quantise(scheme, module.weight.detach(), choice.group_size or module.in_features)
-        layer = SchemeLinear(scheme, tensors, module.bias)
-        model.set_submodule(path, layer)
-        schemes[path] = layer.layer_scheme
-    return schemes
-
-
-def _quantise_experts(
-    model: nn.Module, scheme_of: Callable[[str], LayerScheme | None], quantise: Quantise
-) -> dict[str, LayerScheme]:
-    """Experts in a scheme with permuted columns stay dense, because those of a checkpoint are dequantised too."""
-    schemes: dict[str, LayerScheme] = {}
-    for stacked in list(stacked_weights(model)):
-        choice = scheme_of(stacked.path)
-        if choice is None or (choice.group_size and stacked.columns % choice.group_size):
-            continue
-        scheme = SCHEMES[choice.scheme]
-        if scheme.row_block:
-            weight = stacked.tensor.detach()
-            weight = weight.transpose(1, 2) if stacked.is_transposed else weight
-            tensors = quantise(scheme, weight, choice.group_size or stacked.columns)
-            experts = SchemeExperts(scheme, tensors, len(weight))
-            stacked.replace(experts)
-            schemes[stacked.path] = experts.layer_scheme
-    return schemes
+        if scheme.row_block or isinstance(place, nn.Linear):
+            weights.append(QuantisableWeight(model, path, scheme, choice.group_size or columns, place))
+    return weights

@@ -12,14 +12,16 @@ so a parity check on it proves little. The weights drawn here keep the activatio
 - Norms, biases, sinks and other vectors differ from their neutral values, and selected experts have different weights.
 - Embeddings have unequal norms. Some are so small that the epsilon of the first norm matters.
 
-Every tensor starts from transformers' own initialisation, so zeros that it sets (padding) stay zeros.
+A tensor that has values starts from transformers' own initialisation, so zeros that it sets (padding) stay zeros.
+Matrices may be on the meta device instead: `make_matrix` then creates them one by one (dummy_model.py).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,33 +42,42 @@ ATTENTION_OUTPUT = re.compile(r"attn\.(.*\.)?(c_proj|dense|out_proj|o_proj|wo)$|
 ROUTER = re.compile(r"(^|[._])(gate|router)(\.|$)|router")
 FROM_HIDDEN = re.compile(r"gate|up|w1|w3|fc1|c_fc|in_proj")
 
+# (path of the module, module, name of its parameter, standard deviation): replaces a matrix on the meta device.
+MakeMatrix: TypeAlias = Callable[[str, nn.Module, str, float], None]
+
 
 @torch.no_grad()
-def draw_dummy_weights(model: PreTrainedModel) -> None:
-    """Rescale and perturb the weights of an initialised model in place.
+def draw_dummy_weights(model: PreTrainedModel, make_matrix: MakeMatrix | None = None) -> None:
+    """Rescale and perturb the weights of an initialised model in place, module by module.
 
-    Reproducible for one torch version and device if the caller seeds torch's random numbers.
+    make_matrix: for models with matrices on the meta device, each of which belongs to one module. Reproducible for one
+    torch version and device if the caller seeds torch's random numbers.
     """
     head_weight: Any = getattr(model.get_output_embeddings(), "weight", None)
     is_tied = any(module.weight is head_weight for module in model.modules() if isinstance(module, nn.Embedding))
     logits_std = max(LOGITS_STD, SOFTCAP_SHARE * _softcap(model, "final_logit_softcapping"))
     gains = _attention_gains(model)
     drawn: set[int] = set()
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
+    for path, module in list(model.named_modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in drawn or not parameter.is_floating_point():
                 continue
             drawn.add(id(parameter))
             if parameter.ndim < 2 or name.endswith("bias"):  # experts have a matrix of biases
                 _perturb(parameter, name, _gain(path, gains))
-            elif isinstance(module, nn.Embedding):
+                continue
+            if isinstance(module, nn.Embedding):
                 _vary_norms(parameter)
-                _rescale(parameter, logits_std / math.sqrt(parameter.shape[-1]) if is_tied else 1.0)
-            elif id(parameter) == id(head_weight):
-                _rescale(parameter, logits_std / math.sqrt(parameter.shape[-1]))
+                std = logits_std / math.sqrt(parameter.shape[-1]) if is_tied else 1.0
+            elif parameter is head_weight:
+                std = logits_std / math.sqrt(parameter.shape[-1])
             else:
                 gain = _gain(f"{path}.{name}".removesuffix(".weight"), gains)
-                _rescale(parameter, gain / math.sqrt(_fan_in(module, name, parameter, model)))
+                std = gain / math.sqrt(_fan_in(module, name, parameter, model))
+            if make_matrix is not None and parameter.is_meta:
+                make_matrix(path, module, name, std)
+            else:
+                _rescale(parameter, std)
 
 
 def _attention_gains(model: PreTrainedModel) -> dict[str, float]:

@@ -27,6 +27,11 @@ def supports_experts_interface(module: Any) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and supported()
 
 
+def is_experts_class(module_class: type[Any]) -> bool:
+    """Whether modules of the class may support the interface. The other attributes are set after their parameters."""
+    return hasattr(module_class, "_apply_gate") and supported()
+
+
 def apply_gate(module: Any, gate_up: Any) -> Any:
     """The inputs [pairs, intermediate] of the down projection, from the outputs of gate and up in one tensor."""
     return module._apply_gate(gate_up)
