@@ -4,7 +4,8 @@
     expert_linear  a product of each pair with the weight of its expert, dense or in any scheme (planning/schemes.py)
 
 The weights of all experts stay in device memory as they are stored. On a CPU, and where no kernel fits, each expert's
-weight is dequantised and multiplied in plain torch (reference.py).
+weight is dequantised and multiplied in plain torch (reference.py). Dense experts with many pairs use torch's grouped
+GEMM (grouped_mm.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the schemes
 from tcdeploy.kernels.custom_op import custom_op
-from tcdeploy.kernels.experts import matmul
+from tcdeploy.kernels.experts import grouped_mm, matmul
 from tcdeploy.kernels.experts.grouping import group_by_expert, groups_length
 from tcdeploy.kernels.experts.reference import expert_shape, multiply_by_expert
 
@@ -48,6 +49,8 @@ def expert_linear(
     bias: [experts, n].
     """
     if x.is_cuda and matmul.accepts(scheme, x, tensors):
+        if grouped_mm.takes(expert_ids.numel(), tensors, scheme):
+            return grouped_mm.multiply_sorted(x, expert_ids, groups, tensors[0], bias)
         return matmul.matmul(x, expert_ids.contiguous(), groups, tensors, bias, scheme)
     return multiply_by_expert(x, expert_ids, tensors, bias, scheme)
 

@@ -1,8 +1,8 @@
 """Chooses the tiles of the products of experts, and the rows of a block. Does not import Triton.
 
 The heuristics follow from the times of scripts/bench-experts on an H200, for 1 and 32 tokens and the experts of Qwen3
-30B-A3B and gpt-oss 20B. Blocks of more than 32 rows have not been timed: their tiles follow from the registers and
-shared memory of the compiled kernels.
+30B-A3B and gpt-oss 20B. Blocks of more than 32 rows have not been timed: dense experts then use torch's grouped GEMM,
+and the tiles of quantised ones follow from the registers and shared memory of the compiled kernels.
 
 Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper by Triton 3.7, the GEMV
 has 12 (int4) to 14 (e2m1) instructions for each byte of the weight, and the GEMM 9 to 13. With FP8 weights both have 3
@@ -24,6 +24,7 @@ GEMV_PAIRS = 16  # up to so many, pairs are not grouped, because few of them hav
 # further block of an expert reads its weight again, from the L2 cache, and multiplies it again.
 BLOCK_ROWS = ((4, 8), (10, 16), (24, 32), (192, 64))
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
+MAX_TIMED_ROWS = 32  # of a block; dense experts with more are multiplied by torch (grouped_mm.py)
 
 
 class ExpertGemvTile(NamedTuple):

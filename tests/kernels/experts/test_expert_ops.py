@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tcdeploy.kernels.experts.grouped_mm import multiply_sorted, takes
 from tcdeploy.kernels.experts.grouping import max_blocks, sort_pairs, tables
 from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
 from tcdeploy.kernels.experts.reference import expert_shape, multiply_by_expert
 from tcdeploy.kernels.experts.tiles import block_rows
 from tests.kernels.experts.expert_cases import (
+    DENSE,
     EXPERT_CASES,
     EXPERTS,
     ROUTINGS,
@@ -38,6 +40,25 @@ def test_the_product_on_a_cpu_is_that_of_a_loop_over_pairs(case: str, routing: s
         y = run(arguments)
         assert y.is_contiguous() and y.shape == (arguments.expert_ids.numel(), 32)
         assert_close(y, expected(arguments), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@each_routing
+def test_sorted_pairs_have_the_products_of_a_loop_over_pairs(case: str, device: str, routing: str) -> None:
+    for row_per_pair, with_bias in ((False, True), (True, False)):
+        cpu = product(case, ROUTINGS[routing], with_bias, row_per_pair)
+        x, ids, (weight,), bias, _ = cpu
+        x, ids, weight, bias = (None if tensor is None else tensor.to(device) for tensor in (x, ids, weight, bias))
+        y = multiply_sorted(x, ids, sort_pairs(ids, EXPERTS, 8), weight, bias)
+        assert y.is_contiguous()
+        assert_agrees(y.cpu(), expected(cpu))
+
+
+def test_few_pairs_and_quantised_experts_are_not_sorted() -> None:
+    weight = torch.empty(128, 16, 16, dtype=torch.bfloat16)
+    assert [takes(pairs, [weight], "") for pairs in (1, 3072, 3073)] == [False, False, True]
+    assert not takes(3073, [weight.half()], "") and not takes(3073, [weight], "fp8_channel")
 
 
 @each_case
