@@ -37,7 +37,7 @@ from tcdeploy.kernels.experts.tiles import (
     gemv_tile,
 )
 from tcdeploy.kernels.linear.fp4_scheme import NVFP4_NAME
-from tcdeploy.kernels.linear.scheme_matmul import CAPABILITY, FORMATS, FP8_CAPABILITY, operands
+from tcdeploy.kernels.linear.scheme_matmul import FORMATS, is_capable, operands
 from tcdeploy.kernels.linear.scheme_tiles import MIN_SLICE
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel
@@ -115,9 +115,7 @@ def is_supported(scheme: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> 
 
 def accepts(scheme: str, x: Tensor, tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels compute the product on this GPU."""
-    needs_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
-    is_capable = torch.cuda.get_device_capability(x.device) >= (FP8_CAPABILITY if needs_fp8 else CAPABILITY)
-    return is_capable and x.stride(1) == 1 and is_supported(scheme, x.dtype, tensors)
+    return is_capable(tensors) and x.stride(1) == 1 and is_supported(scheme, x.dtype, tensors)
 
 
 def matmul(

@@ -14,10 +14,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, TypeAlias
 
-from tcdeploy.kernels.linear.scheme_tiles import MIN_SLICE
+from tcdeploy.kernels.linear.scheme_tiles import MAX_STAGES, MAX_SUMS, MIN_SLICE, MIN_STAGES, GemmSteps
 
-MAX_SUMS = 1024  # per warp of the GEMM: 32 registers of each thread, and as many for those of a step
-MIN_STAGES, MAX_STAGES = 3, 8  # if steps are of another size than the tile's
 GEMV_PAIRS = 16  # up to so many, pairs are not grouped, because few of them have the same expert
 
 # (largest average number of pairs per expert, rows of a block). Blocks have more rows than the average, because each
@@ -119,15 +117,6 @@ def gemm_tile(rows: int) -> ExpertGemmTile:
 def fit_block_bytes(tile: ExpertGemvTile, row_bytes: int) -> int:
     """Bytes of a row per step: at most those of a row, rounded up to a power of two."""
     return min(tile.block_bytes, 1 << (row_bytes - 1).bit_length())
-
-
-class GemmSteps(NamedTuple):
-    """A tile fitted to a weight: rows, columns of a slice, slices of a step, and stages of the pipeline."""
-
-    block_n: int
-    width: int
-    slices: int
-    num_stages: int
 
 
 def fit_gemm(tile: ExpertGemmTile, rows: int, group: int) -> GemmSteps:

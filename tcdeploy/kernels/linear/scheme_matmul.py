@@ -108,12 +108,15 @@ def is_fusable(scheme: str, rows: int, dtype: torch.dtype, tensors: Sequence[Ten
     return is_whole and is_contiguous and is_supported(rows, n, weight.k, weight.group, weight.per_byte)
 
 
+def is_capable(tensors: Sequence[Tensor]) -> bool:
+    """Whether the GPU of these tensors of a weight can run the kernels."""
+    needs_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
+    return torch.cuda.get_device_capability(tensors[0].device) >= (FP8_CAPABILITY if needs_fp8 else CAPABILITY)
+
+
 def accepts(scheme: str, x: Tensor, tensors: Sequence[Tensor], gated: bool = False) -> bool:
     """Whether the kernels compute x [rows, k] times the weight, on this GPU."""
-    needs_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
-    capability = torch.cuda.get_device_capability(x.device)
-    is_capable = capability >= (FP8_CAPABILITY if needs_fp8 else CAPABILITY)
-    return is_capable and x.stride(1) == 1 and is_fusable(scheme, len(x), x.dtype, tensors, gated)
+    return is_capable(tensors) and x.stride(1) == 1 and is_fusable(scheme, len(x), x.dtype, tensors, gated)
 
 
 def matmul(
@@ -200,10 +203,12 @@ def dequantised_matmul(scheme: str, x: Tensor, tensors: Sequence[Tensor], bias: 
 
 def can_dequantise(scheme: str, x: Tensor, tensors: Sequence[Tensor]) -> bool:
     """Whether the kernel serves this GPU and weight. Groups of 4-bit values begin with a byte."""
-    needs_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
     weight = operands(scheme, tensors)
-    is_capable = torch.cuda.get_device_capability(x.device) >= (FP8_CAPABILITY if needs_fp8 else CAPABILITY)
-    return is_capable and weight.group % weight.per_byte == 0 and all(tensor.is_contiguous() for tensor in tensors)
+    return (
+        is_capable(tensors)
+        and weight.group % weight.per_byte == 0
+        and all(tensor.is_contiguous() for tensor in tensors)
+    )
 
 
 @custom_op("fused_scheme_linear")

@@ -18,7 +18,7 @@ from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, MAX_ROWS, N_MULTIPL
 MIN_GROUP = 16  # columns that share a scale
 MIN_SLICE = 32  # columns of a slice of the skinny GEMM. With 16, code of Triton 3.6 adds some products twice
 MAX_SLICE = 128  # columns of a slice of the skinny GEMM
-MAX_SUMS = 1024  # per warp of the skinny GEMM: 32 registers of each thread, and as many for those of a step
+MAX_SUMS = 1024  # per warp of a GEMM: 32 registers of each thread, and as many for those of a step
 MIN_STAGES, MAX_STAGES = 3, 8  # if steps are of another size than the tile's
 
 
@@ -102,7 +102,7 @@ def fit_block(block: int, size: int) -> int:
     return math.gcd(block, size)
 
 
-class SkinnyGemmSteps(NamedTuple):
+class GemmSteps(NamedTuple):
     """A tile fitted to a weight: rows, columns of a slice, slices of a step, and stages of the pipeline."""
 
     block_n: int
@@ -111,7 +111,7 @@ class SkinnyGemmSteps(NamedTuple):
     num_stages: int
 
 
-def fit_skinny_gemm(tile: SchemeSkinnyGemmTile, padded_rows: int, k: int, group: int) -> SkinnyGemmSteps:
+def fit_skinny_gemm(tile: SchemeSkinnyGemmTile, padded_rows: int, k: int, group: int) -> GemmSteps:
     """A step has one slice, which all warps share, or at least one per warp, since warps would repeat fewer slices.
 
     Several groups of less than MIN_SLICE columns share a slice. Their scales multiply the values instead of the sums.
@@ -127,4 +127,4 @@ def fit_skinny_gemm(tile: SchemeSkinnyGemmTile, padded_rows: int, k: int, group:
         else:
             block_n //= 2
     stages = tile.num_stages * tile.block_k // (slices * width)
-    return SkinnyGemmSteps(block_n, width, slices, min(max(stages, MIN_STAGES), MAX_STAGES))
+    return GemmSteps(block_n, width, slices, min(max(stages, MIN_STAGES), MAX_STAGES))

@@ -21,7 +21,6 @@ from tcdeploy.kernels.experts.reference import multiply_by_expert
 from tcdeploy.kernels.experts.tiles import (
     DECODE_GEMM_TILES,
     GEMV_TILES,
-    MAX_SUMS,
     PREFILL_GEMM_TILES,
     TRANSPOSED_GEMV_TILES,
     Tile,
@@ -30,6 +29,7 @@ from tcdeploy.kernels.experts.tiles import (
     gemm_tile,
     gemv_tile,
 )
+from tcdeploy.kernels.linear.scheme_tiles import MAX_SUMS
 from tests.kernels.experts.expert_cases import (
     DENSE,
     EXPERT_CASES,
