@@ -77,7 +77,7 @@ def dummy_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) 
 def _matrices_on_meta() -> Iterator[None]:
     """In the block, weights of new linear layers and experts are replaced by meta tensors.
 
-    A parameter that has been registered elsewhere is kept: it is an embedding to which a head is being tied.
+    The weight of an embedding is kept, also when a linear head that shares it registers it again.
     """
     kept: dict[int, nn.Parameter] = {}
 

@@ -168,9 +168,8 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Resolves every choice. Raises UsageError for contradictory requests, SpaceError if memory does not suffice.
 
-    `model_decisions` were made while the model's files were read; the printed plan ends with them. `programs_reason`:
-    why start/auto_programs.py has chosen the recipe's `programs`; "" if it was requested. `auto` that is not resolved
-    is planned as jit.
+    model_decisions: made while the model's files were read; printed last. programs_reason: why start/auto_programs.py
+    has chosen the recipe's `programs`, "" if they were requested. `auto` that is not resolved is planned as jit.
     """
     decisions = Decisions()
     warn_about_packages(environment, decisions)

@@ -122,7 +122,7 @@ def test_experts_take_the_bytes_of_the_checkpoint(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", [name for name in experts.CASES if name != "gptq"])
 def test_random_experts_have_the_tensors_of_loaded_ones(name: str, tmp_path: Path) -> None:
-    """By the config of the checkpoint, and by that of compile workers. The config of GPTQ does not tell its groups."""
+    """Schemes follow from the checkpoint's config, or from that of compile workers. GPTQ's config lacks group sizes."""
     write_checkpoint(experts.CASES[name].form, save_experts(name, tmp_path / "source"), tmp_path / "model")
     planned = plan(tmp_path / "model")
     short_copy = make_short_copy(planned.fake_model, planned)

@@ -10,6 +10,9 @@ GEMM (grouped_mm.py).
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,8 @@ from tcdeploy.kernels.custom_op import custom_op
 from tcdeploy.kernels.experts import grouped_mm, matmul
 from tcdeploy.kernels.experts.grouping import group_by_expert, groups_length
 from tcdeploy.kernels.experts.reference import expert_shape, multiply_by_expert
+
+log = logging.getLogger("tcdeploy.programs")
 
 
 @custom_op("group_pairs")
@@ -52,7 +57,17 @@ def expert_linear(
         if grouped_mm.takes(expert_ids.numel(), tensors, scheme):
             return grouped_mm.multiply_sorted(x, expert_ids, groups, tensors[0], bias)
         return matmul.matmul(x, expert_ids.contiguous(), groups, tensors, bias, scheme)
+    if x.is_cuda:
+        _warn_of_plain_torch(scheme or "no scheme", x.dtype)
     return multiply_by_expert(x, expert_ids, tensors, bias, scheme)
+
+
+@functools.cache
+def _warn_of_plain_torch(scheme: str, dtype: torch.dtype) -> None:
+    """Once for each scheme and dtype."""
+    log.warning(
+        "no GPU kernel multiplies experts in %s by inputs in %s; plain torch does, which is slow", scheme, dtype
+    )
 
 
 @expert_linear.register_fake

@@ -104,7 +104,7 @@ def _interleaved_experts(layer: Layer) -> dict[str, QuantisedWeight]:
 class _Stack(NamedTuple):
     """A projection of all experts of a layer. An expert has `stride` rows, of which `rows` from `offset` on are used.
 
-    bias: the source of [experts, rows]; empty if there is none.
+    bias: the source of the biases [experts, rows], or an empty list.
     """
 
     name: str
