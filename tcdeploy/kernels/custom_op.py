@@ -7,12 +7,16 @@ and has the same tag. The ops have no derivatives, and inference needs none.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 NAMESPACE = "tcdeploy"
+# Enumerations of torch. A package of torch 2.11 passes the number that torch.export gives such a value, and the op
+# reads that number as another value: for bfloat16, quint8.
+ENUMERATIONS = (torch.dtype, torch.layout, torch.memory_format)
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # the ops exist as long as this object
 
@@ -38,6 +42,14 @@ class CustomOp:
 def custom_op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], CustomOp]:
     """Decorates the implementation of a new op `tcdeploy::NAME` for all devices.
 
-    The function's type hints give the schema. `mutates_args`: the arguments that it writes to.
+    The function's type hints give the schema. `mutates_args`: the arguments that it writes to. Raises TypeError for
+    arguments that packages do not pass correctly (ENUMERATIONS): pass a name instead, such as "bfloat16".
     """
-    return lambda function: CustomOp(name, torch.library.infer_schema(function, mutates_args=mutates_args), function)
+
+    def register(function: Callable[..., Any]) -> CustomOp:
+        for argument, hint in typing.get_type_hints(function).items():
+            if set(ENUMERATIONS) & {hint, *typing.get_args(hint)}:
+                raise TypeError(f"tcdeploy::{name}: {argument} has the type {hint}; pass its name as a str")
+        return CustomOp(name, torch.library.infer_schema(function, mutates_args=mutates_args), function)
+
+    return register

@@ -41,34 +41,36 @@ def fp8_linear(scheme: str, x: Tensor, tensors: list[Tensor], bias: Tensor | Non
     On a GPU, x must be bfloat16, and the scheme's `fp8_inputs.takes` must accept the shape of the weight.
     """
     codes, scales = quantise_inputs(scheme, x)
+    dtype = str(x.dtype).removeprefix("torch.")
     if scheme == BLOCK_NAME:
-        y = fp8_product(codes, scales, tensors, x.dtype).float()
+        y = fp8_product(codes, scales, tensors, dtype).float()
     else:
-        y = fp8_product(codes, None, tensors, x.dtype).float() * scales * tensors[1]
+        y = fp8_product(codes, None, tensors, dtype).float() * scales * tensors[1]
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 @custom_op("fp8_product")
-def fp8_product(codes: Tensor, scales: Tensor | None, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+def fp8_product(codes: Tensor, scales: Tensor | None, tensors: list[Tensor], dtype: str) -> Tensor:
     """codes [..., k] @ weight [n, k].T: [..., n] in `dtype`, contiguous. `tensors`: the weight and its scales.
 
     With `scales` [..., k / 128] of the inputs, the scales of both sides are applied; without, those of neither side.
     """
     rows = codes.reshape(-1, codes.shape[-1])
     row_scales = None if scales is None else scales.reshape(len(rows), -1)
+    out_dtype = getattr(torch, dtype)
     if codes.is_cuda:
-        out = scaled_product(rows, row_scales, tensors, dtype)
+        out = scaled_product(rows, row_scales, tensors, out_dtype)
     elif row_scales is None:
-        out = (rows.float() @ tensors[0].float().T).to(dtype)
+        out = (rows.float() @ tensors[0].float().T).to(out_dtype)
     else:
         values = rows.float().unflatten(1, (row_scales.shape[1], -1)) * row_scales[:, :, None]
-        out = (values.flatten(1) @ dequantise_blocks(tensors, torch.float32).T).to(dtype)
+        out = (values.flatten(1) @ dequantise_blocks(tensors, torch.float32).T).to(out_dtype)
     return out.view(*codes.shape[:-1], -1)
 
 
 @fp8_product.register_fake
-def _(codes: Tensor, scales: Tensor | None, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(*codes.shape[:-1], tensors[0].shape[0], dtype=dtype)
+def _(codes: Tensor, scales: Tensor | None, tensors: list[Tensor], dtype: str) -> Tensor:
+    return codes.new_empty(*codes.shape[:-1], tensors[0].shape[0], dtype=getattr(torch, dtype))
 
 
 def scaled_product(

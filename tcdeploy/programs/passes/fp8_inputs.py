@@ -81,7 +81,8 @@ def _insert_product(
 ) -> Node:  # fmt: skip
     """The product with the scales of both sides and the bias, in `dtype`."""
     applied_scales = inputs.scales if scheme == BLOCK_NAME else None
-    product = insert_call(graph, tcdeploy_ops.fp8_product.default, inputs.codes, applied_scales, tensors, dtype)
+    arguments = (inputs.codes, applied_scales, tensors, str(dtype).removeprefix("torch."))
+    product = insert_call(graph, tcdeploy_ops.fp8_product.default, *arguments)
     if scheme == BLOCK_NAME and bias is None:
         return product
     product = _insert_cast(graph, product, torch.float32)

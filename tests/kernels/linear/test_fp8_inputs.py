@@ -174,7 +174,7 @@ def test_other_schemes_keep_inputs_of_16_bits() -> None:
 @each_scheme
 def test_opcheck_of_the_product_of_codes(scheme: str) -> None:
     codes, scales = quantise_inputs(scheme, inputs_of(scheme, 6).view(2, 3, -1))
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in ("bfloat16", "float32"):
         arguments = (codes, scales if scheme == "fp8_block" else None, tensors_of(scheme), dtype)
         checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(fp8_product.overload, arguments, test_utils=checks)
@@ -197,7 +197,7 @@ def test_scaled_mm_sums_codes_without_scales(rows: int) -> None:
     codes, _ = quantise_inputs("fp8_channel", x)
     sums = (codes.double() @ tensors[0].double().T).bfloat16()
     assert_agrees(scaled_product(codes, None, tensors, torch.bfloat16), sums)
-    assert_agrees(fp8_product(codes, None, tensors, torch.bfloat16), sums)
+    assert_agrees(fp8_product(codes, None, tensors, "bfloat16"), sums)
 
 
 @pytest.mark.gpu
