@@ -110,12 +110,13 @@ def decide(
 class RequestedModel(NamedTuple):
     """A model that is quantised by `recipe.quantize`, as `tcdeploy quantize` needs it.
 
-    model: with fake tensors; linear layers that stay dense are nn.Linear. decisions: why.
+    model: with fake tensors; linear layers that stay dense are nn.Linear. decisions: why. device: of a start.
     """
 
     model: nn.Module
     traced: TracedModel
     decisions: tuple[Decision, ...]
+    device: str
 
 
 def trace_requested(recipe: Recipe) -> RequestedModel:
@@ -125,7 +126,7 @@ def trace_requested(recipe: Recipe) -> RequestedModel:
     model, decisions = _request_schemes(recipe, model)
     traced = _decide_schemes(recipe, environment, model, is_dry_run=False).traced
     assert traced is not None, "the recipe requests schemes of stored weights"
-    return RequestedModel(model.probed.model, traced, decisions)
+    return RequestedModel(model.probed.model, traced, decisions, "cuda" if environment.gpus else "cpu")
 
 
 def _with_stored_dtype(model: _ModelFacts) -> tuple[_ModelFacts, tuple[Decision, ...]]:
