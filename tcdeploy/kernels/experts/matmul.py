@@ -29,24 +29,29 @@ from tcdeploy.kernels.experts.tiles import (
     GEMV_PAIRS,
     ExpertGemmTile,
     ExpertGemvTile,
+    ExpertSumTile,
     Tile,
     block_rows,
     fit_block_bytes,
     fit_gemm,
     gemm_tile,
     gemv_tile,
+    sum_tile,
 )
 from tcdeploy.kernels.linear.fp4_scheme import NVFP4_NAME
 from tcdeploy.kernels.linear.scheme_matmul import FORMATS, is_capable, operands
 from tcdeploy.kernels.linear.scheme_tiles import MIN_SLICE
+from tcdeploy.kernels.linear.tile_configs import fit_block_k
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
-from tcdeploy.torch_compat.triton.kernel import Kernel
+from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GEMV = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemv_kernel")
 DENSE_GEMV = Kernel("tcdeploy.kernels.experts.experts_kernel", "_dense_expert_gemv_kernel")
+DENSE_SUM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_dense_expert_sum_kernel")
 GEMM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemm_kernel")
 DENSE = "dense"  # the format of weights without a scheme
 N_MULTIPLE, ALIGNMENT_BYTES = 16, 16
+MIN_SUM_BLOCK_K = 64  # columns per step of `sum_experts`, which has no mask along k
 NO_GROUPS = 1 << 30  # columns of a group that is all of a row; a power of two, so it does not limit a slice
 
 
@@ -119,10 +124,13 @@ def accepts(scheme: str, x: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 
 def matmul(
-    x: Tensor, expert_ids: Tensor, groups: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str,
-    tile: Tile | None = None,
+    x: Tensor, expert_ids: Tensor, groups: Tensor | None, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str,
+    tile: Tile | None = None, gated: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`expert_linear` of ops.py, summed in float32. `tile`: by default the one that `choose_tile` returns."""
+    """`expert_linear` of ops.py, or with `gated` `gated_expert_linear`, summed in float32.
+
+    `tile`: by default the one that `choose_tile` returns. Only a GEMV needs no groups, and can be gated.
+    """
     weights = expert_weights(scheme, tensors)
     pairs, (experts, n, _) = expert_ids.numel(), weights.weight.shape
     assert is_supported(scheme, x.dtype, tensors) and x.stride(1) == 1 and x.shape[1] == weights.k
@@ -131,12 +139,14 @@ def matmul(
     if weights.columns is not None:
         x = x.repeat_interleave(pairs // len(x), 0)
         x = x.gather(1, weights.columns.index_select(0, expert_ids.flatten()).long())
-    out = x.new_empty(pairs, n)
+    assert not gated or n % (2 * N_MULTIPLE) == 0
+    out = x.new_empty(pairs, n // 2 if gated else n)
     if tile is None:
         tile = choose_tile(pairs, weights)
     if isinstance(tile, ExpertGemvTile):
-        _gemv(out, x, expert_ids, weights, bias, tile)
+        _gemv(out, x, expert_ids, weights, bias, tile, gated)
     else:
+        assert groups is not None and not gated
         _gemm(out, x, groups, weights, bias, tile)
     return out
 
@@ -149,10 +159,45 @@ def choose_tile(pairs: int, weights: ExpertWeights) -> Tile:
     return gemm_tile(block_rows(pairs, experts))
 
 
+def is_fusable(scheme: str, pairs: int, dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
+    """Whether a GEMV, which can be gated, multiplies so many inputs of this dtype. Works on fake tensors."""
+    if pairs > GEMV_PAIRS or not is_supported(scheme, dtype, tensors):
+        return False
+    weights = expert_weights(scheme, tensors)
+    return weights.columns is None and weights.weight.shape[1] % (2 * N_MULTIPLE) == 0
+
+
+def is_summable(pairs: int, dtype: torch.dtype, weight: Tensor) -> bool:
+    """Whether `sum_experts` takes so many pairs and this dense weight. Works on fake tensors."""
+    is_whole = weight.shape[2] % MIN_SUM_BLOCK_K == 0 and weight.stride(2) == 1
+    return pairs <= GEMV_PAIRS and is_whole and is_supported("", dtype, [weight])
+
+
+def sum_experts(
+    x: Tensor, expert_ids: Tensor, factors: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None,
+    tile: ExpertSumTile | None = None,
+) -> Tensor:  # fmt: skip
+    """`expert_linear_sum` of ops.py, for weights for which `is_summable`."""
+    (tokens, top_k), (experts, n, k), use_pdl = expert_ids.shape, weight.shape, supports_pdl(x.device)
+    assert x.shape == (tokens * top_k, k) and x.stride(1) == 1 and is_summable(len(x), x.dtype, weight)
+    assert expert_ids.is_contiguous() and factors.is_contiguous() and factors.numel() == len(x)
+    assert bias is None or (bias.shape == (experts, n) and bias.is_contiguous())
+    assert addend is None or (addend.shape == (tokens, n) and addend.stride(1) == 1)
+    out, tile = x.new_empty(tokens, n), tile or sum_tile(k)
+    DENSE_SUM.launch(
+        (tokens, n // tile.block_n),
+        out, x, expert_ids, factors, weight, bias, addend, n, k, x.stride(0), weight.stride(0), weight.stride(1),
+        0 if addend is None else addend.stride(0), top_k, next_power_of_2(top_k), tile.block_n,
+        fit_block_k(tile.block_k, k), use_pdl, num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
+    return out
+
+
 def _gemv(
-    out: Tensor, x: Tensor, expert_ids: Tensor, weights: ExpertWeights, bias: Tensor | None, tile: ExpertGemvTile
-) -> None:
-    (pairs, n), use_pdl = out.shape, supports_pdl(x.device)
+    out: Tensor, x: Tensor, expert_ids: Tensor, weights: ExpertWeights, bias: Tensor | None, tile: ExpertGemvTile,
+    gated: bool,
+) -> None:  # fmt: skip
+    pairs, n, use_pdl = len(out), weights.weight.shape[1], supports_pdl(x.device)
     slots, row_size = pairs // len(x), weights.weight.shape[2]
     launch_options = {"num_warps": tile.num_warps, **({"launch_pdl": True} if use_pdl else {})}
     if weights.format == DENSE:
@@ -160,14 +205,15 @@ def _gemv(
         DENSE_GEMV.launch(
             (pairs, -(-n // tile.block_n)),
             out, x, expert_ids, weights.weight, bias, n, row_size, slots, x.stride(0),
-            *weights.strides, weights.is_transposed, tile.block_n, block_k, tile.num_stages, use_pdl, **launch_options,
+            *weights.strides, weights.is_transposed, tile.block_n, block_k, tile.num_stages, gated, use_pdl,
+            **launch_options,
         )  # fmt: skip
         return
     GEMV.launch(
         (pairs, n // tile.block_n),
         out, x, expert_ids, weights.weight, weights.row_scale, weights.group_scale, weights.zero, bias, n, row_size,
         weights.groups, slots, x.stride(0), weights.format, weights.group, weights.row_block, tile.block_n,
-        fit_block_bytes(tile, row_size), use_pdl, **launch_options,
+        fit_block_bytes(tile, row_size), gated, use_pdl, **launch_options,
     )  # fmt: skip
 
 

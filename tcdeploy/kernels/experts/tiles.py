@@ -35,6 +35,15 @@ class ExpertGemvTile(NamedTuple):
     num_stages: int = 1  # of the software pipeline; dense weights only
 
 
+class ExpertSumTile(NamedTuple):
+    """The shape of one program of the summed product: rows of each pair's weight, and columns per loop step."""
+
+    name: str
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
 class ExpertGemmTile(NamedTuple):
     """The shape of one GEMM program: rows of the weight, and columns of each row per loop step."""
 
@@ -56,8 +65,25 @@ GEMV_TILES = (
 )
 N4_B2048, N8_B2048, N4_B1024, N8_B1024 = range(len(GEMV_TILES))
 
+DENSE_GEMV_TILES = (  # of dense weights
+    *GEMV_TILES,
+    ExpertGemvTile("n2_b4096", 2, 4096, 4),
+    ExpertGemvTile("n4_b4096", 4, 4096, 4),
+    ExpertGemvTile("n8_b512", 8, 512, 1),
+    ExpertGemvTile("n16_b512", 16, 512, 1),
+)
+
 # For weights that are contiguous along n: a load covers block_n consecutive outputs.
 TRANSPOSED_GEMV_TILES = (ExpertGemvTile("n32_b128_s4", 32, 128, 4, 4),)
+
+SUM_TILES = (
+    ExpertSumTile("n2_k256_w4", 2, 256, 4),
+    ExpertSumTile("n4_k256_w4", 4, 256, 4),
+    ExpertSumTile("n1_k256_w4", 1, 256, 4),
+    ExpertSumTile("n2_k256_w2", 2, 256, 2),
+    ExpertSumTile("n1_k256_w2", 1, 256, 2),
+    ExpertSumTile("n4_k256_w8", 4, 256, 8),
+)
 
 DECODE_GEMM_TILES = (
     ExpertGemmTile("n64_k128", 64, 128, 1, 4, 4),
@@ -83,8 +109,8 @@ def block_rows(pairs: int, num_experts: int) -> int:
     return MAX_BLOCK_ROWS
 
 
-def gemv_tiles(is_transposed: bool) -> tuple[ExpertGemvTile, ...]:
-    return TRANSPOSED_GEMV_TILES if is_transposed else GEMV_TILES
+def gemv_tiles(is_dense: bool, is_transposed: bool) -> tuple[ExpertGemvTile, ...]:
+    return TRANSPOSED_GEMV_TILES if is_transposed else DENSE_GEMV_TILES if is_dense else GEMV_TILES
 
 
 def gemv_tile(row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool) -> ExpertGemvTile:
@@ -100,6 +126,11 @@ def gemv_tile(row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool
     if row_bytes <= GEMV_TILES[N4_B1024].block_bytes:
         return GEMV_TILES[N8_B1024 if per_byte == 2 else N4_B1024]
     return GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
+
+
+def sum_tile(k: int) -> ExpertSumTile:
+    """All pairs of a token together have at least as many bytes in flight as a GEMV program."""
+    return SUM_TILES[0]
 
 
 def gemm_tiles(rows: int) -> tuple[ExpertGemmTile, ...]:

@@ -47,7 +47,7 @@ def _insert_gated(graph: Graph, linear_node: Node) -> Node:
 
 def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
     """The node of LINEARS if `node` is its SwiGLU and the kernel can compute it, else None."""
-    halves = [half_node for half_node in (_silu_input(silu), up) if target_of(half_node) is aten.slice.Tensor]
+    halves = [half_node for half_node in (silu_input(silu), up) if target_of(half_node) is aten.slice.Tensor]
     if len(halves) != 2:
         return None
     linear_node = strip_reshapes(halves[0].args[0])
@@ -63,7 +63,7 @@ def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
     return linear_node
 
 
-def _silu_input(node: Any) -> Any:
+def silu_input(node: Any) -> Any:
     """x if `node` is x / (1 + exp(-x)), Inductor's float32 decomposition of silu, else None."""
     quotient = _strip_cast(node)
     if target_of(quotient) is not aten.div.Tensor:
