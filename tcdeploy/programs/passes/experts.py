@@ -30,7 +30,7 @@ from tcdeploy.programs.passes.nodes import (
     target_of,
 )
 from tcdeploy.programs.passes.residual_add import has_single_consumer
-from tcdeploy.programs.passes.silu_mul import silu_input
+from tcdeploy.programs.passes.silu_mul import is_only_used_by, silu_input
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 EXPERT_LINEAR = tcdeploy_ops.expert_linear.default
@@ -44,7 +44,7 @@ def fuse_expert_swiglu(graph: Graph) -> None:
             continue
         for silu, up in (node.args, node.args[::-1]):
             product = _match_halves(silu_input(silu), up)
-            if product is not None and node.meta["val"].dtype == product.meta["val"].dtype:
+            if product is not None and _is_epilogue(node, product):
                 x, expert_ids, _, *rest = product.args
                 with graph.inserting_before(node):
                     gated = insert_call(graph, tcdeploy_ops.gated_expert_linear.default, x, expert_ids, *rest)
@@ -60,10 +60,14 @@ def _match_halves(gate: Any, up: Any) -> Node | None:
     if target_of(split) is not aten.split.Tensor or [half.args for half in halves] != [(split, 0), (split, 1)]:
         return None
     product, size, *dim = split.args
-    if target_of(product) is not EXPERT_LINEAR or len(product.users) != 1 or len(split.users) != 2:
+    if target_of(product) is not EXPERT_LINEAR:
         return None
     is_half = dim in ([1], [-1]) and size * 2 == product.meta["val"].shape[1]
     return product if is_half and _is_fusable(product) else None
+
+
+def _is_epilogue(node: Node, product: Node) -> bool:
+    return node.meta["val"].dtype == product.meta["val"].dtype and is_only_used_by(product, node)
 
 
 def _is_fusable(product: Node) -> bool:
