@@ -234,7 +234,7 @@ def _dense_expert_gemv_kernel(
 
 @ignore_comments
 @triton.jit
-def _dense_expert_sum_kernel(
+def _dense_expert_gemv_sum_kernel(
     out, x, ids, factors, weight, bias, addend, n, k, x_stride, expert_stride, w_stride, addend_stride,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip

@@ -47,7 +47,7 @@ from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GEMV = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemv_kernel")
 DENSE_GEMV = Kernel("tcdeploy.kernels.experts.experts_kernel", "_dense_expert_gemv_kernel")
-DENSE_SUM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_dense_expert_sum_kernel")
+DENSE_SUM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_dense_expert_gemv_sum_kernel")
 GEMM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemm_kernel")
 DENSE = "dense"  # the format of weights without a scheme
 N_MULTIPLE, ALIGNMENT_BYTES = 16, 16

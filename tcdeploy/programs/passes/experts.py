@@ -89,10 +89,10 @@ def fuse_expert_sum(graph: Graph) -> None:
         rounded = None if match is None else _rounded(node, match.product.meta["val"].dtype)
         if match is None or rounded is None:
             continue
-        x, expert_ids, _, (weight,), bias, _ = match.product.args  # type: ignore[misc]
+        x, expert_ids, _, tensors, bias, _ = match.product.args
         with graph.inserting_before(node):
             factors = insert_reshape(graph, match.factors, expert_ids.meta["val"].shape)  # type: ignore[union-attr]
-            args = (x, expert_ids, factors, weight, bias, None)
+            args = (x, expert_ids, factors, tensors[0], bias, None)  # type: ignore[index]
             total = insert_call(graph, tcdeploy_ops.expert_linear_sum.default, *args)
         rounded.replace_all_uses_with(total)
         erase_if_unused(graph, rounded)

@@ -31,6 +31,7 @@ from tcdeploy.programs.passes.nodes import (
 )
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
+DEFAULTS = (-1, True, True)  # of aten.topk: dim, largest, sorted
 
 
 class TopK(NamedTuple):
@@ -51,19 +52,20 @@ def replace_top_k(graph: Graph) -> None:
 
 
 def _match_top_k(node: Node) -> TopK | None:
-    scores, k, dim, largest, *_ = (*node.args, *(-1, True, True)[len(node.args) - 2 :])
-    value = scores.meta["val"]  # type: ignore[union-attr]
+    arguments: list[Any] = [*node.args, *DEFAULTS[len(node.args) - 2 :]]
+    scores, k, dim, largest, _ = arguments
+    value = scores.meta["val"]
     columns = value.shape[-1] if value.ndim else None
     if dim not in (-1, value.ndim - 1) or not largest or node.kwargs or not isinstance(columns, int):
         return None
-    if count_symbolic(value.shape) > 1 or not is_supported(columns, int(k), value.dtype):  # type: ignore[arg-type]
+    if count_symbolic(value.shape) > 1 or not is_supported(columns, k, value.dtype):
         return None
     by_index: dict[int, Node] = {}
     for user in node.users:
         if user.target is not operator.getitem or user.args[1] in by_index:
             return None
         by_index[user.args[1]] = user  # type: ignore[index]
-    return TopK(scores, int(k), by_index.get(0), by_index.get(1))  # type: ignore[arg-type]
+    return TopK(scores, k, by_index.get(0), by_index.get(1))
 
 
 def _replace(graph: Graph, node: Node, match: TopK) -> None:
