@@ -196,7 +196,7 @@ def _expert_gemv_kernel(
 @ignore_comments
 @triton.jit(do_not_specialize=["slots"])
 def _dense_expert_gemv_kernel(
-    out, x, ids, weight, bias, n, k, slots, x_stride, expert_stride, w_stride,
+    out, x, ids, weight, bias, norm, n, k, eps, slots, x_stride, expert_stride, w_stride,
     IS_TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -217,15 +217,21 @@ def _dense_expert_gemv_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         mask = in_rows & (k_offsets < k - start)[None, :]
         weights = tl.load(w_ptrs + start * k_stride, mask=mask, other=0.0, eviction_policy="evict_first")
-        inputs = tl.load(x_ptrs + start, mask=k_offsets < k - start, other=0.0)[None, :]
+        inputs = tl.load(x_ptrs + start, mask=k_offsets < k - start, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += inputs * inputs
+            inputs *= tl.load(norm + start + k_offsets, mask=k_offsets < k - start, other=0.0).to(tl.float32)
         if IS_TRANSPOSED:
-            acc += weights.to(tl.float32) * inputs.to(tl.float32)
+            acc += weights.to(tl.float32) * inputs[None, :]
         else:
-            acc += _sum_eights(weights, inputs, BLOCK_N, BLOCK_K)
+            acc += _sum_eights(weights, inputs[None, :], BLOCK_N, BLOCK_K)
     y = tl.sum(acc, 1)
+    if norm is not None:
+        y *= tl.rsqrt(tl.sum(squares, 0) / k + eps)
     if bias is not None:
         y += biases
     y = _apply_swiglu(y, GATED)

@@ -27,6 +27,7 @@ from torch import Tensor
 from tcdeploy.kernels.experts.grouping import max_blocks, table_length
 from tcdeploy.kernels.experts.tiles import (
     GEMV_PAIRS,
+    SUM_TILES,
     ExpertGemmTile,
     ExpertGemvTile,
     ExpertSumTile,
@@ -34,9 +35,9 @@ from tcdeploy.kernels.experts.tiles import (
     block_rows,
     fit_block_bytes,
     fit_gemm,
+    fit_sum_block_n,
     gemm_tile,
     gemv_tile,
-    sum_tile,
 )
 from tcdeploy.kernels.linear.fp4_scheme import NVFP4_NAME
 from tcdeploy.kernels.linear.scheme_matmul import FORMATS, is_capable, operands
@@ -125,11 +126,12 @@ def accepts(scheme: str, x: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 def matmul(
     x: Tensor, expert_ids: Tensor, groups: Tensor | None, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str,
-    tile: Tile | None = None, gated: bool = False,
+    tile: Tile | None = None, gated: bool = False, norm: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """`expert_linear` of ops.py, or with `gated` `gated_expert_linear`, summed in float32.
 
-    `tile`: by default the one that `choose_tile` returns. Only a GEMV needs no groups, and can be gated.
+    `tile`: by default the one that `choose_tile` returns. Only a GEMV needs no groups, and can be gated; only that of
+    dense weights can normalise its input.
     """
     weights = expert_weights(scheme, tensors)
     pairs, (experts, n, _) = expert_ids.numel(), weights.weight.shape
@@ -140,13 +142,14 @@ def matmul(
         x = x.repeat_interleave(pairs // len(x), 0)
         x = x.gather(1, weights.columns.index_select(0, expert_ids.flatten()).long())
     assert not gated or n % (2 * N_MULTIPLE) == 0
+    assert norm is None or (norm.shape == (weights.k,) and norm.is_contiguous() and weights.format == DENSE)
     out = x.new_empty(pairs, n // 2 if gated else n)
     if tile is None:
         tile = choose_tile(pairs, weights)
     if isinstance(tile, ExpertGemvTile):
-        _gemv(out, x, expert_ids, weights, bias, tile, gated)
+        _gemv(out, x, expert_ids, weights, bias, tile, gated, norm, eps)
     else:
-        assert groups is not None and not gated
+        assert groups is not None and not gated and norm is None
         _gemm(out, x, groups, weights, bias, tile)
     return out
 
@@ -183,11 +186,12 @@ def sum_experts(
     assert expert_ids.is_contiguous() and factors.is_contiguous() and factors.numel() == len(x)
     assert bias is None or (bias.shape == (experts, n) and bias.is_contiguous())
     assert addend is None or (addend.shape == (tokens, n) and addend.stride(1) == 1)
-    out, tile = x.new_empty(tokens, n), tile or sum_tile(k)
+    out, tile, slots = x.new_empty(tokens, n), tile or SUM_TILES[0], next_power_of_2(top_k)
+    block_n = fit_sum_block_n(tile, slots)
     DENSE_SUM.launch(
-        (tokens, n // tile.block_n),
+        (tokens, n // block_n),
         out, x, expert_ids, factors, weight, bias, addend, n, k, x.stride(0), weight.stride(0), weight.stride(1),
-        0 if addend is None else addend.stride(0), top_k, next_power_of_2(top_k), tile.block_n,
+        0 if addend is None else addend.stride(0), top_k, slots, block_n,
         fit_block_k(tile.block_k, k), use_pdl, num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
@@ -195,7 +199,7 @@ def sum_experts(
 
 def _gemv(
     out: Tensor, x: Tensor, expert_ids: Tensor, weights: ExpertWeights, bias: Tensor | None, tile: ExpertGemvTile,
-    gated: bool,
+    gated: bool, norm: Tensor | None, eps: float,
 ) -> None:  # fmt: skip
     pairs, n, use_pdl = len(out), weights.weight.shape[1], supports_pdl(x.device)
     slots, row_size = pairs // len(x), weights.weight.shape[2]
@@ -204,7 +208,7 @@ def _gemv(
         block_k = fit_block_bytes(tile, row_size * weights.weight.itemsize) // weights.weight.itemsize
         DENSE_GEMV.launch(
             (pairs, -(-n // tile.block_n)),
-            out, x, expert_ids, weights.weight, bias, n, row_size, slots, x.stride(0),
+            out, x, expert_ids, weights.weight, bias, norm, n, row_size, eps, slots, x.stride(0),
             *weights.strides, weights.is_transposed, tile.block_n, block_k, tile.num_stages, gated, use_pdl,
             **launch_options,
         )  # fmt: skip

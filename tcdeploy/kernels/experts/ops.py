@@ -101,22 +101,31 @@ def _(x: Tensor, expert_ids: Tensor, groups: Tensor, tensors: list[Tensor], bias
 
 @custom_op("gated_expert_linear")
 def gated_expert_linear(
-    x: Tensor, expert_ids: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str
-) -> Tensor:
+    x: Tensor, expert_ids: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str,
+    norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     """silu(gate) * up of the halves of `expert_linear`, rounded once: [tokens * top_k, n / 2].
 
-    For few pairs: matmul.is_fusable.
+    For few pairs: matmul.is_fusable. With `norm` [k], x is replaced by x / sqrt(mean(x^2) + eps) * norm, which is not
+    rounded. That is for dense weights only.
     """
     if x.is_cuda and matmul.accepts(scheme, x, tensors):
-        return matmul.matmul(x, expert_ids.contiguous(), None, tensors, bias, scheme, gated=True)
+        ids = expert_ids.contiguous()
+        return matmul.matmul(x, ids, None, tensors, bias, scheme, gated=True, norm=norm, eps=eps)
     if x.is_cuda:
         _warn_of_plain_torch(scheme or "no scheme", x.dtype)
-    gate, up = multiply_by_expert(x, expert_ids, tensors, bias, scheme).float().chunk(2, 1)
+    inputs = x.float()
+    if norm is not None:
+        inputs = inputs * torch.rsqrt(inputs.pow(2).mean(-1, keepdim=True) + eps) * norm.float()
+    gate, up = multiply_by_expert(inputs, expert_ids, tensors, bias, scheme).chunk(2, 1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
 @gated_expert_linear.register_fake
-def _(x: Tensor, expert_ids: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+def _(
+    x: Tensor, expert_ids: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str,
+    norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     n, _ = expert_shape(tensors, scheme)
     return x.new_empty(expert_ids.shape[0] * expert_ids.shape[1], n // 2)
 

@@ -36,10 +36,10 @@ class ExpertGemvTile(NamedTuple):
 
 
 class ExpertSumTile(NamedTuple):
-    """The shape of one program of the summed product: rows of each pair's weight, and columns per loop step."""
+    """The shape of one program of the summed product: rows of the weights of all pairs of a token, and columns per step."""
 
     name: str
-    block_n: int
+    rows: int
     block_k: int
     num_warps: int
 
@@ -65,24 +65,16 @@ GEMV_TILES = (
 )
 N4_B2048, N8_B2048, N4_B1024, N8_B1024 = range(len(GEMV_TILES))
 
-DENSE_GEMV_TILES = (  # of dense weights
-    *GEMV_TILES,
-    ExpertGemvTile("n2_b4096", 2, 4096, 4),
-    ExpertGemvTile("n4_b4096", 4, 4096, 4),
-    ExpertGemvTile("n8_b512", 8, 512, 1),
-    ExpertGemvTile("n16_b512", 16, 512, 1),
-)
+DENSE_GEMV_TILES = (*GEMV_TILES, ExpertGemvTile("n8_b512", 8, 512, 1))  # of dense weights
+N8_B512 = len(GEMV_TILES)
 
 # For weights that are contiguous along n: a load covers block_n consecutive outputs.
 TRANSPOSED_GEMV_TILES = (ExpertGemvTile("n32_b128_s4", 32, 128, 4, 4),)
 
 SUM_TILES = (
-    ExpertSumTile("n2_k256_w4", 2, 256, 4),
-    ExpertSumTile("n4_k256_w4", 4, 256, 4),
-    ExpertSumTile("n1_k256_w4", 1, 256, 4),
-    ExpertSumTile("n2_k256_w2", 2, 256, 2),
-    ExpertSumTile("n1_k256_w2", 1, 256, 2),
-    ExpertSumTile("n4_k256_w8", 4, 256, 8),
+    ExpertSumTile("r32_k256", 32, 256, 8),
+    ExpertSumTile("r16_k256", 16, 256, 4),
+    ExpertSumTile("r8_k256", 8, 256, 2),
 )
 
 DECODE_GEMM_TILES = (
@@ -122,15 +114,15 @@ def gemv_tile(row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool
     if is_transposed:
         return TRANSPOSED_GEMV_TILES[0]
     if is_dense:
-        return GEMV_TILES[N8_B1024]
+        return DENSE_GEMV_TILES[N8_B512 if row_bytes <= GEMV_TILES[N8_B2048].block_bytes else N8_B2048]
     if row_bytes <= GEMV_TILES[N4_B1024].block_bytes:
         return GEMV_TILES[N8_B1024 if per_byte == 2 else N4_B1024]
     return GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
 
 
-def sum_tile(k: int) -> ExpertSumTile:
-    """All pairs of a token together have at least as many bytes in flight as a GEMV program."""
-    return SUM_TILES[0]
+def fit_sum_block_n(tile: ExpertSumTile, slots: int) -> int:
+    """Columns of the output per program: a power of two that divides n, since n is a multiple of 16."""
+    return max(1, min(tile.rows // slots, 16))
 
 
 def gemm_tiles(rows: int) -> tuple[ExpertGemmTile, ...]:

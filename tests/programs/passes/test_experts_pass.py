@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
-from tests.kernels.experts.expert_cases import expert_tensors
+from tests.kernels.experts.expert_cases import expert_tensors, scheme_of
 from tests.programs.passes.compiled_targets import count_targets
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 5, 128, 64, 2
@@ -25,6 +25,7 @@ DOWN = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE).bfloat16() / 8
 UP_BIAS, DOWN_BIAS = torch.randn(EXPERTS, 2 * INTERMEDIATE).bfloat16(), torch.randn(EXPERTS, HIDDEN).bfloat16()
 FP8_UP = expert_tensors("fp8_channel", EXPERTS, 2 * INTERMEDIATE, HIDDEN)
 FP8_DOWN = expert_tensors("fp8_channel", EXPERTS, HIDDEN, INTERMEDIATE)
+ROUTER, NORM = torch.randn(16, 1024).bfloat16() / 8, torch.rand(1024).bfloat16() + 0.5
 IDS = torch.tensor([[3, 1], [0, 3], [2, 4], [1, 0]])
 FACTORS = torch.rand(4, TOP_K)
 
@@ -80,6 +81,31 @@ def test_the_block_of_few_tokens_is_two_products(tokens: int, biased: bool, fact
 def test_the_fused_block_compiles() -> None:
     counts = count_targets(block, rows(1), **FLAGS)
     assert counts[GATED] == counts[SUMMED] == 1 and counts[torch.ops.tcdeploy.group_pairs.default] == 0
+
+
+def normed_block(x: Tensor, up: list[Tensor], scheme: str) -> Tensor:
+    """With a router that is large enough for the GEMV."""
+    normed = NORM * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-3)).to(x.dtype)
+    states = normed.view(-1, 1024)
+    values, ids = torch.topk(torch.nn.functional.linear(states, ROUTER).float().softmax(-1), TOP_K)
+    groups = group_pairs(ids, len(ROUTER))
+    y = swiglu(expert_linear(states, ids, groups, up, None, scheme))
+    return weighted_sum(
+        expert_linear(y, ids, groups, [DOWN.repeat(4, 1, 1)[: len(ROUTER)]], None, ""), values.bfloat16()
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens", "is_fused"), [("dense", 1, True), ("dense", 2, False), ("fp8_channel", 1, False)]
+)
+def test_the_norm_of_one_token_is_fused_into_router_and_dense_experts(case: str, tokens: int, is_fused: bool) -> None:
+    torch.manual_seed(2)
+    up = expert_tensors(case, len(ROUTER), 2 * INTERMEDIATE, 1024)
+    x = torch.randn(1, tokens, 1024).bfloat16() / 30
+    function = lambda x: normed_block(x, up, scheme_of(case))  # noqa: E731
+    counts = count_targets(function, x, codegen=is_fused, **FLAGS)
+    assert counts[GATED] == 1 and counts[torch.ops.tcdeploy.rms_norm_linear.default] == is_fused
+    assert counts[torch.ops.aten.rsqrt.default] == (not is_fused)
 
 
 def test_quantised_experts_are_gated_but_not_summed() -> None:
