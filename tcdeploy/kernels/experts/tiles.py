@@ -36,7 +36,7 @@ class ExpertGemvTile(NamedTuple):
 
 
 class ExpertSumTile(NamedTuple):
-    """The shape of one program of the summed product: rows of the weights of all pairs of a token, and columns per step."""
+    """The shape of one program of the summed product: rows of the weights of all slots, and columns per loop step."""
 
     name: str
     rows: int
