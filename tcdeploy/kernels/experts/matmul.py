@@ -2,7 +2,11 @@
 
 - Up to GEMV_PAIRS pairs (`_gemv`): a program multiplies the row of one pair by a few rows of its expert's weight on the
   CUDA cores. A thread loads 16 bytes at a time. Pairs are not grouped. Programs of all pairs for the same rows of the
-  weight run next to each other, so an expert that two tokens select is read from memory once.
+  weight run next to each other, so an expert that two tokens select is read from memory once. The first product may end
+  in SwiGLU and normalise its input, as the GEMVs of kernels/linear do.
+- The second product of so few pairs (`sum_experts`), if dense: a program has the same few rows of the weights of all
+  pairs of a token, whose weighted sum it stores. The ids are known before the first product ends, so programs load
+  their first weights before they wait for it.
 - More pairs (`_gemm`): pairs are grouped by expert (grouping.py). A program multiplies a block of them by some rows of
   their expert's weight on the tensor cores, as the skinny GEMM of kernels/linear does: y.T = w @ x.T. The columns of a
   step are cut into slices of at most one group, whose sums are multiplied by the group's scale. A slice of nvfp4 has

@@ -30,22 +30,23 @@ log = logging.getLogger("tcdeploy.programs")
 
 
 @custom_op("top_k")
-def top_k(scores: Tensor, k: int, softmax: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def top_k(scores: Tensor, k: int, softmax: str, dtype: str) -> tuple[Tensor, Tensor]:
     """The k largest scores of each row, in descending order, in `dtype`, and their columns (int64): [rows, k] each.
 
-    scores: [rows, columns], for which routing.is_supported.
+    scores: [rows, columns], for which routing.is_supported. dtype: a name of routing.DTYPES.
     softmax: "none"; or the values are probabilities, computed in float32, of "all" columns of the row or of the
         "selected" ones. routing.py says how equal scores and NaN are ordered.
     """
     if scores.is_cuda:
-        return routing.launch_top_k(scores if scores.stride(1) == 1 else scores.contiguous(), k, softmax, dtype)
-    return routing.plain_top_k(scores, k, softmax, dtype)
+        rows = scores if scores.stride(1) == 1 else scores.contiguous()
+        return routing.launch_top_k(rows, k, softmax, routing.DTYPES[dtype])
+    return routing.plain_top_k(scores, k, softmax, routing.DTYPES[dtype])
 
 
 @top_k.register_fake
-def _(scores: Tensor, k: int, softmax: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _(scores: Tensor, k: int, softmax: str, dtype: str) -> tuple[Tensor, Tensor]:
     rows = scores.shape[0]
-    return scores.new_empty(rows, k, dtype=dtype), scores.new_empty(rows, k, dtype=torch.int64)
+    return scores.new_empty(rows, k, dtype=routing.DTYPES[dtype]), scores.new_empty(rows, k, dtype=torch.int64)
 
 
 @custom_op("group_pairs")

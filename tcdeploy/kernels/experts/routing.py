@@ -24,12 +24,13 @@ SOFTMAX_KINDS = ("none", "all", "selected")
 MAX_COLUMNS = 1024  # a thread holds 32 of them
 MAX_TOP_K = 32  # steps, which are unrolled
 MIN_KERNEL_SIZE = 32  # of the kernel's tensors: one element for each thread of a warp
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# By name: packages of torch 2.11 pass another number for a dtype than the op reads.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def is_supported(columns: int, top_k: int, dtype: torch.dtype) -> bool:
     """Whether the kernel takes rows of this many scores in this dtype."""
-    return 0 < top_k <= min(columns, MAX_TOP_K) and columns <= MAX_COLUMNS and dtype in DTYPES
+    return 0 < top_k <= min(columns, MAX_TOP_K) and columns <= MAX_COLUMNS and dtype in DTYPES.values()
 
 
 def launch_top_k(scores: Tensor, top_k: int, softmax: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
