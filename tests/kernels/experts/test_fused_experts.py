@@ -213,11 +213,12 @@ def test_graph_replays_of_both_products_equal_eager_launches() -> None:
     up, down = (torch.randn(EXPERTS, n, k, device="cuda").bfloat16() / k**0.5 for n, k in ((1536, 2048), (2048, 768)))
     x, factors = torch.randn(1, 2048, device="cuda").bfloat16(), torch.rand(1, 4, device="cuda").bfloat16()
     ids = torch.zeros(1, 4, device="cuda", dtype=torch.int64)
+    norm = torch.rand(2048, device="cuda").bfloat16()
 
     def chain() -> Tensor:
         total = x
         for _ in range(8):
-            states = gated_expert_linear(total, ids, [up], None, "")
+            states = gated_expert_linear(total, ids, [up], None, "", norm, 1e-6)
             total = expert_linear_sum(states, ids, factors, down, None, total)
         return total
 
