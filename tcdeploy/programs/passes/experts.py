@@ -55,9 +55,10 @@ def fuse_expert_swiglu(graph: Graph) -> None:
 
 def _match_halves(gate: Any, up: Any) -> Node | None:
     """The `expert_linear` whose two halves these are, if the GEMV computes it, else None."""
-    halves = (gate, up)
-    split: Any = gate.args[0] if target_of(gate) is operator.getitem else None
-    if target_of(split) is not aten.split.Tensor or [half.args for half in halves] != [(split, 0), (split, 1)]:
+    if target_of(gate) is not operator.getitem or target_of(up) is not operator.getitem:
+        return None
+    split = gate.args[0]
+    if target_of(split) is not aten.split.Tensor or (gate.args, up.args) != ((split, 0), (split, 1)):
         return None
     product, size, *dim = split.args
     if target_of(product) is not EXPERT_LINEAR:
@@ -146,7 +147,8 @@ def _depends_on_product(x: Any, expert_ids: Any) -> bool:
 
 def _rounded(node: Node, dtype: torch.dtype) -> Node | None:
     """`node`, or the cast that alone reads it, whichever has this dtype."""
+    if node.meta["val"].dtype == dtype:
+        return node
     users = list(node.users)
-    if len(users) == 1 and is_float_cast(users[0]):
-        node = users[0]
-    return node if node.meta["val"].dtype == dtype else None
+    is_cast = len(users) == 1 and is_float_cast(users[0]) and users[0].meta["val"].dtype == dtype
+    return users[0] if is_cast else None

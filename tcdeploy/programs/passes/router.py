@@ -71,7 +71,7 @@ def _match_top_k(node: Node) -> TopK | None:
 def _replace(graph: Graph, node: Node, match: TopK) -> None:
     """The values are replaced where the fused softmax, division and cast end."""
     scores, softmax, weights = match.scores, "none", match.values
-    logits = softmax_input(match.scores)
+    logits = _softmax_input(match.scores)
     if logits is not None and is_supported(match.scores.meta["val"].shape[-1], match.k, logits.meta["val"].dtype):
         scores, softmax = logits, "all"
         normalised = None if weights is None else _normalised(weights)
@@ -102,7 +102,7 @@ def _insert_item(graph: Graph, node: Node, index: int) -> Node:
     return item
 
 
-def softmax_input(node: Any) -> Node | None:
+def _softmax_input(node: Any) -> Node | None:
     """x if `node` is the softmax of x over its last dimension in float32, as Inductor decomposes it, else None."""
     if target_of(node) is not aten.div.Tensor or node.kwargs:
         return None
@@ -123,7 +123,7 @@ def _is_over_last_dim(node: Any, target: Any, source: Any) -> bool:
     if target_of(node) is not target or node.args[0] is not source or node.kwargs or len(node.args) != 3:
         return False
     _, dims, keeps_dim = node.args
-    return keeps_dim is True and len(dims) == 1 and dims[0] in (-1, source.meta["val"].ndim - 1)
+    return keeps_dim is True and list(dims or ()) in ([-1], [source.meta["val"].ndim - 1])
 
 
 def _normalised(values: Node) -> Node | None:
@@ -145,7 +145,7 @@ def _softmax_of(values: Node) -> Node | None:
         return None
     exponentials = list(differences[0].users)
     quotients = [user for node in exponentials for user in node.users if target_of(user) is aten.div.Tensor]
-    if len(exponentials) != 1 or len(quotients) != 1 or softmax_input(quotients[0]) is not values:
+    if len(exponentials) != 1 or len(quotients) != 1 or _softmax_input(quotients[0]) is not values:
         return None
     return quotients[0] if len(exponentials[0].users) == 2 else None
 

@@ -24,11 +24,16 @@ torch.manual_seed(3)
 UP = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN).bfloat16() / 11
 DOWN = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE).bfloat16() / 8
 UP_BIAS, DOWN_BIAS = torch.randn(EXPERTS, 2 * INTERMEDIATE).bfloat16(), torch.randn(EXPERTS, HIDDEN).bfloat16()
-FP8_UP = expert_tensors("fp8_channel", EXPERTS, 2 * INTERMEDIATE, HIDDEN)
-FP8_DOWN = expert_tensors("fp8_channel", EXPERTS, HIDDEN, INTERMEDIATE)
 ROUTER, NORM = torch.randn(16, 1024).bfloat16() / 8, torch.rand(1024).bfloat16() + 0.5
 IDS = torch.tensor([[3, 1], [0, 3], [2, 4], [1, 0]])
 FACTORS = torch.rand(4, TOP_K)
+
+
+def unit_weights(case: str, experts: int, n: int, k: int) -> list[Tensor]:
+    """Weights whose products with a row of standard normal values have about the same deviation."""
+    tensors = expert_tensors(case, experts, n, k)
+    deviation = expert_weight(tensors, 0, scheme_of(case), torch.float32).std()
+    return [*tensors[:-1], tensors[-1] / (k**0.5 * deviation).to(tensors[-1].dtype)]
 
 
 def rows(tokens: int) -> Tensor:
@@ -101,8 +106,7 @@ def normed_block(x: Tensor, up: list[Tensor], scheme: str) -> Tensor:
 )
 def test_the_norm_of_one_token_is_fused_into_router_and_dense_experts(case: str, tokens: int, is_fused: bool) -> None:
     torch.manual_seed(2)
-    up = expert_tensors(case, len(ROUTER), 2 * INTERMEDIATE, 1024)
-    up[-1] = up[-1] / (32 * expert_weight(up, 0, scheme_of(case), torch.float32).std().to(up[-1].dtype))
+    up = unit_weights(case, len(ROUTER), 2 * INTERMEDIATE, 1024)
     x = torch.randn(1, tokens, 1024).bfloat16() / 30
     function = lambda x: normed_block(x, up, scheme_of(case))  # noqa: E731
     counts = count_targets(function, x, codegen=is_fused, **FLAGS)
@@ -111,7 +115,10 @@ def test_the_norm_of_one_token_is_fused_into_router_and_dense_experts(case: str,
 
 
 def test_quantised_experts_are_gated_but_not_summed() -> None:
-    function = lambda x: block(x, up=FP8_UP, down=FP8_DOWN, scheme="fp8_channel")  # noqa: E731
+    torch.manual_seed(1)
+    up = unit_weights("fp8_channel", EXPERTS, 2 * INTERMEDIATE, HIDDEN)
+    down = unit_weights("fp8_channel", EXPERTS, HIDDEN, INTERMEDIATE)
+    function = lambda x: block(x, up=up, down=down, scheme="fp8_channel")  # noqa: E731
     assert counts_of(function) == (1, 1, 0, 1)
 
 
@@ -129,6 +136,11 @@ def test_more_pairs_are_not_fused() -> None:
 def other_gate(y: Tensor) -> Tensor:
     gate, up = y.chunk(2, dim=-1)
     return gelu(gate) * up
+
+
+def scaled(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, dim=-1)
+    return silu(gate) * 2 + up
 
 
 def swapped_halves(y: Tensor) -> Tensor:
@@ -149,7 +161,9 @@ def product_read_again(y: Tensor) -> Tensor:
     return swiglu(y) + y[:, :INTERMEDIATE]
 
 
-@pytest.mark.parametrize("gate", [other_gate, swapped_halves, alternating, halves_read_again, product_read_again])
+@pytest.mark.parametrize(
+    "gate", [other_gate, scaled, swapped_halves, alternating, halves_read_again, product_read_again]
+)
 def test_other_gates_are_not_fused(gate: Callable[[Tensor], Tensor]) -> None:
     assert counts_of(lambda x: block(x, gate=gate))[:3] == (1, 0, 1)
 

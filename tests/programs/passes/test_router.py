@@ -164,6 +164,11 @@ def softmax_of_values_over_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.softmax(0), ids
 
 
+def divided_by_the_sum_of_all(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, ids = x.float().softmax(-1).topk(K)
+    return values / values.sum(dim=None, keepdim=True), ids
+
+
 def three_dimensional(x: Tensor) -> tuple[Tensor, Tensor]:
     values, ids = x.view(-1, 4, 16).topk(2)
     return values.flatten(1), ids.flatten(1)
@@ -178,7 +183,7 @@ def ids_only(x: Tensor) -> tuple[Tensor, Tensor]:
     [
         (probabilities_read_again, "all"), (values_read_again, "all"), (divided_by_more_than_the_sum, "all"),
         (rounded_probabilities, "none"), (softmax_over_tokens, "none"), (softmax_of_values_over_tokens, "none"),
-        (three_dimensional, "none"), (ids_only, "all"),
+        (divided_by_the_sum_of_all, "all"), (three_dimensional, "none"), (ids_only, "all"),
     ],
 )  # fmt: skip
 def test_other_expressions_keep_what_the_op_does_not_compute(
