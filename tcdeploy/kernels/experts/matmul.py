@@ -186,8 +186,9 @@ def sum_experts(
 ) -> Tensor:  # fmt: skip
     """`expert_linear_sum` of ops.py, for weights for which `is_summable`."""
     (tokens, top_k), (experts, n, k), use_pdl = expert_ids.shape, weight.shape, supports_pdl(x.device)
-    assert x.shape == (tokens * top_k, k) and x.stride(1) == 1 and is_summable(len(x), x.dtype, weight)
-    assert expert_ids.is_contiguous() and factors.is_contiguous() and factors.numel() == len(x)
+    assert x.shape == (tokens * top_k, k) and x.stride(1) == 1 and len(x) <= GEMV_PAIRS
+    assert is_supported("", x.dtype, [weight]) and weight.stride(2) == 1 and k % MIN_SUM_BLOCK_K == 0
+    assert expert_ids.is_contiguous() and factors.is_contiguous() and factors.shape == expert_ids.shape
     assert bias is None or (bias.shape == (experts, n) and bias.is_contiguous())
     assert addend is None or (addend.shape == (tokens, n) and addend.stride(1) == 1)
     out, tile, slots = x.new_empty(tokens, n), tile or SUM_TILES[0], next_power_of_2(top_k)

@@ -137,7 +137,7 @@ def expert_linear_sum(
 ) -> Tensor:
     """The sum over the pairs of each token of factor * (x @ w[expert].T + bias[expert]), plus addend: [tokens, n].
 
-    x: [tokens * top_k, k]. factors: [tokens, top_k] or its flat view. weight: [experts, n, k], dense, for which
+    x: [tokens * top_k, k]. factors: [tokens, top_k]. weight: [experts, n, k], dense, for which
     matmul.is_summable. addend: [tokens, n]. Summed in float32 and rounded once, to x's dtype.
 
     With PDL, expert_ids are read before the previous kernel has ended, so that kernel must not write them: that is so
