@@ -28,7 +28,7 @@ KERNEL_KINDS = tuple(  # the first match counts; FlashAttention's kernel names c
         ("attention", r"flash|fmha"),
         (
             "gemm",
-            r"gemm|gemv|dequantise|group_(many_)?pairs|nvjet|cutlass|cublas|xmma|splitk"
+            r"gemm|gemv|dequantise|group_(many_)?pairs|top_k|nvjet|cutlass|cublas|xmma|splitk"
             r"|(^|_)(linear|vector|addmm|mm|bmm|mv)(_|$)",
         ),
         ("attention", r"^_\w+_kernel$"),  # kernels of this package; Inductor's names begin with triton_

@@ -38,6 +38,7 @@ def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: str) -> Non
         ("kernels.attention.prefill_kernel", "attention"),
         ("kernels.attention.decode_kernel", "attention"),
         ("kernels.experts.experts_kernel", "gemm"),
+        ("kernels.experts.routing_kernel", "gemm"),
         ("kernels.linear.matmul_kernel", "gemm"),
         ("kernels.linear.scheme_kernel", "gemm"),
         ("kernels.sampling.advance_kernels", "sampling"),

@@ -2,7 +2,11 @@
 
 - Up to GEMV_PAIRS pairs (`_gemv`): a program multiplies the row of one pair by a few rows of its expert's weight on the
   CUDA cores. A thread loads 16 bytes at a time. Pairs are not grouped. Programs of all pairs for the same rows of the
-  weight run next to each other, so an expert that two tokens select is read from memory once.
+  weight run next to each other, so an expert that two tokens select is read from memory once. The first product may end
+  in SwiGLU and normalise its input, as the GEMVs of kernels/linear do.
+- The second product of so few pairs (`sum_experts`), if dense: a program has the same few rows of the weights of all
+  pairs of a token, whose weighted sum it stores. The ids are known before the first product ends, so programs load
+  their first weights before they wait for it.
 - More pairs (`_gemm`): pairs are grouped by expert (grouping.py). A program multiplies a block of them by some rows of
   their expert's weight on the tensor cores, as the skinny GEMM of kernels/linear does: y.T = w @ x.T. The columns of a
   step are cut into slices of at most one group, whose sums are multiplied by the group's scale. A slice of nvfp4 has
@@ -27,26 +31,32 @@ from torch import Tensor
 from tcdeploy.kernels.experts.grouping import max_blocks, table_length
 from tcdeploy.kernels.experts.tiles import (
     GEMV_PAIRS,
+    SUM_TILES,
     ExpertGemmTile,
     ExpertGemvTile,
+    ExpertSumTile,
     Tile,
     block_rows,
     fit_block_bytes,
     fit_gemm,
+    fit_sum_block_n,
     gemm_tile,
     gemv_tile,
 )
 from tcdeploy.kernels.linear.fp4_scheme import NVFP4_NAME
 from tcdeploy.kernels.linear.scheme_matmul import FORMATS, is_capable, operands
 from tcdeploy.kernels.linear.scheme_tiles import MIN_SLICE
+from tcdeploy.kernels.linear.tile_configs import fit_block_k
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
-from tcdeploy.torch_compat.triton.kernel import Kernel
+from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 
 GEMV = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemv_kernel")
 DENSE_GEMV = Kernel("tcdeploy.kernels.experts.experts_kernel", "_dense_expert_gemv_kernel")
+DENSE_SUM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_dense_expert_gemv_sum_kernel")
 GEMM = Kernel("tcdeploy.kernels.experts.experts_kernel", "_expert_gemm_kernel")
 DENSE = "dense"  # the format of weights without a scheme
 N_MULTIPLE, ALIGNMENT_BYTES = 16, 16
+MIN_SUM_BLOCK_K = 64  # columns per step of `sum_experts`, which has no mask along k
 NO_GROUPS = 1 << 30  # columns of a group that is all of a row; a power of two, so it does not limit a slice
 
 
@@ -119,10 +129,14 @@ def accepts(scheme: str, x: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 
 def matmul(
-    x: Tensor, expert_ids: Tensor, groups: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str,
-    tile: Tile | None = None,
+    x: Tensor, expert_ids: Tensor, groups: Tensor | None, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str,
+    tile: Tile | None = None, gated: bool = False, norm: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """`expert_linear` of ops.py, summed in float32. `tile`: by default the one that `choose_tile` returns."""
+    """`expert_linear` of ops.py, or with `gated` `gated_expert_linear`, summed in float32.
+
+    `tile`: by default the one that `choose_tile` returns. Only a GEMV needs no groups, and can be gated; only that of
+    dense weights can normalise its input.
+    """
     weights = expert_weights(scheme, tensors)
     pairs, (experts, n, _) = expert_ids.numel(), weights.weight.shape
     assert is_supported(scheme, x.dtype, tensors) and x.stride(1) == 1 and x.shape[1] == weights.k
@@ -131,12 +145,15 @@ def matmul(
     if weights.columns is not None:
         x = x.repeat_interleave(pairs // len(x), 0)
         x = x.gather(1, weights.columns.index_select(0, expert_ids.flatten()).long())
-    out = x.new_empty(pairs, n)
+    assert not gated or n % (2 * N_MULTIPLE) == 0
+    assert norm is None or (norm.shape == (weights.k,) and norm.is_contiguous() and weights.format == DENSE)
+    out = x.new_empty(pairs, n // 2 if gated else n)
     if tile is None:
         tile = choose_tile(pairs, weights)
     if isinstance(tile, ExpertGemvTile):
-        _gemv(out, x, expert_ids, weights, bias, tile)
+        _gemv(out, x, expert_ids, weights, bias, tile, gated, norm, eps)
     else:
+        assert groups is not None and not gated and norm is None
         _gemm(out, x, groups, weights, bias, tile)
     return out
 
@@ -149,25 +166,63 @@ def choose_tile(pairs: int, weights: ExpertWeights) -> Tile:
     return gemm_tile(block_rows(pairs, experts))
 
 
+def is_fusable(scheme: str, pairs: int, dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
+    """Whether a GEMV, which can be gated, multiplies so many inputs of this dtype. Works on fake tensors."""
+    if pairs > GEMV_PAIRS or not is_supported(scheme, dtype, tensors):
+        return False
+    weights = expert_weights(scheme, tensors)
+    return weights.columns is None and weights.weight.shape[1] % (2 * N_MULTIPLE) == 0
+
+
+def is_summable(pairs: int, dtype: torch.dtype, weight: Tensor) -> bool:
+    """Whether `sum_experts` takes so many pairs and this dense weight. Works on fake tensors."""
+    is_whole = weight.shape[2] % MIN_SUM_BLOCK_K == 0 and weight.stride(2) == 1
+    return pairs <= GEMV_PAIRS and is_whole and is_supported("", dtype, [weight])
+
+
+def sum_experts(
+    x: Tensor, expert_ids: Tensor, factors: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None,
+    tile: ExpertSumTile | None = None,
+) -> Tensor:  # fmt: skip
+    """`expert_linear_sum` of ops.py, for weights for which `is_summable`."""
+    (tokens, top_k), (experts, n, k), use_pdl = expert_ids.shape, weight.shape, supports_pdl(x.device)
+    assert x.shape == (tokens * top_k, k) and x.stride(1) == 1 and len(x) <= GEMV_PAIRS
+    assert is_supported("", x.dtype, [weight]) and weight.stride(2) == 1 and k % MIN_SUM_BLOCK_K == 0
+    assert expert_ids.is_contiguous() and factors.is_contiguous() and factors.shape == expert_ids.shape
+    assert bias is None or (bias.shape == (experts, n) and bias.is_contiguous())
+    assert addend is None or (addend.shape == (tokens, n) and addend.stride(1) == 1)
+    out, tile, slots = x.new_empty(tokens, n), tile or SUM_TILES[0], next_power_of_2(top_k)
+    block_n = fit_sum_block_n(tile, slots)
+    DENSE_SUM.launch(
+        (tokens, n // block_n),
+        out, x, expert_ids, factors, weight, bias, addend, n, k, x.stride(0), weight.stride(0), weight.stride(1),
+        0 if addend is None else addend.stride(0), top_k, slots, block_n,
+        fit_block_k(tile.block_k, k), use_pdl, num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
+    )  # fmt: skip
+    return out
+
+
 def _gemv(
-    out: Tensor, x: Tensor, expert_ids: Tensor, weights: ExpertWeights, bias: Tensor | None, tile: ExpertGemvTile
-) -> None:
-    (pairs, n), use_pdl = out.shape, supports_pdl(x.device)
+    out: Tensor, x: Tensor, expert_ids: Tensor, weights: ExpertWeights, bias: Tensor | None, tile: ExpertGemvTile,
+    gated: bool, norm: Tensor | None, eps: float,
+) -> None:  # fmt: skip
+    pairs, n, use_pdl = len(out), weights.weight.shape[1], supports_pdl(x.device)
     slots, row_size = pairs // len(x), weights.weight.shape[2]
     launch_options = {"num_warps": tile.num_warps, **({"launch_pdl": True} if use_pdl else {})}
     if weights.format == DENSE:
         block_k = fit_block_bytes(tile, row_size * weights.weight.itemsize) // weights.weight.itemsize
         DENSE_GEMV.launch(
             (pairs, -(-n // tile.block_n)),
-            out, x, expert_ids, weights.weight, bias, n, row_size, slots, x.stride(0),
-            *weights.strides, weights.is_transposed, tile.block_n, block_k, tile.num_stages, use_pdl, **launch_options,
+            out, x, expert_ids, weights.weight, bias, norm, n, row_size, eps, slots, x.stride(0),
+            *weights.strides, weights.is_transposed, tile.block_n, block_k, tile.num_stages, gated, use_pdl,
+            **launch_options,
         )  # fmt: skip
         return
     GEMV.launch(
         (pairs, n // tile.block_n),
         out, x, expert_ids, weights.weight, weights.row_scale, weights.group_scale, weights.zero, bias, n, row_size,
         weights.groups, slots, x.stride(0), weights.format, weights.group, weights.row_block, tile.block_n,
-        fit_block_bytes(tile, row_size), use_pdl, **launch_options,
+        fit_block_bytes(tile, row_size), gated, use_pdl, **launch_options,
     )  # fmt: skip
 
 

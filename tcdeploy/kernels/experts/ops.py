@@ -1,11 +1,15 @@
 """The ops of mixture-of-experts layers, which programs call as opaque nodes.
 
-    group_pairs    which (token, slot) pairs belong to which expert; once for the two products of a layer
-    expert_linear  a product of each pair with the weight of its expert, dense or in any scheme (planning/schemes.py)
+    top_k                the experts of each token and their weights (routing.py)
+    group_pairs          which (token, slot) pairs belong to which expert; once for the two products of a layer
+    expert_linear        a product of each pair with the weight of its expert, dense or in any scheme
+                         (planning/schemes.py)
+    gated_expert_linear  the same for few pairs, with SwiGLU
+    expert_linear_sum    the same for few pairs and a dense weight, with the weighted sum over the pairs of a token
 
-The weights of all experts stay in device memory as they are stored. On a CPU, and where no kernel fits, each expert's
-weight is dequantised and multiplied in plain torch (reference.py). Dense experts with many pairs use torch's grouped
-GEMM (grouped_mm.py).
+Graph passes insert `top_k` and the last two (programs/passes/router.py, experts.py). The weights of all experts stay in
+device memory as they are stored. On a CPU, and where no kernel fits, each expert's weight is dequantised and multiplied
+in plain torch (reference.py). Dense experts with many pairs use torch's grouped GEMM (grouped_mm.py).
 """
 
 from __future__ import annotations
@@ -18,11 +22,31 @@ from torch import Tensor
 
 import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the schemes
 from tcdeploy.kernels.custom_op import custom_op
-from tcdeploy.kernels.experts import grouped_mm, matmul
+from tcdeploy.kernels.experts import grouped_mm, matmul, routing
 from tcdeploy.kernels.experts.grouping import group_by_expert, groups_length
 from tcdeploy.kernels.experts.reference import expert_shape, multiply_by_expert
 
 log = logging.getLogger("tcdeploy.programs")
+
+
+@custom_op("top_k")
+def top_k(scores: Tensor, k: int, softmax: str, dtype: str) -> tuple[Tensor, Tensor]:
+    """The k largest scores of each row, in descending order, in `dtype`, and their columns (int64): [rows, k] each.
+
+    scores: [rows, columns], for which routing.is_supported. dtype: a name of routing.DTYPES.
+    softmax: "none"; or the values are probabilities, computed in float32, of "all" columns of the row or of the
+        "selected" ones. routing.py says how equal scores and NaN are ordered.
+    """
+    if scores.is_cuda:
+        rows = scores if scores.stride(1) == 1 else scores.contiguous()
+        return routing.launch_top_k(rows, k, softmax, routing.DTYPES[dtype])
+    return routing.plain_top_k(scores, k, softmax, routing.DTYPES[dtype])
+
+
+@top_k.register_fake
+def _(scores: Tensor, k: int, softmax: str, dtype: str) -> tuple[Tensor, Tensor]:
+    rows = scores.shape[0]
+    return scores.new_empty(rows, k, dtype=routing.DTYPES[dtype]), scores.new_empty(rows, k, dtype=torch.int64)
 
 
 @custom_op("group_pairs")
@@ -74,3 +98,60 @@ def _warn_of_plain_torch(scheme: str, dtype: torch.dtype) -> None:
 def _(x: Tensor, expert_ids: Tensor, groups: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
     n, _ = expert_shape(tensors, scheme)
     return x.new_empty(expert_ids.shape[0] * expert_ids.shape[1], n)
+
+
+@custom_op("gated_expert_linear")
+def gated_expert_linear(
+    x: Tensor, expert_ids: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str,
+    norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """silu(gate) * up of the halves of `expert_linear`, rounded once: [tokens * top_k, n / 2].
+
+    For few pairs: matmul.is_fusable. With `norm` [k], x is replaced by x / sqrt(mean(x^2) + eps) * norm, which is not
+    rounded. That is for dense weights only.
+    """
+    if x.is_cuda and matmul.accepts(scheme, x, tensors):
+        ids = expert_ids.contiguous()
+        return matmul.matmul(x, ids, None, tensors, bias, scheme, gated=True, norm=norm, eps=eps)
+    if x.is_cuda:
+        _warn_of_plain_torch(scheme or "no scheme", x.dtype)
+    inputs = x.float()
+    if norm is not None:
+        inputs = inputs * torch.rsqrt(inputs.pow(2).mean(-1, keepdim=True) + eps) * norm.float()
+    gate, up = multiply_by_expert(inputs, expert_ids, tensors, bias, scheme).chunk(2, 1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+@gated_expert_linear.register_fake
+def _(
+    x: Tensor, expert_ids: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str,
+    norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    n, _ = expert_shape(tensors, scheme)
+    return x.new_empty(expert_ids.shape[0] * expert_ids.shape[1], n // 2)
+
+
+@custom_op("expert_linear_sum")
+def expert_linear_sum(
+    x: Tensor, expert_ids: Tensor, factors: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None
+) -> Tensor:
+    """The sum over the pairs of each token of factor * (x @ w[expert].T + bias[expert]), plus addend: [tokens, n].
+
+    x: [tokens * top_k, k]. factors: [tokens, top_k]. weight: [experts, n, k], dense, for which
+    matmul.is_summable. addend: [tokens, n]. Summed in float32 and rounded once, to x's dtype.
+
+    With PDL, expert_ids are read before the previous kernel has ended, so that kernel must not write them: that is so
+    if x depends on them, because the kernel that wrote them was then followed by others.
+    """
+    if x.is_cuda and matmul.accepts("", x, [weight]):
+        return matmul.sum_experts(x, expert_ids.contiguous(), factors.contiguous(), weight, bias, addend)
+    y = multiply_by_expert(x.float(), expert_ids, [weight], bias, "")
+    total = (y * factors.float().reshape(-1, 1)).view(*expert_ids.shape, -1).sum(1)
+    return (total if addend is None else total + addend.float()).to(x.dtype)
+
+
+@expert_linear_sum.register_fake
+def _(
+    x: Tensor, expert_ids: Tensor, factors: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None
+) -> Tensor:
+    return x.new_empty(expert_ids.shape[0], weight.shape[1])

@@ -1,8 +1,9 @@
 """Chooses the tiles of the products of experts, and the rows of a block. Does not import Triton.
 
-The heuristics follow from the times of scripts/bench-experts on an H200, for 1 and 32 tokens and the experts of Qwen3
-30B-A3B and gpt-oss 20B. Blocks of more than 32 rows have not been timed: dense experts then use torch's grouped GEMM,
-and the tiles of quantised ones follow from the registers and shared memory of the compiled kernels.
+The heuristics follow from the times of scripts/bench-experts and bench-moe-block on an H200, for 1, 2 and 32 tokens and
+the experts of Qwen3 30B-A3B and gpt-oss 20B. Blocks of more than 32 rows have not been timed: dense experts then use
+torch's grouped GEMM, and the tiles of quantised ones follow from the registers and shared memory of the compiled
+kernels. The tile of the summed product was timed with 8 slots only.
 
 Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper by Triton 3.7, the GEMV
 has 12 (int4) to 14 (e2m1) instructions for each byte of the weight, and the GEMM 9 to 13. With FP8 weights both have 3
@@ -35,6 +36,15 @@ class ExpertGemvTile(NamedTuple):
     num_stages: int = 1  # of the software pipeline; dense weights only
 
 
+class ExpertSumTile(NamedTuple):
+    """The shape of one program of the summed product: rows of the weights of all slots, and columns per loop step."""
+
+    name: str
+    rows: int
+    block_k: int
+    num_warps: int
+
+
 class ExpertGemmTile(NamedTuple):
     """The shape of one GEMM program: rows of the weight, and columns of each row per loop step."""
 
@@ -56,8 +66,17 @@ GEMV_TILES = (
 )
 N4_B2048, N8_B2048, N4_B1024, N8_B1024 = range(len(GEMV_TILES))
 
+DENSE_GEMV_TILES = (*GEMV_TILES, ExpertGemvTile("n8_b512", 8, 512, 1))  # of dense weights
+N8_B512 = len(GEMV_TILES)
+
 # For weights that are contiguous along n: a load covers block_n consecutive outputs.
 TRANSPOSED_GEMV_TILES = (ExpertGemvTile("n32_b128_s4", 32, 128, 4, 4),)
+
+SUM_TILES = (
+    ExpertSumTile("r32_k256", 32, 256, 8),
+    ExpertSumTile("r16_k256", 16, 256, 4),
+    ExpertSumTile("r8_k256", 8, 256, 2),
+)
 
 DECODE_GEMM_TILES = (
     ExpertGemmTile("n64_k128", 64, 128, 1, 4, 4),
@@ -83,23 +102,29 @@ def block_rows(pairs: int, num_experts: int) -> int:
     return MAX_BLOCK_ROWS
 
 
-def gemv_tiles(is_transposed: bool) -> tuple[ExpertGemvTile, ...]:
-    return TRANSPOSED_GEMV_TILES if is_transposed else GEMV_TILES
+def gemv_tiles(is_dense: bool, is_transposed: bool) -> tuple[ExpertGemvTile, ...]:
+    return TRANSPOSED_GEMV_TILES if is_transposed else DENSE_GEMV_TILES if is_dense else GEMV_TILES
 
 
 def gemv_tile(row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool) -> ExpertGemvTile:
-    """A program has about 8 KB in flight. Short rows are read in one step, so that no load waits for a sum.
+    """A program has 8 KB in flight, or 16 of dense weights. Short quantised rows are read in one step, so that no load
+    waits for a sum.
 
     With 4-bit weights, instructions limit the speed. A program then has more rows of the weight, which share the
-    conversion of the inputs to float32.
+    conversion of the inputs to float32. Short dense rows are read by single warps, whose sums need no shared memory.
     """
     if is_transposed:
         return TRANSPOSED_GEMV_TILES[0]
     if is_dense:
-        return GEMV_TILES[N8_B1024]
+        return DENSE_GEMV_TILES[N8_B512 if row_bytes <= GEMV_TILES[N8_B2048].block_bytes else N8_B2048]
     if row_bytes <= GEMV_TILES[N4_B1024].block_bytes:
         return GEMV_TILES[N8_B1024 if per_byte == 2 else N4_B1024]
     return GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
+
+
+def fit_sum_block_n(tile: ExpertSumTile, slots: int) -> int:
+    """Columns of the output per program: a power of two that divides n, since n is a multiple of 16."""
+    return max(1, min(tile.rows // slots, 16))
 
 
 def gemm_tiles(rows: int) -> tuple[ExpertGemmTile, ...]:

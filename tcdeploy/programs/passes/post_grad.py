@@ -1,9 +1,9 @@
 """The post-grad FX pass of every compiled program, which runs the passes of this package.
 
-    sizes.py, cse.py, fp8_inputs.py, last_token_rows.py, gemv.py    always
+    sizes.py, cse.py, fp8_inputs.py, last_token_rows.py, router.py, gemv.py    always
     rotary.py                                                       with fused_epilogues
     skinny_gemm.py, residual_add.py                                 with skinny_gemm, if Triton is installed
-    silu_mul.py, rms_norm.py                                        with skinny_gemm and fused_epilogues
+    silu_mul.py, rms_norm.py, experts.py                            with skinny_gemm and fused_epilogues
     residual_add.py (in place)                                      with inplace_residual
 
 The `uuid` makes programs that went through the pass cacheable, and is part of their key. It adds factors that torch's
@@ -23,6 +23,7 @@ from torch.fx import Graph
 
 from tcdeploy.planning.keys import combined_digest, source_digests
 from tcdeploy.programs.passes.cse import eliminate_common_subexpressions
+from tcdeploy.programs.passes.experts import fuse_expert_sum, fuse_expert_swiglu
 from tcdeploy.programs.passes.fp8_inputs import quantise_inputs
 from tcdeploy.programs.passes.gemv import materialize_mlp_input, sink_slices
 from tcdeploy.programs.passes.last_token_rows import hoist_row_selection
@@ -30,6 +31,7 @@ from tcdeploy.programs.passes.nodes import assign_roles
 from tcdeploy.programs.passes.residual_add import fuse_inplace_residual_add, fuse_residual_add
 from tcdeploy.programs.passes.rms_norm import fuse_rms_norm
 from tcdeploy.programs.passes.rotary import fuse_rope_into_attention
+from tcdeploy.programs.passes.router import replace_top_k
 from tcdeploy.programs.passes.silu_mul import fuse_swiglu
 from tcdeploy.programs.passes.sizes import read_sizes_from_inputs
 from tcdeploy.programs.passes.skinny_gemm import replace_scheme_linears, replace_with_skinny_gemm
@@ -60,6 +62,7 @@ class PostGradPass(CustomGraphPass):
         eliminate_common_subexpressions(graph)
         quantise_inputs(graph)
         hoist_row_selection(graph)
+        replace_top_k(graph)
         sink_slices(graph)
         if self.fused_epilogues:
             fuse_rope_into_attention(graph)
@@ -67,6 +70,9 @@ class PostGradPass(CustomGraphPass):
         if self.skinny_gemm and importlib.util.find_spec("triton"):
             replace_with_skinny_gemm(graph)
             replace_scheme_linears(graph)
+            if self.fused_epilogues:
+                fuse_expert_swiglu(graph)
+                fuse_expert_sum(graph)
             fuse_residual_add(graph)
             if self.fused_epilogues:
                 fuse_swiglu(graph)

@@ -1,6 +1,6 @@
 """FX passes: fuse the residual addition into the product before it, which saves a kernel and a trip through memory.
 
-`tcdeploy::linear` and `fused_scheme_linear` take the residual as an argument. cuBLAS can accumulate any other product
+The ops of ADDENDS take the residual as an argument. cuBLAS can accumulate any other product
 into the residual in place if nothing reads the residual later, as at the end of a layer: residual += down(x).
 """
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the ops
+import tcdeploy.kernels.experts.ops  # noqa: F401 - registers the ops, as the next line does
+import tcdeploy.kernels.linear.ops  # noqa: F401
 from tcdeploy.programs.passes.nodes import (
     ALIASES,
     RESHAPES,
@@ -26,14 +27,16 @@ from tcdeploy.programs.passes.nodes import (
 )
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
-ADDING_LINEARS = {tcdeploy_ops.linear.default, tcdeploy_ops.fused_scheme_linear.default}
-ADDEND = 2  # its position in their arguments
+ADDENDS = {  # the position of the addend in the arguments of each op
+    tcdeploy_ops.linear.default: 2, tcdeploy_ops.fused_scheme_linear.default: 2,
+    tcdeploy_ops.expert_linear_sum.default: 5,
+}  # fmt: skip
 
 
 def fuse_residual_add(graph: Graph) -> None:
-    """Pass the other operand of an addition to one of ADDING_LINEARS without bias that only the addition reads."""
+    """Pass the other operand of an addition to one of ADDENDS without one that only the addition reads."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-        products = [arg for arg in node.args if _is_unbiased_skinny_gemm(node, arg)]
+        products = [arg for arg in node.args if _takes_addend(node, arg)]
         others = [arg for arg in node.args if arg not in products]
         if node.kwargs or len(products) != 1 or not isinstance(others[0], Node):
             continue
@@ -43,7 +46,8 @@ def fuse_residual_add(graph: Graph) -> None:
             continue
         with graph.inserting_before(node):
             rows = insert_reshape(graph, others[0], linear_node.meta["val"].shape)
-            args = (*linear_node.args[:ADDEND], rows, *linear_node.args[ADDEND + 1 :])
+            addend = ADDENDS[linear_node.target]
+            args = (*linear_node.args[:addend], rows, *linear_node.args[addend + 1 :])
             added = insert_call(graph, linear_node.target, *args)
             shaped = insert_reshape(graph, added, shape)
         node.replace_all_uses_with(shaped)
@@ -58,7 +62,7 @@ def fuse_inplace_residual_add(graph: Graph) -> None:
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
             continue
         for accumulator, reshaped in (node.args, node.args[::-1]):
-            product = match_linear(strip_reshapes(reshaped)) if _has_single_consumer(node, reshaped) else None
+            product = match_linear(strip_reshapes(reshaped)) if has_single_consumer(node, reshaped) else None
             if product is None or product.bias is not None or not _is_last_consumer(node, accumulator, positions):
                 continue
             product_shape = strip_reshapes(reshaped).meta["val"].shape
@@ -74,7 +78,7 @@ def fuse_inplace_residual_add(graph: Graph) -> None:
             break
 
 
-def _has_single_consumer(consumer: Node, arg: Any) -> bool:
+def has_single_consumer(consumer: Node, arg: Any) -> bool:
     """Whether `consumer` is the only reader of `arg` and of the nodes that it reshapes."""
     while isinstance(arg, Node) and list(arg.users) == [consumer]:
         if target_of(arg) not in RESHAPES:
@@ -101,7 +105,7 @@ def _same_dtype_and_shape(*values: Tensor) -> bool:
     return len({(value.dtype, *map(str, value.shape)) for value in values}) == 1
 
 
-def _is_unbiased_skinny_gemm(consumer: Node, arg: Any) -> bool:
-    """Whether `arg` is one of ADDING_LINEARS without bias, and its only reader is `consumer`."""
-    source: Any = strip_reshapes(arg) if _has_single_consumer(consumer, arg) else None
-    return target_of(source) in ADDING_LINEARS and source.args[ADDEND] is None
+def _takes_addend(consumer: Node, arg: Any) -> bool:
+    """Whether `arg` is one of ADDENDS without an addend, and its only reader is `consumer`."""
+    source: Any = strip_reshapes(arg) if has_single_consumer(consumer, arg) else None
+    return target_of(source) in ADDENDS and source.args[ADDENDS[source.target]] is None

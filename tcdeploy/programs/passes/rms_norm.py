@@ -2,8 +2,8 @@
 
 RMSNorm multiplies a row x by weights g and by the scalar 1 / sqrt(mean(x^2) + eps). The scalar can be applied to the
 product instead, and the GEMV (kernels/linear/gemv.py; scheme_matmul.py for quantised weights) sums the squares of x
-beside the product, while it waits for its weights. This removes two kernels per Llama layer, each a reduction of one
-row that leaves most of the GPU idle.
+beside the product, while it waits for its weights. The product of dense experts does the same. This removes two kernels
+per Llama layer, each a reduction of one row that leaves most of the GPU idle.
 
 Rounding differs from eager mode: x * g stays in float32. Rejected: the same rewrite for the products that Inductor
 lowers itself under coordinate descent (5.62 ms per step instead of 5.42; docs/performance-log.md).
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-import tcdeploy.kernels.linear.ops  # noqa: F401 - registers the ops
+import tcdeploy.kernels.experts.ops  # noqa: F401 - registers the ops, as the next line does
+import tcdeploy.kernels.linear.ops  # noqa: F401
 from tcdeploy.programs.passes.nodes import (
     CONVERT_ELEMENT_TYPE,
     RESHAPES,
@@ -32,7 +33,10 @@ aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 MUL = aten.mul.Tensor
 EPS_ADD_OPS = {aten.add.Tensor, aten.add.Scalar}  # of modelling code, and of torch.nn.functional.rms_norm
 SCHEME_LINEAR = tcdeploy_ops.fused_scheme_linear.default
-FUSABLE_LINEARS = {tcdeploy_ops.linear.default, tcdeploy_ops.linear_silu_mul.default, SCHEME_LINEAR}
+EXPERT_LINEAR = tcdeploy_ops.gated_expert_linear.default
+FUSABLE_LINEARS = {
+    tcdeploy_ops.linear.default, tcdeploy_ops.linear_silu_mul.default, SCHEME_LINEAR, EXPERT_LINEAR,
+}  # fmt: skip
 
 
 class RMSNormMatch(NamedTuple):
@@ -48,13 +52,18 @@ def fuse_rms_norm(graph: Graph) -> None:
     """Fuse each RMSNorm whose only readers are nodes of FUSABLE_LINEARS with one row."""
     matches = {}
     for node in graph.nodes:
-        if target_of(node) in FUSABLE_LINEARS and node.args[0].meta["val"].shape[0] == 1:
+        if target_of(node) in FUSABLE_LINEARS and node.args[0].meta["val"].shape[0] == 1 and not _is_quantised(node):
             norm = _match_rms_norm(node.args[0])
             if norm is not None:
                 matches[node] = norm
     # A list: _fuse changes the users that _feeds_only looks at.
     for node, norm in [(node, norm) for node, norm in matches.items() if _feeds_only(norm.rsqrt, matches.keys())]:
         _fuse(graph, node, norm)
+
+
+def _is_quantised(node: Node) -> bool:
+    """Whether the node is a product of experts whose kernel cannot normalise its input."""
+    return node.target is EXPERT_LINEAR and node.args[4] != ""
 
 
 def _match_rms_norm(row: Node) -> RMSNormMatch | None:
@@ -118,6 +127,8 @@ def _fuse(graph: Graph, product: Node, norm: RMSNormMatch) -> None:
 
 def _insert_normed(graph: Graph, product: Node, x: Node, scales: Node, eps: float) -> Node:
     """The product of a node of FUSABLE_LINEARS with the normalised row x."""
+    if product.target is EXPERT_LINEAR:
+        return insert_call(graph, EXPERT_LINEAR, x, *product.args[1:5], scales, eps)
     if product.target is SCHEME_LINEAR:
         _, tensors, addend, gated, *_, scheme = product.args
         return insert_call(graph, SCHEME_LINEAR, x, tensors, addend, gated, scales, eps, scheme)

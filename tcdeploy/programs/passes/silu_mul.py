@@ -47,7 +47,7 @@ def _insert_gated(graph: Graph, linear_node: Node) -> Node:
 
 def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
     """The node of LINEARS if `node` is its SwiGLU and the kernel can compute it, else None."""
-    halves = [half_node for half_node in (_silu_input(silu), up) if target_of(half_node) is aten.slice.Tensor]
+    halves = [half_node for half_node in (silu_input(silu), up) if target_of(half_node) is aten.slice.Tensor]
     if len(halves) != 2:
         return None
     linear_node = strip_reshapes(halves[0].args[0])
@@ -58,12 +58,12 @@ def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
     starts = [_half_start(half_node, half) for half_node in halves]
     is_supported = linear_node.args[2] is None and value.shape[1] % (2 * N_MULTIPLE) == 0
     has_gated_shape = node.meta["val"].dtype == value.dtype and node.meta["val"].numel() == value.numel() // 2
-    if starts != [0, half] or not is_supported or not has_gated_shape or not _is_only_used_by(linear_node, node):
+    if starts != [0, half] or not is_supported or not has_gated_shape or not is_only_used_by(linear_node, node):
         return None
     return linear_node
 
 
-def _silu_input(node: Any) -> Any:
+def silu_input(node: Any) -> Any:
     """x if `node` is x / (1 + exp(-x)), Inductor's float32 decomposition of silu, else None."""
     quotient = _strip_cast(node)
     if target_of(quotient) is not aten.div.Tensor:
@@ -88,6 +88,6 @@ def _half_start(slice_node: Node, half: int) -> Any:
     return start if is_last and value.shape[-1] == half and len(slice_node.args) < 5 else None
 
 
-def _is_only_used_by(linear_node: Node, node: Node) -> bool:
+def is_only_used_by(linear_node: Node, node: Node) -> bool:
     """Whether every path from `linear_node` leads to `node`."""
-    return all(user is node or (user.users and _is_only_used_by(user, node)) for user in linear_node.users)
+    return all(user is node or (user.users and is_only_used_by(user, node)) for user in linear_node.users)

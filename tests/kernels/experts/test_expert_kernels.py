@@ -328,7 +328,8 @@ def test_the_tile_of_the_gemm_depends_on_the_rows_of_a_block(rows: int, name: st
 
 
 @pytest.mark.parametrize(("row_bytes", "per_byte", "is_dense", "is_transposed", "name"), [
-    (4096, 1, True, False, "n8_b1024"), (4096, 1, True, True, "n32_b128_s4"), (2048, 1, False, False, "n4_b2048"),
+    (4096, 1, True, False, "n8_b2048"), (1536, 1, True, False, "n8_b512"), (4096, 1, True, True, "n32_b128_s4"),
+    (2048, 1, False, False, "n4_b2048"),
     (1024, 1, False, False, "n4_b1024"), (1440, 2, False, False, "n8_b2048"), (384, 2, False, False, "n8_b1024"),
 ])  # fmt: skip
 def test_the_tile_of_the_gemv_depends_on_the_row_and_its_format(

@@ -148,7 +148,13 @@ def test_the_best_guess_comes_first(n: int, k: int, guess: str) -> None:
     assert sorted(configs) == list(range(len(GEMV_TILES)))
 
 
-@pytest.mark.parametrize(("n", "k"), [(512, 4096), (4096, 512), (4104, 4096), (4096, 4112)])
+@pytest.mark.parametrize(("n", "k", "name"), [(128, 2048, "n1_k2048"), (16, 1024, "n1_k1024"), (512, 4608, "n1_k1024")])
+def test_routers_have_a_program_for_each_row(n: int, k: int, name: str) -> None:
+    (config,) = gemv_configs(n, k)
+    assert GEMV_TILES[config].name == name
+
+
+@pytest.mark.parametrize(("n", "k"), [(512, 2880), (8, 4096), (4096, 512), (4104, 4096), (4096, 4112)])
 def test_unsupported_or_unmeasured_shapes_have_no_config(n: int, k: int) -> None:
     assert gemv_configs(n, k) == ()
 
