@@ -1,6 +1,6 @@
 """The Triton kernels of experts, which matmul.py and grouping.py launch and describe.
 
-Functions of kernels/linear/scheme_kernel.py convert bytes to values and read scales. FORMAT is one of its formats, or
+kernels/linear/scheme_codes.py converts bytes to values and reads scales. FORMAT is one of its formats, or
 "dense": elements in the dtype of the inputs.
 """
 
@@ -10,14 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tcdeploy.kernels.linear.scheme_kernel import (
-    _load_scales,
-    _missing_factor,
-    _multiply_slices,
-    _multiply_tile,
-    _scaled_values,
-    _slice_values,
-)
+from tcdeploy.kernels.linear.scheme_codes import _load_scales, _scaled_values, _slice_values
+from tcdeploy.kernels.linear.scheme_kernel import _multiply_slices, _multiply_tile
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
 
@@ -323,9 +317,9 @@ def _expert_gemm_kernel(
     elif group_scale is not None:
         scales = _load_scales(group_scale + offsets, None, FORMAT)
     if zero is not None:
-        zeros = tl.load(zero + offsets).to(tl.float32)
+        zeros = tl.load(zero + offsets)[:, :, None]
     else:
-        zeros = tl.full([1, 1], 8.0, tl.float32)
+        zeros = None
 
     if K_SLICES == 1:
         k_offsets = tl.arange(0, WIDTH)[None, :]
@@ -347,13 +341,13 @@ def _expert_gemm_kernel(
             weights = tile
         else:
             sliced = tl.permute(tl.reshape(tile, (BLOCK_N, K_SLICES, STEP_BYTES // K_SLICES)), (1, 0, 2))
-            weights = _slice_values(sliced, zeros[:, :, None], FORMAT, DTYPE)
+            weights = _slice_values(sliced, zeros, FORMAT, DTYPE)
         if GROUPS > 1:
-            weights = _scaled_values(weights, scales, FORMAT)
+            weights = _scaled_values(weights, scales)
         # Scales and zero points are too small for asynchronous copies, so they are loaded one step ahead.
         offsets = group_rows + tl.minimum((start + STEP + k_slice * WIDTH) // GROUP, groups - 1)[:, None]
         if zero is not None:
-            zeros = tl.load(zero + offsets).to(tl.float32)
+            zeros = tl.load(zero + offsets)[:, :, None]
         if K_SLICES == 1:
             rows = tl.reshape(weights, (BLOCK_N, WIDTH))
             if GROUPS == 1 and group_scale is not None:
@@ -373,8 +367,6 @@ def _expert_gemm_kernel(
             scales = _load_scales(group_scale + offsets, None, FORMAT)
 
     y = tl.sum(acc, 0) if K_SLICES > 1 else acc
-    if GROUPS == 1:
-        y *= _missing_factor(FORMAT, DTYPE)
     if row_scale is not None:
         y *= row_scales[:, None]
     if bias is not None:

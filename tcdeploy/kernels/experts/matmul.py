@@ -44,7 +44,8 @@ from tcdeploy.kernels.experts.tiles import (
     gemv_tile,
 )
 from tcdeploy.kernels.linear.fp4_scheme import NVFP4_NAME
-from tcdeploy.kernels.linear.scheme_matmul import FORMATS, is_capable, operands
+from tcdeploy.kernels.linear.scheme_matmul import is_capable
+from tcdeploy.kernels.linear.scheme_operands import FORMATS, operands
 from tcdeploy.kernels.linear.scheme_tiles import MIN_SLICE
 from tcdeploy.kernels.linear.tile_configs import fit_block_k
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl

@@ -6,8 +6,8 @@ torch's grouped GEMM, and the tiles of quantised ones follow from the registers 
 kernels. The tile of the summed product was timed with 8 slots only.
 
 Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper by Triton 3.7, the GEMV
-has 12 (int4) to 14 (e2m1) instructions for each byte of the weight, and the GEMM 9 to 13. With FP8 weights both have 3
-to 5. An H100 issues about 11 instructions in the time that it takes to read a byte.
+has 7 (int4) to 10 (e2m1) instructions for each byte of the weight, and the GEMM for up to 32 rows 6 to 13. With FP8
+weights both have 3 to 5. An H100 issues about 11 instructions in the time that it takes to read a byte.
 """
 
 from __future__ import annotations

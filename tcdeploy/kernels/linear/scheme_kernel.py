@@ -1,7 +1,7 @@
 """The Triton kernels of quantised weights, which scheme_matmul.py launches and describes.
 
 The same kernels serve all schemes, because schemes differ in two places only. FORMAT says how bytes become values
-(`_values`). Scales are of two kinds: `row_scale` multiplies a row of the weight, so it is applied to the sums;
+(scheme_codes.py). Scales are of two kinds: `row_scale` multiplies a row of the weight, so it is applied to the sums;
 `group_scale` multiplies GROUP columns of ROW_BLOCK rows.
 
 They are apart from the kernels of matmul_kernel.py: the source of a kernel is the key of its compiled code, and the
@@ -14,81 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tcdeploy.kernels.linear.scheme_codes import (
+    _byte_values,
+    _code_floats,
+    _default_zero,
+    _load_scales,
+    _scaled_values,
+    _slice_values,
+    _unit,
+)
 from tcdeploy.torch_compat.triton.source import ignore_comments
-
-
-@ignore_comments
-@triton.jit
-def _nibble_values(codes, zero, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """The values of the low and of the high four bits of bytes. In float16, those of e2m1 lack `_missing_factor`.
-
-    Integers need no conversion: in the bits of 2**23 (float32), 2**10 (float16) or 2**7 (bfloat16), the lowest bits of
-    the mantissa count ones, and in those of 2**19 and 2**6 bits 4 to 7 do. The bits of an e2m1 code are those of a
-    smaller number in any wider format.
-    """
-    if FORMAT == "int4":
-        if DTYPE == tl.float32:
-            bits = codes.to(tl.int32)
-            low = ((bits & 0x0F) | 0x4B000000).to(DTYPE, bitcast=True) - (zero + 2.0**23)
-            high = ((bits & 0xF0) | 0x49000000).to(DTYPE, bitcast=True) - (zero + 2.0**19)
-        elif DTYPE == tl.float16:
-            bits = codes.to(tl.int16)
-            low = ((bits & 0x0F) | 0x6400).to(DTYPE, bitcast=True) - (zero + 2.0**10).to(DTYPE)
-            high = ((bits & 0xF0) | 0x5400).to(DTYPE, bitcast=True) - (zero + 2.0**6).to(DTYPE)
-        else:
-            bits = codes.to(tl.int16)
-            shift = (zero + 2.0**7).to(DTYPE)
-            low = ((bits & 0x0F) | 0x4300).to(DTYPE, bitcast=True) - shift
-            high = ((bits >> 4) | 0x4300).to(DTYPE, bitcast=True) - shift
-    elif DTYPE == tl.float32:
-        bits = codes.to(tl.int32)
-        low = ((bits & 0x08) << 28 | (bits & 0x07) << 22).to(DTYPE, bitcast=True) * 2.0**126
-        high = ((bits & 0x80) << 24 | (bits & 0x70) << 18).to(DTYPE, bitcast=True) * 2.0**126
-    else:
-        bits = codes.to(tl.int16)
-        if DTYPE == tl.bfloat16:
-            factor = tl.full([1, 1, 1], 2.0**126, tl.float32).to(tl.bfloat16)
-            low = ((bits & 0x08) << 12 | (bits & 0x07) << 6).to(DTYPE, bitcast=True) * factor
-            high = ((bits & 0x80) << 8 | (bits & 0x70) << 2).to(DTYPE, bitcast=True) * factor
-        else:
-            low = ((bits & 0x08) << 12 | (bits & 0x07) << 9).to(DTYPE, bitcast=True)
-            high = ((bits & 0x80) << 8 | (bits & 0x70) << 5).to(DTYPE, bitcast=True)
-    return low, high
-
-
-@ignore_comments
-@triton.jit
-def _missing_factor(FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """What sums of e2m1 values in float16 are multiplied by: 2**14, from the difference of the exponents' biases.
-
-    In wider formats, the products with inputs would be too small for float32, so the values are multiplied.
-    """
-    return 2.0**14 if FORMAT == "e2m1" and DTYPE == tl.float16 else 1.0
-
-
-@ignore_comments
-@triton.jit
-def _byte_values(codes, DTYPE: tl.constexpr):
-    """The values of fp8 or int8 codes. A conversion of float16 to bfloat16 is slower than two through float32."""
-    if codes.dtype == tl.float8e4nv and DTYPE == tl.bfloat16:
-        values = codes.to(tl.float16).to(tl.float32).to(DTYPE)
-    else:
-        values = codes.to(DTYPE)
-    return values
-
-
-@ignore_comments
-@triton.jit
-def _load_scales(pointers, mask, FORMAT: tl.constexpr):
-    """Scales of groups in float32. Those of uint8 are exponents of 2 plus 127; 0 is 2**-127, and 255 is NaN."""
-    scales = tl.load(pointers, mask=mask)
-    if FORMAT == "e2m1" and scales.dtype == tl.uint8:
-        bits = scales.to(tl.int32)
-        is_special = (bits == 0) | (bits == 255)
-        values = ((bits << 23) | (is_special.to(tl.int32) << 22)).to(tl.float32, bitcast=True)
-    else:
-        values = scales.to(tl.float32)
-    return values
 
 
 @ignore_comments
@@ -125,12 +60,13 @@ def _multiply_tile(
     tile = tl.reshape(codes, (BLOCK_N, SUMS, SUM_BYTES))
     if FORMAT == "int4" or FORMAT == "e2m1":
         if zero is not None:
-            zeros = tl.load(zero + offsets).to(tl.float32)[:, :, None]
+            zeros = tl.load(zero + offsets).to(tl.float32)
         else:
-            zeros = tl.full([1, 1, 1], 8.0, tl.float32)
-        low, high = _nibble_values(tile, zeros, FORMAT, tl.float32)
+            zeros = tl.full([1, 1], _default_zero(FORMAT), tl.float32)
+        low, high = _code_floats(tile, FORMAT)
         even, odd = tl.split(tl.reshape(inputs, (SUMS, SUM_BYTES, 2)))
         sums = tl.sum(low * even[None, :, :], 2) + tl.sum(high * odd[None, :, :], 2)
+        sums = (sums - tl.sum(even + odd, 1)[None, :] * (1.0 + zeros / 128.0)) * (128.0 * _unit(FORMAT))
     else:
         sums = tl.sum(_byte_values(tile, tl.float32) * tl.reshape(inputs, (SUMS, SUM_BYTES))[None, :, :], 2)
     if group_scale is not None:
@@ -218,48 +154,18 @@ def _scheme_dequantise_kernel(
         factors *= _load_scales(group_scale + offsets, mask, FORMAT)
     if PER_BYTE == 2:
         if zero is not None:
-            zeros = tl.load(zero + offsets, mask=mask).to(tl.float32)[:, :, None]
+            zeros = tl.load(zero + offsets, mask=mask).to(tl.float32)
         else:
-            zeros = tl.full([1, 1, 1], 8.0, tl.float32)
-        low, high = _nibble_values(codes[:, :, None], zeros, FORMAT, tl.float32)
-        values = tl.reshape(tl.join(low, high), (BLOCK_N, BLOCK_BYTES, 2)) * factors[:, :, None]
-        values = tl.reshape(values, (BLOCK_N, BLOCK_BYTES * 2))
+            zeros = tl.full([1, 1], _default_zero(FORMAT), tl.float32)
+        low, high = _code_floats(codes, FORMAT)
+        values = (tl.join(low, high) - (1.0 + zeros / 128.0)[:, :, None]) * (128.0 * _unit(FORMAT))
+        values = tl.reshape(values * factors[:, :, None], (BLOCK_N, BLOCK_BYTES * 2))
     else:
         values = _byte_values(codes, tl.float32) * factors
     column = tl.program_id(1) * BLOCK_BYTES * PER_BYTE + tl.arange(0, BLOCK_BYTES * PER_BYTE)
     out_mask = (row < n)[:, None] & (column < k)[None, :]
     out_ptrs = out + row.to(tl.int64)[:, None] * k + column[None, :]
     tl.store(out_ptrs, values.to(out.dtype.element_ty), mask=out_mask)
-
-
-@ignore_comments
-@triton.jit
-def _slice_values(codes, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """The values [slices, n, k] of a tile of codes."""
-    if FORMAT == "int4" or FORMAT == "e2m1":
-        low, high = _nibble_values(codes, zeros, FORMAT, DTYPE)
-        values = tl.reshape(tl.join(low, high), (codes.shape[0], codes.shape[1], 2 * codes.shape[2]))
-    else:
-        values = _byte_values(codes, DTYPE)
-    return values
-
-
-@ignore_comments
-@triton.jit
-def _scaled_values(values, scales, FORMAT: tl.constexpr):
-    """Values [slices, n, k] times the scales [slices, n, groups] of their columns, in the same dtype.
-
-    Exact for nvfp4: a value has two significant bits, and a scale four. In float16 the product with a small scale would
-    underflow, so the scale is multiplied by `_missing_factor` first.
-    """
-    shape: tl.constexpr = (values.shape[0], values.shape[1], scales.shape[2], values.shape[2] // scales.shape[2])
-    tile = tl.reshape(values, shape)
-    if values.dtype == tl.bfloat16:
-        tile *= scales.to(tl.bfloat16)[:, :, :, None]
-    else:
-        factors = scales * _missing_factor(FORMAT, values.dtype)
-        tile = (tile.to(tl.float32) * factors[:, :, :, None]).to(values.dtype)
-    return tl.reshape(tile, values.shape)
 
 
 @ignore_comments
@@ -321,24 +227,24 @@ def _scheme_skinny_gemm_kernel(
     elif group_scale is not None:
         scales = _load_scales(group_scale + offsets, None, FORMAT)
     if zero is not None:
-        zeros = tl.load(zero + offsets).to(tl.float32)
+        zeros = tl.load(zero + offsets)[:, :, None]
     else:
-        zeros = tl.full([1, 1], 8.0, tl.float32)
+        zeros = None
 
     acc = tl.zeros([K_SLICES, BLOCK_N, BLOCK_M], tl.float32)
     for first in range(0, k // WIDTH, K_SLICES):
         tile = tl.reshape(tl.load(w_ptrs + first * SLICE_BYTES), (BLOCK_N, K_SLICES, SLICE_BYTES))
         tile = tl.permute(tile, (1, 0, 2))
         inputs = tl.load(x_ptrs + first * WIDTH, mask=x_mask, other=0.0)
-        weights = _slice_values(tile, zeros[:, :, None], FORMAT, DTYPE)
+        weights = _slice_values(tile, zeros, FORMAT, DTYPE)
         # Too small for the pipeline of asynchronous copies, so they are loaded one step ahead.
         following = first + K_SLICES + k_slice
         offsets = group_rows + (following * WIDTH // GROUP)[:, None]
         in_row = (following < k // WIDTH)[:, None]
         if zero is not None:
-            zeros = tl.load(zero + offsets, mask=in_row).to(tl.float32)
+            zeros = tl.load(zero + offsets, mask=in_row)[:, :, None]
         if GROUPS > 1:
-            acc += _multiply_slices(_scaled_values(weights, scales, FORMAT), inputs)
+            acc += _multiply_slices(_scaled_values(weights, scales), inputs)
             scale_ptrs = group_scale + offsets[:, :, None] + tl.arange(0, GROUPS)[None, None, :]
             scales = _load_scales(scale_ptrs, in_row[:, :, None], FORMAT)
         elif group_scale is not None:
@@ -348,8 +254,6 @@ def _scheme_skinny_gemm_kernel(
             acc += _multiply_slices(weights, inputs)
 
     y = tl.sum(acc, 0)
-    if GROUPS == 1:
-        y *= _missing_factor(FORMAT, DTYPE)
     if row_scale is not None:
         y *= row_scales[:, None]
     if GATED:

@@ -1,12 +1,12 @@
-"""Launches the Triton kernels of quantised weights. For 1 to 64 rows they are bound by reading the weight's bytes.
+"""Launches the Triton kernels of quantised weights, by number of rows.
 
 - One row (`_gemv`): a program owns a few rows of the weight and reads them from end to end, 16 bytes per thread at a
   time, into float32. The sum of such 16 bytes is multiplied by its group's scale. It loads weights before the PDL wait.
-- 2 to 64 rows (`_skinny_gemm`): a step's columns are cut into slices of at most one group. Each slice is a dot of the
-  tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact, and only sums are
-  rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which is exact too.
-  The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
-
+- 2 to 64 rows, or 32 of 4-bit weights (`_skinny_gemm`): a step's columns are cut into slices of at most one group. Each
+  slice is a dot of the tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact,
+  and only sums are rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which
+  is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
+- Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.
 
@@ -14,33 +14,36 @@ The epilogues are those of the dense kernels (gemv.py, skinny_gemm.py): a bias o
 RMSNorm of a single row. Permuted weights read x through `index_select`: gathered in the kernel, each program would
 gather it again.
 
-Rejected: two dots of the even and the odd columns, since Triton joins the nibbles in registers anyway; one launch per
-scheme with a kernel of its own, since only `FORMAT` differs.
+Instructions limit products with 4-bit weights: scheme_codes.py describes how values are made. Rejected: two dots of the
+even and the odd columns, since joining the two values of a byte costs no instruction; one launch per scheme with a
+kernel of its own, since only `FORMAT` differs.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tcdeploy.kernels.custom_op import custom_op
-from tcdeploy.kernels.linear import fp4_scheme, fp8_scheme, int4_scheme, int8_scheme
+from tcdeploy.kernels.linear import fp4_scheme
+from tcdeploy.kernels.linear.scheme_gemm import gemm
 from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
+from tcdeploy.kernels.linear.scheme_operands import FORMATS, Operands, operands
 from tcdeploy.kernels.linear.scheme_tiles import (
+    MAX_GEMM_ROWS,
     MIN_SLICE,
     SchemeGemvTile,
     SchemeSkinnyGemmTile,
+    Tile,
+    choose_tile,
     fit_block,
     fit_skinny_gemm,
-    gemv_tile,
     is_supported,
-    skinny_gemm_tile,
 )
-from tcdeploy.kernels.linear.tile_configs import MAX_ROWS, N_MULTIPLE
+from tcdeploy.kernels.linear.tile_configs import N_MULTIPLE
 from tcdeploy.planning.schemes import SCHEMES
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
@@ -49,49 +52,7 @@ GEMV = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_gemv_kernel")
 SKINNY_GEMM = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_skinny_gemm_kernel")
 DEQUANTISE = Kernel("tcdeploy.kernels.linear.scheme_kernel", "_scheme_dequantise_kernel")
 DEQUANTISE_ROWS, DEQUANTISE_BYTES, DEQUANTISE_WARPS = 8, 256, 4  # of the weight per program
-FORMATS = {  # how the kernels make values of a scheme's bytes
-    fp8_scheme.CHANNEL_NAME: "fp8", fp8_scheme.BLOCK_NAME: "fp8", int8_scheme.NAME: "int8",
-    fp4_scheme.MXFP4_NAME: "e2m1", fp4_scheme.NVFP4_NAME: "e2m1", **dict.fromkeys(int4_scheme.NAMES, "int4"),
-}  # fmt: skip
 CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)  # compute capabilities with bfloat16 and with fp8
-
-
-class Operands(NamedTuple):
-    """The tensors of a weight [n, k] by their use in the kernels."""
-
-    format: str
-    weight: Tensor  # [n, bytes]
-    row_scale: Tensor | None  # n scales of rows
-    group_scale: Tensor | None  # [n / row_block, groups]
-    zero: Tensor | None  # [n, groups]
-    columns: Tensor | None  # [k]
-    groups: int
-    group: int  # columns of a group; the last may be partial
-    row_block: int  # rows that share the scales of groups
-
-    @property
-    def per_byte(self) -> int:
-        """Columns in a byte."""
-        return 2 if self.format in ("int4", "e2m1") else 1
-
-    @property
-    def k(self) -> int:
-        return self.weight.shape[1] * self.per_byte
-
-
-def operands(scheme: str, tensors: Sequence[Tensor]) -> Operands:
-    """The tensors of a weight in a scheme of FORMATS, in the scheme's order, by their use."""
-    by_suffix = dict(zip((item.suffix for item in SCHEMES[scheme].tensors), tensors, strict=True))
-    weight, scale = by_suffix["weight"], by_suffix["weight_scale"]
-    zero, columns = by_suffix.get("weight_zero_point"), by_suffix.get("columns")
-    groups = scale.shape[1] if scale.ndim == 2 else 1
-    is_blocks = scheme == fp8_scheme.BLOCK_NAME
-    is_row_scale = groups == 1 and not is_blocks and scheme not in (fp4_scheme.MXFP4_NAME, fp4_scheme.NVFP4_NAME)
-    row_scale, group_scale = (scale, None) if is_row_scale else (by_suffix.get("weight_global_scale"), scale)
-    found = Operands(FORMATS[scheme], weight, row_scale, group_scale, zero, columns, groups, 0, 1)
-    if is_blocks:
-        return found._replace(group=fp8_scheme.BLOCK, row_block=fp8_scheme.BLOCK)
-    return found._replace(group=found.k // groups)
 
 
 def is_fusable(scheme: str, rows: int, dtype: torch.dtype, tensors: Sequence[Tensor], gated: bool = False) -> bool:
@@ -121,7 +82,7 @@ def accepts(scheme: str, x: Tensor, tensors: Sequence[Tensor], gated: bool = Fal
 
 def matmul(
     scheme: str, x: Tensor, tensors: Sequence[Tensor], addend: Tensor | None = None, gated: bool = False,
-    norm: Tensor | None = None, eps: float = 0.0, tile: SchemeGemvTile | SchemeSkinnyGemmTile | None = None,
+    norm: Tensor | None = None, eps: float = 0.0, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """x [rows, k] @ w [n, k].T + addend ([n] or [rows, n]), summed in float32: [rows, n], contiguous, in x's dtype.
 
@@ -139,12 +100,13 @@ def matmul(
         x = x.index_select(1, weight.columns)
         norm = None if norm is None else norm.index_select(0, weight.columns)
     out = x.new_empty(rows, n // 2 if gated else n)
-    if rows == 1:
-        assert tile is None or isinstance(tile, SchemeGemvTile)
-        _gemv(out, x, weight, addend, gated, norm, eps, tile or gemv_tile(n, weight.per_byte))
+    tile = tile or choose_tile(rows, n, weight.per_byte)
+    if isinstance(tile, SchemeGemvTile):
+        _gemv(out, x, weight, addend, gated, norm, eps, tile)
+    elif isinstance(tile, SchemeSkinnyGemmTile):
+        _skinny_gemm(out, x, weight, addend, gated, tile)
     else:
-        assert tile is None or isinstance(tile, SchemeSkinnyGemmTile)
-        _skinny_gemm(out, x, weight, addend, gated, tile or skinny_gemm_tile(rows, n, weight.per_byte))
+        gemm(out, x, weight, addend, gated, tile)
     return out
 
 
@@ -244,7 +206,7 @@ for _scheme in FORMATS:
         SchemeKernel(
             "cuda",
             functools.partial(matmul, _scheme),
-            max_rows=MAX_ROWS,
+            max_rows=MAX_GEMM_ROWS,
             accepts=functools.partial(accepts, _scheme),
         ),
         SchemeKernel(

@@ -1,17 +1,17 @@
 """The shapes that the kernels of quantised weights accept, and their tiles. Does not import Triton.
 
 The heuristics choose the tiles that scripts/bench-scheme-linear found fastest on an H200, for the products of Llama 8B
-and 1, 8, 16, 32 and 64 rows. With them, the four products of a layer take at most 11% longer than with the fastest tile
-of each, 7% without mxfp4.
+and 1, 4, 8, 16, 32, 64 and 128 rows. With int4 weights, the four products of a layer take at most 8% longer than with
+the fastest tile of each, with mxfp4 at most 11%. Tiles of more than 64 rows were timed with 4-bit weights only.
 
-Rejected: splitting the columns among programs, whose sums a second kernel adds. It was 3 to 9% faster for 4-bit weights
-with many columns, and slower for all others.
+Rejected for up to 32 rows: splitting the columns among programs, whose sums a second kernel adds. It was 3 to 9% faster
+for 4-bit weights with many columns, and slower for all others.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, MAX_ROWS, N_MULTIPLE, ONE_WAVE_N
 
@@ -41,6 +41,20 @@ class SchemeSkinnyGemmTile(NamedTuple):
     num_stages: int  # of the software pipeline
 
 
+class SchemeGemmTile(NamedTuple):
+    """The shape of one program for many rows: rows of x, rows of the weight, and columns of each per loop step."""
+
+    name: str
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int  # parts of the columns, each the work of a program
+    num_warps: int
+    num_stages: int  # of the software pipeline
+
+
+Tile: TypeAlias = SchemeGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile
+
 SCHEME_GEMV_TILES = (
     SchemeGemvTile("n4_b2048", 4, 2048, 4),
     SchemeGemvTile("n2_b2048", 2, 2048, 4),
@@ -55,15 +69,25 @@ SCHEME_SKINNY_GEMM_TILES = (
     SchemeSkinnyGemmTile("n16_k1024", 16, 1024, 4, 3),
     SchemeSkinnyGemmTile("n64_k256", 64, 256, 4, 4),
     SchemeSkinnyGemmTile("n64_k128", 64, 128, 4, 5),
+    SchemeSkinnyGemmTile("n32_k512_s3", 32, 512, 4, 3),
 )
-N32_K512, N16_K512, N16_K256, N16_K1024, N64_K256, N64_K128 = range(len(SCHEME_SKINNY_GEMM_TILES))
+N32_K512, N16_K512, N16_K256, N16_K1024, N64_K256, N64_K128, N32_K512_S3 = range(len(SCHEME_SKINNY_GEMM_TILES))
+SCHEME_GEMM_TILES = (
+    SchemeGemmTile("m64_n64_s4", 64, 64, 64, 4, 4, 4),
+    SchemeGemmTile("m64_n128", 64, 128, 128, 1, 4, 3),
+    SchemeGemmTile("m128_n64_s4", 128, 64, 64, 4, 4, 4),
+    SchemeGemmTile("m128_n128", 128, 128, 64, 1, 8, 4),
+)
+M64_N64_S4, M64_N128, M128_N64_S4, M128_N128 = range(len(SCHEME_GEMM_TILES))
+MAX_GEMM_ROWS = 128  # four products of 256 rows of int4: 345 us with a dense copy, 369 with the fastest tile
 WIDE_N = 4 * ONE_WAVE_N
+MAX_4_BIT_SKINNY_ROWS = 32
 
 
 def is_supported(rows: int, n: int, k: int, group: int, per_byte: int) -> bool:
     """Whether the kernels compute x [rows, k] @ w [n, k].T with `group` columns to a scale and per_byte to a byte."""
     is_group = group >= MIN_GROUP and (group % (16 * per_byte) == 0 or group == MIN_GROUP)
-    return 1 <= rows <= MAX_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
+    return 1 <= rows <= MAX_GEMM_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0 and is_group
 
 
 def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
@@ -77,6 +101,14 @@ def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
     return SCHEME_GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
 
 
+def choose_tile(rows: int, n: int, per_byte: int) -> Tile:
+    if rows == 1:
+        return gemv_tile(n, per_byte)
+    if rows <= (MAX_4_BIT_SKINNY_ROWS if per_byte == 2 else MAX_ROWS):
+        return skinny_gemm_tile(rows, n, per_byte)
+    return gemm_tile(rows, n)
+
+
 def skinny_gemm_tile(rows: int, n: int, per_byte: int) -> SchemeSkinnyGemmTile:
     """A tile for 2 to 64 rows.
 
@@ -88,13 +120,21 @@ def skinny_gemm_tile(rows: int, n: int, per_byte: int) -> SchemeSkinnyGemmTile:
         tile = N64_K128 if is_wide else N64_K256
     elif rows > 16:
         tile = N64_K256
+    elif per_byte == 2 and rows > 8:
+        tile = N32_K512_S3
     elif per_byte == 2:
-        tile = N32_K512 if is_wide or rows > 8 else N16_K512
+        tile = N32_K512 if is_wide else N16_K512
     elif rows > 8:
         tile = N16_K256 if is_wide else N16_K1024
     else:
         tile = N16_K1024 if is_wide else N16_K512
     return SCHEME_SKINNY_GEMM_TILES[tile]
+
+
+def gemm_tile(rows: int, n: int) -> SchemeGemmTile:
+    """A tile for up to 128 rows. The columns of narrow weights are split, because they have too few tiles."""
+    wide, narrow = (M128_N128, M128_N64_S4) if rows > 64 else (M64_N128, M64_N64_S4)
+    return SCHEME_GEMM_TILES[wide if n >= WIDE_N else narrow]
 
 
 def fit_block(block: int, size: int) -> int:

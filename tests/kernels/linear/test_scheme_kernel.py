@@ -10,7 +10,8 @@ import pytest
 import torch
 import triton.backends.nvidia
 
-from tcdeploy.kernels.linear import scheme_matmul
+from tcdeploy.kernels.linear import scheme_gemm, scheme_matmul
+from tcdeploy.kernels.linear.scheme_tiles import SCHEME_GEMM_TILES, SchemeGemmTile, Tile, skinny_gemm_tile
 from tests.kernels.linear.matmul_cases import pointers_used_before_wait
 from tests.kernels.linear.scheme_cases import CASES, each_main_case, product, run, weight_tensors
 from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, record_launches
@@ -59,19 +60,39 @@ def test_the_gemv_loads_weights_16_bytes_at_once_and_before_the_wait(
 def test_the_skinny_gemm_copies_weights_asynchronously_into_tensor_cores(
     case: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    tile = skinny_gemm_tile(rows, 256, 2 if "4" in case else 1)
+    ptx = assert_copies_asynchronously(case, rows, tile, monkeypatch, tmp_path)
+    assert rows > 16 or "cp.async.ca" not in ptx  # cg copies 16 bytes, ca copies less
+    assert re.search(r"\b(mma\.sync|wgmma)", ptx)
+
+
+@each_main_case
+@pytest.mark.parametrize("tile", SCHEME_GEMM_TILES, ids=lambda tile: tile.name)
+def test_the_gemm_copies_weights_asynchronously_into_tensor_cores(
+    case: str, tile: SchemeGemmTile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ptx = assert_copies_asynchronously(case, tile.block_m, tile, monkeypatch, tmp_path)
+    assert "cp.async.ca" not in ptx and "wgmma" in ptx
+
+
+def assert_copies_asynchronously(
+    case: str, rows: int, tile: Tile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> str:
+    """Compile a product, check its memory accesses and return its PTX."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(scheme_matmul, "supports_pdl", lambda _: True)
+    for module in (scheme_matmul, scheme_gemm):
+        monkeypatch.setattr(module, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)
-    launch(case, rows, "gated" if rows == 16 else "added")
+    x, tensors, extras = product(case, rows, "gated" if rows == 16 else "added", n=256, k=4096)
+    run(case, x, tensors, extras, tile=tile)
     compiled = compile_for_hopper(launches[0])
     ptx = compiled.asm["ptx"]
     assert compiled.metadata.launch_pdl and compiled.metadata.shared <= HOPPER_SHARED_BYTES
     assert "cp.async.cg.shared.global" in ptx
-    assert rows > 16 or "cp.async.ca" not in ptx  # cg copies 16 bytes, ca copies less
-    assert re.search(r"\b(mma\.sync|wgmma)", ptx)
     accesses = [ptx.index(opcode) for opcode in ("cp.async", "ld.global", "st.global") if opcode in ptx]
     assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents") < min(accesses)
     assert spilled_bytes(ptx, tmp_path) == 0
+    return ptx
 
 
 @each_main_case

@@ -21,17 +21,18 @@ from tcdeploy.kernels.linear.scheme_matmul import (
     fused_scheme_linear,
     is_fusable,
     matmul,
-    operands,
 )
+from tcdeploy.kernels.linear.scheme_operands import operands
 from tcdeploy.kernels.linear.scheme_tiles import (
+    M64_N128,
     MAX_SUMS,
     N8_B2048,
     N64_K256,
+    SCHEME_GEMM_TILES,
     SCHEME_GEMV_TILES,
     SCHEME_SKINNY_GEMM_TILES,
+    choose_tile,
     fit_skinny_gemm,
-    gemv_tile,
-    skinny_gemm_tile,
 )
 from tcdeploy.planning.schemes import SCHEMES
 from tests.kernels.linear.matmul_cases import (
@@ -44,6 +45,7 @@ from tests.kernels.linear.scheme_cases import (
     CASES,
     FORMS,
     K,
+    assert_product_agrees,
     each_case,
     each_main_case,
     product,
@@ -53,6 +55,8 @@ from tests.kernels.linear.scheme_cases import (
     weight_tensors,
 )
 from tests.triton_tools import triton_interpreter
+
+TILES = (*SCHEME_GEMV_TILES, *SCHEME_SKINNY_GEMM_TILES, *SCHEME_GEMM_TILES)
 
 # Arithmetic
 
@@ -71,7 +75,7 @@ def test_every_form_agrees_and_writes_only_its_rows(
     case: str, rows: int, form: str, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
     x, tensors, extras = product(case, rows, form, device=device)
-    assert_agrees(run(case, x, tensors, extras), reference(case, x, tensors, extras))
+    assert_product_agrees(case, run(case, x, tensors, extras), x, tensors, extras)
     assert poisoned_outputs[0].shape[1] == rows_of(case) // (2 if extras["gated"] else 1)
     assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
 
@@ -88,22 +92,24 @@ def test_inputs_may_be_float16_and_slices(case: str, rows: int, device: str) -> 
 
 
 @each_main_case
-@pytest.mark.parametrize("tile", [*SCHEME_GEMV_TILES, *SCHEME_SKINNY_GEMM_TILES], ids=lambda tile: tile.name)
+@pytest.mark.parametrize(
+    "tile", [*SCHEME_GEMV_TILES, *SCHEME_SKINNY_GEMM_TILES, *SCHEME_GEMM_TILES], ids=lambda tile: tile.name
+)
 def test_every_tile_agrees(case: str, tile: Any, device: str) -> None:
     x, tensors, extras = product(case, 1 if tile in SCHEME_GEMV_TILES else 9, "gated", device=device, n=64, k=512)
-    assert_agrees(run(case, x, tensors, extras, tile=tile), reference(case, x, tensors, extras))
+    assert_product_agrees(case, run(case, x, tensors, extras, tile=tile), x, tensors, extras, tile)
 
 
 @each_case
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 5, 70])
 def test_the_kernels_read_only_their_inputs(case: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Permuted inputs are a copy. The tile of several rows has more rows than the weight."""
     if "permuted" in case:
         return
     x, tensors, extras = product(case, rows, "added")
-    tile = SCHEME_GEMV_TILES[N8_B2048] if rows == 1 else SCHEME_SKINNY_GEMM_TILES[N64_K256]
+    tiles = {1: SCHEME_GEMV_TILES[N8_B2048], 5: SCHEME_SKINNY_GEMM_TILES[N64_K256], 70: SCHEME_GEMM_TILES[M64_N128]}
     with triton_interpreter(monkeypatch), assert_reads_only(monkeypatch, x, *tensors, extras["addend"]) as loads:
-        assert_agrees(run(case, x, tensors, extras, tile=tile), reference(case, x, tensors, extras))
+        assert_product_agrees(case, run(case, x, tensors, extras, tile=tiles[rows]), x, tensors, extras, tiles[rows])
     assert sum(loads) >= x.numel() + sum(tensor.numel() for tensor in tensors)
 
 
@@ -226,15 +232,15 @@ def test_every_scheme_has_a_kernel_for_decode_batches_on_a_gpu() -> None:
     assert KERNELS.keys() == SCHEMES.keys()
     for kernels in KERNELS.values():
         rows = [(item.device, item.min_rows, item.max_rows) for item in kernels]
-        assert rows == [("cuda", 1, 64), ("cuda", 1, None)], "the second writes the dense weight"
+        assert rows == [("cuda", 1, 128), ("cuda", 1, None)], "the second writes the dense weight"
 
 
 @pytest.mark.parametrize(
     ("case", "rows", "n", "k", "dtype", "gated", "is_supported"),
     [
         ("fp8_channel", 1, 160, 320, torch.bfloat16, False, True),
-        ("fp8_channel", 64, 160, 320, torch.float16, True, True),
-        ("fp8_channel", 65, 160, 320, torch.bfloat16, False, False),
+        ("fp8_channel", 128, 160, 320, torch.float16, True, True),
+        ("fp8_channel", 129, 160, 320, torch.bfloat16, False, False),
         ("fp8_channel", 1, 160, 320, torch.float32, False, False),
         ("fp8_block", 1, 168, 320, torch.bfloat16, False, False),
         ("fp8_block", 1, 160, 336, torch.bfloat16, False, False),
@@ -284,12 +290,13 @@ def test_the_sums_of_a_skinny_gemm_fit_registers() -> None:
 
 @pytest.mark.parametrize(("rows", "n", "names"), [
     (1, 2048, ("n2_b2048", "n2_b2048")), (1, 4096, ("n4_b2048", "n8_b2048")), (8, 4096, ("n16_k512", "n16_k512")),
-    (8, 28672, ("n16_k1024", "n32_k512")), (9, 4096, ("n16_k1024", "n32_k512")), (16, 28672, ("n16_k256", "n32_k512")),
-    (17, 28672, ("n64_k256", "n64_k256")), (33, 4096, ("n64_k256", "n64_k256")), (33, 8448, ("n64_k128", "n64_k128")),
+    (8, 28672, ("n16_k1024", "n32_k512")), (9, 4096, ("n16_k1024", "n32_k512_s3")),
+    (16, 28672, ("n16_k256", "n32_k512_s3")), (17, 28672, ("n64_k256", "n64_k256")),
+    (33, 4096, ("n64_k256", "m64_n64_s4")), (33, 8448, ("n64_k128", "m64_n128")),
+    (65, 4096, ("m128_n64_s4", "m128_n64_s4")), (128, 8448, ("m128_n128", "m128_n128")),
 ])  # fmt: skip
 def test_the_tile_depends_on_rows_width_and_bits(rows: int, n: int, names: tuple[str, str]) -> None:
-    tiles = [gemv_tile(n, per_byte) if rows == 1 else skinny_gemm_tile(rows, n, per_byte) for per_byte in (1, 2)]
-    assert tuple(tile.name for tile in tiles) == names
+    assert tuple(choose_tile(rows, n, per_byte).name for per_byte in (1, 2)) == names
 
 
 def test_operands_name_the_use_of_each_tensor() -> None:
@@ -314,7 +321,7 @@ def test_operands_name_the_use_of_each_tensor() -> None:
 
 @pytest.mark.gpu
 @each_case
-@pytest.mark.parametrize("rows", [1, 2, 8, 16, 64])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 64, 100])
 def test_real_shapes_agree_on_a_gpu(case: str, rows: int) -> None:
     """Also as the op `scheme_linear`, which uses the kernels."""
     for n, k in ((4096, 4096), (28672, 4096), (4096, 14336)):
@@ -322,7 +329,7 @@ def test_real_shapes_agree_on_a_gpu(case: str, rows: int) -> None:
         torch.cuda.synchronize()  # the kernel may read the weights before earlier kernels end
         name = CASES[case][0]
         y = torch.ops.tcdeploy.scheme_linear(x, tensors, None, name)
-        assert_agrees(y, reference(case, x, tensors, extras))
+        assert_product_agrees(case, y, x, tensors, extras)
         assert torch.equal(y, run(case, x, tensors, extras))
 
 

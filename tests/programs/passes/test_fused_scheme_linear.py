@@ -138,10 +138,10 @@ def test_without_skinny_gemm_nothing_is_fused(flags: dict[str, bool]) -> None:
 @pytest.mark.parametrize(
     ("layer", "x"),
     [
-        (lambda: Layer("int8"), rows(1, 65)),
+        (lambda: Layer("int8"), rows(1, 129)),
         (lambda: Layer("int8").float(), rows(1, 1, dtype=torch.float32)),
     ],
-    ids=["65 rows", "float32"],
+    ids=["129 rows", "float32"],
 )
 def test_products_without_a_kernel_stay_calls_of_scheme_linear(layer: Any, x: Tensor) -> None:
     products = compiled_products(layer(), x, **ALL_FLAGS)
