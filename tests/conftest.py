@@ -61,7 +61,7 @@ COMPILING_PATHS = (
     "kernels/attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py",
     "cache/test_folder.py", "cache/test_source_keys.py", "programs/", "coverage/test_types.py",
     "deploy/test_docker_image.py", "doctor/test_machine_faults.py", "scale/test_ray.py", "scale/test_ray_router.py",
-    "engine/test_tuning.py", "explain/test_explain.py", "gpu/", "kernels/experts/", "kernels/linear/",
+    "engine/test_tuning.py", "explain/test_explain.py", "gpu/", "kernels/experts/", "kernels/linear/", "kernels/state/",
     "models/test_packed_linears.py",
     "parity/", "start/test_packaged_families.py", "start/test_scheme_starts.py", "start/test_slot_packages.py",
     "test_prewarm.py", "test_story.py", "torch_compat/",
