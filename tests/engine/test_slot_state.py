@@ -159,7 +159,7 @@ class CountingMechanism(Mechanism):
         (("running_sum",), f"has layers of type {PLAIN_LAYER}, which a KV cache cannot serve"),
         ((), f"has layers of type {SUM_LAYER}, {PLAIN_LAYER}"),
         (("counting", "plain"), "computes token positions of its own"),
-        (("unused", "plain"), r"layers \[0, 3\] never call the AttentionInterface"),
+        (("unused", "plain"), f"has layers of type {SUM_LAYER}, which a KV cache cannot serve"),
     ],
 )
 def test_a_layer_without_a_mechanism_is_refused(mechanisms: tuple[str, ...], reason: str) -> None:
