@@ -38,13 +38,13 @@ def expected(case: StepCase, qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, d
     _, heads, key_dim, value_dim = state.shape
     keys = (qkv.shape[1] - heads * value_dim) // 2
     q, k, v = qkv.float().split([keys, keys, heads * value_dim], dim=1)
+    q, k = (states.unflatten(1, (-1, key_dim)).repeat_interleave(heads * key_dim // keys, dim=1) for states in (q, k))
     g = -a_log.float().exp() * functional.softplus(a.float() + dt_bias.float())
     out, after = torch.zeros(len(qkv), heads, value_dim, device=qkv.device), state.clone()
     for first, tokens, slot, is_new in case.owners():
         part = slice(first, first + tokens)
-        dims = zip((q, k, v), (key_dim, key_dim, value_dim), strict=True)
         result = torch_recurrent_gated_delta_rule(
-            *(states[part].unflatten(1, (-1, dim))[None] for states, dim in dims),
+            *(states[None, part] for states in (q, k, v.unflatten(1, (-1, value_dim)))),
             g[None, part], b.float().sigmoid()[None, part], initial_state=None if is_new else state[None, slot],
             output_final_state=True, use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
