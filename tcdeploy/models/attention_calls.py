@@ -2,7 +2,7 @@
 
 Each call becomes an AttentionSpec. Layers whose state a mechanism keeps are recorded by slot_layers.py; other layers
 without keys and values of their own, such as recurrent ones, are recognised by `layer_types` in the config, and
-refused. All problems are collected, so that one error lists them.
+refused, unless that says that they are an MLP only. All problems are collected, so that one error lists them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tcdeploy.errors import UnsupportedArchitectureError
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.slot_layers import SlotRecorder
-from tcdeploy.planning.architecture import AttentionSpec, LayerState
+from tcdeploy.planning.architecture import AttentionSpec, LayerState, NoState
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+STATELESS_LAYER_TYPES = {"mlp", "moe"}  # layers that compute each token on its own
 SUPPORTED_KEYWORDS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
 IGNORED_KEYWORDS = {
     "dropout", "position_ids", "use_cache", "output_attentions", "cache_position", "output_hidden_states",
@@ -79,7 +80,7 @@ def refused_layers(config: PreTrainedConfig, slot_types: Collection[str]) -> dic
     These include types that differ from full attention only in the mask, because the recorded calls have no mask.
     `slot_types`: those of mechanisms, whose layers are compared with the claimed modules once the model has run.
     """
-    supported = {*SUPPORTED_LAYER_TYPES, *slot_types}
+    supported = {*SUPPORTED_LAYER_TYPES, *STATELESS_LAYER_TYPES, *slot_types}
     return {number: name for number, name in enumerate(_layer_types(config)) if name not in supported}
 
 
@@ -137,10 +138,29 @@ def read_layers(
     for problem, path in problems.items():
         refusals.add(UnsupportedArchitectureError(f"{name}: {path} {problem}"))
     with refusals.collecting():
+        states = _with_stateless_layers(model, states, config)
         _check_each_layer(model, states, config, skipped_layers)
     with refusals.collecting():
         _check_windows(model, [state for state in states if isinstance(state, AttentionSpec)], config)
     return tuple(states)
+
+
+def _with_stateless_layers(model: nn.Module, states: list[LayerState], config: PreTrainedConfig) -> list[LayerState]:
+    """`states`, and those of layers that are an MLP only, in the order of the layers."""
+    stack_path, _ = decoder_layer_position(model, states[0].path)
+    with_state = {decoder_layer_position(model, state.path)[1] for state in states}
+    stateless: list[LayerState] = [
+        NoState(f"{stack_path}.{number}.{_first_block(model.get_submodule(f'{stack_path}.{number}'))}")
+        for number, layer_type in enumerate(_layer_types(config))
+        if layer_type in STATELESS_LAYER_TYPES and number not in with_state
+    ]
+    return sorted([*states, *stateless], key=lambda state: decoder_layer_position(model, state.path)[1])
+
+
+def _first_block(layer: nn.Module) -> str:
+    """The name of the first child that has a matrix; norms have vectors."""
+    children = layer.named_children()
+    return next(name for name, child in children if any(parameter.ndim >= 2 for parameter in child.parameters()))
 
 
 def _check_each_layer(
