@@ -64,7 +64,8 @@ COMPILING_PATHS = (
     "engine/test_tuning.py", "explain/test_explain.py", "gpu/", "kernels/experts/", "kernels/linear/", "kernels/state/",
     "models/test_packed_linears.py",
     "parity/", "start/test_packaged_families.py", "start/test_scheme_starts.py", "start/test_slot_packages.py",
-    "start/test_hybrid_packages.py", "engine/test_hybrid_models.py", "test_prewarm.py", "test_story.py", "torch_compat/",
+    "start/test_hybrid_packages.py", "engine/test_hybrid_models.py", "test_prewarm.py", "test_story.py",
+    "torch_compat/",
 )  # fmt: skip
 
 # What scripts/test --quick leaves out besides them: these take two thirds of the time of the tests without the marker.

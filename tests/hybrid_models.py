@@ -23,6 +23,9 @@ _DELTA_NET = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
 }  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_expand": 2,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_SIZES, **_EXPERTS, **_DELTA_NET},
     "qwen3_5_text": {**_SIZES, **_DELTA_NET, "rope_parameters": {
@@ -31,6 +34,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_SIZES, **_EXPERTS, **_DELTA_NET, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
     }},
+    "bamba": {**_SIZES, **_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [2]},
+    "granitemoehybrid": {
+        **_SIZES, **_MAMBA, "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    },
+    "nemotron_h": {
+        **_SIZES, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 5,
+        "moe_shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+    },
     "lfm2": {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "conv_L_cache": 3,
              "block_auto_adjust_ff_dim": False},
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The parity check finds faults in the state of a model with gated delta nets and attention, and of their ops.
+"""The parity check finds faults in the state of hybrid models, and of the ops that compute with it.
 
 Faults are planted in steps that run uncompiled, as in test_state_faults.py.
 """
@@ -9,54 +9,48 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from tcdeploy.errors import CompileError
-from tcdeploy.kernels.state import causal_conv, gated_delta
+from tcdeploy.kernels.state import causal_conv, recurrence
+from tcdeploy.kernels.state.recurrence import Inputs
 from tcdeploy.kernels.state.sequences import Sequences
 from tests.hybrid_models import save_model
 from tests.parity.test_state_faults import FAULTS, check
 
 Compute = Callable[..., Tensor]
-delta, conv = gated_delta.compute_plainly, causal_conv.compute_plainly
+recur, conv = recurrence.compute_plainly, causal_conv.compute_plainly
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model("qwen3_5_text", tmp_path_factory.mktemp("model"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {family: save_model(family, tmp_path_factory.mktemp("model")) for family in ("qwen3_5_text", "bamba")}
 
 
 @pytest.fixture(scope="module")
-def references() -> list[Any]:
-    return []
+def references() -> dict[str, list[Any]]:
+    """By family; see test_state_faults.py."""
+    return {"qwen3_5_text": [], "bamba": []}
 
 
-def without_decay(qkv: Tensor, a: Tensor, *rest: Any) -> Tensor:
-    return delta(qkv, a - 1000, *rest)
+def changed(**changes: Callable[[Inputs], Any]) -> Compute:
+    """The recurrence with other inputs."""
+
+    def computed(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tensor:
+        return recur(inputs._replace(**{name: change(inputs) for name, change in changes.items()}), state, sequences)
+
+    return computed
 
 
-def without_decay_in_rows(qkv: Tensor, a: Tensor, *rest: Any) -> Tensor:
-    sequences: Sequences = rest[-1]
-    return delta(qkv, a - 1000 if sequences.starts is None else a, *rest)
-
-
-def without_beta(qkv: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    return delta(qkv, a, b + 1000, *rest)
-
-
-def keys_as_queries(qkv: Tensor, *rest: Any) -> Tensor:
-    """Queries and keys are exchanged."""
-    keys = (qkv.shape[1] - rest[-2].shape[1] * rest[-2].shape[3]) // 2
-    return delta(torch.cat([qkv[:, keys : 2 * keys], qkv[:, :keys], qkv[:, 2 * keys :]], dim=1), *rest)
+def only_in_decode_steps(faulty: Compute, right: Compute) -> Compute:
+    return lambda *args: (faulty if args[-1].starts is None else right)(*args)
 
 
 def twice(compute: Compute) -> Compute:
-    """Steps of decode rows are computed twice."""
+    """State is updated twice."""
 
     def computed(*args: Any) -> Tensor:
-        if args[-1].starts is None:
-            compute(*args)
+        compute(*args)
         return compute(*args)
 
     return computed
@@ -70,62 +64,92 @@ def one_token_late(x: Tensor, state: Tensor, *rest: Any) -> Tensor:
     """The slot has the inputs of one token earlier: the newest one is missing."""
     before = state.clone()
     out = conv(x, state, *rest)
-    changed = (state != before).flatten(1).any(1)
-    state[changed] = state[changed].roll(1, dims=1)
+    updated = (state != before).flatten(1).any(1)
+    state[updated] = state[updated].roll(1, dims=1)
     return out
 
 
-def without_state(compute: Compute, position: int) -> Compute:
-    """Rows and chunks start from zeros; `position` is that of the state in the arguments."""
+def without_state(compute: Compute) -> Compute:
+    """Rows and chunks start from zeros."""
 
-    def computed(*args: Any) -> Tensor:
-        saved = args[position].clone()
-        args[position].zero_()
-        out = compute(*args)
-        untouched = args[position].flatten(1).eq(0).all(1)
-        args[position][untouched] = saved[untouched]
+    def computed(x: Any, state: Tensor, *rest: Any) -> Tensor:
+        saved = state.clone()
+        state.zero_()
+        out = compute(x, state, *rest)
+        untouched = state.flatten(1).eq(0).all(1)
+        state[untouched] = saved[untouched]
         return out
 
     return computed
 
 
-def in_bfloat16(*args: Any) -> Tensor:
+def in_bfloat16(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tensor:
     """The matrices are rounded to bfloat16 after each step."""
-    out = delta(*args)
-    args[5].copy_(args[5].bfloat16())
+    out = recur(inputs, state, sequences)
+    state.copy_(state.bfloat16())
     return out
 
 
-OP_FAULTS: dict[str, tuple[Any, Compute]] = {
-    "decay is left out": (gated_delta, without_decay),
-    "decay is left out in decode steps": (gated_delta, without_decay_in_rows),
-    "beta is left out": (gated_delta, without_beta),
-    "queries and keys are exchanged": (gated_delta, keys_as_queries),
-    "matrices are updated twice": (gated_delta, twice(delta)),
-    "matrices are not read": (gated_delta, without_state(delta, 5)),
-    "matrices are rounded": (gated_delta, in_bfloat16),
-    "the convolution is off by one tap": (causal_conv, one_tap_late),
-    "the convolution's state is off by one token": (causal_conv, one_token_late),
-    "the convolution's state is shifted twice": (causal_conv, twice(conv)),
-    "the convolution's state is not read": (causal_conv, without_state(conv, 1)),
+def exchanged(inputs: Inputs) -> Any:
+    """The layout with the columns of queries for keys."""
+    layout = inputs.layout
+    return layout._replace(query_column=layout.key_column, key_column=layout.query_column)
+
+
+def with_rolled_keys(inputs: Inputs) -> Tensor:
+    """The inputs, whose heads have the keys of the previous one."""
+    layout, x = inputs.layout, inputs.x.clone()
+    keys = x[:, layout.key_column : layout.key_column + layout.heads // layout.group * layout.key_dim]
+    keys.copy_(keys.roll(layout.key_dim, dims=1))
+    return x
+
+
+without_decay = changed(a_log=lambda inputs: inputs.a_log - 100)
+RECURRENCE_FAULTS: dict[str, Compute] = {
+    "decay is left out": without_decay,
+    "decay is left out in decode steps": only_in_decode_steps(without_decay, recur),
+    "the bias of dt is left out": changed(dt_bias=lambda inputs: inputs.dt_bias * 0),
+    "queries and keys are exchanged": changed(layout=exchanged),
+    "heads have the keys of other heads": changed(x=with_rolled_keys),
+    "matrices are updated twice in decode steps": only_in_decode_steps(twice(recur), recur),
+    "matrices are not read": without_state(recur),
+    "matrices are rounded": in_bfloat16,
 }
+OP_FAULTS: dict[str, tuple[str, Any, Compute]] = {
+    **{name: ("qwen3_5_text", recurrence, compute) for name, compute in RECURRENCE_FAULTS.items()},
+    **{f"{name} in Mamba-2": ("bamba", recurrence, compute) for name, compute in RECURRENCE_FAULTS.items()},
+    "beta is left out": ("qwen3_5_text", recurrence, changed(b=lambda inputs: inputs.b + 1000)),
+    "d is left out": ("bamba", recurrence, changed(d=lambda inputs: inputs.d * 0)),
+    "the convolution is off by one tap": ("qwen3_5_text", causal_conv, one_tap_late),
+    "the convolution's state is off by one token": ("qwen3_5_text", causal_conv, one_token_late),
+    "the convolution's state is shifted twice": (
+        "qwen3_5_text", causal_conv, only_in_decode_steps(twice(conv), conv)
+    ),
+    "the convolution's state is not read": ("qwen3_5_text", causal_conv, without_state(conv)),
+}  # fmt: skip
 
 
-def test_the_model_passes_without_a_fault(model: str, cache_dir: str, references: list[Any]) -> None:
-    check(model, cache_dir, lambda metadata: metadata, references)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
+def test_the_model_passes_without_a_fault(
+    models: dict[str, str], cache_dir: str, references: dict[str, list[Any]], family: str
+) -> None:
+    check(models[family], cache_dir, lambda metadata: metadata, references[family])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_slots_is_found(model: str, cache_dir: str, references: list[Any], fault: str) -> None:
+def test_a_fault_of_slots_is_found(
+    models: dict[str, str], cache_dir: str, references: dict[str, list[Any]], fault: str
+) -> None:
     with pytest.raises(CompileError, match="failed its parity check"):
-        check(model, cache_dir, FAULTS[fault], references)
+        check(models["qwen3_5_text"], cache_dir, FAULTS[fault], references["qwen3_5_text"])
 
 
 @pytest.mark.parametrize("fault", OP_FAULTS)
 def test_a_fault_of_an_op_is_found(
-    model: str, cache_dir: str, references: list[Any], fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, compute = OP_FAULTS[fault]
+    models: dict[str, str], cache_dir: str, references: dict[str, list[Any]], fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    family, module, compute = OP_FAULTS[fault]
     monkeypatch.setattr(module, "compute_plainly", compute)
     with pytest.raises(CompileError, match="failed its parity check"):
-        check(model, cache_dir, lambda metadata: metadata, references)
+        check(models[family], cache_dir, lambda metadata: metadata, references[family])

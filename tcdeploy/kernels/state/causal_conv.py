@@ -60,7 +60,7 @@ def compute_plainly(
         inputs = torch.cat([tail, x[start:end]])  # [width - 1 + tokens, channels]
         out[start:end] = _convolve(inputs.unfold(0, width, 1), weight, bias, activation)
         state[slot] = inputs[len(inputs) - width + 1 :]
-    rows, row_slots, is_new_row = decode_rows(sequences, len(x))
+    rows, row_slots, is_new_row = decode_rows(sequences, x)
     tails = torch.where(is_new_row[:, None, None], 0, state[row_slots])
     windows = torch.cat([tails, x[rows, None]], dim=1)  # [rows, width, channels]
     out[rows] = _convolve(windows.transpose(1, 2), weight, bias, activation)

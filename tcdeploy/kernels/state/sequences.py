@@ -69,11 +69,14 @@ def chunks(sequences: Sequences) -> Iterator[Chunk]:
             yield Chunk(start, end, slot, length == end - start)
 
 
-def decode_rows(sequences: Sequences, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(numbers, slots, is_new) of the rows that have a token in this step, as int64 and bool [rows in use]."""
-    count = sequences.launched_rows(tokens)
+def decode_rows(sequences: Sequences, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(numbers, slots, is_new) of the rows that have a token in this step, as int64 and bool [rows in use].
+
+    x [tokens, ...]: the input of the step.
+    """
+    count = sequences.launched_rows(len(x))
     if sequences.row_seq_lens is None or sequences.row_slots is None or not count:
-        empty = torch.empty(0, dtype=torch.int64)
+        empty = torch.empty(0, dtype=torch.int64, device=x.device)
         return empty, empty, empty.bool()
     lengths = sequences.row_seq_lens[:count]
     in_use = lengths > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ from torch.nn import functional
 from torch.testing import assert_close
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from tcdeploy.kernels.state import gated_delta as module
-from tcdeploy.kernels.state.gated_delta import compute_plainly, gated_delta, launch
+from tcdeploy.kernels.state import recurrence
+from tcdeploy.kernels.state.gated_delta import gated_delta, make_inputs
+from tcdeploy.kernels.state.sequences import Sequences
 from tests.kernels.state.step_cases import CASES, NUM_SLOTS, StepCase, assert_slots_kept, fill_slots
 
-COMPUTE: dict[str, Any] = {"plain": compute_plainly, "kernels": launch}
+COMPUTE: dict[str, Any] = {"plain": recurrence.compute_plainly, "kernels": recurrence.launch}
 SHAPES = {"grouped": (4, 2, 32, 16), "odd sizes": (2, 2, 24, 40)}  # heads, key heads, key_dim, value_dim
 
 
-def make_inputs(case: StepCase, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
+def make_tensors(case: StepCase, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
     """qkv, a, b, a_log, dt_bias and state. Keys of neighbouring tokens are alike, as those of repeated words."""
     heads, key_heads, key_dim, value_dim = shape
     torch.manual_seed(5)
@@ -32,6 +34,11 @@ def make_inputs(case: StepCase, shape: tuple[int, ...], dtype: torch.dtype, devi
     state = fill_slots(torch.randn(NUM_SLOTS, heads, key_dim, value_dim), case)
     tensors = [*(values.to(device, dtype) for values in (qkv, a - 2, b, a_log)), torch.ones(heads, dtype=dtype)]
     return [*tensors[:4], tensors[4].to(device), state.to(device)]
+
+
+def run(form: str, tensors: Sequence[Tensor], sequences: Sequences) -> Tensor:
+    result: Tensor = COMPUTE[form](make_inputs(*tensors), tensors[-1], sequences)
+    return result
 
 
 def expected(case: StepCase, qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> Any:
@@ -58,12 +65,12 @@ def expected(case: StepCase, qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, d
 def test_each_form_computes_each_sequence_alone(
     name: str, form: str, shape: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SCAN_VALUES", 16)  # several programs, and a partial one
+    monkeypatch.setattr(recurrence, "SCAN_VALUES", 16)  # several programs, and a partial one
     case = CASES[name]
-    inputs = make_inputs(case, SHAPES[shape], torch.float32, device)
+    inputs = make_tensors(case, SHAPES[shape], torch.float32, device)
     before = inputs[-1].clone()
     out, after = expected(case, *inputs)
-    result = COMPUTE[form](*inputs, case.sequences(device))
+    result = run(form, inputs, case.sequences(device))
     assert_close(result, out, atol=2e-5, rtol=1e-4)
     assert_close(inputs[-1], after, equal_nan=True, atol=2e-5, rtol=1e-4)
     assert_slots_kept(inputs[-1], before, case)
@@ -73,11 +80,11 @@ def test_each_form_computes_each_sequence_alone(
 def test_equal_keys_without_decay_lose_no_accuracy(form: str, device: str) -> None:
     """The inverse of the system is then the most sensitive: its powers grow to 1e18 before they cancel."""
     case = StepCase(((0, 64),))
-    qkv, a, b, a_log, dt_bias, state = make_inputs(case, SHAPES["grouped"], torch.float32, device)
+    qkv, a, b, a_log, dt_bias, state = make_tensors(case, SHAPES["grouped"], torch.float32, device)
     qkv[:64, 64:128] = qkv[0, 64:128]  # the keys
     inputs = (qkv, a - 100, b + 100, a_log, dt_bias, state)
     out, after = expected(case, *inputs)
-    assert_close(COMPUTE[form](*inputs, case.sequences(device)), out, atol=2e-5, rtol=1e-4)
+    assert_close(run(form, inputs, case.sequences(device)), out, atol=2e-5, rtol=1e-4)
     assert_close(state, after, atol=2e-5, rtol=1e-4, equal_nan=True)
 
 
@@ -86,9 +93,9 @@ def test_equal_keys_without_decay_lose_no_accuracy(form: str, device: str) -> No
 def test_bfloat16(form: str, name: str, device: str) -> None:
     """Sums are float32; a GPU rounds operands to TF32."""
     case = CASES[name]
-    inputs = make_inputs(case, SHAPES["grouped"], torch.bfloat16, device)
+    inputs = make_tensors(case, SHAPES["grouped"], torch.bfloat16, device)
     out, after = expected(case, *inputs)
-    result = COMPUTE[form](*inputs, case.sequences(device))
+    result = run(form, inputs, case.sequences(device))
     assert result.dtype == torch.bfloat16
     assert_close(result.float(), out, atol=1e-2, rtol=1e-2)
     assert_close(inputs[-1], after, atol=1e-2, rtol=1e-2, equal_nan=True)
@@ -97,5 +104,5 @@ def test_bfloat16(form: str, name: str, device: str) -> None:
 @pytest.mark.parametrize("name", ["a long chunk", "rows", "mixed"])
 def test_opcheck(name: str) -> None:
     case = CASES[name]
-    inputs = [states.nan_to_num() for states in make_inputs(case, SHAPES["grouped"], torch.float32, "cpu")]
+    inputs = [states.nan_to_num() for states in make_tensors(case, SHAPES["grouped"], torch.float32, "cpu")]
     torch.library.opcheck(gated_delta.overload, (*inputs, *case.sequences("cpu")))
