@@ -19,6 +19,8 @@ the delta rule, the corrections u are first found by the WY form, which is a tri
 Two kernels compute this. The first one computes P and the inverse of I + A, for all heads and tokens of a step at once;
 the second one walks a sequence, with columns of S in registers, since columns are independent of each other. Lengths
 are read on the device.
+
+With the shape of Qwen3-Next on an H200, 256 decode rows take 275 us, at 3.9 TB/s (docs/performance.md).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from tcdeploy.kernels.state import recurrence
 from tcdeploy.kernels.state.gated_delta import gated_delta, make_inputs
 from tcdeploy.kernels.state.sequences import Sequences
 from tests.kernels.state.step_cases import CASES, NUM_SLOTS, StepCase, assert_slots_kept, fill_slots
+from tests.triton_tools import HOPPER_SHARED_BYTES, record_launches, shared_memory_on_hopper
 
 COMPUTE: dict[str, Any] = {"plain": recurrence.compute_plainly, "kernels": recurrence.launch}
 SHAPES = {"grouped": (4, 2, 32, 16), "odd sizes": (2, 2, 24, 40)}  # heads, key heads, key_dim, value_dim
@@ -106,3 +107,13 @@ def test_opcheck(name: str) -> None:
     case = CASES[name]
     inputs = [states.nan_to_num() for states in make_tensors(case, SHAPES["grouped"], torch.float32, "cpu")]
     torch.library.opcheck(gated_delta.overload, (*inputs, *case.sequences("cpu")))
+
+
+def test_programs_for_published_heads_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32. Programs of 16-bit models need less."""
+    tensors = make_tensors(CASES["mixed"], (4, 2, 128, 128), torch.float32, "cpu")
+    launches = record_launches(monkeypatch)
+    recurrence.launch(make_inputs(*tensors), tensors[-1], CASES["mixed"].sequences("cpu"))
+    assert len(launches) == 3
+    for launch in launches:
+        assert shared_memory_on_hopper(launch) <= HOPPER_SHARED_BYTES

@@ -15,6 +15,7 @@ from tcdeploy.kernels.state import recurrence
 from tcdeploy.kernels.state.mamba2 import make_inputs, mamba2
 from tcdeploy.kernels.state.sequences import Sequences
 from tests.kernels.state.step_cases import CASES, NUM_SLOTS, StepCase, assert_slots_kept, fill_slots
+from tests.triton_tools import HOPPER_SHARED_BYTES, record_launches, shared_memory_on_hopper
 
 COMPUTE: dict[str, Any] = {"plain": recurrence.compute_plainly, "kernels": recurrence.launch}
 SHAPES = {"grouped": (4, 2, 32, 16), "odd sizes": (2, 1, 24, 40)}  # heads, groups, state_size, head_dim
@@ -96,3 +97,13 @@ def test_opcheck(name: str) -> None:
     case = CASES[name]
     *inputs, state = (states.nan_to_num() for states in make_tensors(case, SHAPES["grouped"], torch.float32, "cpu"))
     torch.library.opcheck(mamba2.overload, (*inputs, *LIMITS, state, *case.sequences("cpu")))
+
+
+def test_programs_for_published_heads_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a state of 256, as in Falcon-H1; others have 128. Programs of 16-bit models need less."""
+    *inputs, state = make_tensors(CASES["mixed"], (4, 2, 256, 64), torch.float32, "cpu")
+    launches = record_launches(monkeypatch)
+    recurrence.launch(make_inputs(*inputs, *LIMITS, state), state, CASES["mixed"].sequences("cpu"))
+    assert len(launches) == 3
+    for launch in launches:
+        assert shared_memory_on_hopper(launch) <= HOPPER_SHARED_BYTES
