@@ -61,10 +61,11 @@ COMPILING_PATHS = (
     "kernels/attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py",
     "cache/test_folder.py", "cache/test_source_keys.py", "programs/", "coverage/test_types.py",
     "deploy/test_docker_image.py", "doctor/test_machine_faults.py", "scale/test_ray.py", "scale/test_ray_router.py",
-    "engine/test_tuning.py", "explain/test_explain.py", "gpu/", "kernels/experts/", "kernels/linear/",
+    "engine/test_tuning.py", "explain/test_explain.py", "gpu/", "kernels/experts/", "kernels/linear/", "kernels/state/",
     "models/test_packed_linears.py",
     "parity/", "start/test_packaged_families.py", "start/test_scheme_starts.py", "start/test_slot_packages.py",
-    "test_prewarm.py", "test_story.py", "torch_compat/",
+    "start/test_hybrid_packages.py", "engine/test_hybrid_models.py", "test_prewarm.py", "test_story.py",
+    "torch_compat/",
 )  # fmt: skip
 
 # What scripts/test --quick leaves out besides them: these take two thirds of the time of the tests without the marker.
@@ -78,7 +79,8 @@ SLOW_PATHS = (
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
-    "engine/test_slot_state.py", "start/test_slot_packages.py", "parity/test_state_faults.py",
+    "engine/test_hybrid_models.py", "engine/test_slot_state.py", "start/test_slot_packages.py",
+    "start/test_hybrid_packages.py", "parity/test_state_faults.py", "parity/test_hybrid_faults.py",
     "start/test_packaged_start.py", "start/test_parallel_compile.py", "scale/test_ray.py", "scale/test_ray_router.py",
     "programs/test_programs.py",
     "bundle/test_why.py", "coverage/test_types.py", "server/test_eager_start.py", "server/test_faults.py",

@@ -95,23 +95,7 @@ class RunningSumMechanism(Mechanism):
         return module.combine(out, gate)[None], None
 
 
-class PlainMechanism(Mechanism):
-    """Layers that keep nothing."""
-
-    name: ClassVar[str] = "plain"
-    layer_types: ClassVar[frozenset[str]] = frozenset({PLAIN_LAYER})
-
-    def claims(self, module: nn.Module) -> bool:
-        return type(module) is Plain
-
-    def state(self, module: nn.Module) -> tuple[StateTensor, ...]:
-        return ()
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("a module without state runs its own forward")
-
-
-TEST_MECHANISMS = (RunningSumMechanism(), PlainMechanism())
+TEST_MECHANISMS = (RunningSumMechanism(),)
 
 
 class RunningSumConfig(LlamaConfig):

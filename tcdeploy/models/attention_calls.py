@@ -2,12 +2,12 @@
 
 Each call becomes an AttentionSpec. Layers whose state a mechanism keeps are recorded by slot_layers.py; other layers
 without keys and values of their own, such as recurrent ones, are recognised by `layer_types` in the config, and
-refused. All problems are collected, so that one error lists them.
+refused, unless that says that they are an MLP only. All problems are collected, so that one error lists them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from tcdeploy.errors import UnsupportedArchitectureError
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.slot_layers import SlotRecorder
-from tcdeploy.planning.architecture import AttentionSpec, LayerState
+from tcdeploy.planning.architecture import AttentionSpec, LayerState, NoState
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+STATELESS_LAYER_TYPES = {"mlp", "moe"}  # layers that compute each token on its own
 SUPPORTED_KEYWORDS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
 IGNORED_KEYWORDS = {
     "dropout", "position_ids", "use_cache", "output_attentions", "cache_position", "output_hidden_states",
@@ -79,15 +80,23 @@ def refused_layers(config: PreTrainedConfig, slot_types: Collection[str]) -> dic
     These include types that differ from full attention only in the mask, because the recorded calls have no mask.
     `slot_types`: those of mechanisms, whose layers are compared with the claimed modules once the model has run.
     """
-    types = getattr(config.get_text_config(), "layer_types", None) or ()
-    return {number: name for number, name in enumerate(types) if name not in {*SUPPORTED_LAYER_TYPES, *slot_types}}
+    supported = {*SUPPORTED_LAYER_TYPES, *STATELESS_LAYER_TYPES, *slot_types}
+    return {number: name for number, name in enumerate(_layer_types(config)) if name not in supported}
+
+
+def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
+    return getattr(config.get_text_config(), "layer_types", None) or ()
+
+
+def _type_error(name: str, types: Iterable[str]) -> UnsupportedArchitectureError:
+    message = f"{name} has layers of type {', '.join(sorted({*types}))}, which a KV cache cannot serve"
+    return UnsupportedArchitectureError(message)
 
 
 def check_layers(config: PreTrainedConfig, slot_types: Collection[str] = ()) -> None:
     """Raise UnsupportedArchitectureError for kinds of layers that the config names, before the model is built."""
-    if types := sorted({*refused_layers(config, slot_types).values()}):
-        message = f"{config.model_type} has layers of type {', '.join(types)}, which a KV cache cannot serve"
-        raise UnsupportedArchitectureError(message)
+    if types := refused_layers(config, slot_types):
+        raise _type_error(config.model_type, types.values())
     text_config = config.get_text_config()
     shared = getattr(text_config, "num_kv_shared_layers", None)
     if isinstance(shared, int) and shared >= text_config.num_hidden_layers > 0:
@@ -108,7 +117,9 @@ def read_layers(
     name, skipped_layers = config.model_type, refused_layers(config, slot_recorder.layer_types)
     if not recorder.calls and not slot_recorder.calls:
         if not skipped_layers:
-            refusals.add(UnsupportedArchitectureError(f"{name} never calls transformers' AttentionInterface"))
+            unclaimed = refused_layers(config, ())
+            never = UnsupportedArchitectureError(f"{name} never calls transformers' AttentionInterface")
+            refusals.add(_type_error(name, unclaimed.values()) if unclaimed else never)
         return ()
     states: list[LayerState] = []
     problems: dict[str, str] = {}  # the first module that has it, by problem
@@ -127,18 +138,42 @@ def read_layers(
     for problem, path in problems.items():
         refusals.add(UnsupportedArchitectureError(f"{name}: {path} {problem}"))
     with refusals.collecting():
-        _check_each_layer(model, states, name, skipped_layers)
+        states = _with_stateless_layers(model, states, config)
+        _check_each_layer(model, states, config, skipped_layers)
     with refusals.collecting():
         _check_windows(model, [state for state in states if isinstance(state, AttentionSpec)], config)
     return tuple(states)
 
 
-def _check_each_layer(model: nn.Module, states: list[LayerState], name: str, skipped_layers: Collection[int]) -> None:
+def _with_stateless_layers(model: nn.Module, states: list[LayerState], config: PreTrainedConfig) -> list[LayerState]:
+    """`states`, and those of layers that are an MLP only, in the order of the layers."""
+    stack_path, _ = decoder_layer_position(model, states[0].path)
+    with_state = {decoder_layer_position(model, state.path)[1] for state in states}
+    stateless: list[LayerState] = [
+        NoState(f"{stack_path}.{number}.{_first_block(model.get_submodule(f'{stack_path}.{number}'))}")
+        for number, layer_type in enumerate(_layer_types(config))
+        if layer_type in STATELESS_LAYER_TYPES and number not in with_state
+    ]
+    return sorted([*states, *stateless], key=lambda state: decoder_layer_position(model, state.path)[1])
+
+
+def _first_block(layer: nn.Module) -> str:
+    """The name of the first child that has a matrix; norms have vectors."""
+    children = layer.named_children()
+    return next(name for name, child in children if any(parameter.ndim >= 2 for parameter in child.parameters()))
+
+
+def _check_each_layer(
+    model: nn.Module, states: list[LayerState], config: PreTrainedConfig, skipped_layers: Collection[int]
+) -> None:
     """Every decoder layer must have one state; one without may keep what neither blocks nor slots contain."""
+    name, unclaimed = config.model_type, refused_layers(config, ())
     stack_path, _ = decoder_layer_position(model, states[0].path)
     positions = [decoder_layer_position(model, state.path) for state in states]
     layers = set(range(len(model.get_submodule(stack_path)))) - {*skipped_layers}  # type: ignore[arg-type]
     if missing := sorted(layer for layer in layers if (stack_path, layer) not in positions):
+        if types := [unclaimed[layer] for layer in missing if layer in unclaimed]:
+            raise _type_error(name, types)
         raise UnsupportedArchitectureError(f"{name}: layers {missing} never call the AttentionInterface")
     if len({*positions}) != len({state.path for state in states}):
         raise UnsupportedArchitectureError(f"{name}: a layer calls attention or keeps state in more than one module")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from tcdeploy.models.positions import PositionTracer
-from tcdeploy.planning.architecture import NoState, SlotState, StateTensor
+from tcdeploy.planning.architecture import SlotState, StateTensor
 from tcdeploy.torch_compat.dynamo.mark_dynamic import tensors_in
 
 
@@ -36,7 +36,7 @@ class SlotRecorder:
 
     def __init__(self, mechanisms: Collection[ProbedMechanism], positions: PositionTracer) -> None:
         self._mechanisms, self._positions = mechanisms, positions
-        self.states: dict[int, SlotState | NoState] = {}  # by id of the module, without paths
+        self.states: dict[int, SlotState] = {}  # by id of the module, without paths
         self.calls: Counter[int] = Counter()  # by id of the module
 
     @property
@@ -50,8 +50,7 @@ class SlotRecorder:
             for mechanism in self._mechanisms:
                 if mechanism.claims(module):
                     assert id(module) not in self.states, f"several mechanisms claim {type(module).__name__}"
-                    tensors = mechanism.state(module)
-                    self.states[id(module)] = SlotState("", mechanism.name, tensors) if tensors else NoState("")
+                    self.states[id(module)] = SlotState("", mechanism.name, mechanism.state(module))
                     module.forward = functools.partial(self._run, module, mechanism)
 
     def remove(self, model: nn.Module) -> None:
@@ -61,8 +60,6 @@ class SlotRecorder:
 
     def _run(self, module: nn.Module, mechanism: ProbedMechanism, *args: Any, **kwargs: Any) -> Any:
         self.calls[id(module)] += 1
-        keeps_state = isinstance(self.states[id(module)], SlotState)
-        run: Any = mechanism.trace if keeps_state else type(module).forward
-        output = run(module, *args, **kwargs)
+        output = mechanism.trace(module, *args, **kwargs)
         self._positions.check(*tensors_in(output))
         return output

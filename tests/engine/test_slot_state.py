@@ -42,7 +42,6 @@ from tests.engine_loop import generate_tokens, new_tokens
 from tests.machines import H100, LLAMA_8B, changed_environment, decisions_named, make_recipe
 from tests.running_sum import (
     HYBRID,
-    PLAIN_LAYER,
     SUM_LAYER,
     SUMS_ONLY,
     VOCAB_SIZE,
@@ -155,11 +154,9 @@ class CountingMechanism(Mechanism):
 @pytest.mark.parametrize(
     ("mechanisms", "reason"),
     [
-        (("plain",), f"has layers of type {SUM_LAYER}, which a KV cache cannot serve"),
-        (("running_sum",), f"has layers of type {PLAIN_LAYER}, which a KV cache cannot serve"),
-        ((), f"has layers of type {SUM_LAYER}, {PLAIN_LAYER}"),
-        (("counting", "plain"), "computes token positions of its own"),
-        (("unused", "plain"), r"layers \[0, 3\] never call the AttentionInterface"),
+        ((), f"has layers of type {SUM_LAYER}, which a KV cache cannot serve"),
+        (("counting",), "computes token positions of its own"),
+        (("unused",), f"has layers of type {SUM_LAYER}, which a KV cache cannot serve"),
     ],
 )
 def test_a_layer_without_a_mechanism_is_refused(mechanisms: tuple[str, ...], reason: str) -> None:

@@ -45,9 +45,9 @@ def refusal(folder: str | Path, **fields: Any) -> ModelError:
 
 
 def test_a_quantised_hybrid_is_refused_for_both_and_no_unquantised_original_is_suggested(tmp_path: Path) -> None:
-    folder = save_config("qwen3_next", tmp_path, quantization_config=AQLM)
+    folder = save_config("mamba", tmp_path, quantization_config=AQLM)
     error = refusal(folder)
-    assert error.message.startswith(f"{folder} cannot be served, for 2 reasons:")
+    assert error.message.startswith(f"{folder} cannot be served, for 3 reasons:")
     assert "is quantised with aqlm" in error.message and "layers of type linear_attention" in error.message
     assert error.hint == ARCHITECTURE_HINT and "bfloat16" not in error.hint
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tcdeploy.torch_compat.dynamo import dispatch_mode
 
@@ -28,9 +29,24 @@ GROUPED_GEMMS = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 BFLOAT16_PIECES = 3  # of 8 bits each, like the 24 bits of a float32
 
 
-def precise_math(low: torch.dtype, high: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def precise_math(low: torch.dtype, high: torch.dtype) -> Iterator[None]:
     """Compute in `high` wherever an operation would compute in `low`. Tensors made within the block are `high`."""
-    return dispatch_mode.handle_operations(functools.partial(_compute, low, high))
+    with _BiasAfterConvolution(), dispatch_mode.handle_operations(functools.partial(_compute, low, high)):
+        yield
+
+
+class _BiasAfterConvolution(TorchFunctionMode):
+    """Adds the bias of a 1-D convolution to its result, since conv1d compares its dtype with that of the input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = _conv1d if func is torch.conv1d else func
+        return function(*args, **(kwargs or {}))
+
+
+def _conv1d(input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any) -> Tensor:
+    out: Tensor = torch.conv1d(input, weight, None, *rest, **options)
+    return out if bias is None else out + bias[:, None]
 
 
 def _compute(low: torch.dtype, high: torch.dtype, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

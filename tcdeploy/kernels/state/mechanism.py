@@ -43,7 +43,7 @@ class Mechanism(ABC):
 
     @abstractmethod
     def state(self, module: nn.Module) -> tuple[StateTensor, ...]:
-        """What the module keeps for one sequence. (): nothing, since it computes each token on its own."""
+        """What the module keeps for one sequence."""
 
     @abstractmethod
     def forward(

@@ -14,11 +14,16 @@ from typing import Any
 from torch import nn
 
 from tcdeploy.kernels.attention.metadata import StepHolder
+from tcdeploy.kernels.state.gated_delta_net import GatedDeltaNetMechanism
 from tcdeploy.kernels.state.layer_state import LayerBinding, StateTensors
+from tcdeploy.kernels.state.mamba2_mixer import Mamba2Mechanism
 from tcdeploy.kernels.state.mechanism import Mechanism
+from tcdeploy.kernels.state.short_conv import ShortConvMechanism
 from tcdeploy.planning.architecture import Architecture, SlotState
 
-MECHANISMS: dict[str, Mechanism] = {}
+MECHANISMS: dict[str, Mechanism] = {
+    mechanism.name: mechanism for mechanism in (GatedDeltaNetMechanism(), Mamba2Mechanism(), ShortConvMechanism())
+}
 
 
 def bind_state(

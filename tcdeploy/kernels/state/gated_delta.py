@@ -1,0 +1,41 @@
+"""The op `gated_delta`: the gated delta rule over packed sequences. recurrence.py computes it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tcdeploy.kernels.custom_op import custom_op
+from tcdeploy.kernels.state import recurrence
+from tcdeploy.kernels.state.recurrence import Inputs, Layout
+from tcdeploy.kernels.state.sequences import Sequences
+
+
+@custom_op("gated_delta", mutates_args=("state",))
+def gated_delta(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor,
+    starts: Tensor | None, seq_lens: Tensor | None, slots: Tensor | None, host_scalars: Tensor | None,
+    row_seq_lens: Tensor | None, row_slots: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The outputs [tokens, heads, value_dim] of qkv [tokens, columns]: queries, keys, and then values.
+
+    Queries and keys may have fewer heads than values, each for several that follow each other. a and b [tokens, heads];
+    a_log and dt_bias [heads]; state [slots, heads, key_dim, value_dim] float32 is updated in place. The other arguments
+    are those of `Sequences`. qkv, a and b must be contiguous only in their last dimension. Padding rows of the
+    contiguous result are zero.
+    """
+    sequences = Sequences(starts, seq_lens, slots, host_scalars, row_seq_lens, row_slots)
+    return recurrence.compute(make_inputs(qkv, a, b, a_log, dt_bias, state), state, sequences)
+
+
+@gated_delta.register_fake
+def _(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, *rest: object) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], state.shape[1], state.shape[3])
+
+
+def make_inputs(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> Inputs:
+    """The arguments of the op with the layout that follows from their shapes."""
+    _, heads, key_dim, value_dim = state.shape
+    keys, rest = divmod(qkv.shape[1] - heads * value_dim, 2)
+    assert rest == 0 and keys % key_dim == 0 and heads % (keys // key_dim) == 0
+    layout = Layout(heads, heads // (keys // key_dim), key_dim, value_dim, 0, keys, 2 * keys)
+    return Inputs(qkv, layout, a, a_log, dt_bias, key_dim**-0.5, b=b)

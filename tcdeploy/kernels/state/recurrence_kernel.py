@@ -1,0 +1,222 @@
+"""The Triton kernels of recurrence.py, which launches them and explains the computation.
+
+In 16-bit models, operands of products are rounded to TF32 (10 bits of mantissa; bfloat16 has 7). In float32 models, and
+for the inverse, they are split into TF32 terms, whose products are accurate to about 21 bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tcdeploy.torch_compat.triton.source import ignore_comments
+
+DO_NOT_SPECIALIZE = ["starts", "seq_lens", "slots", "row_seq_lens", "row_slots", "tokens", "sequences"]
+
+
+@ignore_comments
+@triton.jit
+def _gates(token, mask, head, a, b, a_log, dt_bias, a_stride, b_stride, min_dt, max_dt):
+    """(log of the decay, beta) of tokens, or of one token."""
+    x = tl.load(a + token.to(tl.int64) * a_stride + head, mask=mask, other=0).to(tl.float32)
+    x += tl.load(dt_bias + head).to(tl.float32)
+    dt = tl.maximum(x, 0) + tl.log(1 + tl.exp(-tl.abs(x)))  # softplus
+    dt = tl.minimum(tl.maximum(dt, min_dt), max_dt)
+    if b is None:
+        beta = dt
+    else:
+        beta = 1 / (1 + tl.exp(-tl.load(b + token.to(tl.int64) * b_stride + head, mask=mask, other=0).to(tl.float32)))
+    return -tl.exp(tl.load(a_log + head).to(tl.float32)) * dt, beta
+
+
+@ignore_comments
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _step_kernel(
+    out, x, a, b, a_log, dt_bias, d, state, starts, row_seq_lens, row_slots,
+    x_stride, a_stride, b_stride, min_dt, max_dt, scale, eps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, DELTA: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """One program updates VALUES columns of one head's matrix, for the token of a decode row.
+
+    In a mixed step, rows from starts[1] on have no token.
+    """
+    head, row = tl.program_id(1), tl.program_id(2)
+    if starts is not None:  # noqa: SIM102 - Triton evaluates the outer condition at compile time
+        if row >= tl.load(starts + 1):
+            return
+    value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    value_mask = value < VALUE_DIM
+    length = tl.load(row_seq_lens + row)
+    result = tl.zeros([VALUES], tl.float32)
+    if length > 0:
+        key = tl.arange(0, KEYS)
+        key_mask = key < KEY_DIM
+        slot = tl.load(row_slots + row).to(tl.int64)
+        cells = state + (slot * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
+        mask = key_mask[:, None] & value_mask[None, :]
+        matrix = tl.load(cells, mask=mask & (length > 1), other=0)
+        columns = x + row.to(tl.int64) * x_stride
+        group = columns + head // GROUP * KEY_DIM + key
+        q = tl.load(group + QUERY_COLUMN, mask=key_mask, other=0).to(tl.float32)
+        k = tl.load(group + KEY_COLUMN, mask=key_mask, other=0).to(tl.float32)
+        v = tl.load(columns + VALUE_COLUMN + head * VALUE_DIM + value, mask=value_mask, other=0).to(tl.float32)
+        if DELTA:
+            q *= tl.rsqrt(tl.sum(q * q, 0) + eps)
+            k *= tl.rsqrt(tl.sum(k * k, 0) + eps)
+        log_decay, beta = _gates(row, True, head, a, b, a_log, dt_bias, a_stride, b_stride, min_dt, max_dt)
+        matrix *= tl.exp(log_decay)
+        correction = beta * v
+        if DELTA:
+            correction -= beta * tl.sum(matrix * k[:, None], 0)
+        matrix += k[:, None] * correction[None, :]
+        tl.store(cells, matrix, mask=mask)
+        result = tl.sum(matrix * q[:, None], 0) * scale
+        if d is not None:
+            result += tl.load(d + head).to(tl.float32) * v
+    tl.store(
+        out + (row.to(tl.int64) * HEADS + head) * VALUE_DIM + value, result.to(out.dtype.element_ty), mask=value_mask
+    )
+
+
+@ignore_comments
+@triton.jit
+def _load_keys(start, rows, row_mask, stride, eps, KEY_DIM: tl.constexpr, KEYS: tl.constexpr, DELTA: tl.constexpr):
+    """Keys or queries [rows, KEYS] in float32, with DELTA normalised; masked rows and columns are zero."""
+    columns = tl.arange(0, KEYS)
+    mask = row_mask[:, None] & (columns < KEY_DIM)[None, :]
+    values = tl.load(start + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0).to(tl.float32)
+    if DELTA:
+        values *= tl.rsqrt(tl.sum(values * values, 1) + eps)[:, None]
+    return values
+
+
+@ignore_comments
+@triton.jit
+def _sequence_of_part(starts, part, sequences, CHUNK: tl.constexpr):
+    """The sequence of a part of CHUNK tokens: parts from starts[s] // CHUNK + s on belong to sequence s."""
+    sequence = -1
+    for first in range(0, sequences + 1, 64):
+        numbers = first + tl.arange(0, 64)
+        first_part = tl.load(starts + numbers, mask=numbers <= sequences, other=0) // CHUNK + numbers
+        sequence += tl.sum(((first_part <= part) & (numbers <= sequences)).to(tl.int32), 0)
+    return sequence
+
+
+@ignore_comments
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _solve_kernel(
+    inverses, products, totals, betas, x, a, b, a_log, dt_bias, starts, seq_lens, sequences,
+    x_stride, a_stride, b_stride, min_dt, max_dt, scale, eps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, DELTA: tl.constexpr,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, FLOAT32: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """One program computes P, log(G) and beta for CHUNK tokens and one head, and with DELTA the inverse of I + A.
+
+    The inverse is computed for blocks of 1, 2, 4, ... tokens on the diagonal: if X has the inverses of blocks
+    of one size, and B the blocks of A left of the diagonal that join two of them, those of twice the size are
+    X - X B X. This is as stable as forward substitution, unlike a sum of powers of A.
+    """
+    head, part = tl.program_id(0), tl.program_id(1)
+    sequence = _sequence_of_part(starts, part, sequences, CHUNK)
+    if sequence >= sequences:
+        return
+    start, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
+    first = start + (part - sequence - start // CHUNK) * CHUNK
+    if (first >= end) | (tl.load(seq_lens + sequence) == 0):
+        return
+    PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
+    i = tl.arange(0, CHUNK)
+    token, mask = first + i, first + i < end
+    log_decay, beta = _gates(token, mask, head, a, b, a_log, dt_bias, a_stride, b_stride, min_dt, max_dt)
+    total = tl.cumsum(tl.where(mask, log_decay, 0), 0)
+    group = x + head // GROUP * KEY_DIM
+    k = _load_keys(group + KEY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
+    q = _load_keys(group + QUERY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
+    is_past = i[:, None] >= i[None, :]
+    decay = tl.exp(tl.where(is_past, total[:, None] - total[None, :], 0))
+    k_transposed = tl.trans(k)
+    product = tl.dot(q, k_transposed, input_precision=PRECISION) * scale
+    cell = (part.to(tl.int64) * HEADS + head) * CHUNK
+    cells = cell * CHUNK + i[:, None] * CHUNK + i[None, :]
+    tl.store(products + cells, tl.where(is_past, product * decay, 0))
+    tl.store(totals + cell + i, total)
+    tl.store(betas + cell + i, beta)
+    if DELTA:
+        system = beta[:, None] * tl.dot(k, k_transposed, input_precision=PRECISION) * decay
+        inverse = (i[:, None] == i[None, :]).to(tl.float32)
+        for level in range(LEVELS):
+            block = i >> level
+            joins = (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
+            joining = tl.dot(tl.where(joins, system, 0), inverse, input_precision="tf32x3")
+            inverse -= tl.dot(inverse, joining, input_precision="tf32x3")
+        tl.store(inverses + cells, inverse)
+
+
+@ignore_comments
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _scan_kernel(
+    out, inverses, products, totals, betas, x, d, state, starts, seq_lens, slots, tokens, sequences,
+    x_stride, scale, eps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, DELTA: tl.constexpr,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, FLOAT32: tl.constexpr, VALUES: tl.constexpr, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program walks a sequence, with VALUES columns of one head's matrix.
+
+    Padding tokens form an additional sequence, whose output is zero. With HAS_ROWS, the first sequence has the tokens
+    of decode rows, which are left unchanged.
+    """
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    if HAS_ROWS:  # noqa: SIM102
+        if sequence == 0:
+            return
+    start = tl.load(starts + sequence)
+    end = tl.load(starts + sequence + 1, mask=sequence < sequences, other=tokens)
+    length = tl.load(seq_lens + sequence, mask=sequence < sequences, other=0)
+    PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
+    i, key = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    value_mask = value < VALUE_DIM
+    results = out + head * VALUE_DIM + value[None, :]
+    if length == 0:
+        for first in range(start, end, CHUNK):
+            token = first + i
+            cells = results + token.to(tl.int64)[:, None] * (HEADS * VALUE_DIM)
+            zeros = tl.zeros([CHUNK, VALUES], out.dtype.element_ty)
+            tl.store(cells, zeros, mask=(token < end)[:, None] & value_mask[None, :])
+        return
+    slot = tl.load(slots + sequence).to(tl.int64)
+    matrix_cells = state + (slot * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
+    matrix_mask = (key < KEY_DIM)[:, None] & value_mask[None, :]
+    matrix = tl.load(matrix_cells, mask=matrix_mask & (length != end - start), other=0)
+    group = x + head // GROUP * KEY_DIM
+    values = x + VALUE_COLUMN + head * VALUE_DIM + value[None, :]
+    cell = ((start // CHUNK + sequence).to(tl.int64) * HEADS + head) * CHUNK
+    for first in range(start, end, CHUNK):
+        token = first + i
+        mask = token < end
+        k = _load_keys(group + KEY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
+        q = _load_keys(group + QUERY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
+        total, beta = tl.load(totals + cell + i), tl.load(betas + cell + i)
+        last = tl.min(total, 0)  # log decays are not positive
+        grown = tl.exp(total)[:, None]
+        squares = cell * CHUNK + i[:, None] * CHUNK + i[None, :]
+        v_mask = mask[:, None] & value_mask[None, :]
+        v = tl.load(values + token.to(tl.int64)[:, None] * x_stride, mask=v_mask, other=0).to(tl.float32)
+        correction = beta[:, None] * v
+        if DELTA:
+            correction -= beta[:, None] * grown * tl.dot(k, matrix, input_precision=PRECISION)
+            correction = tl.dot(tl.load(inverses + squares), correction, input_precision=PRECISION)
+        result = grown * scale * tl.dot(q, matrix, input_precision=PRECISION)
+        result += tl.dot(tl.load(products + squares), correction, input_precision=PRECISION)
+        if d is not None:
+            result += tl.load(d + head).to(tl.float32) * v
+        cells = results + token.to(tl.int64)[:, None] * (HEADS * VALUE_DIM)
+        tl.store(cells, result.to(out.dtype.element_ty), mask=v_mask)
+        k *= tl.exp(last - total)[:, None]
+        matrix = tl.exp(last) * matrix + tl.dot(tl.trans(k), correction, input_precision=PRECISION)
+        cell += HEADS * CHUNK
+    tl.store(matrix_cells, matrix, mask=matrix_mask)

@@ -1,0 +1,169 @@
+"""Models with gated delta nets and short convolutions, from the probe to tokens.
+
+Requests get the tokens of transformers' `generate`, whatever else is in the batch. Dynamo traces the programs, and
+Inductor compiles none, except with scripts/test --long.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.kernels.state.mechanisms import MECHANISMS
+from tcdeploy.models.probe import probe_model
+from tcdeploy.planning.architecture import AttentionSpec, SlotState
+from tcdeploy.start.deployment import Deployment
+from tests.conftest import reset_programs
+from tests.engine.test_canary import recorded_canary, run_round
+from tests.engine.test_continuous_batching import SCARCE_BLOCKS, check_random_traffic
+from tests.engine.test_slot_state import assert_idle, deploy, deploy_traced
+from tests.engine_loop import generate_tokens, new_tokens
+from tests.hybrid_models import FAMILIES, VOCAB_SIZE, answers, prompt_logprobs, save_model
+
+TOKENS = 24
+LENGTHS = (300, 3, 129, 64, 1, 250, 31, 17)  # some are longer than the largest bucket, and computed in chunks
+BUCKET = 64
+BORDERS = (2, 63, 64, 65, 66, 129)  # tokens: the last chunk has 1, 2, 63 or 64 of them
+LONG_PROMPT = 4096
+
+
+def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    source = random.Random(46)
+    return [[source.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+class Served:
+    """A model of a family, and its deployment with few KV blocks."""
+
+    def __init__(self, family: str, folder: Any) -> None:
+        reset_programs()
+        self.family, self.model = family, save_model(family, folder / "model")
+        self.deployment: Deployment = deploy_traced(
+            self.model, str(folder / "cache"), buckets=(32, BUCKET), kv_blocks=SCARCE_BLOCKS, mixed_steps="on"
+        )
+        self.engine = self.deployment.engine
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield Served(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize(
+    ("family", "states"),
+    [
+        ("qwen3_next", {"conv": (3, 192), "delta": (4, 16, 32)}),
+        ("qwen3_5_text", {"conv": (3, 192), "delta": (4, 16, 32)}),
+        ("lfm2", {"conv": (2, 64)}),
+    ],
+)
+def test_the_probe_describes_what_a_layer_keeps(family: str, states: dict[str, tuple[int, ...]]) -> None:
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    architecture = probe_model(config, mechanisms=MECHANISMS.values()).architecture
+    kinds = [isinstance(state, SlotState) for state in architecture.layer_states]
+    assert kinds == [name in ("linear_attention", "conv") for name in config.layer_types]
+    [first, *_] = architecture.layer_states
+    assert isinstance(first, SlotState) and {tensor.name: tensor.shape for tensor in first.tensors} == states
+    assert [tensor.dtype for tensor in first.tensors] == ["", "float32"][: len(states)]
+    assert all(isinstance(state, AttentionSpec) for state in architecture.attention_layers)
+
+
+def test_tokens_equal_those_of_generate(served: Served) -> None:
+    """Chunked prompts, mixed steps and moving rows; requests end at different steps."""
+    assert all(record.parity.passed and not record.graph_breaks for record in served.deployment.records)
+    prompts = random_prompts(LENGTHS)
+    expected = answers(served.model, prompts, TOKENS)
+    assert len({*map(tuple, expected)}) == len(expected), "the answers depend on the prompt"
+    assert generate_tokens(served.engine, prompts, SamplingParams(max_tokens=TOKENS)) == expected
+    assert_idle(served.engine)
+
+
+def test_random_traffic_with_preemption_and_aborts_changes_no_token(served: Served) -> None:
+    preempted = served.engine.scheduler.preemptions
+    check_random_traffic(served.engine, 40)
+    assert served.engine.scheduler.preemptions > preempted, "the test needs preemptions"
+    assert_idle(served.engine)
+
+
+def test_a_new_sequence_ignores_what_its_slot_contains(served: Served) -> None:
+    for tensor in served.engine.runner.slot_states.tensors:
+        tensor.fill_(float("nan"))
+    prompts = random_prompts(LENGTHS[:4])
+    tokens = generate_tokens(served.engine, prompts, SamplingParams(max_tokens=TOKENS))
+    assert tokens == answers(served.model, prompts, TOKENS)
+
+
+def assert_logprobs(served: Served, prompt: list[int]) -> None:
+    [[first, *_]] = new_tokens(served.engine, [prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert first.prompt_logprobs is not None
+    chosen = [each.chosen for each in first.prompt_logprobs]
+    assert chosen == pytest.approx(prompt_logprobs(served.model, prompt), abs=1e-4)
+
+
+def test_log_probabilities_at_the_borders_of_chunks(served: Served) -> None:
+    for prompt in random_prompts(BORDERS):
+        assert_logprobs(served, prompt)
+    assert_idle(served.engine)
+
+
+def test_log_probabilities_of_a_repeated_token(served: Served) -> None:
+    """Its keys are alike, for which the system that a chunk solves is the most sensitive."""
+    assert_logprobs(served, [7] * 200)
+
+
+def test_the_canary_finds_damaged_state(served: Served) -> None:
+    canary = recorded_canary(served.engine)
+    assert run_round(canary) == []
+    two_chunks = next(number for number, case in enumerate(canary.cases) if "two chunks" in case.name)
+    check = canary.check(two_chunks)
+    next(check)
+    for tensor in served.engine.runner.slot_states.tensors:
+        tensor.add_(0.5)  # between the chunks
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(check)
+    assert end.value.value is not None
+    assert_idle(served.engine)
+
+
+def test_a_long_prompt(tmp_path: Any) -> None:
+    model = save_model("qwen3_next", tmp_path / "model")
+    engine = deploy_traced(model, str(tmp_path / "cache"), buckets=(256,), batch_sizes=(1,)).engine
+    [prompt] = random_prompts((LONG_PROMPT,))
+    [[first]] = new_tokens(engine, [prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert first.prompt_logprobs is not None
+    chosen = [each.chosen for each in first.prompt_logprobs]
+    assert chosen == pytest.approx(prompt_logprobs(model, prompt), abs=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("flags", [{}, {"region": "blocks"}, {"shapes": "dynamic", "buckets": (128,)}], ids=str)
+def test_compiled_programs(family: str, flags: dict[str, Any], tmp_path: Any, cache_dir: str) -> None:
+    model = save_model(family, tmp_path / "model")
+    prepared = deploy(model, cache_dir, **flags)
+    assert all(record.parity.passed and not record.graph_breaks for record in prepared.records)
+    prompts = random_prompts(LENGTHS)
+    assert generate_tokens(prepared.engine, prompts, SamplingParams(max_tokens=TOKENS)) == answers(
+        model, prompts, TOKENS
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_passes_the_parity_check(family: str, tmp_path: Any, cache_dir: str) -> None:
+    model = save_model(family, tmp_path / "model")
+    prepared = deploy(model, cache_dir, dtype="bfloat16")
+    assert all(record.parity.passed for record in prepared.records)
+    check_random_traffic(prepared.engine, 20)
+
+
+def test_state_has_the_dtypes_of_the_description(served: Served) -> None:
+    dtypes = {tensor.dtype for tensor in served.engine.runner.slot_states.tensors}
+    assert dtypes == {torch.float32}

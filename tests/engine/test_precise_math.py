@@ -1,0 +1,30 @@
+"""The reference of the parity check computes in a higher precision than that of the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.testing import assert_close
+
+from tcdeploy.engine.check.precise_math import precise_math
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+@pytest.mark.parametrize(("low", "high"), [("bfloat16", "float32"), ("float32", "float64")])
+def test_a_convolution_with_a_bias(low: str, high: str, as_keyword: bool) -> None:
+    torch.manual_seed(1)
+    low_dtype, high_dtype = getattr(torch, low), getattr(torch, high)
+    x, weight, bias = (torch.randn(*shape, dtype=low_dtype) for shape in ((1, 8, 20), (8, 1, 4), (8,)))
+
+    def convolve(x: Tensor) -> Tensor:
+        if as_keyword:
+            return functional.conv1d(x, weight=weight, bias=bias, padding=3, groups=8)
+        return functional.conv1d(x, weight, bias, padding=3, groups=8)
+
+    with precise_math(low_dtype, high_dtype):
+        y = convolve(x + 0)  # the sum has the high precision, and conv1d gets different dtypes
+    expected = functional.conv1d(x.double(), weight.double(), bias.double(), padding=3, groups=8)
+    assert y.dtype == high_dtype
+    assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,92 @@
+"""Small random models whose layers keep state in slots, by family, and transformers' answers of them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB_SIZE = 1000
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_expand": 2,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_SIZES, **_EXPERTS, **_DELTA_NET},
+    "qwen3_5_text": {**_SIZES, **_DELTA_NET, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+    }},
+    "qwen3_5_moe_text": {**_SIZES, **_EXPERTS, **_DELTA_NET, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+    }},
+    "bamba": {**_SIZES, **_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [2]},
+    "granitemoehybrid": {
+        **_SIZES, **_MAMBA, "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    },
+    "nemotron_h": {
+        **_SIZES, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 5,
+        "moe_shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+    },
+    "lfm2": {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "conv_L_cache": 3,
+             "block_auto_adjust_ff_dim": False},
+}  # fmt: skip
+
+
+def save_model(family: str, folder: Path, **sizes: Any) -> str:
+    """Save a model with random weights, whose state changes what it generates. Returns the folder."""
+    torch.manual_seed(11)
+    config = AutoConfig.for_model(family, **{**FAMILIES[family], **sizes})
+    model: nn.Module = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "norm" not in name:
+            nn.init.normal_(parameter, std=0.15)
+        elif parameter.ndim == 3:  # experts and convolutions
+            nn.init.normal_(parameter, std=0.15 if "experts" in name else 0.5)
+        elif name.endswith("A_log"):
+            nn.init.uniform_(parameter, -4.0, 0.5)  # decays of 0.3 to 0.99 per token
+    model.save_pretrained(folder)  # type: ignore[operator]
+    return str(folder)
+
+
+def answers(model: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """Transformers' greedy continuation of each prompt alone."""
+    return [list(answer) for answer in _answers(model, tuple(map(tuple, prompts)), tokens)]
+
+
+@functools.cache
+def _answers(model: str, prompts: tuple[tuple[int, ...], ...], tokens: int) -> list[list[int]]:
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    outputs = [
+        reference.generate(
+            torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        for prompt in prompts
+    ]
+    return [output[0, len(prompt) :].tolist() for output, prompt in zip(outputs, prompts, strict=True)]
+
+
+def prompt_logprobs(model: str, prompt: list[int]) -> list[float]:
+    """Transformers' log-probability of each token of the prompt but the first."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+    chosen: list[float] = expected[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    return chosen

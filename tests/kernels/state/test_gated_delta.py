@@ -1,0 +1,119 @@
+"""The gated delta rule: the kernels and the plain form agree with transformers' recurrence over each sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.testing import assert_close
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from tcdeploy.kernels.state import recurrence
+from tcdeploy.kernels.state.gated_delta import gated_delta, make_inputs
+from tcdeploy.kernels.state.sequences import Sequences
+from tests.kernels.state.step_cases import CASES, NUM_SLOTS, StepCase, assert_slots_kept, fill_slots
+from tests.triton_tools import HOPPER_SHARED_BYTES, record_launches, shared_memory_on_hopper
+
+COMPUTE: dict[str, Any] = {"plain": recurrence.compute_plainly, "kernels": recurrence.launch}
+SHAPES = {"grouped": (4, 2, 32, 16), "odd sizes": (2, 2, 24, 40)}  # heads, key heads, key_dim, value_dim
+
+
+def make_tensors(case: StepCase, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
+    """qkv, a, b, a_log, dt_bias and state. Keys of neighbouring tokens are alike, as those of repeated words."""
+    heads, key_heads, key_dim, value_dim = shape
+    torch.manual_seed(5)
+    columns = 2 * key_heads * key_dim + heads * value_dim
+    qkv = (torch.randn(columns + 8) + 0.3 * torch.randn(case.tokens, columns + 8))[:, :columns]
+    a, b = torch.randn(case.tokens, 2 * heads).split(heads, dim=1)
+    for states in (qkv, a, b):
+        states[case.padding()] = float("nan")
+    a_log = torch.linspace(0.02, 4, heads).log()
+    state = fill_slots(torch.randn(NUM_SLOTS, heads, key_dim, value_dim), case)
+    tensors = [*(values.to(device, dtype) for values in (qkv, a - 2, b, a_log)), torch.ones(heads, dtype=dtype)]
+    return [*tensors[:4], tensors[4].to(device), state.to(device)]
+
+
+def run(form: str, tensors: Sequence[Tensor], sequences: Sequences) -> Tensor:
+    result: Tensor = COMPUTE[form](make_inputs(*tensors), tensors[-1], sequences)
+    return result
+
+
+def expected(case: StepCase, qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> Any:
+    _, heads, key_dim, value_dim = state.shape
+    keys = (qkv.shape[1] - heads * value_dim) // 2
+    q, k, v = qkv.float().split([keys, keys, heads * value_dim], dim=1)
+    q, k = (states.unflatten(1, (-1, key_dim)).repeat_interleave(heads * key_dim // keys, dim=1) for states in (q, k))
+    g = -a_log.float().exp() * functional.softplus(a.float() + dt_bias.float())
+    out, after = torch.zeros(len(qkv), heads, value_dim, device=qkv.device), state.clone()
+    for first, tokens, slot, is_new in case.owners():
+        part = slice(first, first + tokens)
+        result = torch_recurrent_gated_delta_rule(
+            *(states[None, part] for states in (q, k, v.unflatten(1, (-1, value_dim)))),
+            g[None, part], b.float().sigmoid()[None, part], initial_state=None if is_new else state[None, slot],
+            output_final_state=True, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        out[part], after[slot] = result[0][0], result[1][0]
+    return out, after
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("form", COMPUTE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_form_computes_each_sequence_alone(
+    name: str, form: str, shape: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrence, "SCAN_VALUES", 16)  # several programs, and a partial one
+    case = CASES[name]
+    inputs = make_tensors(case, SHAPES[shape], torch.float32, device)
+    before = inputs[-1].clone()
+    out, after = expected(case, *inputs)
+    result = run(form, inputs, case.sequences(device))
+    assert_close(result, out, atol=2e-5, rtol=1e-4)
+    assert_close(inputs[-1], after, equal_nan=True, atol=2e-5, rtol=1e-4)
+    assert_slots_kept(inputs[-1], before, case)
+
+
+@pytest.mark.parametrize("form", COMPUTE)
+def test_equal_keys_without_decay_lose_no_accuracy(form: str, device: str) -> None:
+    """The inverse of the system is then the most sensitive: its powers grow to 1e18 before they cancel."""
+    case = StepCase(((0, 64),))
+    qkv, a, b, a_log, dt_bias, state = make_tensors(case, SHAPES["grouped"], torch.float32, device)
+    qkv[:64, 64:128] = qkv[0, 64:128]  # the keys
+    inputs = (qkv, a - 100, b + 100, a_log, dt_bias, state)
+    out, after = expected(case, *inputs)
+    assert_close(run(form, inputs, case.sequences(device)), out, atol=2e-5, rtol=1e-4)
+    assert_close(state, after, atol=2e-5, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("form", COMPUTE)
+@pytest.mark.parametrize("name", ["rows", "continued chunks at borders"])
+def test_bfloat16(form: str, name: str, device: str) -> None:
+    """Sums are float32; a GPU rounds operands to TF32."""
+    case = CASES[name]
+    inputs = make_tensors(case, SHAPES["grouped"], torch.bfloat16, device)
+    out, after = expected(case, *inputs)
+    result = run(form, inputs, case.sequences(device))
+    assert result.dtype == torch.bfloat16
+    assert_close(result.float(), out, atol=1e-2, rtol=1e-2)
+    assert_close(inputs[-1], after, atol=1e-2, rtol=1e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["a long chunk", "rows", "mixed"])
+def test_opcheck(name: str) -> None:
+    case = CASES[name]
+    inputs = [states.nan_to_num() for states in make_tensors(case, SHAPES["grouped"], torch.float32, "cpu")]
+    torch.library.opcheck(gated_delta.overload, (*inputs, *case.sequences("cpu")))
+
+
+def test_programs_for_published_heads_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32. Programs of 16-bit models need less."""
+    tensors = make_tensors(CASES["mixed"], (4, 2, 128, 128), torch.float32, "cpu")
+    launches = record_launches(monkeypatch)
+    recurrence.launch(make_inputs(*tensors), tensors[-1], CASES["mixed"].sequences("cpu"))
+    assert len(launches) == 3
+    for launch in launches:
+        assert shared_memory_on_hopper(launch) <= HOPPER_SHARED_BYTES

@@ -1,0 +1,155 @@
+"""The parity check finds faults in the state of hybrid models, and of the ops that compute with it.
+
+Faults are planted in steps that run uncompiled, as in test_state_faults.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tcdeploy.errors import CompileError
+from tcdeploy.kernels.state import causal_conv, recurrence
+from tcdeploy.kernels.state.recurrence import Inputs
+from tcdeploy.kernels.state.sequences import Sequences
+from tests.hybrid_models import save_model
+from tests.parity.test_state_faults import FAULTS, check
+
+Compute = Callable[..., Tensor]
+recur, conv = recurrence.compute_plainly, causal_conv.compute_plainly
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {family: save_model(family, tmp_path_factory.mktemp("model")) for family in ("qwen3_5_text", "bamba")}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, list[Any]]:
+    """By family; see test_state_faults.py."""
+    return {"qwen3_5_text": [], "bamba": []}
+
+
+def changed(**changes: Callable[[Inputs], Any]) -> Compute:
+    """The recurrence with other inputs."""
+
+    def computed(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tensor:
+        return recur(inputs._replace(**{name: change(inputs) for name, change in changes.items()}), state, sequences)
+
+    return computed
+
+
+def only_in_decode_steps(faulty: Compute, right: Compute) -> Compute:
+    return lambda *args: (faulty if args[-1].starts is None else right)(*args)
+
+
+def twice(compute: Compute) -> Compute:
+    """State is updated twice."""
+
+    def computed(*args: Any) -> Tensor:
+        compute(*args)
+        return compute(*args)
+
+    return computed
+
+
+def one_tap_late(x: Tensor, state: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return conv(x, state, weight.roll(1, dims=1), *rest)
+
+
+def one_token_late(x: Tensor, state: Tensor, *rest: Any) -> Tensor:
+    """The slot has the inputs of one token earlier: the newest one is missing."""
+    before = state.clone()
+    out = conv(x, state, *rest)
+    updated = (state != before).flatten(1).any(1)
+    state[updated] = state[updated].roll(1, dims=1)
+    return out
+
+
+def without_state(compute: Compute) -> Compute:
+    """Rows and chunks start from zeros."""
+
+    def computed(x: Any, state: Tensor, *rest: Any) -> Tensor:
+        saved = state.clone()
+        state.zero_()
+        out = compute(x, state, *rest)
+        untouched = state.flatten(1).eq(0).all(1)
+        state[untouched] = saved[untouched]
+        return out
+
+    return computed
+
+
+def in_bfloat16(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tensor:
+    """The matrices are rounded to bfloat16 after each step."""
+    out = recur(inputs, state, sequences)
+    state.copy_(state.bfloat16())
+    return out
+
+
+def exchanged(inputs: Inputs) -> Any:
+    """The layout with the columns of queries for keys."""
+    layout = inputs.layout
+    return layout._replace(query_column=layout.key_column, key_column=layout.query_column)
+
+
+def with_rolled_keys(inputs: Inputs) -> Tensor:
+    """The inputs, whose heads have the keys of the previous one."""
+    layout, x = inputs.layout, inputs.x.clone()
+    keys = x[:, layout.key_column : layout.key_column + layout.heads // layout.group * layout.key_dim]
+    keys.copy_(keys.roll(layout.key_dim, dims=1))
+    return x
+
+
+without_decay = changed(a_log=lambda inputs: inputs.a_log - 100)
+RECURRENCE_FAULTS: dict[str, Compute] = {
+    "decay is left out": without_decay,
+    "decay is left out in decode steps": only_in_decode_steps(without_decay, recur),
+    "the bias of dt is left out": changed(dt_bias=lambda inputs: inputs.dt_bias * 0),
+    "queries and keys are exchanged": changed(layout=exchanged),
+    "heads have the keys of other heads": changed(x=with_rolled_keys),
+    "matrices are updated twice in decode steps": only_in_decode_steps(twice(recur), recur),
+    "matrices are not read": without_state(recur),
+    "matrices are rounded": in_bfloat16,
+}
+OP_FAULTS: dict[str, tuple[str, Any, Compute]] = {
+    **{name: ("qwen3_5_text", recurrence, compute) for name, compute in RECURRENCE_FAULTS.items()},
+    **{f"{name} in Mamba-2": ("bamba", recurrence, compute) for name, compute in RECURRENCE_FAULTS.items()},
+    "beta is left out": ("qwen3_5_text", recurrence, changed(b=lambda inputs: inputs.b + 1000)),
+    "d is left out": ("bamba", recurrence, changed(d=lambda inputs: inputs.d * 0)),
+    "the convolution is off by one tap": ("qwen3_5_text", causal_conv, one_tap_late),
+    "the convolution's state is off by one token": ("qwen3_5_text", causal_conv, one_token_late),
+    "the convolution's state is shifted twice": (
+        "qwen3_5_text", causal_conv, only_in_decode_steps(twice(conv), conv)
+    ),
+    "the convolution's state is not read": ("qwen3_5_text", causal_conv, without_state(conv)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
+def test_the_model_passes_without_a_fault(
+    models: dict[str, str], cache_dir: str, references: dict[str, list[Any]], family: str
+) -> None:
+    check(models[family], cache_dir, lambda metadata: metadata, references[family])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_slots_is_found(
+    models: dict[str, str], cache_dir: str, references: dict[str, list[Any]], fault: str
+) -> None:
+    with pytest.raises(CompileError, match="failed its parity check"):
+        check(models["qwen3_5_text"], cache_dir, FAULTS[fault], references["qwen3_5_text"])
+
+
+@pytest.mark.parametrize("fault", OP_FAULTS)
+def test_a_fault_of_an_op_is_found(
+    models: dict[str, str], cache_dir: str, references: dict[str, list[Any]], fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    family, module, compute = OP_FAULTS[fault]
+    monkeypatch.setattr(module, "compute_plainly", compute)
+    with pytest.raises(CompileError, match="failed its parity check"):
+        check(models[family], cache_dir, lambda metadata: metadata, references[family])
