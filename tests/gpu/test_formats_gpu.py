@@ -1,4 +1,4 @@
-"""Quantised checkpoints on a GPU: the weights that a CPU reads, and kernels that agree with the reference."""
+"""Quantised checkpoints on a GPU: the weights that a CPU reads or writes, and kernels that agree with the reference."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.host.progress import NullProgress
+from tcdeploy.planning.recipe import Recipe
 from tcdeploy.programs.compile_stats import measure_compiles
 from tcdeploy.programs.stances import fail_on_recompile
+from tcdeploy.start.quantize import save_quantised
+from tests.conftest import TINY
 from tests.engine_loop import generate_tokens
 from tests.formats import bitsandbytes, compressed, experts, fp8, int_packed, modelopt, torchao
-from tests.formats.checkpoint import Format, save_source, write_checkpoint
+from tests.formats.checkpoint import WEIGHTS, Format, save_source, write_checkpoint
 from tests.formats.gguf import FILE, write_gguf
 from tests.formats.test_readers import FORMATS, dense_weights, plan
 from tests.gpu.test_gpu import deploy
@@ -46,6 +51,15 @@ def test_a_gpu_reads_the_weights_that_a_cpu_does(name: str, tmp_path: Path) -> N
     weights = dense_weights(plan(folder, device="cuda"))
     assert weights.keys() == expected.keys()
     assert [key for key, value in weights.items() if not torch.equal(value.cpu(), expected[key])] == []
+
+
+@pytest.mark.parametrize("to", ["fp8", "int8", "int4:64"])
+def test_a_gpu_quantises_as_a_cpu_does(to: str, tmp_path: Path) -> None:
+    for device in ("cpu", "cuda"):
+        save_quantised(Recipe(model=TINY, quantize=to, device=device), tmp_path / device, NullProgress())
+    expected, tensors = (load_file(tmp_path / device / WEIGHTS) for device in ("cpu", "cuda"))
+    assert tensors.keys() == expected.keys()
+    assert [key for key, tensor in tensors.items() if not torch.equal(tensor.float(), expected[key].float())] == []
 
 
 @pytest.mark.parametrize("name", STARTED)

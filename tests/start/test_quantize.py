@@ -75,15 +75,6 @@ def test_a_saved_model_has_the_tensors_of_the_request(to: str, dtype: str, tmp_p
     assert_equal(tensors_of(tmp_path / "out", dtype=dtype), tensors_of(TINY, quantize=to, dtype=dtype))
 
 
-@pytest.mark.gpu
-@each_request
-def test_a_gpu_writes_the_tensors_that_a_cpu_does(to: str, tmp_path: Path) -> None:
-    for device in ("cpu", "cuda"):
-        recipe = Recipe(model=TINY, quantize=to, device=device)
-        save_quantised(recipe, tmp_path / device, NullProgress())
-    assert_equal(load_file(tmp_path / "cuda" / WEIGHTS), load_file(tmp_path / "cpu" / WEIGHTS))
-
-
 @pytest.mark.parametrize("stored_dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("family", "to"), [("qwen2_moe", "int8"), ("mixtral", "int4:32"), ("qwen2", "fp8")])
 def test_families_are_saved_with_the_names_of_the_checkpoint(

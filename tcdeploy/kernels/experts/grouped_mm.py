@@ -20,7 +20,10 @@ def takes(pairs: int, tensors: list[Tensor], scheme: str) -> bool:
 
 
 def multiply_sorted(x: Tensor, expert_ids: Tensor, groups: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`expert_linear` (ops.py) for a dense weight [experts, n, k]. Does not synchronise with a GPU."""
+    """`expert_linear` (ops.py) for a dense weight [experts, n, k]. Does not synchronise with a GPU.
+
+    Products are rounded to x's dtype before the bias is added.
+    """
     pairs, experts = expert_ids.numel(), len(weight)
     order = tables(groups, pairs, experts).order.long()
     sorted_ids = expert_ids.flatten().index_select(0, order)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tcdeploy.kernels.experts import matmul as experts_matmul
+from tcdeploy.kernels.experts.grouped_mm import takes
 from tcdeploy.kernels.experts.grouping import launch_grouping, max_blocks, sort_pairs, tables
 from tcdeploy.kernels.experts.matmul import is_supported, matmul
 from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
@@ -45,6 +46,7 @@ from tests.kernels.linear.scheme_cases import CASES
 from tests.kernels.linear.test_scheme_matmul import FAULTS
 from tests.triton_tools import triton_interpreter
 
+MANY_TOKENS = 1500
 KERNELS = {"gemv": GEMV_TILES[0], "gemm": DECODE_GEMM_TILES[0], "sliced gemm": DECODE_GEMM_TILES[1]}
 MAIN_CASES = (*DENSE, "fp8_channel", "fp8_block", "int4 with zeros", "nvfp4")  # one of each way to read values
 each_case = pytest.mark.parametrize("case", EXPERT_CASES)
@@ -344,10 +346,11 @@ def test_the_tile_of_the_gemv_depends_on_the_row_and_its_format(
 @pytest.mark.gpu
 @each_case
 @pytest.mark.parametrize(("n", "k"), [(1536, 2048), (576, 2880)])
-@pytest.mark.parametrize("tokens", [1, 3, 16, 100, 1500])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 100, MANY_TOKENS])
 def test_a_graph_of_the_ops_follows_the_routing_on_a_gpu(case: str, n: int, k: int, tokens: int) -> None:
     routings = torch.rand(2, tokens, 16, generator=torch.Generator().manual_seed(tokens)).topk(4).indices.cuda()
-    arguments = product(case, routings[0].tolist(), device="cuda", experts=16, n=n, k=k)
+    has_bias = tokens < MANY_TOKENS  # torch's grouped GEMM of many pairs rounds the product before the bias
+    arguments = product(case, routings[0].tolist(), has_bias, device="cuda", experts=16, n=n, k=k)
     expert_ids = arguments.expert_ids
 
     def layer() -> Tensor:
@@ -364,6 +367,17 @@ def test_a_graph_of_the_ops_follows_the_routing_on_a_gpu(case: str, n: int, k: i
     graph.replay()
     assert torch.equal(y, layer())
     assert_agrees(y, reference())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["dense", "dense transposed"])
+def test_the_bias_of_many_pairs_is_added_to_the_rounded_product(case: str) -> None:
+    routing = torch.rand(MANY_TOKENS, 16, generator=torch.Generator().manual_seed(1)).topk(4).indices
+    x, expert_ids, tensors, bias, scheme = product(case, routing.tolist(), device="cuda", experts=16, n=1536, k=2048)
+    groups = group_pairs(expert_ids, 16)
+    assert takes(expert_ids.numel(), tensors, scheme) and bias is not None
+    y = expert_linear(x, expert_ids, groups, tensors, bias, scheme)
+    assert torch.equal(y, expert_linear(x, expert_ids, groups, tensors, None, scheme) + bias[expert_ids.flatten()])
 
 
 @pytest.mark.gpu
