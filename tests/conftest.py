@@ -166,6 +166,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
                 os.unlink(entry.path)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_loaded_once() -> None:
+    """httpx loads them for each client and each call of `httpx.get`, in 25 ms of CPU time."""
+    from httpx._transports import default as transports
+
+    transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+
+
 @pytest.fixture(autouse=True)
 def precompiled_headers() -> None:
     """Re-enable Inductor's precompiled headers, which a warm start in this process disables.
