@@ -36,8 +36,8 @@ from tcdeploy.start.prepare import prepare
 from tests.coverage.small_configs import small_config
 from tests.engine_loop import generate_tokens
 from tests.exported_programs import exported_programs
+from tests.parity.campaign import RECENT_OBJECTS
 
-RECENT_OBJECTS = 1  # generation of gc.collect
 NEW_TOKENS = 24
 BUCKETS = {"buckets": (32,), "batch_sizes": (4,)}
 PROMPTS = [
