@@ -177,6 +177,9 @@ def serve_forks(control: socket.socket) -> dict[str, Any]:
     import tcdeploy.start.model_code  # noqa: F401 - the slow imports
 
     prepare_compiler()
+    from tcdeploy.programs.passes.post_grad import op_source_digests
+
+    op_source_digests()  # 0.15 s of each start; a run with another copy of the package is a new process
     gc.collect(), gc.freeze()  # collections in the forks skip the objects of the server, and copy none of their pages
     assert len(os.listdir("/proc/self/task")) == 1, "forks do not inherit threads"
     selector = selectors.DefaultSelector()

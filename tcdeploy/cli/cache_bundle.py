@@ -69,7 +69,7 @@ def _warm_model(recipe: Recipe) -> tuple[Path, list[str]]:
     from tcdeploy.cli.warm import fill_cache, filled_plans
 
     with display.show_progress() as progress:
-        report, packages = fill_cache(recipe, progress)
+        report, packages = fill_cache(recipe, progress, is_packed=True)
     return Path(report.cache_dir), filled_plans(report, packages)
 
 

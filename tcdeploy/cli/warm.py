@@ -75,7 +75,8 @@ def warm(
 
             planned = decide(recipe, is_dry_run=True, jit_reason="packages are built afterwards")
         else:
-            report, packages = fill_cache(recipe, progress, trusted_keys, builds=not require_hit)
+            is_packed = cache_to is not None
+            report, packages = fill_cache(recipe, progress, trusted_keys, builds=not require_hit, is_packed=is_packed)
     if dry_run:
         display.show_plan(planned.plan, planned.findings, json)
         return
@@ -93,13 +94,13 @@ def warm(
 
 
 def fill_cache(
-    recipe: Recipe, progress: Progress, trusted_keys: Path | None = None, builds: bool = True
+    recipe: Recipe, progress: Progress, trusted_keys: Path | None = None, *, builds: bool = True, is_packed: bool
 ) -> tuple[StartReport, PackageResult | None]:
-    """Start the recipe, and free its memory. With `--programs auto`, start with jit, and then build packages.
+    """Start the recipe. With `--programs auto`, start with jit, and then build packages.
 
     `builds`: whether packages may be built; otherwise those in the folder are returned. None: the recipe says which
-    programs are used, or none may be built. Raises IntegrityError if the folder has damaged packages, which later
-    starts would refuse.
+    programs are used, or none may be built. `is_packed`: whether the caller then packs the folder. Raises
+    IntegrityError if the folder has damaged packages, which later starts would refuse.
     """
     from tcdeploy.start.prepare import prepare
 
@@ -111,13 +112,15 @@ def fill_cache(
     from tcdeploy.start.deployment import release_memory
     from tcdeploy.start.package_build import build_packages
 
-    release_memory()  # building and packing start the model again, in another process on the same GPU
-    if not is_auto:
-        return report, None
-    if not builds:
-        packages = _find_packages(recipe, report, trusted_keys)
-    elif recipe.compile and not recipe.require_signed and report.is_recorded:
+    builds_now = is_auto and builds and recipe.compile and not recipe.require_signed and report.is_recorded
+    if builds_now or is_packed:
+        # Both start the model again, in another process on the same GPU. Otherwise this process ends, without two
+        # collections of all objects that would take 0.8 s.
+        release_memory()
+    if builds_now:
         packages = build_packages(recipe, report.planned, report.cache_dir, progress, trusted_keys)
+    elif is_auto and not builds:
+        packages = _find_packages(recipe, report, trusted_keys)
     else:
         return report, None
     if packages.is_damaged:

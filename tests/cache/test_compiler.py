@@ -100,14 +100,14 @@ def files_in(folder: Path) -> set[str]:
 
 
 def test_the_listed_files_are_enough_for_hits(run_cli: Any, listed_files_only: Path, tmp_path: Path) -> None:
-    """In a new process and another folder, with another HOME and working directory."""
+    """In another process and folder, with another HOME and working directory."""
     before = files_in(listed_files_only)
     assert before == {file.path for file in manifest_of(listed_files_only).files} | {
         f"manifests/{manifest_name(listed_files_only)}"
     }
     (tmp_path / "tmp").mkdir()
     command = warm(listed_files_only, "--require-hit")
-    result = run_cli(*command, cwd=str(tmp_path / "tmp"), TMPDIR=str(tmp_path / "tmp"), new=True)
+    result = run_cli(*command, cwd=str(tmp_path / "tmp"), TMPDIR=str(tmp_path / "tmp"))
     assert outcomes(result) == ["hit", "hit"]
     new = files_in(listed_files_only) - before
     assert {name.partition("/")[0] for name in new} <= {"locks", "leases", ".lock"}, "no missing file was made again"

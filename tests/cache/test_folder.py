@@ -60,7 +60,7 @@ def test_a_moved_cache_under_another_home_hits_in_every_bucket(
 ) -> None:
     moved = tmp_path / "elsewhere" / "deeper" / "cache"
     shutil.copytree(warmed[0], moved)
-    result = run_cli(*warm(model, moved, "--require-hit"), new=True)
+    result = run_cli(*warm(model, moved, "--require-hit"))
     assert result.returncode == 0, result.stderr
     assert outcomes(result) == ["hit"] * NUMBER_OF_BUCKETS
     document = json.loads(result.stdout)

@@ -1,7 +1,7 @@
 """Which edits of the package's sources cause cache misses, tested by real starts of edited copies of the package.
 
-One process imports torch and transformers, and forks for each start: a cold one that fills the cache folder, and one
-per edit, which runs `cache why` and then `warm` on a copy of that folder.
+One process imports torch and transformers, and forks for each start: a cold one that fills the cache folder, and then
+one per edit, which runs `cache why` and then `warm` on a copy of that folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.conftest import ROOT, TINY, cli_environment
 BUCKETS = ("prefill:32", "decode:1")
 RECIPE = (TINY, "--buckets", "32", "--batch-sizes", "1", "--programs", "jit")
 RUN_STARTS = """
-import contextlib, io, json, os, sys
+import contextlib, io, json, os, shutil, sys
 import torch, transformers
 import torch._inductor.compile_fx
 
@@ -45,7 +45,9 @@ def run(arguments):
             code = end.code
     return code, stdout.getvalue()
 
-for package, commands, report in json.loads(sys.argv[1]):
+for package, commands, report, copied in json.loads(sys.argv[1]):
+    if copied:
+        shutil.copytree(*copied)
     pid = os.fork()
     if pid == 0:
         sys.path.insert(0, package)
@@ -134,13 +136,13 @@ def copy_package(target: Path, edit: Callable[[Path], None] | None = None) -> st
     return str(target)
 
 
-def run_starts(home: Path, starts: list[tuple[str, list[list[str]], str]]) -> list[Any]:
-    """The exit code and stdout of each start's commands."""
+def run_starts(home: Path, starts: list[tuple[str, list[list[str]], str, tuple[str, ...]]]) -> list[Any]:
+    """The exit code and stdout of each start's commands, which run after the two folders have been copied, if any."""
     command = [sys.executable, "-c", RUN_STARTS, json.dumps(starts), str(ROOT)]
     environment = cli_environment(home, PYTHONPATH="")
     completed = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr[-4000:]
-    return [json.loads(Path(report).read_text()) for _, _, report in starts]
+    return [json.loads(Path(report).read_text()) for _, _, report, _ in starts]
 
 
 def outcomes_of(warm: tuple[int, str]) -> dict[str, str]:
@@ -157,18 +159,17 @@ def starts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     home = tmp_path_factory.mktemp("source_keys")
     filled = home / "filled"
     warm = [["warm", *RECIPE, "--cache-dir", str(filled), "--json"]]
-    [[cold]] = run_starts(home, [(copy_package(home / "original"), warm, str(home / "cold.json"))])
-    assert outcomes_of(cold) == dict.fromkeys(BUCKETS, "miss")
-    edited_starts = []
+    all_starts = [(copy_package(home / "original"), warm, str(home / "cold.json"), ())]
     for number, edit in enumerate(edits.values()):
-        cache = shutil.copytree(filled, home / f"cache{number}")
+        cache = str(home / f"cache{number}")
         commands = [
-            ["cache", "why", str(filled), "--cache-dir", str(cache), "--json"],
-            ["warm", *RECIPE, "--cache-dir", str(cache), "--json"],
+            ["cache", "why", str(filled), "--cache-dir", cache, "--json"],
+            ["warm", *RECIPE, "--cache-dir", cache, "--json"],
         ]
         package = copy_package(home / f"edited{number}", edit)
-        edited_starts.append((package, commands, str(home / f"report{number}.json")))
-    results = run_starts(home, edited_starts)
+        all_starts.append((package, commands, str(home / f"report{number}.json"), (str(filled), cache)))
+    [cold], *results = run_starts(home, all_starts)
+    assert outcomes_of(cold) == dict.fromkeys(BUCKETS, "miss")
     return {
         name: Start(why[0], json.loads(why[1]), outcomes_of(warm))
         for name, (why, warm) in zip(edits, results, strict=True)

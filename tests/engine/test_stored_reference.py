@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import shutil
 import weakref
@@ -27,10 +28,11 @@ from tcdeploy.engine.schedule.sequence import SamplingParams
 from tcdeploy.errors import CompileError, IntegrityError
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start import model_code, sequence
-from tcdeploy.start.deployment import Deployment, release_memory
+from tcdeploy.start.deployment import Deployment
 from tcdeploy.start.prepare import prepare
 from tests.engine_loop import generate_tokens
 from tests.model_families import save_config
+from tests.parity.campaign import RECENT_OBJECTS
 from tests.parity.planted_faults import FAULTS, planted
 
 PLAN: Any = SimpleNamespace(compute_dtype="bfloat16", device="cpu", programs="jit", load_format="auto")
@@ -145,7 +147,8 @@ class Starts:
 def starts(tmp_path: Path) -> Iterator[Starts]:
     (tmp_path / "model").mkdir()
     yield Starts(tmp_path)
-    release_memory()
+    torch.compiler.reset()
+    gc.collect(RECENT_OBJECTS)
 
 
 def test_a_later_start_computes_no_reference_and_finds_the_same_distances(starts: Starts) -> None:
