@@ -45,6 +45,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 32,
         "layer_types": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
     },
+    "falcon_h1": {
+        **_SIZES, **_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128, "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3],
+    },
     "lfm2": {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "conv_L_cache": 3,
              "block_auto_adjust_ff_dim": False},
 }  # fmt: skip

@@ -18,7 +18,7 @@ from tcdeploy.errors import UnsupportedArchitectureError
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.slot_layers import SlotRecorder
-from tcdeploy.planning.architecture import AttentionSpec, LayerState, NoState
+from tcdeploy.planning.architecture import AttentionSpec, LayerState, NoState, SlotState
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 STATELESS_LAYER_TYPES = {"mlp", "moe"}  # layers that compute each token on its own
@@ -166,16 +166,18 @@ def _first_block(layer: nn.Module) -> str:
 def _check_each_layer(
     model: nn.Module, states: list[LayerState], config: PreTrainedConfig, skipped_layers: Collection[int]
 ) -> None:
-    """Every decoder layer must have one state; one without may keep what neither blocks nor slots contain."""
-    name, unclaimed = config.model_type, refused_layers(config, ())
+    """Every decoder layer must have a state, and one of a mechanism if its type says so: what it keeps is unknown."""
+    name, of_mechanisms = config.model_type, refused_layers(config, ())
     stack_path, _ = decoder_layer_position(model, states[0].path)
-    positions = [decoder_layer_position(model, state.path) for state in states]
+    kinds = [(decoder_layer_position(model, path), kind) for path, kind in {(s.path, type(s)) for s in states}]
     layers = set(range(len(model.get_submodule(stack_path)))) - {*skipped_layers}  # type: ignore[arg-type]
+    with_slots = {layer for (_, layer), kind in kinds if kind is SlotState}
+    if unclaimed := [of_mechanisms[layer] for layer in layers & of_mechanisms.keys() - with_slots]:
+        raise _type_error(name, unclaimed)
+    positions = {position for position, _ in kinds}
     if missing := sorted(layer for layer in layers if (stack_path, layer) not in positions):
-        if types := [unclaimed[layer] for layer in missing if layer in unclaimed]:
-            raise _type_error(name, types)
         raise UnsupportedArchitectureError(f"{name}: layers {missing} never call the AttentionInterface")
-    if len({*positions}) != len({state.path for state in states}):
+    if len({*kinds}) != len(kinds):
         raise UnsupportedArchitectureError(f"{name}: a layer calls attention or keeps state in more than one module")
 
 

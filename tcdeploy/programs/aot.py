@@ -187,7 +187,6 @@ def _constants(model: nn.Module, layers: Sequence[TracedLayer]) -> dict[str, Ten
     """Weights, buffers and states by their names in a step program."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     constants: dict[str, Tensor] = {f"weight/{name}": tensor for name, tensor in tensors}
-    for number, layer in enumerate(layers):
-        named_state = zip(layer.state_names, layer.binding.state, strict=True)
-        constants |= {f"state/{number}/{name}": tensor for name, tensor in named_state}
+    for layer in layers:
+        constants |= layer.named_state
     return constants

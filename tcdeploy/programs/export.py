@@ -25,7 +25,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
 from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata, Step
-from tcdeploy.kernels.state.layer_state import LayerBinding, StateTensors
+from tcdeploy.kernels.state.layer_state import LayerBinding
 from tcdeploy.programs.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.foreign_ops import foreign_ops, graph_modules, op_name
@@ -42,13 +42,18 @@ MAX_DYNAMIC_SIZE = 1 << 31  # a program must allow at least this size; torch's o
 
 
 class TracedLayer(NamedTuple):
-    """A decoder layer of the model, and the object in which its module finds its state and the step."""
+    """A decoder layer of the model, and the objects in which its modules find their state and the step."""
 
     module: nn.Module
     path: str
-    binding: LayerBinding
-    state_names: tuple[str, ...]
+    bindings: tuple[LayerBinding, ...]
+    state_names: tuple[str, ...]  # as in a step program
     kind: LayerKind
+
+    @property
+    def named_state(self) -> dict[str, Tensor]:
+        tensors = (tensor for binding in self.bindings for tensor in binding.state)
+        return dict(zip(self.state_names, tensors, strict=True))
 
 
 class ExportedStep(NamedTuple):
@@ -174,8 +179,7 @@ class _StepExport:
         arguments = [self._values[argument] for argument in (hidden, *others)]  # type: ignore[misc,index]
         tensors = {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}
         weights = [_Input(f"weight/{layer.path}.{name}", tensor) for name, tensor in tensors.items()]
-        named_state = zip(layer.state_names, layer.binding.state, strict=True)
-        state = [_Input(f"state/{number}/{name}", tensor, dynamic_dims(tensor)) for name, tensor in named_state]
+        state = [_Input(name, tensor, dynamic_dims(tensor)) for name, tensor in layer.named_state.items()]
         metadata = [_step_input(name, tensor) for name, tensor in step_tensors(self._inputs).items() if "." in name]
         selected = [] if rows is None else [self._values[rows]]  # type: ignore[index]
         inputs = [*weights, *arguments, *state, *metadata, *selected]
@@ -190,7 +194,7 @@ class _StepExport:
             attention = _make_metadata(dict(zip(names, metadata, strict=True)))
             step = dataclasses.replace(self._inputs.step, attention_metadata=attention)
             named_weights = dict(zip(tensors, weights, strict=True))
-            with _bound(layer.binding, tuple(state), step):
+            with _bound(layer.bindings, state, step):
                 output = torch.func.functional_call(layer.module, named_weights, *call.with_tensors(arguments))
             if not isinstance(output, Tensor):
                 raise NotImplementedError(f"{layer.path} returns a {type(output).__name__}, not a tensor")
@@ -322,15 +326,18 @@ def _replace_layers(
 
 
 @contextlib.contextmanager
-def _bound(binding: LayerBinding, state: StateTensors, step: Step) -> Iterator[None]:
+def _bound(bindings: Sequence[LayerBinding], state: Sequence[Tensor], step: Step) -> Iterator[None]:
     """Within the block, the layer reads `state` and `step`."""
-    holder = binding.step_holder
-    previous = binding.state, holder.step
-    binding.state, holder.step = state, step
+    previous = [(binding.state, binding.step_holder.step) for binding in bindings]
+    remaining = iter(state)
+    for binding in bindings:
+        binding.state = tuple(itertools.islice(remaining, len(binding.state)))
+        binding.step_holder.step = step
     try:
         yield
     finally:
-        binding.state, holder.step = previous
+        for binding, (tensors, earlier_step) in zip(bindings, previous, strict=True):
+            binding.state, binding.step_holder.step = tensors, earlier_step
 
 
 def _replace_tensors(value: Any, replacements: Iterator[object]) -> Any:

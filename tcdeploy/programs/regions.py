@@ -39,7 +39,7 @@ class Region:
 class LayerKind(NamedTuple):
     """What the program of a layer depends on, as far as its modules say: equal kinds have equal programs."""
 
-    structure: Hashable  # its LayerState, and its modules and tensors by name
+    structure: Hashable  # its LayerStates, and its modules and tensors by name
     constants: Hashable  # attributes that programs may depend on: not those that count the layers (`layer_idx`)
 
 
@@ -47,21 +47,23 @@ class LayerKind(NamedTuple):
 class DecoderLayer:
     path: str
     module: nn.Module
-    attention: nn.Module  # or what it has in its place
+    states: tuple[LayerState, ...]  # usually one
+    attention: tuple[nn.Module, ...]  # or what it has in its place: a block for each state
     mlp: tuple[nn.Module, ...]  # one module, or the bare matrices of a layer without an MLP module
     kind: LayerKind
 
 
-def layer_kinds(layers: Sequence[nn.Module], states: Sequence[LayerState]) -> list[LayerKind]:
+def layer_kinds(layers: Sequence[nn.Module], states: Sequence[tuple[LayerState, ...]]) -> list[LayerKind]:
     """The kind of each layer of a model."""
     numbers = _layer_numbers(layers)
 
-    def kind_of(layer: nn.Module, state: LayerState) -> LayerKind:
+    def kind_of(layer: nn.Module, states: tuple[LayerState, ...]) -> LayerKind:
+        kept = tuple(dataclasses.replace(state, path="") for state in states)
         modules = tuple((path, type(child)) for path, child in layer.named_modules())
         named = (*layer.named_parameters(), *layer.named_buffers())
         tensors = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
         constants = frozenset(item for item in _constants(layer).items() if item[0] not in numbers)
-        return LayerKind((dataclasses.replace(state, path=""), modules, tensors), constants)
+        return LayerKind((kept, modules, tensors), constants)
 
     return list(map(kind_of, layers, states))
 
@@ -88,18 +90,20 @@ def _layer_numbers(layers: Sequence[nn.Module]) -> set[tuple[str, str]]:
 
 def find_layers(model: nn.Module, architecture: Architecture) -> list[DecoderLayer]:
     """The decoder layers of `model`, in order."""
-    states = architecture.layer_states
-    paths = ["{}.{}".format(*decoder_layer_position(model, state.path)) for state in states]
-    kinds = layer_kinds([model.get_submodule(path) for path in paths], states)
-    return [_find_layer(model, *item) for item in zip(paths, states, kinds, strict=True)]
+    states: dict[str, tuple[LayerState, ...]] = {}  # by path of the layer
+    for state in architecture.layer_states:
+        path = "{}.{}".format(*decoder_layer_position(model, state.path))
+        states[path] = (*states.get(path, ()), state)
+    kinds = layer_kinds([model.get_submodule(path) for path in states], list(states.values()))
+    return [_find_layer(model, path, states[path], kind) for path, kind in zip(states, kinds, strict=True)]
 
 
-def _find_layer(model: nn.Module, path: str, state: LayerState, kind: LayerKind) -> DecoderLayer:
+def _find_layer(model: nn.Module, path: str, states: tuple[LayerState, ...], kind: LayerKind) -> DecoderLayer:
     layer = model.get_submodule(path)
-    block_name = state.path.removeprefix(path + ".").split(".")[0]
-    others = [child for name, child in layer.named_children() if name != block_name]
+    block_names = [state.path.removeprefix(path + ".").split(".")[0] for state in states]
+    others = [child for name, child in layer.named_children() if name not in block_names]
     mlp = tuple(child for child in others if any(parameter.ndim >= 2 for parameter in child.parameters()))
-    return DecoderLayer(path, layer, layer.get_submodule(block_name), mlp, kind)
+    return DecoderLayer(path, layer, states, tuple(map(layer.get_submodule, block_names)), mlp, kind)
 
 
 def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Region]:
@@ -130,5 +134,5 @@ def regions_to_compile(layers: list[DecoderLayer], region: str) -> list[Region]:
 
 def _blocks(layer: DecoderLayer, number: int) -> list[Region]:
     names = {child: name for name, child in layer.module.named_children()}
-    attention = Region(f"{names[layer.attention]}/{number}", layer.attention)
-    return [attention, *(Region(names[module], module) for module in layer.mlp)]
+    attention = [Region(f"{names[module]}/{number}", module) for module in layer.attention]
+    return [*attention, *(Region(names[module], module) for module in layer.mlp)]

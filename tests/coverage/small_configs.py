@@ -71,7 +71,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": HEAD_DIM},
     "dots3_note_text": {"head_dim": 24}, "dots3_note": {"text_config.head_dim": 24, **_ADAPTERS},
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
-    "bamba": _MAMBA_HEADS, "granitemoehybrid": _MAMBA_HEADS, "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
+    "bamba": {**_MAMBA_HEADS, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {**_MAMBA_HEADS, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
+    "nemo_speechlm": {
+        "text_config.layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "text_config.time_step_min": 1e-9,  # the decode steps of `generate` do not apply it
+    },
     "lfm2": {"layer_types": _CONVOLUTIONS}, "lfm2_moe": {"layer_types": _CONVOLUTIONS},
     "lfm2_vl": {"text_config.layer_types": _CONVOLUTIONS},
     "step3p7": {"text_config.sliding_window": WINDOW}, "step3p5": {"sliding_window": WINDOW},

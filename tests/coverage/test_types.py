@@ -34,6 +34,10 @@ SERVED = {
     "granite": "multipliers of embedding, attention, residual and logits",
     "minimax_m2": "rotary embedding of a part of the head, norms across heads",
     "gemma3n_text": "layers that share keys and values with earlier ones",
+    "qwen3_5_text": "gated delta nets",
+    "nemotron_h": "Mamba-2 mixers, layers that are an MLP only",
+    "falcon_h1": "layers with attention and a mixer",
+    "lfm2": "short convolutions",
     "modernbert-decoder": "initialisation that reads weights, biases of norms left out",
 }
 TEXT_ONLY = {

@@ -40,7 +40,7 @@ class ExportingForward:
         self.equal_layers: tuple[int, ...] | None = None
         self.steps: list[tuple[StepInputs, StepProgram, Tensor, Tensor]] = []
         self.ops: set[str] = set()  # names, of all programs
-        self.states_before = [layer.binding.state for layer in layers]
+        self.states_before = [[binding.state for binding in layer.bindings] for layer in layers]
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         expected = self.runner.transformers_forward(inputs)
@@ -201,7 +201,7 @@ def exported_llama(tmp_path_factory: pytest.TempPathFactory, cache_dir: str) -> 
 
 
 def marks_of(forward: ExportingForward) -> list[Any]:
-    return [export.dynamic_dims(tensor) for layer in forward.layers for tensor in layer.binding.state]
+    return [export.dynamic_dims(tensor) for layer in forward.layers for tensor in layer.named_state.values()]
 
 
 def test_only_the_first_of_equal_layers_is_exported(exported_llama: ExportedLlama) -> None:
@@ -238,8 +238,8 @@ def test_programs_do_not_check_dtypes(exported_llama: ExportedLlama) -> None:
 def test_the_export_leaves_the_model_as_it_was(exported_llama: ExportedLlama) -> None:
     forward = exported_llama.forward
     assert forward.runner.step_holder.step is None
-    for layer, state in zip(forward.layers, forward.states_before, strict=True):
-        assert layer.binding.state is state
+    for layer, states in zip(forward.layers, forward.states_before, strict=True):
+        assert all(binding.state is state for binding, state in zip(layer.bindings, states, strict=True))
         assert export.get_compiled_call(layer.module) is None
     assert marks_of(forward) == exported_llama.marks == [{0: None}] * 2 * 3
 

@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
 def kinds_of(modules: list[Layer], windows: tuple[int, ...] = (0, 0, 0)) -> list[LayerKind]:
     specs = [AttentionSpec(f"layers.{index}", 1, 1, 4, 4, window, 0.0, False) for index, window in enumerate(windows)]
-    return layer_kinds(modules, specs)
+    return layer_kinds(modules, [(spec,) for spec in specs])
 
 
 def test_layers_that_differ_in_their_number_and_weights_are_of_one_kind() -> None:

@@ -201,7 +201,7 @@ def test_the_mlp_of_every_family_is_found(family: Any) -> None:
     layers = find_layers(deployment.engine.runner.model, deployment.planned.architecture)
     assert len({id(layer.module) for layer in layers}) == len(deployment.planned.architecture.attention_layers), name
     for layer in layers:
-        inside = {id(parameter) for module in (layer.attention, *layer.mlp) for parameter in module.parameters()}
+        inside = {id(parameter) for module in (*layer.attention, *layer.mlp) for parameter in module.parameters()}
         left = [
             path
             for path, parameter in layer.module.named_parameters()

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from tcdeploy.cache.record.manifest import Origin
 from tcdeploy.engine.step.runner import ModelRunner
+from tcdeploy.kernels.state.layer_state import state_names
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Plan
 from tcdeploy.programs.aot import AotForward, PackageExchange, package_folder
@@ -36,9 +37,17 @@ def install_programs(
 
 def traced_layers(model: PreTrainedModel, architecture: Architecture) -> list[TracedLayer]:
     """The model's layers, which are exported as programs."""
+    paths = (state.path for state in architecture.layer_states)
+    names = dict(zip(paths, state_names(architecture), strict=True))
     return [
-        TracedLayer(layer.module, layer.path, model.get_submodule(state.path).tcdeploy, state.tensor_names, layer.kind)
-        for layer, state in zip(find_layers(model, architecture), architecture.layer_states, strict=True)
+        TracedLayer(
+            layer.module,
+            layer.path,
+            tuple(model.get_submodule(state.path).tcdeploy for state in layer.states),
+            tuple(name for state in layer.states for name in names[state.path]),
+            layer.kind,
+        )
+        for layer in find_layers(model, architecture)
     ]
 
 

@@ -55,12 +55,20 @@ def allocate_state(plan: Plan, architecture: Architecture) -> list[StateTensors]
 
 
 def named_state(architecture: Architecture, tensors: Sequence[StateTensors]) -> dict[str, Tensor]:
-    """The tensors of all layers by their names in a step program: `state/3/k` belongs to layer 3."""
+    """The tensors of all layers by their names in a step program."""
     return {
-        f"state/{number}/{name}": tensor
-        for number, (state, of_layer) in enumerate(zip(architecture.layer_states, tensors, strict=True))
-        for name, tensor in zip(state.tensor_names, of_layer, strict=True)
+        name: tensor
+        for names, of_state in zip(state_names(architecture), tensors, strict=True)
+        for name, tensor in zip(names, of_state, strict=True)
     }
+
+
+def state_names(architecture: Architecture) -> list[list[str]]:
+    """The names of the tensors of each LayerState in a step program: `state/3/k` belongs to that with the number 3."""
+    return [
+        [f"state/{number}/{name}" for name in state.tensor_names]
+        for number, state in enumerate(architecture.layer_states)
+    ]
 
 
 def slot_tensors(architecture: Architecture, tensors: Sequence[StateTensors]) -> list[Tensor]:

@@ -27,7 +27,7 @@ ATTRIBUTES = (
 
 class Mamba2Mechanism(Mechanism):
     name: ClassVar[str] = "mamba2"
-    layer_types: ClassVar[frozenset[str]] = frozenset({"linear_attention"})
+    layer_types: ClassVar[frozenset[str]] = frozenset({"linear_attention", "hybrid"})
 
     def claims(self, module: nn.Module) -> bool:
         return all(hasattr(module, name) for name in ATTRIBUTES) and module.activation == "silu"

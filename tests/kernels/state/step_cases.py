@@ -112,3 +112,10 @@ def assert_slots_kept(state: Tensor, before: Tensor, case: StepCase) -> None:
     owned = {0, *(owner.slot for owner in case.owners())}
     kept = [slot for slot in range(len(state)) if slot not in owned]
     assert torch.equal(state[kept], before[kept])
+
+
+def relative_error(values: Tensor, expected: Tensor) -> float:
+    """The norm of the difference as a share of that of `expected`. NaN must be in the same places."""
+    assert torch.equal(values.isnan(), expected.isnan())
+    difference = (values.double() - expected.double()).nan_to_num()
+    return float(difference.norm() / expected.double().nan_to_num().norm())
