@@ -62,7 +62,7 @@ def fuse_rms_norm(graph: Graph) -> None:
 
 
 def _is_quantised(node: Node) -> bool:
-    """Whether the node is a product of experts whose kernel cannot normalise its input."""
+    """Whether the node is a product of quantised experts, whose kernel cannot normalise its input."""
     return node.target is EXPERT_LINEAR and node.args[4] != ""
 
 
