@@ -171,7 +171,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def certificates_are_loaded_once() -> None:
-    """httpx loads them for each client and each call of `httpx.get`, in 25 ms of CPU time."""
+    """httpx loads them for each client and each call of `httpx.get`, which takes 25 ms of CPU time."""
     from httpx._transports import default as transports
 
     transports.create_ssl_context = functools.cache(transports.create_ssl_context)
@@ -189,15 +189,15 @@ def noted_unfreezing() -> None:
     gc.unfreeze = note_and_unfreeze
 
 
-_are_frozen: set[bool] = set()  # {True} if the objects that existed before a test are frozen
+_are_frozen: set[bool] = set()  # {True} while the objects that existed before a test are frozen
 
 
 @pytest.fixture(autouse=True)
 def relaxed_collector() -> None:
     """Freeze the objects of imports and of earlier tests, and collect rarely, also after a test has ended a start.
 
-    `release_memory` collects all objects twice, which takes 2 s in a process that has imported all tests. It leaves no
-    garbage that would be frozen here.
+    `release_memory` collects all objects twice, which takes 2 s in a process that has imported all tests. No garbage is
+    frozen here, since `release_memory` has collected it.
     """
     relax_gc_for_startup()
     if not _are_frozen:

@@ -1,4 +1,4 @@
-"""Small random models whose layers keep state in slots, by family, and transformers' answers of them."""
+"""Small random models whose layers keep state in slots, by family, and the answers of transformers with them."""
 
 from __future__ import annotations
 

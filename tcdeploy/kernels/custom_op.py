@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 NAMESPACE = "tcdeploy"
-# Enumerations of torch. A package of torch 2.11 passes the number that torch.export gives such a value, and the op
-# reads that number as another value: for bfloat16, quint8.
+# Enumerations of torch. A package of torch 2.11 passes the number that torch.export assigns to such a value, and the op
+# reads that number as another value: quint8 for bfloat16.
 ENUMERATIONS = (torch.dtype, torch.layout, torch.memory_format)
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # the ops exist as long as this object

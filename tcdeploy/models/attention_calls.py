@@ -1,8 +1,8 @@
 """Records a model's calls of attention on fake tensors, and checks whether the paged ops can serve them.
 
-Each call becomes an AttentionSpec. Layers whose state a mechanism keeps are recorded by slot_layers.py; other layers
-without keys and values of their own, such as recurrent ones, are recognised by `layer_types` in the config, and
-refused, unless that says that they are an MLP only. All problems are collected, so that one error lists them.
+Each call becomes an AttentionSpec. Layers whose state a mechanism keeps are recorded by slot_layers.py. Layers that are
+an MLP only, according to `layer_types` in the config, keep nothing. Other layers that do not attend, such as recurrent
+ones without a mechanism, are refused by their type. All problems are collected, so that one error lists them.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def read_layers(
     name, skipped_layers = config.model_type, refused_layers(config, slot_recorder.layer_types)
     if not recorder.calls and not slot_recorder.calls:
         if not skipped_layers:
-            unclaimed = refused_layers(config, ())
+            of_mechanisms = refused_layers(config, ())
             never = UnsupportedArchitectureError(f"{name} never calls transformers' AttentionInterface")
-            refusals.add(_type_error(name, unclaimed.values()) if unclaimed else never)
+            refusals.add(_type_error(name, of_mechanisms.values()) if of_mechanisms else never)
         return ()
     states: list[LayerState] = []
     problems: dict[str, str] = {}  # the first module that has it, by problem
@@ -166,7 +166,10 @@ def _first_block(layer: nn.Module) -> str:
 def _check_each_layer(
     model: nn.Module, states: list[LayerState], config: PreTrainedConfig, skipped_layers: Collection[int]
 ) -> None:
-    """Every decoder layer must have a state, and one of a mechanism if its type says so: what it keeps is unknown."""
+    """Every decoder layer must have a LayerState, and a SlotState if its type is one that mechanisms serve.
+
+    Otherwise, what the layer keeps is unknown.
+    """
     name, of_mechanisms = config.model_type, refused_layers(config, ())
     stack_path, _ = decoder_layer_position(model, states[0].path)
     kinds = [(decoder_layer_position(model, path), kind) for path, kind in {(s.path, type(s)) for s in states}]

@@ -1,7 +1,7 @@
 """Collects the reasons for which a model cannot be served, and raises all of them in one error.
 
 A model may be quantised, have recurrent layers and exceed the memory. If only the first reason were raised, its hint
-would lead to the next refusal: a quantised hybrid has no unquantised original that can be served. The combined hint is
+would lead to the next refusal: a quantised Mamba has no unquantised original that can be served. The combined hint is
 therefore that of the architecture, if the architecture is a reason. Otherwise it has the hint of each reason.
 """
 

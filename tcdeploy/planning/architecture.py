@@ -90,7 +90,7 @@ class Architecture:
     context: int  # longest sequence, in tokens
     vocab_size: int
     dtype: str  # of the checkpoint; "" if neither the config nor the checkpoint states one
-    layer_states: tuple[LayerState, ...]  # of each decoder layer, in order
+    layer_states: tuple[LayerState, ...]  # of all decoder layers, in order; one or more for each layer
     quantisation: str = ""  # method of the checkpoint
     schemes: Mapping[str, int] = field(default_factory=dict)  # linear layers whose weights stay quantised, by scheme
     fp8_inputs: bool = False  # the checkpoint, or --quantize fp8, asks for inputs of linear layers in FP8 too

@@ -48,7 +48,7 @@ class DecoderLayer:
     path: str
     module: nn.Module
     states: tuple[LayerState, ...]  # usually one
-    attention: tuple[nn.Module, ...]  # or what it has in its place: a block for each state
+    attention: tuple[nn.Module, ...]  # the block of each state: attention, or what the layer has in its place
     mlp: tuple[nn.Module, ...]  # one module, or the bare matrices of a layer without an MLP module
     kind: LayerKind
 

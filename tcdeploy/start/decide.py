@@ -110,7 +110,8 @@ def decide(
 class RequestedModel(NamedTuple):
     """A model that is quantised by `recipe.quantize`, as `tcdeploy quantize` needs it.
 
-    model: with fake tensors; linear layers that stay dense are nn.Linear. decisions: why. device: of a start.
+    model: with fake tensors; linear layers that stay dense are nn.Linear. decisions: why. device: the type of device
+    that a start would use.
     """
 
     model: nn.Module

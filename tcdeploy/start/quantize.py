@@ -5,8 +5,8 @@ scheme, and all others are copied. So serving the folder gives the same tensors,
 with --quantize, but reads fewer bytes. Names are those of the original checkpoint. models/formats/compressed_writer.py
 says how the tensors are stored.
 
-One tensor at a time is in memory, and on the GPU if there is one, which quantises faster. The folder appears under its
-name when it is complete and on disk.
+One tensor at a time is in memory. It is quantised on the GPU if there is one, which is faster. The folder appears under
+its name when it is complete and on disk.
 """
 
 from __future__ import annotations

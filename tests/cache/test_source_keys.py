@@ -137,7 +137,7 @@ def copy_package(target: Path, edit: Callable[[Path], None] | None = None) -> st
 
 
 def run_starts(home: Path, starts: list[tuple[str, list[list[str]], str, tuple[str, ...]]]) -> list[Any]:
-    """The exit code and stdout of each start's commands, which run after the two folders have been copied, if any."""
+    """The exit code and stdout of the commands of each start: (package, commands, report, (folder, copy of it))."""
     command = [sys.executable, "-c", RUN_STARTS, json.dumps(starts), str(ROOT)]
     environment = cli_environment(home, PYTHONPATH="")
     completed = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""`warm` and `cache pack` free the memory of their start exactly if another process then starts the model again."""
+"""`warm` and `cache pack` free the memory of their start only if another process then starts the model again."""
 
 from __future__ import annotations
 

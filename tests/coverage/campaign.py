@@ -109,7 +109,7 @@ def _check_type(model_type: str, cache_dir: str, compiles: bool, dtype: str, wit
 
 
 def _free_memory(compiles: bool) -> None:
-    """Of the models before. Small models that were only traced need no collection of all objects, which takes 0.5 s."""
+    """Free the memory of earlier models. Small traced ones need no full collection, which takes 0.5 s."""
     if compiles:
         release_memory()
     else:

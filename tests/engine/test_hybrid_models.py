@@ -1,7 +1,7 @@
-"""Models with gated delta nets and short convolutions, from the probe to tokens.
+"""Models with gated delta nets, Mamba-2 mixers and short convolutions, from the probe to tokens.
 
-Requests get the tokens of transformers' `generate`, whatever else is in the batch. Dynamo traces the programs, and
-Inductor compiles none, except with scripts/test --long.
+Requests get the tokens of transformers' `generate`, whatever else is in the batch. Programs are traced by Dynamo, and
+compiled by Inductor only with scripts/test --long.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.engine_loop import generate_tokens, new_tokens
 from tests.hybrid_models import FAMILIES, VOCAB_SIZE, answers, prompt_logprobs, save_model
 
 TOKENS = 24
-LENGTHS = (300, 3, 129, 64, 1, 250, 31, 17)  # some are longer than the largest bucket, and computed in chunks
+LENGTHS = (300, 3, 129, 64, 1, 250, 31, 17)  # some exceed the largest bucket, and are computed in chunks
 BUCKET = 64
 BORDERS = (2, 63, 64, 65, 66, 129)  # tokens: the last chunk has 1, 2, 63 or 64 of them
 LONG_PROMPT = 4096
@@ -113,7 +113,7 @@ def test_log_probabilities_at_the_borders_of_chunks(served: Served) -> None:
 
 
 def test_log_probabilities_of_a_repeated_token(served: Served) -> None:
-    """Its keys are alike, for which the system that a chunk solves is the most sensitive."""
+    """Its keys are alike, which makes the system that is solved for a chunk the most sensitive."""
     assert_logprobs(served, [7] * 200)
 
 

@@ -1,4 +1,4 @@
-"""Gated delta nets and short convolutions within CUDA graphs."""
+"""Models with state in slots, in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 def test_captured_steps_give_the_tokens_of_generate(cache_dir: str, tmp_path: Path, family: str, shapes: str) -> None:
     """In float32, with chunked prompts and mixed steps; graphs of further sizes are captured while the engine is idle.
 
-    A slot of a new sequence contains NaN at last.
+    In the last round, slots of new sequences contain NaN.
     """
     model = save_model(family, tmp_path / "model")
     flags = {"buckets": (128,)} if shapes == "dynamic" else {}
@@ -46,7 +46,7 @@ def test_captured_steps_give_the_tokens_of_generate(cache_dir: str, tmp_path: Pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_passes_the_parity_check(cache_dir: str, tmp_path: Path, family: str) -> None:
-    """With the head sizes of published models, whose programs the tuning constants are for."""
+    """With the head sizes of published models where the config has them, as the tuning constants are for these."""
     sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128} if family.startswith("qwen3") else {}
     model = save_model(family, tmp_path / "model", **sizes)
     deployment = deploy(model, cache_dir, dtype="bfloat16", graphs="step", mixed_steps="on")

@@ -14,7 +14,7 @@ from tcdeploy.host.stages import ImportStage
 
 @pytest.fixture(autouse=True)
 def restored_thresholds() -> Iterator[None]:
-    gc.freeze()  # most collections of these tests need not visit the objects of earlier ones: 0.5 s each
+    gc.freeze()  # otherwise most collections of these tests would visit the objects of earlier tests, for 0.5 s each
     freeze_gc_after_startup()  # conftest.py has raised the thresholds
     saved = gc.get_threshold()
     yield

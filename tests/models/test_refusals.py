@@ -44,7 +44,7 @@ def refusal(folder: str | Path, **fields: Any) -> ModelError:
     return caught.value
 
 
-def test_a_quantised_hybrid_is_refused_for_both_and_no_unquantised_original_is_suggested(tmp_path: Path) -> None:
+def test_a_quantised_recurrent_model_is_refused_and_no_unquantised_original_is_suggested(tmp_path: Path) -> None:
     folder = save_config("mamba", tmp_path, quantization_config=AQLM)
     error = refusal(folder)
     assert error.message.startswith(f"{folder} cannot be served, for 3 reasons:")

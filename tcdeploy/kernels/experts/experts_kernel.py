@@ -1,7 +1,7 @@
 """The Triton kernels of experts, which matmul.py and grouping.py launch and describe.
 
-kernels/linear/scheme_codes.py converts bytes to values and reads scales. FORMAT is one of its formats, or
-"dense": elements in the dtype of the inputs.
+kernels/linear/scheme_codes.py converts bytes to values and reads scales. FORMAT is one of its formats, or "dense":
+elements in the dtype of the inputs.
 """
 
 # ruff: noqa: SIM108, SIM300 - a constexpr is not the constant of a comparison, and branches of Triton read better
@@ -105,7 +105,7 @@ def _load_inputs(pointer, chunks, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr):
 @ignore_comments
 @triton.jit
 def _sum_eights(weights, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums over 8 columns of the products, which a thread loads at once: [ROWS, COLUMNS // 8]."""
+    """Sums of the products over groups of 8 columns, which a thread loads at once: [ROWS, COLUMNS // 8]."""
     products = weights.to(tl.float32) * inputs.to(tl.float32)
     return tl.sum(tl.reshape(products, (ROWS, COLUMNS // 8, 8)), 2)
 
@@ -113,7 +113,7 @@ def _sum_eights(weights, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @ignore_comments
 @triton.jit
 def _columns(n, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """The program's columns of the output, the rows of the weight that make them, and the columns of the whole output.
+    """(columns of the output, the rows of the weight that make them, width of the output) of a program.
 
     If GATED, the first half of the rows are gate rows, the second half their up rows, and the output is half as wide.
     """

@@ -4,9 +4,9 @@
   CUDA cores. A thread loads 16 bytes at a time. Pairs are not grouped. Programs of all pairs for the same rows of the
   weight run next to each other, so an expert that two tokens select is read from memory once. The first product may end
   in SwiGLU and normalise its input, as the GEMVs of kernels/linear do.
-- The second product of so few pairs (`sum_experts`), if dense: a program has the same few rows of the weights of all
-  pairs of a token, whose weighted sum it stores. The ids are known before the first product ends, so programs load
-  their first weights before they wait for it.
+- The second product of so few pairs, if it is dense (`sum_experts`): a program multiplies by the same few rows of the
+  weights of all pairs of a token, and stores the weighted sum. The ids are known before the first product ends, so
+  programs load their first weights before they wait for it.
 - More pairs (`_gemm`): pairs are grouped by expert (grouping.py). A program multiplies a block of them by some rows of
   their expert's weight on the tensor cores, as the skinny GEMM of kernels/linear does: y.T = w @ x.T. The columns of a
   step are cut into slices of at most one group, whose sums are multiplied by the group's scale. A slice of nvfp4 has
@@ -135,8 +135,8 @@ def matmul(
 ) -> Tensor:  # fmt: skip
     """`expert_linear` of ops.py, or with `gated` `gated_expert_linear`, summed in float32.
 
-    `tile`: by default the one that `choose_tile` returns. Only a GEMV needs no groups, and can be gated; only that of
-    dense weights can normalise its input.
+    `tile`: by default the one that `choose_tile` returns. With a GEMV tile, `groups` may be None and the product may be
+    gated; the GEMV of dense weights can also normalise its input.
     """
     weights = expert_weights(scheme, tensors)
     pairs, (experts, n, _) = expert_ids.numel(), weights.weight.shape
@@ -168,7 +168,7 @@ def choose_tile(pairs: int, weights: ExpertWeights) -> Tile:
 
 
 def is_fusable(scheme: str, pairs: int, dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
-    """Whether a GEMV, which can be gated, multiplies so many inputs of this dtype. Works on fake tensors."""
+    """Whether a GEMV computes this many pairs, so that the product can be gated. Works on fake tensors."""
     if pairs > GEMV_PAIRS or not is_supported(scheme, dtype, tensors):
         return False
     weights = expert_weights(scheme, tensors)
@@ -176,7 +176,7 @@ def is_fusable(scheme: str, pairs: int, dtype: torch.dtype, tensors: Sequence[Te
 
 
 def is_summable(pairs: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """Whether `sum_experts` takes so many pairs and this dense weight. Works on fake tensors."""
+    """Whether `sum_experts` takes this many pairs and this dense weight. Works on fake tensors."""
     is_whole = weight.shape[2] % MIN_SUM_BLOCK_K == 0 and weight.stride(2) == 1
     return pairs <= GEMV_PAIRS and is_whole and is_supported("", dtype, [weight])
 

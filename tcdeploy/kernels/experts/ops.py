@@ -33,9 +33,9 @@ log = logging.getLogger("tcdeploy.programs")
 def top_k(scores: Tensor, k: int, softmax: str, dtype: str) -> tuple[Tensor, Tensor]:
     """The k largest scores of each row, in descending order, in `dtype`, and their columns (int64): [rows, k] each.
 
-    scores: [rows, columns], for which routing.is_supported. dtype: a name of routing.DTYPES.
-    softmax: "none"; or the values are probabilities, computed in float32, of "all" columns of the row or of the
-        "selected" ones. routing.py says how equal scores and NaN are ordered.
+    scores: [rows, columns], for which routing.is_supported. dtype: a key of routing.DTYPES.
+    softmax: over "all" columns of the row or the "selected" ones, in float32; "none": values are scores.
+    routing.py says how equal scores and NaN are ordered.
     """
     if scores.is_cuda:
         rows = scores if scores.stride(1) == 1 else scores.contiguous()
@@ -107,8 +107,8 @@ def gated_expert_linear(
 ) -> Tensor:  # fmt: skip
     """silu(gate) * up of the halves of `expert_linear`, rounded once: [tokens * top_k, n / 2].
 
-    For few pairs: matmul.is_fusable. With `norm` [k], x is replaced by x / sqrt(mean(x^2) + eps) * norm, which is not
-    rounded. That is for dense weights only.
+    For few pairs: matmul.is_fusable. With `norm` [k], for dense weights only, x is replaced by
+    x / sqrt(mean(x^2) + eps) * norm, which is not rounded.
     """
     if x.is_cuda and matmul.accepts(scheme, x, tensors):
         ids = expert_ids.contiguous()
@@ -137,11 +137,11 @@ def expert_linear_sum(
 ) -> Tensor:
     """The sum over the pairs of each token of factor * (x @ w[expert].T + bias[expert]), plus addend: [tokens, n].
 
-    x: [tokens * top_k, k]. factors: [tokens, top_k]. weight: [experts, n, k], dense, for which
-    matmul.is_summable. addend: [tokens, n]. Summed in float32 and rounded once, to x's dtype.
+    x: [tokens * top_k, k]. factors: [tokens, top_k]. weight: [experts, n, k], dense, for which matmul.is_summable.
+    addend: [tokens, n]. Summed in float32 and rounded once, to x's dtype.
 
-    With PDL, expert_ids are read before the previous kernel has ended, so that kernel must not write them: that is so
-    if x depends on them, because the kernel that wrote them was then followed by others.
+    With PDL, the kernel reads expert_ids before the previous kernel has ended, so the previous kernel must not be the
+    one that writes them. It is not if x was computed with expert_ids: the kernel that computed x is then in between.
     """
     if x.is_cuda and matmul.accepts("", x, [weight]):
         return matmul.sum_experts(x, expert_ids.contiguous(), factors.contiguous(), weight, bias, addend)

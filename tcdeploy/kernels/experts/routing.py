@@ -1,10 +1,10 @@
 """Chooses the experts of each token: the largest scores of a row and their softmax, in one launch.
 
-torch.topk is two kernels, the softmax before it and the normalisation after it are two more, and each takes longer than
-reading a row. Here one warp holds a row in registers and takes its maximum `top_k` times.
+torch.topk is two kernels, and the softmax before it and the normalisation after it are two more. Each of them takes
+longer than reading a row. Here one warp holds a row in registers and takes its maximum `top_k` times.
 
-Softmax does not change the order, so columns are chosen by their logits. Dividing the chosen probabilities by their sum
-is the softmax of the chosen logits, as in gpt-oss, which takes the softmax last.
+Softmax does not change the order, so columns are chosen by their logits. Chosen probabilities divided by their sum are
+the softmax of the chosen logits, which is what gpt-oss computes.
 
 Order: NaN is larger than all numbers, as for torch.topk. Of equal scores, that of the lower column is first; torch does
 not define which it returns. Probabilities may be equal where logits differ, so torch may choose other columns whose
@@ -22,9 +22,9 @@ from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
 TOP_K = Kernel("tcdeploy.kernels.experts.routing_kernel", "_top_k_kernel")
 SOFTMAX_KINDS = ("none", "all", "selected")
 MAX_COLUMNS = 1024  # a thread holds 32 of them
-MAX_TOP_K = 32  # steps, which are unrolled
+MAX_TOP_K = 32  # unrolled steps
 MIN_KERNEL_SIZE = 32  # of the kernel's tensors: one element for each thread of a warp
-# By name: packages of torch 2.11 pass another number for a dtype than the op reads.
+# By name, since ops cannot take a dtype (custom_op.py).
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -1,9 +1,9 @@
 """Chooses the tiles of the products of experts, and the rows of a block. Does not import Triton.
 
-The heuristics follow from the times of scripts/bench-experts and bench-moe-block on an H200, for 1, 2 and 32 tokens and
+The heuristics follow from the times of scripts/bench-experts and bench-moe-block on an H200: 1, 2 and 32 tokens, and
 the experts of Qwen3 30B-A3B and gpt-oss 20B. Blocks of more than 32 rows have not been timed: dense experts then use
 torch's grouped GEMM, and the tiles of quantised ones follow from the registers and shared memory of the compiled
-kernels. The tile of the summed product was timed with 8 slots only.
+kernels. The tiles of the summed product were timed with 8 slots only.
 
 Products with 4-bit weights may be bound by instructions instead of memory. Compiled for Hopper by Triton 3.7, the GEMV
 has 7 (int4) to 10 (e2m1) instructions for each byte of the weight, and the GEMM for up to 32 rows 6 to 13. With FP8
@@ -107,11 +107,11 @@ def gemv_tiles(is_dense: bool, is_transposed: bool) -> tuple[ExpertGemvTile, ...
 
 
 def gemv_tile(row_bytes: int, per_byte: int, is_dense: bool, is_transposed: bool) -> ExpertGemvTile:
-    """A program has 8 KB in flight, or 16 of dense weights. Short quantised rows are read in one step, so that no load
-    waits for a sum.
+    """A program has 8 KB of the weight in flight, or 16 KB of a dense one; less if rows are short.
 
-    With 4-bit weights, instructions limit the speed. A program then has more rows of the weight, which share the
-    conversion of the inputs to float32. Short dense rows are read by single warps, whose sums need no shared memory.
+    Short quantised rows are read in one step, so that no load waits for a sum. Short dense rows are read by single
+    warps, whose sums need no shared memory. With 4-bit weights, instructions limit the speed, so a program has more
+    rows of the weight, which share the conversion of the inputs to float32.
     """
     if is_transposed:
         return TRANSPOSED_GEMV_TILES[0]

@@ -1,18 +1,18 @@
 """How the kernels of quantised weights make values of codes. FORMAT is "int4", "e2m1", "fp8" or "int8".
 
-Instructions limit the kernels of 4-bit weights, so values are made of four bytes at a time, with PTX that permutes
-bytes and computes with pairs of 16-bit numbers. A code of four bits stands for an integer c between 0 and 31, and its
-value is (c - zero) * unit:
+Instructions limit the kernels of 4-bit weights, so four bytes are converted at a time, with PTX that permutes bytes and
+computes with pairs of 16-bit numbers. A code of four bits stands for an integer c between 0 and 31, and its value is
+(c - zero) * unit:
 
 - int4: c is the code, the unit is 1, and the zero point is 8 or that of the group.
 - e2m1: c is 16 plus twice the value, the unit is 0.5 and the zero point 16. A permutation of bytes whose selectors are
   four codes looks up their magnitudes.
 
-The lowest bits of the mantissa count ones in 2**7 (bfloat16) and in 2**10 (float16). So the bits of such a base,
-together with those of c, are the number base + c, and one multiplication and addition of a pair leaves two values.
-They are exact. In float32 the values are 1 + c / 128, and the sum of their products is corrected (`_multiply_tile`).
+The lowest bit of the mantissa is worth 1 in the number 2**7 of bfloat16, and in 2**10 of float16. So the bits of such a
+base, combined with those of c, are the number base + c. One fused multiply-add of a pair then gives two values, which
+are exact. In float32, codes become 1 + c / 128, and the sums of products are corrected (`_multiply_tile`).
 
-Triton's interpreter cannot run PTX, so each function has a plain form, which returns equal values.
+Triton's interpreter cannot run PTX, so each function also has a plain form, which returns equal values.
 """
 
 # ruff: noqa: SIM108, SIM300 - a constexpr is not the constant of a comparison, and branches of Triton read better
@@ -27,10 +27,10 @@ HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def _e2m1_bytes(word: str, flags: int) -> str:
-    """PTX: c of the first four codes of a word in the bytes of `first`, of the others in those of `last`.
+    """PTX: c of the first four codes of a word as the bytes of `first`, and of the other four as those of `last`.
 
-    A permutation repeats the top bit of a byte if its selector is 8 or more, so the bits 0 to 6 of `mask` are those of
-    a byte whose code is negative. `flags`: added to each byte.
+    A permutation replicates the top bit of a byte if its selector is 8 or more, so bits 0 to 6 of a byte of `mask` are
+    set if its code is negative. `flags`: bits that are set in each byte.
     """
     above = [flags | 16 + magnitude for magnitude in (0, 1, 2, 3, 4, 6, 8, 12)]
     below = [flags | 16 - magnitude for magnitude in (0, 1, 2, 3, 4, 6, 8, 12)]

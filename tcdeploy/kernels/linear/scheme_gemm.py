@@ -1,9 +1,9 @@
 """Launches the GEMM of quantised weights for up to 128 rows: of 4-bit weights from 33 rows on, of others from 65.
 
-A program makes the values of a tile of the weight in registers and writes them to shared memory, from where the tensor
-cores read them. Values are multiplied by their scales in float32 and rounded to x's dtype once, so they equal those of
-a dense copy. Scales that multiplied the sums instead, as in the skinny GEMM, would have to be loaded for each column of
-the sums.
+A program makes the values of a tile of the weight in registers and writes them to shared memory, where the tensor cores
+read them. Values are multiplied by their scales in float32 and rounded to x's dtype once, so they equal those of a
+dense copy. If scales multiplied the sums instead, as in the skinny GEMM, they would have to be loaded for each column
+of the sums.
 
 Narrow weights have too few tiles to fill the GPU. Their columns are split among programs, whose sums a second kernel
 adds in a fixed order.
@@ -27,7 +27,7 @@ SUM_BLOCK, SUM_WARPS = 1024, 4
 
 
 def gemm(out: Tensor, x: Tensor, weight: Operands, addend: Tensor | None, gated: bool, tile: SchemeGemmTile) -> None:
-    """out = x [rows, k] @ w [n, k].T + addend; `gated`: silu of the first half of its columns, times the second."""
+    """out = x [rows, k] @ w [n, k].T + addend; if `gated`, silu of the first half of the columns times the second."""
     (rows, k), (n, row_bytes) = x.shape, weight.weight.shape
     pdl = {"launch_pdl": True} if supports_pdl(x.device) else {}
     block_k = math.gcd(tile.block_k, k)
@@ -51,5 +51,5 @@ def gemm(out: Tensor, x: Tensor, weight: Operands, addend: Tensor | None, gated:
 
 
 def fit_splits(splits: int, steps: int) -> int:
-    """The largest number of equal parts of the steps that is a power of two and at most `splits`."""
+    """The largest power of two that is at most `splits` and divides `steps`, so that parts are equal."""
     return math.gcd(splits, steps & -steps)

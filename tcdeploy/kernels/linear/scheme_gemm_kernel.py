@@ -15,8 +15,8 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 def _rounded_values(codes, scales, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """The values [n, columns] of a tile of codes [n, bytes], times the scales [n, groups], rounded to DTYPE once.
 
-    (1 + c / 128) * factor - (1 + zero / 128) * factor with factor = 128 * unit * scale is one instruction, and exact in
-    float32 if the scale has 16 bits.
+    (1 + c / 128) * factor - (1 + zero / 128) * factor with factor = 128 * unit * scale is one fused multiply-add, and
+    exact in float32 if the scale is a 16-bit float.
     """
     BLOCK_N: tl.constexpr = codes.shape[0]
     if FORMAT == "int4" or FORMAT == "e2m1":

@@ -79,7 +79,7 @@ SCHEME_GEMM_TILES = (
     SchemeGemmTile("m128_n128", 128, 128, 64, 1, 8, 4),
 )
 M64_N64_S4, M64_N128, M128_N64_S4, M128_N128 = range(len(SCHEME_GEMM_TILES))
-MAX_GEMM_ROWS = 128  # four products of 256 rows of int4: 345 us with a dense copy, 369 with the fastest tile
+MAX_GEMM_ROWS = 128  # with 256 rows, the four products of int4 take 345 us with a dense copy, 369 with the GEMM
 WIDE_N = 4 * ONE_WAVE_N
 MAX_4_BIT_SKINNY_ROWS = 32
 
@@ -132,7 +132,7 @@ def skinny_gemm_tile(rows: int, n: int, per_byte: int) -> SchemeSkinnyGemmTile:
 
 
 def gemm_tile(rows: int, n: int) -> SchemeGemmTile:
-    """A tile for up to 128 rows. The columns of narrow weights are split, because they have too few tiles."""
+    """A tile for up to 128 rows. Narrow weights have too few tiles, so their columns are split among programs."""
     wide, narrow = (M128_N128, M128_N64_S4) if rows > 64 else (M64_N128, M64_N64_S4)
     return SCHEME_GEMM_TILES[wide if n >= WIDE_N else narrow]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 # Shapes that the kernels accept. Both kernels read whole tiles and have no masks along k.
 N_MULTIPLE, K_MULTIPLE = 16, 64
 MIN_N_AND_K = 1024  # smaller shapes were not measured, except for routers
-ROUTER_K_MULTIPLE = 512  # of routers, whose few rows have a program each: in large steps
+ROUTER_K_MULTIPLE = 512  # of routers, which have a program for each row, with large steps
 MIN_ROWS, MAX_ROWS = 2, 64  # of the skinny GEMM; one row is the GEMV's
 
 # Thresholds of the heuristics.
@@ -71,7 +71,7 @@ def gemv_configs(n: int, k: int) -> tuple[int, ...]:
     """Indices into GEMV_TILES for x [1, k] @ w [n, k].T, the best guess first; at most 3% slower than the best tile.
 
     Empty if the kernel does not take the shape, or the shape is smaller than any that was measured. Routers of mixtures
-    of experts have fewer rows than other weights, 16 to 512: their time is that of a launch.
+    of experts, which have fewer rows than other weights (16 to 512), have one config: they take the time of a launch.
     """
     if n < MIN_N_AND_K <= k and n % N_MULTIPLE == 0 and k % ROUTER_K_MULTIPLE == 0:
         return (N1_K2048 if k % GEMV_TILES[N1_K2048].block_k == 0 else N1_K1024,)

@@ -5,8 +5,8 @@ lie next to each other, as in the input. On a CPU the op computes in plain torch
 causal_conv_kernel.py:
 
 - Decode rows: one kernel computes the output and shifts the slot.
-- Chunks of prompts: one kernel computes all outputs, and a second one the slots, since the first reads them. A token
-  finds its sequence by counting the sequences that end before it, so the launch does not depend on lengths.
+- Chunks of prompts: one kernel computes all outputs and reads the slots, so a second one writes them. A token finds its
+  sequence by counting the sequences that end before it, so the launch does not depend on lengths.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def causal_conv(
     starts: Tensor | None, seq_lens: Tensor | None, slots: Tensor | None, host_scalars: Tensor | None,
     row_seq_lens: Tensor | None, row_slots: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The convolution of x [tokens, channels] with weight [channels, width], after those tokens of the same sequence.
+    """Convolves x [tokens, channels] with weight [channels, width]: each token and the `width - 1` before it.
 
     state [slots, width - 1, channels] is updated in place; bias [channels]; activation is "" or "silu". The other
-    arguments are those of `Sequences`. x must be contiguous only in its last dimension. Sums are float32. Padding rows
-    of the contiguous result are zero.
+    arguments are those of `Sequences`. x must be contiguous only in its last dimension. Sums are float32. The result is
+    contiguous, and zero in padding rows.
     """
     assert activation in ACTIVATIONS and x.stride(-1) == 1 and state.is_contiguous() and weight.is_contiguous()
     sequences = Sequences(starts, seq_lens, slots, host_scalars, row_seq_lens, row_slots)

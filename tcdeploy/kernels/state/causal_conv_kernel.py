@@ -63,7 +63,7 @@ def _conv_chunk_kernel(
 ):  # fmt: skip
     """One program computes TOKENS x CHANNELS outputs. Padding tokens follow the last sequence.
 
-    With HAS_ROWS, the first sequence has the tokens of decode rows, which are left unchanged.
+    With HAS_ROWS, the first sequence has the tokens of decode rows, whose outputs are not written.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -107,7 +107,7 @@ def _conv_chunk_kernel(
 def _conv_tail_kernel(
     x, state, starts, seq_lens, slots, x_stride, channels, WIDTH: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """One program writes CHANNELS channels of a sequence's slot: the last inputs of a chunk, or of those before it."""
+    """One program writes CHANNELS channels of a sequence's slot: the last inputs up to the end of its chunk."""
     sequence = tl.program_id(0)
     length = tl.load(seq_lens + sequence)
     if length > 0:

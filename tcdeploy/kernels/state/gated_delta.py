@@ -18,10 +18,10 @@ def gated_delta(
 ) -> Tensor:  # fmt: skip
     """The outputs [tokens, heads, value_dim] of qkv [tokens, columns]: queries, keys, and then values.
 
-    Queries and keys may have fewer heads than values, each for several that follow each other. a and b [tokens, heads];
-    a_log and dt_bias [heads]; state [slots, heads, key_dim, value_dim] float32 is updated in place. The other arguments
-    are those of `Sequences`. qkv, a and b must be contiguous only in their last dimension. Padding rows of the
-    contiguous result are zero.
+    Queries and keys may have fewer heads than values, each shared by consecutive heads of values. a and b [tokens,
+    heads]; a_log and dt_bias [heads]; state [slots, heads, key_dim, value_dim] float32 is updated in place. The others
+    are those of `Sequences`. qkv, a and b must be contiguous only in their last dimension. The result is contiguous,
+    and zero in padding rows.
     """
     sequences = Sequences(starts, seq_lens, slots, host_scalars, row_seq_lens, row_slots)
     return recurrence.compute(make_inputs(qkv, a, b, a_log, dt_bias, state), state, sequences)
@@ -33,7 +33,7 @@ def _(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: 
 
 
 def make_inputs(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> Inputs:
-    """The arguments of the op with the layout that follows from their shapes."""
+    """The arguments of the op, with the layout that their shapes determine."""
     _, heads, key_dim, value_dim = state.shape
     keys, rest = divmod(qkv.shape[1] - heads * value_dim, 2)
     assert rest == 0 and keys % key_dim == 0 and heads % (keys // key_dim) == 0

@@ -1,8 +1,8 @@
 """The mechanism of gated delta nets, as in Qwen3-Next and Qwen3.5: a short convolution, and the gated delta rule.
 
-The module's own projections, gated norm and output projection are called. The convolution and the rule are ops, whose
-formulas are those of transformers' modules, so modules are recognised by all attributes that these use. A module of the
-same attributes that computes something else would fail the parity check.
+It calls the module's own projections and gated norm. The convolution and the rule are ops with the formulas of
+transformers' modules, so a module is recognised by all attributes that these formulas use. A module that has the same
+attributes but computes something else fails the parity check.
 """
 
 from __future__ import annotations

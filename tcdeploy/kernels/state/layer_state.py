@@ -25,7 +25,7 @@ from tcdeploy.planning.architecture import Architecture, AttentionSpec, LayerSta
 from tcdeploy.planning.plan import Plan
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
 
-StateTensors: TypeAlias = tuple[Tensor, ...]  # of one layer, in the order of `tensor_names` in its LayerState
+StateTensors: TypeAlias = tuple[Tensor, ...]  # of one LayerState, in the order of its `tensor_names`
 
 
 @dataclass
@@ -38,7 +38,7 @@ class LayerBinding:
 
 
 def allocate_state(plan: Plan, architecture: Architecture) -> list[StateTensors]:
-    """The zeroed tensors of each layer, on the plan's device. Raises SpaceError if they do not fit."""
+    """The zeroed tensors of each LayerState, on the plan's device. Raises SpaceError if they do not fit."""
     try:
         _reserve(plan)
         return [_allocate(plan, state) for state in architecture.layer_states]
@@ -64,7 +64,7 @@ def named_state(architecture: Architecture, tensors: Sequence[StateTensors]) -> 
 
 
 def state_names(architecture: Architecture) -> list[list[str]]:
-    """The names of the tensors of each LayerState in a step program: `state/3/k` belongs to that with the number 3."""
+    """The names of the tensors of each LayerState in a step program: `state/3/k` is K of the fourth."""
     return [
         [f"state/{number}/{name}" for name in state.tensor_names]
         for number, state in enumerate(architecture.layer_states)

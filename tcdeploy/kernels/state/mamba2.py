@@ -18,10 +18,10 @@ def mamba2(
 ) -> Tensor:  # fmt: skip
     """The outputs [tokens, heads, head_dim] of xbc [tokens, columns]: x, and then B and C of each group of heads.
 
-    dt [tokens, heads] is before dt_bias and softplus, whose result is limited to [min_dt, max_dt]. a_log, dt_bias and d
+    dt [tokens, heads]: before dt_bias and softplus, whose result is clamped to [min_dt, max_dt]. a_log, dt_bias and d
     [heads]; state [slots, heads, state_size, head_dim] float32 is updated in place. The other arguments are those of
-    `Sequences`. xbc and dt must be contiguous only in their last dimension. Padding rows of the contiguous result are
-    zero.
+    `Sequences`. xbc and dt must be contiguous only in their last dimension. The result is contiguous, and zero in
+    padding rows.
     """
     sequences = Sequences(starts, seq_lens, slots, host_scalars, row_seq_lens, row_slots)
     return recurrence.compute(make_inputs(xbc, dt, a_log, dt_bias, d, min_dt, max_dt, state), state, sequences)
@@ -38,7 +38,7 @@ def _(
 def make_inputs(
     xbc: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, d: Tensor, min_dt: float, max_dt: float, state: Tensor
 ) -> Inputs:
-    """The arguments of the op with the layout that follows from their shapes."""
+    """The arguments of the op, with the layout that their shapes determine."""
     _, heads, state_size, head_dim = state.shape
     columns, rest = divmod(xbc.shape[1] - heads * head_dim, 2)
     assert rest == 0 and columns % state_size == 0 and heads % (columns // state_size) == 0

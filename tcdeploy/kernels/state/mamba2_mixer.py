@@ -1,8 +1,7 @@
-"""The mechanism of Mamba-2 mixers, as in Mamba 2, Bamba, Granite 4, Nemotron-H and Falcon-H1.
+"""The mechanism of Mamba-2 mixers, as in Bamba, Granite 4, Nemotron-H and Falcon-H1.
 
-The module's own projections and gated norm are called. The convolution and the recurrence are ops, whose formulas are
-those of transformers' modules, so modules are recognised by all attributes that these use. A module of the same
-attributes that computes something else would fail the parity check.
+It calls the module's own projections and gated norm; the convolution and the recurrence are ops. Modules are recognised
+by their attributes, as in gated_delta_net.py.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Mamba2Mechanism(Mechanism):
 
 
 def _project(module: Any, hidden_states: Tensor) -> Tensor:
-    """Falcon-H1 scales the input and the result."""
+    """The input projection. Falcon-H1 scales its input and its result."""
     if not hasattr(module, "mup_vector"):
         projected: Tensor = module.in_proj(hidden_states)
         return projected
@@ -65,7 +64,7 @@ def _project(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _gated(module: Any, out: Tensor, gate: Tensor) -> Tensor:
-    """Falcon-H1 may have no norm."""
+    """The gated norm. Falcon-H1 may have the gate only."""
     if not getattr(module, "mamba_rms_norm", True):
         return out * functional.silu(gate)
     normed: Tensor = module.norm(out, gate)

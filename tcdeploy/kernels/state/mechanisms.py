@@ -29,7 +29,7 @@ MECHANISMS: dict[str, Mechanism] = {
 def bind_state(
     model: nn.Module, architecture: Architecture, tensors: Sequence[StateTensors], step_holder: StepHolder
 ) -> None:
-    """Attach its state and the step holder to the module of each layer that its LayerState names."""
+    """Attach its state and the step holder to the module that each LayerState names."""
     for state, of_layer in zip(architecture.layer_states, tensors, strict=True):
         module: Any = model.get_submodule(state.path)
         module.tcdeploy = LayerBinding(of_layer, step_holder)

@@ -1,24 +1,25 @@
 """Recurrences of layers that keep a matrix for each head: the computation of the ops `gated_delta` and `mamba2`.
 
-A head keeps a matrix S [key_dim, value_dim] in float32. A token with the key k, the value v and the query q updates it
-and reads the output:
+A head keeps a matrix S [key_dim, value_dim] in float32. A token with the key k, the value v and the query q updates S,
+and then its output is read from S:
 
     S = decay * S                  decay = exp(-exp(a_log) * dt), dt = softplus(a + dt_bias)
     S = S + k u                    delta rule: u = beta * (v - k S), beta = sigmoid(b)      Mamba-2: u = dt * v
     out = scale * (q S)            Mamba-2: + d * v
 
 In the delta rule, k and q are normalised. On a CPU a recurrence is computed in plain torch, and on a GPU with the
-kernels of recurrence_kernel.py. Decode rows take one kernel, which reads and writes each matrix once. Chunks of prompts
-are computed CHUNK tokens at a time: with G, the products of the decays of such tokens up to each one, all is GEMMs. In
-the delta rule, the corrections u are first found by the WY form, which is a triangular system:
+kernels of recurrence_kernel.py. Decode rows take one kernel, which reads and writes each matrix once. Prompts are
+computed CHUNK tokens at a time, by GEMMs. With G[i], the product of the decays of these tokens up to token i, the
+corrections u of the delta rule are the solution of a triangular system (the WY form), and outputs and the new S follow
+from u:
 
     (I + A) u = beta * (v - G * (k S))              A[i, j] = beta[i] * (k[i] k[j]) * G[i] / G[j], j < i
     out = scale * G * (q S) + P u                   P[i, j] = scale * (q[i] k[j]) * G[i] / G[j], j <= i
     S' = G[last] * S + (k * G[last] / G).T u
 
-Two kernels compute this. The first one computes P and the inverse of I + A, for all heads and tokens of a step at once;
-the second one walks a sequence, with columns of S in registers, since columns are independent of each other. Lengths
-are read on the device.
+In Mamba-2, u is known without a system. Two kernels compute this. The first computes P and the inverse of I + A, for
+all heads and tokens of a step at once. A program of the second walks through a sequence with some columns of S in
+registers, since columns do not depend on each other. Lengths are read on the device.
 
 With the shape of Qwen3-Next on an H200, 256 decode rows take 275 us, at 3.9 TB/s (docs/performance.md).
 """
@@ -48,16 +49,16 @@ class Layout(NamedTuple):
     """The columns of x, and the sizes of heads."""
 
     heads: int  # of values
-    group: int  # heads of values, which follow each other, for each head of keys and queries
+    group: int  # consecutive heads of values that share a head of keys and queries
     key_dim: int
     value_dim: int
-    query_column: int  # the first one of the queries
+    query_column: int  # the first column of the queries
     key_column: int
     value_column: int
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call but its state. b: of the delta rule; d: of Mamba-2."""
+    """The arguments of an op without its state. b: only in the delta rule; d: only in Mamba-2."""
 
     x: Tensor  # [tokens, columns], contiguous only in its last dimension: queries, keys and values
     layout: Layout
@@ -74,7 +75,7 @@ class Inputs(NamedTuple):
 def compute(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tensor:
     """The outputs [tokens, heads, value_dim]. Updates state [slots, heads, key_dim, value_dim] float32 in place.
 
-    Padding rows of the contiguous result are zero.
+    The result is contiguous, and zero in padding rows.
     """
     tensors = (inputs.x, inputs.a, *(() if inputs.b is None else (inputs.b,)))
     assert all(tensor.stride(-1) == 1 for tensor in tensors) and state.is_contiguous()
@@ -107,7 +108,7 @@ def compute_plainly(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tens
 
 
 def _parts(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In float32, by token and head of values: q (scaled), k, v, the log of the decay, and beta."""
+    """In float32, by token and head of values: q (scaled), k, v, the log of the decay, and beta (dt in Mamba-2)."""
     x, layout = inputs.x.float(), inputs.layout
 
     def keys(column: int) -> Tensor:
@@ -164,7 +165,7 @@ def launch(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tensor:
 
 
 def _strides(inputs: Inputs) -> tuple[int, int, int]:
-    """Of tokens in x, a and b."""
+    """The strides of the tokens in x, a and b."""
     return inputs.x.stride(0), inputs.a.stride(0), 0 if inputs.b is None else inputs.b.stride(0)
 
 
@@ -183,7 +184,7 @@ def _launch_rows(out: Tensor, inputs: Inputs, state: Tensor, sequences: Sequence
 
 
 def _launch_chunks(out: Tensor, inputs: Inputs, state: Tensor, sequences: Sequences) -> None:
-    """The results of the first kernel for CHUNK tokens lie at an index found like the tiles of prefill attention."""
+    """The first kernel stores its results by part: CHUNK tokens of a sequence, numbered as in `_sequence_of_part`."""
     starts, seq_lens, slots, *_ = sequences
     assert starts is not None and slots is not None
     x, layout, is_delta = inputs.x, inputs.layout, inputs.b is not None

@@ -115,9 +115,9 @@ def _solve_kernel(
 ):  # fmt: skip
     """One program computes P, log(G) and beta for CHUNK tokens and one head, and with DELTA the inverse of I + A.
 
-    The inverse is computed for blocks of 1, 2, 4, ... tokens on the diagonal: if X has the inverses of blocks
-    of one size, and B the blocks of A left of the diagonal that join two of them, those of twice the size are
-    X - X B X. This is as stable as forward substitution, unlike a sum of powers of A.
+    The inverse is computed for diagonal blocks of 1, 2, 4, ... tokens. If X has the inverses of the blocks of one size,
+    and B the parts of A below the diagonal that join two neighbouring blocks, then X - X B X has the inverses of the
+    blocks of twice the size. This is as stable as forward substitution, unlike a sum of powers of A.
     """
     head, part = tl.program_id(0), tl.program_id(1)
     sequence = _sequence_of_part(starts, part, sequences, CHUNK)
@@ -164,10 +164,10 @@ def _scan_kernel(
     QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, DELTA: tl.constexpr,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, FLOAT32: tl.constexpr, VALUES: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program walks a sequence, with VALUES columns of one head's matrix.
+    """One program walks through a sequence, with VALUES columns of one head's matrix.
 
     Padding tokens form an additional sequence, whose output is zero. With HAS_ROWS, the first sequence has the tokens
-    of decode rows, which are left unchanged.
+    of decode rows, whose outputs are not written.
     """
     head, sequence = tl.program_id(1), tl.program_id(2)
     if HAS_ROWS:  # noqa: SIM102
@@ -201,7 +201,7 @@ def _scan_kernel(
         k = _load_keys(group + KEY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
         q = _load_keys(group + QUERY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
         total, beta = tl.load(totals + cell + i), tl.load(betas + cell + i)
-        last = tl.min(total, 0)  # log decays are not positive
+        last = tl.min(total, 0)  # log(G) of the last token: log decays are not positive
         grown = tl.exp(total)[:, None]
         squares = cell * CHUNK + i[:, None] * CHUNK + i[None, :]
         v_mask = mask[:, None] & value_mask[None, :]

@@ -17,7 +17,7 @@ from tcdeploy.kernels.attention.ops import HOST_SCALARS
 
 
 class Sequences(NamedTuple):
-    """The chunks of prompts of a step, and its decode rows."""
+    """The chunks of prompts and the decode rows of a step."""
 
     starts: Tensor | None  # [sequences + 1] int32: the first token of each chunk, and the end of the last one
     seq_lens: Tensor | None  # [sequences] int32: tokens of the sequence up to the end of its chunk; 0 for padding
@@ -35,7 +35,7 @@ class Sequences(NamedTuple):
         return min(int(self.host_scalars[HOST_SCALARS.index("rows")]), tokens)
 
     def rows_of_prompts(self) -> Tensor | None:
-        """[1]: how many of the first tokens are those of rows, if the step also has prompts. Other rows have none."""
+        """In a mixed step, [1]: the number of rows that have a token, which come first. Otherwise None."""
         return None if self.starts is None else self.starts[1:2]
 
 

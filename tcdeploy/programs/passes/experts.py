@@ -4,8 +4,8 @@
 - `fuse_expert_sum`: the weighted sum over the experts of a token, and the residual, become the epilogue of the second
   product, which saves another.
 
-More pairs stay with `tcdeploy::expert_linear`, whose programs hold pairs of different tokens. Activations that
-transformers' modules compute otherwise, such as that of gpt-oss, stay as they are.
+More pairs stay with `tcdeploy::expert_linear`, whose programs multiply pairs of different tokens. Other activations,
+such as that of gpt-oss, are not fused.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _is_summable(product: Node, factors: Node, summed_shape: Any) -> bool:
 
 
 def _depends_on_product(x: Any, expert_ids: Any) -> bool:
-    """Whether x is computed from a product with these ids: their kernel is then not the one before that of the sum."""
+    """Whether x is computed from a product with these ids: the sum then does not follow the kernel that writes them."""
     seen, nodes = set(), [x]
     while nodes:
         node = nodes.pop()

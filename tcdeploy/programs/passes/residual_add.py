@@ -1,7 +1,7 @@
 """FX passes: fuse the residual addition into the product before it, which saves a kernel and a trip through memory.
 
-The ops of ADDENDS take the residual as an argument. cuBLAS can accumulate any other product
-into the residual in place if nothing reads the residual later, as at the end of a layer: residual += down(x).
+The ops of ADDENDS take the residual as an argument. cuBLAS can accumulate any other product into the residual in place
+if nothing reads the residual later, as at the end of a layer: residual += down(x).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ADDENDS = {  # the position of the addend in the arguments of each op
 
 
 def fuse_residual_add(graph: Graph) -> None:
-    """Pass the other operand of an addition to one of ADDENDS without one that only the addition reads."""
+    """Pass the other operand of an addition to an op of ADDENDS that has no addend and that only the addition reads."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         products = [arg for arg in node.args if _takes_addend(node, arg)]
         others = [arg for arg in node.args if arg not in products]
@@ -106,6 +106,6 @@ def _same_dtype_and_shape(*values: Tensor) -> bool:
 
 
 def _takes_addend(consumer: Node, arg: Any) -> bool:
-    """Whether `arg` is one of ADDENDS without an addend, and its only reader is `consumer`."""
+    """Whether `arg` is an op of ADDENDS without an addend, whose only reader is `consumer`."""
     source: Any = strip_reshapes(arg) if has_single_consumer(consumer, arg) else None
     return target_of(source) in ADDENDS and source.args[ADDENDS[source.target]] is None

@@ -2,8 +2,8 @@
 
 RMSNorm multiplies a row x by weights g and by the scalar 1 / sqrt(mean(x^2) + eps). The scalar can be applied to the
 product instead, and the GEMV (kernels/linear/gemv.py; scheme_matmul.py for quantised weights) sums the squares of x
-beside the product, while it waits for its weights. The product of dense experts does the same. This removes two kernels
-per Llama layer, each a reduction of one row that leaves most of the GPU idle.
+beside the product, while it waits for its weights. The first product of dense experts does the same. This removes two
+kernels per Llama layer, each a reduction of one row that leaves most of the GPU idle.
 
 Rounding differs from eager mode: x * g stays in float32. Rejected: the same rewrite for the products that Inductor
 lowers itself under coordinate descent (5.62 ms per step instead of 5.42; docs/performance-log.md).
@@ -62,7 +62,7 @@ def fuse_rms_norm(graph: Graph) -> None:
 
 
 def _is_quantised(node: Node) -> bool:
-    """Whether the node is a product of experts whose kernel cannot normalise its input."""
+    """Whether the node is a product of quantised experts, whose kernel cannot normalise its input."""
     return node.target is EXPERT_LINEAR and node.args[4] != ""
 
 

@@ -1,13 +1,13 @@
-"""FX pass: choose experts by `tcdeploy::top_k`, one kernel in place of torch.topk's two and of those around it.
+"""FX pass: choose experts with `tcdeploy::top_k`, one kernel that replaces the two of torch.topk and those around it.
 
-Routers of transformers, in its releases 5.17 and 5.23, after Inductor's decompositions:
+Routers of transformers 5.17 and 5.23, after Inductor's decompositions:
 
     qwen2_moe, qwen3_moe, olmoe, mixtral   topk(softmax(logits)); if normalised, divided by their sum; a cast
     gpt_oss                                softmax(topk(logits)); a cast
     deepseek_v3, glm4_moe                  topk of sums, of groups and of biased scores; gather, division, scaling
 
-The softmax, the division and the cast become arguments of the op. Of any other expression only torch.topk is replaced,
-as long as the kernel takes the rows. Results that other nodes read stay in the graph.
+The softmax, the division and the cast become arguments of the op. In any other expression only torch.topk is replaced,
+if the kernel takes the rows. Results that other nodes read stay in the graph.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _match_top_k(node: Node) -> TopK | None:
 
 
 def _replace(graph: Graph, node: Node, match: TopK) -> None:
-    """The values are replaced where the fused softmax, division and cast end."""
+    """Fuse those of softmax, division and cast that match. The values of the op replace the last of them."""
     scores, softmax, weights = match.scores, "none", match.values
     logits = _softmax_input(match.scores)
     if logits is not None and is_supported(match.scores.meta["val"].shape[-1], match.k, logits.meta["val"].dtype):

@@ -1,4 +1,4 @@
-"""The products of few pairs with SwiGLU, and with the weighted sum, agree with those in float64."""
+"""Products of few pairs, with SwiGLU or with the weighted sum, agree with those in float64."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_equal_scores_are_in_the_order_of_their_columns(device: str) -> None:
 
 @each_softmax
 def test_nan_is_largest_and_columns_stay_distinct(softmax: str, device: str) -> None:
-    """Of rows with NaN or infinity all probabilities are NaN, as in torch; ids are those of experts nevertheless."""
+    """All probabilities of rows with NaN or infinity are NaN, as in torch. Ids are still distinct and in range."""
     negative_nan = torch.tensor([-1], dtype=torch.int32).view(torch.float32).item()
     scores = torch.tensor(
         [[1, NAN, 3, -INF], [negative_nan, NAN, NAN, NAN], [INF, 0, INF, 1], [-INF] * 4], device=device

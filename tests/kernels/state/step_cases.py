@@ -1,7 +1,7 @@
 """Steps for ops with state in slots: chunks of prompts, decode rows, padding, and stale values in static buffers.
 
-A sequence owns a slot. One that continues has state in it; that of a new one contains NaN. Padding tokens, and tokens
-behind the last sequence, contain NaN too.
+A sequence owns a slot, which contains state if the sequence continues, and NaN if it is new. Tokens of no sequence
+contain NaN too.
 """
 
 from __future__ import annotations
