@@ -101,6 +101,8 @@ def matmul(
         norm = None if norm is None else norm.index_select(0, weight.columns)
     out = x.new_empty(rows, n // 2 if gated else n)
     tile = tile or choose_tile(rows, n, weight.per_byte)
+    assert rows == 1 or not isinstance(tile, SchemeGemvTile)
+    assert norm is None or isinstance(tile, SchemeGemvTile)
     if isinstance(tile, SchemeGemvTile):
         _gemv(out, x, weight, addend, gated, norm, eps, tile)
     elif isinstance(tile, SchemeSkinnyGemmTile):
