@@ -31,6 +31,13 @@ LENGTHS = (300, 3, 129, 64, 1, 250, 31, 17)  # some exceed the largest bucket, a
 BUCKET = 64
 BORDERS = (2, 63, 64, 65, 66, 129)  # tokens: the last chunk has 1, 2, 63 or 64 of them
 LONG_PROMPT = 4096
+# By default, one family with each set of mechanisms; others with scripts/test --long.
+QUICK = ("qwen3_next", "qwen3_5_text", "bamba", "nemotron_h", "falcon_h1", "lfm2")
+QUICK_TRAFFIC = ("qwen3_5_text", "bamba", "falcon_h1", "lfm2")
+
+
+def families(quick: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in FAMILIES]
 
 
 def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -50,7 +57,7 @@ class Served:
         self.engine = self.deployment.engine
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=families(QUICK))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield Served(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -84,6 +91,7 @@ def test_tokens_equal_those_of_generate(served: Served) -> None:
     assert_idle(served.engine)
 
 
+@pytest.mark.parametrize("served", families(QUICK_TRAFFIC), indirect=True)
 def test_random_traffic_with_preemption_and_aborts_changes_no_token(served: Served) -> None:
     preempted = served.engine.scheduler.preemptions
     check_random_traffic(served.engine, 40)

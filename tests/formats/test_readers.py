@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,14 +163,29 @@ EXPERT_FAULTS: dict[str, tuple[int, Callable[[Source], Source]]] = {  # a tensor
 }
 
 
+@pytest.fixture(scope="module")
+def stored_experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Tensor]]]:
+    """The checkpoint of a case and its weights, which all mistakes share."""
+
+    @functools.cache
+    def store(name: str) -> tuple[Path, dict[str, Tensor]]:
+        folder = tmp_path_factory.mktemp("experts")
+        write_checkpoint(experts.CASES[name].form, save_experts(name, folder / "source"), folder / "model")
+        return folder / "model", dense_weights(plan(folder / "model"))
+
+    return store
+
+
 @pytest.mark.parametrize("name", ["fp8 qwen3", "int4"])
 @pytest.mark.parametrize("fault", EXPERT_FAULTS)
 def test_a_mistake_in_joining_experts_changes_weights(
-    fault: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    name: str,
+    stored_experts: Callable[[str], tuple[Path, dict[str, Tensor]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     index, change = EXPERT_FAULTS[fault]
-    write_checkpoint(experts.CASES[name].form, save_experts(name, tmp_path / "source"), tmp_path / "model")
-    expected = dense_weights(plan(tmp_path / "model"))
+    model, expected = stored_experts(name)
 
     def join_wrongly(source: Source, *arguments: Any) -> JoinedTensors:
         joined = join_scheme_tensors(source, *arguments)
@@ -179,7 +195,7 @@ def test_a_mistake_in_joining_experts_changes_weights(
         return joined._replace(tensors=tuple(tensors))
 
     monkeypatch.setattr(quantised_weights, "join_scheme_tensors", join_wrongly)
-    weights = dense_weights(plan(tmp_path / "model"))
+    weights = dense_weights(plan(model))
     path = "model.layers.1.mlp.experts"
     assert not torch.allclose(weights[f"{path}.gate_up_proj"], expected[f"{path}.gate_up_proj"], rtol=1e-2, atol=1e-4)
     assert torch.equal(weights[f"{path}.down_proj"], expected[f"{path}.down_proj"])

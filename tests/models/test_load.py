@@ -28,7 +28,7 @@ from tcdeploy.planning.recipe import Recipe
 from tcdeploy.start.decide import decide
 from tcdeploy.text.generation_config import read_generation_config
 from tcdeploy.text.tokenizer import load_tokenizer
-from tests.conftest import cli_environment
+from tests.conftest import TINY_FLAGS, cli_environment
 from tests.fork_server import ForkServer
 from tests.formats import fp8
 from tests.formats.checkpoint import save_source, write_checkpoint
@@ -295,8 +295,11 @@ def test_a_checkpoint_without_one_layer_is_an_error(run_cli: Any, tmp_path: Path
     assert_fails(result, 1, f"lacks {len(tensors) - len(partial)} of the model's tensors", "model.layers.1.")
 
 
-def test_weights_are_loaded_from_a_local_folder(run_cli: Any, tmp_path: Path) -> None:
-    """Greedy text from a folder that transformers saved equals generate() with the same weights."""
+def test_weights_are_loaded_from_a_local_folder(run_cli: Any, filled_cache: Path, tmp_path: Path) -> None:
+    """Greedy text from a folder that transformers saved equals generate() with the same weights.
+
+    The programs are those of the embedded model, whose weights differ.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tcdeploy.models.load import resolve_model_path
@@ -314,16 +317,9 @@ def test_weights_are_loaded_from_a_local_folder(run_cli: Any, tmp_path: Path) ->
     prompt = "The list of arguments"
     ids = tokenizer(prompt, return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids.input_ids.shape[1] :]
-    result = run_cli(
-        "generate",
-        str(tmp_path / "mine"),
-        prompt,
-        "--max-new-tokens",
-        "12",
-        *WARM,
-        "--cache-dir",
-        str(tmp_path / "cache"),
-    )
+    shutil.copytree(filled_cache, tmp_path / "cache")
+    flags = (*TINY_FLAGS, "--programs", "jit", "--cache-dir", str(tmp_path / "cache"))
+    result = run_cli("generate", str(tmp_path / "mine"), prompt, "--max-new-tokens", "12", *flags)
     assert result.returncode == 0, result.stderr
     assert result.stdout == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
 

@@ -159,8 +159,9 @@ def test_the_plan_shows_mxfp4_and_has_the_memory_of_the_stored_weights(
 
 
 @pytest.mark.compiles
+@pytest.mark.long
 def test_tokens_equal_those_of_transformers_with_dequantised_weights(folders: Folders, tmp_path: Path) -> None:
-    """Without Inductor, which would compile the same programs for plain weights."""
+    """As in formats/test_format_starts.py, with weights of this file. Without Inductor."""
     recipe = Recipe(
         model=str(folders.quantised), buckets=(16,), batch_sizes=(1,), programs="aot", dtype="float32",
         cache_dir=str(tmp_path / "cache"),

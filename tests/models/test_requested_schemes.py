@@ -5,6 +5,7 @@ Starts, and folders that `tcdeploy quantize` writes, are in tests/start/test_qua
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,16 @@ each_request = pytest.mark.parametrize("quantize", SCHEME_OF)
 
 
 def plan(model: str | Path = TINY, **flags: Any) -> PlannedModel:
+    """Each plan of the embedded model is made once."""
+    return (plan_of_tiny if model == TINY else make_plan)(model, **flags)
+
+
+def make_plan(model: str | Path, **flags: Any) -> PlannedModel:
     flags = {"buckets": (16,), "batch_sizes": (1,), "kv_blocks": 32, "context": 128, **flags}
     return decide(Recipe(model=str(model), **flags))
+
+
+plan_of_tiny = functools.cache(make_plan)
 
 
 def load(planned: PlannedModel) -> PreTrainedModel:
@@ -68,8 +77,13 @@ def error_of(action: Callable[[], object]) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@each_request
+@pytest.mark.parametrize(
+    ("quantize", "dtype"),
+    [
+        *((quantize, "bfloat16") for quantize in SCHEME_OF),
+        *(pytest.param(quantize, "float32", marks=[pytest.mark.long] * (quantize != "int8")) for quantize in SCHEME_OF),
+    ],
+)
 def test_the_model_has_the_scheme_of_the_stored_weights_and_no_dense_copy(quantize: str, dtype: Any) -> None:
     """Also of another dtype: the values are those of the checkpoint. Packed layers keep the scales of their rows."""
     planned = plan(quantize=quantize, dtype=dtype)

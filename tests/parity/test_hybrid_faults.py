@@ -5,7 +5,7 @@ Faults are planted in steps that run uncompiled, as in test_state_faults.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -128,6 +128,19 @@ OP_FAULTS: dict[str, tuple[str, Any, Compute]] = {
     "the convolution's state is not read": ("qwen3_5_text", causal_conv, without_state(conv)),
 }  # fmt: skip
 
+# What runs with --long only: slots have the faults of test_state_faults.py, and both recurrences share their code.
+LONG_FAULTS = {
+    "a chunk ends in the slot of a neighbour", "a chunk uses the number of its sequence in the step",
+    "the number of a row is its slot", "all rows use the scratch slot", "decay is left out in Mamba-2",
+    "the bias of dt is left out in Mamba-2", "heads have the keys of other heads in Mamba-2",
+    "matrices are not read in Mamba-2",
+}  # fmt: skip
+
+
+def each_fault(faults: Iterable[str]) -> pytest.MarkDecorator:
+    marked = [pytest.param(fault, marks=pytest.mark.long if fault in LONG_FAULTS else ()) for fault in faults]
+    return pytest.mark.parametrize("fault", marked)
+
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
 def test_the_model_passes_without_a_fault(
@@ -136,7 +149,7 @@ def test_the_model_passes_without_a_fault(
     check(models[family], cache_dir, lambda metadata: metadata, references[family])
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@each_fault(FAULTS)
 def test_a_fault_of_slots_is_found(
     models: dict[str, str], cache_dir: str, references: dict[str, list[Any]], fault: str
 ) -> None:
@@ -144,7 +157,7 @@ def test_a_fault_of_slots_is_found(
         check(models["qwen3_5_text"], cache_dir, FAULTS[fault], references["qwen3_5_text"])
 
 
-@pytest.mark.parametrize("fault", OP_FAULTS)
+@each_fault(OP_FAULTS)
 def test_a_fault_of_an_op_is_found(
     models: dict[str, str], cache_dir: str, references: dict[str, list[Any]], fault: str,
     monkeypatch: pytest.MonkeyPatch,

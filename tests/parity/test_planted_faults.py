@@ -33,7 +33,9 @@ def test_every_fault_is_caught_and_the_model_without_one_passes(family: str, dty
     assert sum(case.outcome == "caught" for case in planted) == applicable
 
 
-@pytest.mark.parametrize("fault", ["", "layer skipped", "block of another sequence"])
+@pytest.mark.parametrize(
+    "fault", ["", pytest.param("layer skipped", marks=pytest.mark.long), "block of another sequence"]
+)
 def test_faults_in_compiled_programs_are_caught(fault: str, cache_dir: str, tmp_path: Path) -> None:
 
     folder = save_config("llama", tmp_path, num_hidden_layers=2)

@@ -32,7 +32,12 @@ TOKENS = 12
 
 
 @pytest.mark.parametrize(
-    ("family", "shapes"), [("qwen3_next", "bucket"), ("qwen3_5_text", "dynamic"), ("lfm2", "bucket")]
+    ("family", "shapes"),
+    [
+        pytest.param("qwen3_next", "bucket", marks=pytest.mark.long),  # as the next one, and experts
+        ("qwen3_5_text", "dynamic"),
+        ("lfm2", "bucket"),
+    ],
 )
 def test_a_start_from_packages_gives_the_tokens_of_transformers(
     tmp_path: Path, family: str, shapes: Any, monkeypatch: pytest.MonkeyPatch

@@ -78,7 +78,7 @@ some_models = pytest.mark.parametrize(
         Case(head_dim=256, kv_heads=4, group=2, dtype=torch.bfloat16, window=1024, softcap=50.0),
         Case(head_dim=512, kv_heads=4, group=8, dtype=torch.bfloat16),
         Case(head_dim=192, v_head_dim=128, kv_heads=16, dtype=torch.bfloat16, sinks=True),
-        Case(head_dim=256, kv_heads=1),
+        pytest.param(Case(head_dim=256, kv_heads=1), marks=pytest.mark.long),
         Case(head_dim=512, kv_heads=1),
     ],
     ids=["llama", "gemma", "gemma 4", "deepseek with sinks", "float32", "float32 of 512"],

@@ -19,10 +19,8 @@ from tests.triton_tools import HOPPER_SHARED_BYTES, compile_for_hopper, record_l
 EXPERTS, TOP_K, N = 8, 2, 128
 TOKENS = {8: 10, 16: 20, 32: 80, 64: 100, 128: 800}  # that make blocks of this many rows
 K = (2048, 2880)  # the second is no multiple of a step
-each_case = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in (*DENSE, *MAIN_CASES) else pytest.mark.long) for case in EXPERT_CASES],
-)
+# Weights whose kernels are compiled by default, and for how many rows of a block; --long compiles all pairs.
+QUICK = dict.fromkeys((*DENSE, *MAIN_CASES), (8, 64)) | {"dense": tuple(TOKENS), "nvfp4": (8, 32, 64)}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +39,7 @@ def compiled(
     groups = grouping.sort_pairs(expert_ids, EXPERTS, 8)
     bias = torch.zeros(EXPERTS, N, dtype=torch.bfloat16)
     matmul.matmul(x, expert_ids, groups, expert_tensors(case, EXPERTS, N, k), bias, scheme_of(case), tile)
-    kernel = compile_for_hopper(launches[-1])
+    kernel = compile_for_hopper(launches[-1], runs_ptxas=False)
     assert kernel.metadata.launch_pdl and kernel.metadata.shared <= HOPPER_SHARED_BYTES
     ptx = kernel.asm["ptx"]
     accesses = [ptx.index(opcode) for opcode in ("cp.async.c", "ld.global", "st.global") if opcode in ptx]
@@ -49,8 +47,14 @@ def compiled(
     return kernel
 
 
-@each_case
-@pytest.mark.parametrize("k", K)
+@pytest.mark.parametrize(
+    ("case", "k"),
+    [
+        pytest.param(case, k, marks=() if case in QUICK and (k == K[1] or case == "dense") else pytest.mark.long)
+        for case in EXPERT_CASES
+        for k in K
+    ],
+)
 def test_the_gemv_loads_weights_16_bytes_at_once(
     case: str, k: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -65,8 +69,14 @@ def test_the_gemv_loads_weights_16_bytes_at_once(
     assert spilled_bytes(ptx, tmp_path) == 0
 
 
-@each_case
-@pytest.mark.parametrize("rows", TOKENS)
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        pytest.param(case, rows, marks=() if rows in QUICK.get(case, ()) else pytest.mark.long)
+        for case in EXPERT_CASES
+        for rows in TOKENS
+    ],
+)
 def test_the_gemm_copies_weights_asynchronously_into_tensor_cores(
     case: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -99,6 +109,6 @@ def test_the_grouping_kernels_compile_without_spills(
 ) -> None:
     launches = record_launches(monkeypatch)
     grouping.launch_grouping(torch.zeros(tokens, 8, dtype=torch.int64), experts, 8)
-    ptx = compile_for_hopper(launches[0]).asm["ptx"]
+    ptx = compile_for_hopper(launches[0], runs_ptxas=False).asm["ptx"]
     assert ptx.index("griddepcontrol.wait") < min(ptx.index("ld.global"), ptx.index("st.global"))
     assert spilled_bytes(ptx, tmp_path) == 0

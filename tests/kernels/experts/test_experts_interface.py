@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,17 @@ from tcdeploy.kernels.experts.interface import EXPERTS_IMPLEMENTATION, run_exper
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.start.prepare import prepare
 from tcdeploy.torch_compat.transformers.experts_interface import supports_experts_interface
+from tests.coverage.campaign import traced_only
 from tests.engine_loop import generate_tokens
 from tests.formats.checkpoint import save_source
 
 PROMPTS = [list(range(40, 60)), [5, 6, 7]]
 NEW_TOKENS = 16
 LATENT_SIZES = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "head_dim": None}
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict[str, Any]] = {  # gpt_oss has transposed weights, biases and a gate of its own
     "qwen3_moe": {}, "gpt_oss": {}, "mixtral": {}, "deepseek_v3": LATENT_SIZES, "olmoe": {}, "qwen2_moe": {},
     "ernie4_5_moe": {},
 }  # fmt: skip
-QUICK = ("gpt_oss",)  # transposed weights, biases and a gate of its own
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +38,17 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES]
+    ("family", "compiles"),
+    [("gpt_oss", False), *(pytest.param(name, True, marks=pytest.mark.long) for name in FAMILIES)],
 )
-def test_tokens_equal_those_of_generate(family: str, tmp_path: Path, cache_dir: Path) -> None:
+def test_tokens_equal_those_of_generate(family: str, compiles: bool, tmp_path: Path, cache_dir: Path) -> None:
+    """Programs are compiled with scripts/test --long, and otherwise only traced."""
     changes = {"tie_word_embeddings": False, **FAMILIES[family]}
     folder = str(save_source(tmp_path / family, family, torch.float32, **changes))
     flags: dict[str, Any] = {"model": folder, "buckets": (32,), "batch_sizes": (4,), "context": 64, "dtype": "float32"}
-    deployment = prepare(build_recipe({**flags, "cache_dir": str(cache_dir)}, environ={}))
-    tokens = generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
+    with contextlib.nullcontext() if compiles else traced_only():
+        deployment = prepare(build_recipe({**flags, "cache_dir": str(cache_dir)}, environ={}))
+        tokens = generate_tokens(deployment.engine, PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
     assert deployment.engine.runner.model.config._experts_implementation == EXPERTS_IMPLEMENTATION
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}

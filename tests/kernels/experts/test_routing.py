@@ -118,7 +118,10 @@ def test_rows_that_the_kernel_takes() -> None:
     assert not is_supported(128, 0, torch.float32)
 
 
-@pytest.mark.parametrize(("columns", "k"), [(128, 8), (512, 10), (1024, 32)])
+# The largest k takes 13 s: its steps are unrolled.
+@pytest.mark.parametrize(
+    ("columns", "k"), [(128, 8), (512, 10), (1024, 8), pytest.param(1024, 32, marks=pytest.mark.long)]
+)
 def test_the_kernel_is_one_warp_that_waits_before_it_loads(
     columns: int, k: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -126,7 +129,7 @@ def test_the_kernel_is_one_warp_that_waits_before_it_loads(
     monkeypatch.setattr(routing, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)
     launch_top_k(torch.zeros(2, columns, dtype=torch.bfloat16), k, "selected", torch.bfloat16)
-    kernel = compile_for_hopper(launches[0])
+    kernel = compile_for_hopper(launches[0], runs_ptxas=False)
     ptx = kernel.asm["ptx"]
     assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global")
     assert kernel.metadata.num_warps == 1 and kernel.metadata.shared == 0 and "bar.sync" not in ptx

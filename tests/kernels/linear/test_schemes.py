@@ -277,8 +277,16 @@ def test_layers_with_groups_of_different_sizes_are_not_packed() -> None:
     assert layers["l2"].weight is not layers["l4"].weight
 
 
-@each_scheme
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [  # one dtype per scheme by default, in turns
+        pytest.param(
+            name, DTYPES[index], marks=pytest.mark.long if (number + index) % 2 else (), id=f"{name}-{DTYPES[index]}"
+        )
+        for number, name in enumerate(SCHEMES)
+        for index in range(2)
+    ],
+)
 def test_opcheck_passes(name: str, dtype: torch.dtype) -> None:
     tensors = list(SCHEMES[name].quantise(random_weight(16, 64)))
     weight = SCHEMES[name].dequantise(tensors, torch.float32)
