@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.models.probe import probe_model
 from tcdeploy.planning.architecture import AttentionSpec, SlotState
@@ -72,6 +73,14 @@ def test_the_probe_describes_what_a_layer_keeps(family: str, states: dict[str, t
     assert isinstance(first, SlotState) and {tensor.name: tensor.shape for tensor in first.tensors} == states
     assert [tensor.dtype for tensor in first.tensors] == ["", "float32"][: len(states)]
     assert all(isinstance(state, AttentionSpec) for state in architecture.attention_layers)
+
+
+def test_a_config_with_which_transformers_cannot_compute_the_model_is_refused(tmp_path: Any, cache_dir: str) -> None:
+    """Steps do not read the chunk size, so the reference of the parity check is the first to fail."""
+    model = save_model("bamba", tmp_path / "model", mamba_chunk_size=0)
+    with pytest.raises(UnsupportedModelError, match=r"ZeroDivisionError: .* \(modeling_bamba.py, line") as refusal:
+        deploy_traced(model, cache_dir)
+    assert model in refusal.value.message and "config.json" in (refusal.value.hint or "")
 
 
 def test_tokens_equal_those_of_generate(served: Served) -> None:
