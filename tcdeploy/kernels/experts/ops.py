@@ -141,10 +141,11 @@ def expert_linear_sum(
     matmul.is_summable. addend: [tokens, n]. Summed in float32 and rounded once, to x's dtype.
 
     With PDL, expert_ids are read before the previous kernel has ended, so that kernel must not write them: that is so
-    if x depends on them, because the kernel that wrote them was then followed by others.
+    if x depends on them, because the kernel that wrote them was then followed by others. They must be contiguous, since
+    a kernel that copied them would be the previous one.
     """
     if x.is_cuda and matmul.accepts("", x, [weight]):
-        return matmul.sum_experts(x, expert_ids.contiguous(), factors.contiguous(), weight, bias, addend)
+        return matmul.sum_experts(x, expert_ids, factors.contiguous(), weight, bias, addend)
     y = multiply_by_expert(x.float(), expert_ids, [weight], bias, "")
     total = (y * factors.float().reshape(-1, 1)).view(*expert_ids.shape, -1).sum(1)
     return (total if addend is None else total + addend.float()).to(x.dtype)
