@@ -72,6 +72,17 @@ def test_a_convolution_of_width_1_keeps_no_inputs(form: str, device: str) -> Non
     assert_close(COMPUTE[form](x, state, weight, bias, "silu", case.sequences(device)), out, atol=1e-5, rtol=1e-5)
 
 
+def test_slots_of_another_width_or_channels_are_refused_by_the_op_and_its_fake() -> None:
+    """A kernel would address memory outside of the slot."""
+    case = CASES["rows"]
+    x, state, weight, _ = make_inputs(case, 4, torch.float32, "cpu")
+    for wrong in (state[:, 1:].contiguous(), state[:, :, 1:].contiguous()):
+        for device in ("cpu", "meta"):
+            arguments = [tensor.to(device) for tensor in (x, wrong, weight)]
+            with pytest.raises(ValueError, match=r"a convolution of width 4 .* slots of \("):
+                causal_conv(*arguments, None, "silu", *case.sequences(device))
+
+
 @pytest.mark.parametrize("form", COMPUTE)
 def test_bfloat16_is_rounded_once(form: str, device: str) -> None:
     case = CASES["mixed"]
