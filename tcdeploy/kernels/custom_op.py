@@ -7,7 +7,6 @@ and has the same tag. The ops have no derivatives, and inference needs none.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ import torch
 NAMESPACE = "tcdeploy"
 # Enumerations of torch. A package of torch 2.11 passes the number that torch.export assigns to such a value, and the op
 # reads that number as another value: quint8 for bfloat16.
-ENUMERATIONS = (torch.dtype, torch.layout, torch.memory_format)
+ENUMERATIONS = ("ScalarType", "Layout", "MemoryFormat")  # as schemas name them
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # the ops exist as long as this object
 
@@ -47,9 +46,9 @@ def custom_op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callab
     """
 
     def register(function: Callable[..., Any]) -> CustomOp:
-        for argument, hint in typing.get_type_hints(function).items():
-            if set(ENUMERATIONS) & {hint, *typing.get_args(hint)}:
-                raise TypeError(f"tcdeploy::{name}: {argument} has the type {hint}; pass its name as a str")
-        return CustomOp(name, torch.library.infer_schema(function, mutates_args=mutates_args), function)
+        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
+        if found := [kind for kind in ENUMERATIONS if kind in schema]:
+            raise TypeError(f"tcdeploy::{name} takes a {found[0]}: {schema}; pass its name as a str")
+        return CustomOp(name, schema, function)
 
     return register

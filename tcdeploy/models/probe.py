@@ -183,7 +183,7 @@ def _record_layers(
             try:
                 model = _build(config, trust_remote_code)
                 slot_recorder.install(model)
-                _run(config.model_type, model, linear_recorder, positions)
+                _run(config.model_type, model, linear_recorder, positions, bool(slot_recorder.states))
             except UnexplainedFailureError as error:
                 if not refusals.reasons:
                     raise
@@ -266,7 +266,7 @@ def _build(config: PreTrainedConfig, trust_remote_code: bool) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _run(name: str, model: Any, linear_recorder: _LinearRecorder, positions: PositionTracer) -> None:
+def _run(name: str, model: Any, linear_recorder: _LinearRecorder, positions: PositionTracer, has_slots: bool) -> None:
     """One forward pass over PROBE_TOKENS tokens."""
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -276,6 +276,9 @@ def _run(name: str, model: Any, linear_recorder: _LinearRecorder, positions: Pos
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
     position_ids = torch.arange(PROBE_TOKENS)[None]
     positions.start(ids, position_ids)
-    with explaining_failures(name, PROBE_ATTN_IMPLEMENTATION, model), observe_operations(positions.record):
+    with (
+        explaining_failures(name, PROBE_ATTN_IMPLEMENTATION, model, has_slots),
+        observe_operations(positions.record),
+    ):
         output = model(input_ids=ids, position_ids=position_ids, use_cache=False)
         positions.check(output.logits)

@@ -34,21 +34,24 @@ class UnexplainedFailureError(UnsupportedArchitectureError):
 
 
 @contextlib.contextmanager
-def explaining_failures(name: str, implementation: str, model: nn.Module | None = None) -> Iterator[None]:
+def explaining_failures(
+    name: str, implementation: str, model: nn.Module | None = None, has_slots: bool = False
+) -> Iterator[None]:
     """Raise ModelError with the reason if the block raises another exception.
 
     The block runs the forward pass of `model`, or builds the model if that is None. `implementation`: the name under
-    which the model is to look up its attention function.
+    which the model is to look up its attention function. has_slots: whether it keeps state in slots, and so may have no
+    attention.
     """
     try:
         yield
     except TcdeployError:
         raise
     except Exception as error:
-        raise _explain(name, implementation, model, error) from error
+        raise _explain(name, implementation, model, error, has_slots) from error
 
 
-def _explain(name: str, implementation: str, model: nn.Module | None, error: Exception) -> ModelError:
+def _explain(name: str, implementation: str, model: nn.Module | None, error: Exception, has_slots: bool) -> ModelError:
     if isinstance(error, KeyError) and implementation in str(error):
         return UnsupportedArchitectureError(f"{name} does not look its attention up in the AttentionInterface")
     if packages := missing_packages(list(exception_chain(error))):
@@ -66,7 +69,7 @@ def _explain(name: str, implementation: str, model: nn.Module | None, error: Exc
     if inputs and inputs != [MASK]:
         return UnsupportedArchitectureError(f"{name} requires inputs other than text: {', '.join(inputs)}")
     sources = {sys.modules.get(type(module).__module__) for module in model.modules()}
-    if not any(hasattr(source, INTERFACE) for source in sources):
+    if not has_slots and not any(hasattr(source, INTERFACE) for source in sources):
         return UnsupportedArchitectureError(f"{name} never calls transformers' AttentionInterface")
     if inputs:
         return UnexplainedFailureError(f"{name} requires an attention mask, and packed prompts have none")

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.bamba.modeling_bamba import BambaMixer
 
 from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.models.probe import probe_model
 from tcdeploy.planning.architecture import AttentionSpec, SlotState
@@ -79,6 +81,44 @@ def test_the_probe_describes_what_a_layer_keeps(family: str, states: dict[str, t
     assert isinstance(first, SlotState) and {tensor.name: tensor.shape for tensor in first.tensors} == states
     assert [tensor.dtype for tensor in first.tensors] == ["", "float32"][: len(states)]
     assert all(isinstance(state, AttentionSpec) for state in architecture.attention_layers)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "problem"),
+    [
+        ("qwen3_5_text", {"linear_num_key_heads": 3}, "4 heads of values are not a multiple of 3 heads of keys"),
+        ("qwen3_5_text", {"linear_num_key_heads": 8}, "4 heads of values are not a multiple of 8 heads of keys"),
+        ("mamba2", {"state_size": 0}, "ZeroDivisionError"),
+    ],
+)
+def test_the_probe_refuses_heads_that_do_not_fit_together(family: str, sizes: dict[str, int], problem: str) -> None:
+    """Before any weight is read."""
+    config = AutoConfig.for_model(family, **{**FAMILIES.get(family, {"max_position_embeddings": 64}), **sizes})
+    with pytest.raises(UnsupportedModelError, match=problem):
+        probe_model(config, mechanisms=MECHANISMS.values())
+
+
+def test_a_module_with_another_shape_of_decays_is_refused() -> None:
+    """It has all attributes of a Mamba-2 mixer, and decays for each column of the state, as Mamba 1."""
+    config = AutoConfig.for_model("bamba", **FAMILIES["bamba"])
+    init = BambaMixer.__init__
+
+    def with_wide_decays(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.A_log = torch.nn.Parameter(self.A_log[:, None].repeat(1, self.ssm_state_size))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BambaMixer, "__init__", with_wide_decays)
+        with pytest.raises(UnsupportedModelError, match="the state has 8 heads"):
+            probe_model(config, mechanisms=MECHANISMS.values())
+
+
+def test_a_config_with_which_transformers_cannot_compute_the_model_is_refused(tmp_path: Any, cache_dir: str) -> None:
+    """Steps do not read the chunk size, so the reference of the parity check is the first to fail."""
+    model = save_model("bamba", tmp_path / "model", mamba_chunk_size=0)
+    with pytest.raises(UnsupportedModelError, match=r"ZeroDivisionError: .* \(modeling_bamba.py, line") as refusal:
+        deploy_traced(model, cache_dir)
+    assert model in refusal.value.message and "config.json" in (refusal.value.hint or "")
 
 
 def test_tokens_equal_those_of_generate(served: Served) -> None:

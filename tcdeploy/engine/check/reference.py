@@ -23,7 +23,7 @@ from tcdeploy.engine.check.precise_math import precise_math
 from tcdeploy.engine.check.rounded_attention import ROUNDED, register_rounded_attention
 from tcdeploy.engine.check.rounded_inputs import rounded_inputs
 from tcdeploy.engine.step.runner import ModelRunner
-from tcdeploy.errors import SpaceError
+from tcdeploy.errors import SpaceError, TcdeployError, UnsupportedModelError
 from tcdeploy.host.progress import NullProgress, Progress
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.backends import FP8_KV
@@ -81,7 +81,8 @@ def compute_references(
         if len(token_ids) == 1:
             positions = positions + evenly_spaced(len(token_ids[0]), num_sampled)
         with batch.rounded_inputs(runner):
-            eager = runner.reference_logits(token_ids, positions, attn_implementation)
+            with _explaining_failures(runner):
+                eager = runner.reference_logits(token_ids, positions, attn_implementation)
             is_precise = dtype != compute_dtype
             precise = _precise_logits(runner, token_ids, positions, attn_implementation) if is_precise else None
         if precise is None:
@@ -96,6 +97,20 @@ def compute_references(
     if dtype == compute_dtype:  # of all rows, also of those before the one that could not be computed
         rows = {prefix: PrefixLogits(logits.eager, logits.eager.float()) for prefix, logits in rows.items()}
     return ReferenceLogits(rows, dtype, torch.cat(sampled_distances))
+
+
+@contextlib.contextmanager
+def _explaining_failures(runner: ModelRunner) -> Iterator[None]:
+    """Raise UnsupportedModelError if the model's own code fails, which no step has run: for example by its config."""
+    try:
+        yield
+    except (TcdeployError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # torch and the model's own code raise many types
+        from tcdeploy.models.probe_failure import CONFIG_HINT, describe_exception  # a start from packages runs no model
+
+        message = f"transformers cannot compute {runner.plan.model}: {describe_exception(error)}"
+        raise UnsupportedModelError(message, CONFIG_HINT) from error
 
 
 def reference_changed(

@@ -142,9 +142,10 @@ def expert_linear_sum(
 
     With PDL, the kernel reads expert_ids before the previous kernel has ended, so the previous kernel must not be the
     one that writes them. It is not if x was computed with expert_ids: the kernel that computed x is then in between.
+    They must be contiguous, since a kernel that copied them would be the previous one.
     """
     if x.is_cuda and matmul.accepts("", x, [weight]):
-        return matmul.sum_experts(x, expert_ids.contiguous(), factors.contiguous(), weight, bias, addend)
+        return matmul.sum_experts(x, expert_ids, factors.contiguous(), weight, bias, addend)
     y = multiply_by_expert(x.float(), expert_ids, [weight], bias, "")
     total = (y * factors.float().reshape(-1, 1)).view(*expert_ids.shape, -1).sum(1)
     return (total if addend is None else total + addend.float()).to(x.dtype)

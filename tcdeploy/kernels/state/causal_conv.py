@@ -38,6 +38,7 @@ def causal_conv(
     arguments are those of `Sequences`. x must be contiguous only in its last dimension. Sums are float32. The result is
     contiguous, and zero in padding rows.
     """
+    _check_shapes(x, state, weight)
     assert activation in ACTIVATIONS and x.stride(-1) == 1 and state.is_contiguous() and weight.is_contiguous()
     sequences = Sequences(starts, seq_lens, slots, host_scalars, row_seq_lens, row_slots)
     compute = launch if x.is_cuda else compute_plainly
@@ -45,8 +46,19 @@ def causal_conv(
 
 
 @causal_conv.register_fake
-def _(x: Tensor, *rest: object) -> Tensor:
+def _(x: Tensor, state: Tensor, weight: Tensor, *rest: object) -> Tensor:
+    _check_shapes(x, state, weight)
     return x.new_empty(x.shape)
+
+
+def _check_shapes(x: Tensor, state: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless they fit together. The fake calls it too, so that the probe refuses such a model."""
+    channels, width = weight.shape
+    if x.shape[1] != channels or state.shape[1:] != (width - 1, channels):
+        raise ValueError(
+            f"a convolution of width {width} over {channels} channels cannot have inputs of {x.shape[1]} channels and "
+            f"slots of {tuple(state.shape[1:])}"
+        )
 
 
 def compute_plainly(

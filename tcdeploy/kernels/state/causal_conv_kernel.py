@@ -49,7 +49,8 @@ def _conv_step_kernel(
                 tl.store(slot + (tap - 1) * channels, value, mask=mask)
         value = tl.load(x + row.to(tl.int64) * x_stride + channel, mask=mask, other=0)
         acc += value.to(tl.float32) * tl.load(weight + channel * WIDTH + WIDTH - 1, mask=mask, other=0).to(tl.float32)
-        tl.store(slot + (WIDTH - 2) * channels, value.to(state.dtype.element_ty), mask=mask)
+        if WIDTH > 1:  # a convolution of width 1 keeps no inputs
+            tl.store(slot + (WIDTH - 2) * channels, value.to(state.dtype.element_ty), mask=mask)
         acc = _activate(acc, bias, channel, mask, SILU)
     tl.store(out + row.to(tl.int64) * channels + channel, acc.to(out.dtype.element_ty), mask=mask)
 

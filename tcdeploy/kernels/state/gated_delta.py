@@ -29,13 +29,15 @@ def gated_delta(
 
 @gated_delta.register_fake
 def _(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, *rest: object) -> Tensor:
+    make_inputs(qkv, a, b, a_log, dt_bias, state)
     return qkv.new_empty(qkv.shape[0], state.shape[1], state.shape[3])
 
 
 def make_inputs(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> Inputs:
     """The arguments of the op, with the layout that their shapes determine."""
-    _, heads, key_dim, value_dim = state.shape
-    keys, rest = divmod(qkv.shape[1] - heads * value_dim, 2)
-    assert rest == 0 and keys % key_dim == 0 and heads % (keys // key_dim) == 0
-    layout = Layout(heads, heads // (keys // key_dim), key_dim, value_dim, 0, keys, 2 * keys)
+    _, heads, key_dim, _ = state.shape
+    key_heads = recurrence.count_key_heads(qkv.shape[1], state)
+    recurrence.check_heads(heads, (a, b), (a_log, dt_bias))
+    keys = key_heads * key_dim
+    layout = Layout(heads, heads // key_heads, key_dim, state.shape[3], 0, keys, 2 * keys)
     return Inputs(qkv, layout, a, a_log, dt_bias, key_dim**-0.5, b=b)

@@ -32,6 +32,7 @@ def _(
     xbc: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, d: Tensor, min_dt: float, max_dt: float, state: Tensor,
     *rest: object,
 ) -> Tensor:  # fmt: skip
+    make_inputs(xbc, dt, a_log, dt_bias, d, min_dt, max_dt, state)
     return xbc.new_empty(xbc.shape[0], state.shape[1], state.shape[3])
 
 
@@ -40,8 +41,8 @@ def make_inputs(
 ) -> Inputs:
     """The arguments of the op, with the layout that their shapes determine."""
     _, heads, state_size, head_dim = state.shape
-    columns, rest = divmod(xbc.shape[1] - heads * head_dim, 2)
-    assert rest == 0 and columns % state_size == 0 and heads % (columns // state_size) == 0
+    groups = recurrence.count_key_heads(xbc.shape[1], state)
+    recurrence.check_heads(heads, (dt,), (a_log, dt_bias, d))
     values = heads * head_dim
-    layout = Layout(heads, heads // (columns // state_size), state_size, head_dim, values + columns, values, 0)
+    layout = Layout(heads, heads // groups, state_size, head_dim, values + groups * state_size, values, 0)
     return Inputs(xbc, layout, dt, a_log, dt_bias, 1.0, d=d, min_dt=min_dt, max_dt=max_dt)

@@ -72,6 +72,25 @@ class Inputs(NamedTuple):
     max_dt: float = float("inf")
 
 
+def count_key_heads(columns: int, state: Tensor) -> int:
+    """The heads of keys in x with this many columns. Raises ValueError unless heads of values are divided among them.
+
+    The fakes of the ops call it too, so that the probe refuses a model whose heads do not fit together.
+    """
+    _, heads, key_dim, value_dim = state.shape
+    count = (columns - heads * value_dim) // (2 * key_dim)
+    if columns != heads * value_dim + 2 * count * key_dim or heads % count:
+        raise ValueError(f"{heads} heads of values are not a multiple of {count} heads of keys, in {columns} columns")
+    return count
+
+
+def check_heads(heads: int, by_token: tuple[Tensor, ...], by_head: tuple[Tensor, ...]) -> None:
+    """Raise ValueError unless these tensors [tokens, heads] and [heads] have a value for each head."""
+    if any(tensor.shape[1:] != (heads,) for tensor in by_token) or any(tensor.shape != (heads,) for tensor in by_head):
+        shapes = [tuple(tensor.shape[-2:]) for tensor in (*by_token, *by_head)]
+        raise ValueError(f"the state has {heads} heads, and its gates, decays and biases have the shapes {shapes}")
+
+
 def compute(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tensor:
     """The outputs [tokens, heads, value_dim]. Updates state [slots, heads, key_dim, value_dim] float32 in place.
 

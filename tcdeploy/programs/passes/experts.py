@@ -128,7 +128,7 @@ def _is_summable(product: Node, factors: Node, summed_shape: Any) -> bool:
     return (
         list(summed_shape) == [*ids.shape, n] and list(factor.shape) == [pairs, 1] and len(x_value) == pairs
         and is_summable(pairs, x_value.dtype, weight) and is_weight(tensors[0])  # type: ignore[index]
-        and _depends_on_product(x, expert_ids)
+        and ids.is_contiguous() and _depends_on_product(x, expert_ids)
     )  # fmt: skip
 
 

@@ -63,6 +63,27 @@ def test_each_form_convolves_each_sequence_alone(
 
 
 @pytest.mark.parametrize("form", COMPUTE)
+def test_a_convolution_of_width_1_keeps_no_inputs(form: str, device: str) -> None:
+    """`state` has no elements, and its address is 0: a store to it would be an illegal memory access."""
+    case = CASES["mixed"]
+    x, state, weight, bias = make_inputs(case, 1, torch.float32, device)
+    out, _ = expected(case, x, state, weight, bias, "silu")
+    assert state.numel() == 0
+    assert_close(COMPUTE[form](x, state, weight, bias, "silu", case.sequences(device)), out, atol=1e-5, rtol=1e-5)
+
+
+def test_slots_of_another_width_or_channels_are_refused_by_the_op_and_its_fake() -> None:
+    """A kernel would address memory outside of the slot."""
+    case = CASES["rows"]
+    x, state, weight, _ = make_inputs(case, 4, torch.float32, "cpu")
+    for wrong in (state[:, 1:].contiguous(), state[:, :, 1:].contiguous()):
+        for device in ("cpu", "meta"):
+            arguments = [tensor.to(device) for tensor in (x, wrong, weight)]
+            with pytest.raises(ValueError, match=r"a convolution of width 4 .* slots of \("):
+                causal_conv(*arguments, None, "silu", *case.sequences(device))
+
+
+@pytest.mark.parametrize("form", COMPUTE)
 def test_bfloat16_is_rounded_once(form: str, device: str) -> None:
     case = CASES["mixed"]
     x, state, weight, _ = make_inputs(case, 4, torch.bfloat16, device)

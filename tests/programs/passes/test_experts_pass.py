@@ -206,3 +206,17 @@ def test_the_sum_is_not_fused_if_its_input_does_not_depend_on_the_ids() -> None:
         return weighted_sum(expert_linear(y, ids, groups, [DOWN], None, ""), FACTORS[:1].bfloat16())
 
     assert counts_of(of_inputs)[:3] == (1, 0, 0)
+
+
+@pytest.mark.parametrize(("tokens", "summed"), [(1, 1), (4, 0)])
+def test_the_sum_is_not_fused_if_its_ids_are_not_contiguous(tokens: int, summed: int) -> None:
+    """A kernel would copy them right before the sum's, which reads ids before that kernel has ended."""
+
+    def of_the_best(x: Tensor) -> Tensor:
+        states = x.view(-1, HIDDEN)
+        ids = torch.topk(torch.nn.functional.linear(states, ROUTER[:EXPERTS, :HIDDEN]), TOP_K + 1).indices[:, :TOP_K]
+        groups = group_pairs(ids, EXPERTS)
+        y = swiglu(expert_linear(states, ids, groups, [UP], None, ""))
+        return weighted_sum(expert_linear(y, ids, groups, [DOWN], None, ""), FACTORS[:tokens].bfloat16())
+
+    assert counts_of(of_the_best, tokens)[1:3] == (1, summed)
