@@ -79,7 +79,7 @@ def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(ser
 
 def test_sigterm_lets_running_requests_finish_and_rejects_new_ones(serve: Callable[..., Any]) -> None:
     with serve("--drain-timeout", "60") as server:
-        [running] = open_streams(server, 1, max_tokens=400)
+        [running] = open_streams(server, 1)
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: httpx.get(f"{server.address}/ready", verify=False).status_code == 503)
         rejected = httpx.post(server.address + CHAT, json={"messages": QUESTION})
@@ -99,7 +99,7 @@ def test_sigterm_closes_idle_connections_and_others_after_their_response(serve: 
         idle.settimeout(10)
         idle.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert idle.recv(4096).startswith(b"HTTP/1.1 200")
-        [running] = open_streams(server, 1, max_tokens=400)
+        [running] = open_streams(server, 1)
         server.process.send_signal(signal.SIGTERM)
         assert idle.recv(4096) == b"", "closed while the stream runs"
         rejected = client.post(server.address + CHAT, json={"messages": QUESTION})
