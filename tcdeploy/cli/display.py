@@ -223,7 +223,7 @@ def _explain_parity(records: Sequence[BucketRecord]) -> str:
 
 def _print_totals(deployment: StartReport) -> None:
     records, plan, architecture = deployment.records, deployment.plan, deployment.planned.architecture
-    num_layers = len(architecture.layer_states)
+    num_layers = architecture.num_layers
     hits = sum(record.outcome == "hit" for record in records)
     compile_seconds = sum(record.compile_seconds for record in records)
     programs = f"{sum(record.programs for record in records)} programs for {num_layers} layers"

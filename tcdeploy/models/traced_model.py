@@ -35,11 +35,11 @@ from tcdeploy.models.weights.reader import ReadTotal, StoredTensor, stored_tenso
 from tcdeploy.models.weights.sources import (
     Source,
     WeightSource,
-    dtype_name,
     loading_weights,
     stored_names,
 )
 from tcdeploy.models.weights.tensor_names import conversion_error
+from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.torch_compat.tensors_without_storage import supported as can_trace
 
 

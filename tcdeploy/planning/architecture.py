@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 # Keys of transformers' config that no program depends on: names, paths and token ids. Keys that start with "_" are
 # ignored too.
+LAYER_PATH = re.compile(r".*\.\d+(?=\.|$)")  # the beginning of a module path that names a decoder layer
 IGNORED_CONFIG_KEYS = {
     "name_or_path", "architectures", "transformers_version", "use_cache", "initializer_range",
     "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "return_dict", "output_hidden_states",
@@ -105,6 +107,11 @@ class Architecture:
     peak_activation_elements: int = 0  # per token, that a layer holds at its widest, estimated from its linear layers
     packed_linears: tuple[tuple[str, ...], ...] = ()  # module paths of linear layers that one matrix can hold
     config_digest: str = ""  # as `digest_config` returns it
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers. The path of a state has the number of its layer as the last number."""
+        return len({LAYER_PATH.match(state.path)[0] for state in self.layer_states})  # type: ignore[index]
 
     @property
     def attention_layers(self) -> tuple[AttentionSpec, ...]:

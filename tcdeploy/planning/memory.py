@@ -96,7 +96,7 @@ def predict_workspace(
         decode_rows_bytes=(demand.max_batch + 1) * row_bytes,
         prefill_inputs_bytes=sum(input_sizes) * PREFILL_INPUT_BYTES_PER_TOKEN + num_tables * table_bytes,
         logits_bytes=output_rows * architecture.vocab_size * DTYPE_BYTES[compute_dtype],
-        graphs_bytes=num_graphs * len(architecture.layer_states) * GRAPH_BYTES_PER_LAYER,
+        graphs_bytes=num_graphs * architecture.num_layers * GRAPH_BYTES_PER_LAYER,
         parity_check_bytes=int(PARITY_CHECK_FACTOR * _reference_tokens(architecture, demand) * token_bytes)
         + FLOAT32_COPIES * architecture.largest_scheme_elements * DTYPE_BYTES["float32"],
     )

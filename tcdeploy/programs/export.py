@@ -26,6 +26,7 @@ from torch.fx import GraphModule, Node
 
 from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata, Step
 from tcdeploy.kernels.state.layer_state import LayerBinding
+from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.programs.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.foreign_ops import foreign_ops, graph_modules, op_name
@@ -90,7 +91,7 @@ class _Input(NamedTuple):
         strides = None if self.example.is_contiguous() else self.example.stride()
         if strides is not None and self.dynamic_dims:
             raise NotImplementedError(f"{self.name} has dynamic sizes and is not contiguous")
-        return InputSpec(str(self.example.dtype).removeprefix("torch."), shape, strides)
+        return InputSpec(dtype_name(self.example.dtype), shape, strides)
 
     @property
     def dynamic_shape(self) -> dict[int, Any] | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tcdeploy.errors import MismatchError
 from tcdeploy.host.typed_json import from_json
+from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.programs.roles import CONSTANT_ROLES, Role, role_of_name
 
 HINT = "pass another --cache-dir, so that all programs are compiled again for this model"
@@ -39,7 +40,7 @@ class InputSpec:
 
     def mismatch(self, tensor: Tensor) -> str | None:
         """How `tensor` differs, or None if it fits."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         fits = tensor.ndim == len(self.shape) and all(
             size in (None, actual) for size, actual in zip(self.shape, tensor.shape, strict=True)
         )

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from tcdeploy.errors import SpaceError, TcdeployError, UsageError
@@ -92,6 +93,10 @@ def save_quantised(recipe: Recipe, out: Path, progress: Progress, max_file_bytes
             sync(out.parent)
     except OSError as error:
         raise _writing_error(out, error) from error
+    except torch.OutOfMemoryError as error:
+        message = f"the GPU has no memory to quantise a tensor of {recipe.model}"
+        hint = "free GPU memory (nvidia-smi lists the processes that use it), or quantise on the CPU: "
+        raise SpaceError(message, hint + "CUDA_VISIBLE_DEVICES= tcdeploy quantize ...") from error
     read_bytes = sum(stored.num_bytes for stored in checkpoint.values())
     written_bytes = sum(spec.num_bytes for spec in specs.values())
     return SavedModel(out, request.text, len(schemes), requested.decisions, read_bytes, written_bytes, seconds)

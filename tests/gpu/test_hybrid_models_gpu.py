@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.engine.schedule.sequence import SamplingParams
-from tcdeploy.programs.compile_stats import measure_compiles
-from tcdeploy.programs.stances import fail_on_recompile
-from tests.engine.test_canary import recorded_canary, run_round
 from tests.engine.test_continuous_batching import check_random_traffic
-from tests.engine_loop import generate_tokens
 from tests.gpu.test_gpu import PROMPTS, deploy
+from tests.gpu.test_slot_state_gpu import check_captured_steps
 from tests.hybrid_models import FAMILIES, answers, save_model
 
 pytestmark = pytest.mark.gpu
@@ -21,27 +17,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shapes", ["bucket", "dynamic"])
 def test_captured_steps_give_the_tokens_of_generate(cache_dir: str, tmp_path: Path, family: str, shapes: str) -> None:
-    """In float32, with chunked prompts and mixed steps; graphs of further sizes are captured while the engine is idle.
-
-    In the last round, slots of new sequences contain NaN.
-    """
     model = save_model(family, tmp_path / "model")
-    flags = {"buckets": (128,)} if shapes == "dynamic" else {}
-    deployment = deploy(model, cache_dir, dtype="float32", graphs="step", shapes=shapes, mixed_steps="on", **flags)
-    engine = deployment.engine
-    assert all(record.captured and record.parity.passed for record in deployment.records)
-    expected = answers(model, PROMPTS, 30)
-    with measure_compiles() as serving, fail_on_recompile():
-        for _ in range(2):
-            assert generate_tokens(engine, PROMPTS, SamplingParams(max_tokens=30)) == expected
-        while engine.capture_next_graph():
-            pass
-        assert run_round(recorded_canary(engine)) == []
-        for tensor in engine.runner.slot_states.tensors:
-            tensor.fill_(float("nan"))
-        assert generate_tokens(engine, PROMPTS, SamplingParams(max_tokens=30)) == expected
-    assert serving.counts.compiles == 0
-    check_random_traffic(engine, 60)
+    check_captured_steps(model, cache_dir, shapes, answers(model, PROMPTS, 30))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

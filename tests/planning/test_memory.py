@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tcdeploy.engine.step.batch import PrefillBuffers, make_decode_rows
 from tcdeploy.errors import SpaceError, UsageError
-from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.architecture import Architecture, SlotState
 from tcdeploy.planning.decision import DTypes, PlanInputs
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.memory import (
@@ -201,6 +201,14 @@ def test_the_workspace_counts_everything_that_grows() -> None:
         wide, "bfloat16", DEMAND._replace(mixed_steps=True), max_prefill_sequences=8, num_graphs=5
     )
     assert mixed.logits_bytes - workspace.logits_bytes == 32 * 128256 * 2, "the outputs of the decode rows"
+
+
+def test_graphs_are_counted_by_layer_also_if_a_layer_has_two_states() -> None:
+    mixers = (SlotState(f"model.layers.{number}.mamba", "mamba2", ()) for number in range(32))
+    both = replace(LLAMA_8B, layer_states=(*LLAMA_8B.layer_states, *mixers))
+    assert both.num_layers == LLAMA_8B.num_layers == 32
+    workspace = predict_workspace(both, "bfloat16", DEMAND, max_prefill_sequences=8, num_graphs=5)
+    assert workspace.graphs_bytes == 5 * 32 * GRAPH_BYTES_PER_LAYER
 
 
 def test_the_dense_copy_of_a_quantised_weight_is_counted() -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tcdeploy.errors import TcdeployError, UsageError
+from tcdeploy.errors import SpaceError, TcdeployError, UsageError
 from tcdeploy.host.progress import NullProgress, StageProgress
 from tcdeploy.kernels.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.models.formats.methods import has_fp8_inputs
@@ -271,6 +271,17 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(quantize, "_copy_files", fail)
     assert message_of(tmp_path / "out") == f"{tmp_path / 'out'} cannot be written: No space left on device"
     assert len(seen[0]) == 1 and "out" not in seen[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_gpu_is_an_error_with_a_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> list[Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(quantize, "quantised_tensors", fail)
+    with pytest.raises(SpaceError, match="no memory to quantise a tensor of builtin:tiny") as caught:
+        save(tmp_path / "out", "int8")
+    assert "CUDA_VISIBLE_DEVICES=" in str(caught.value.hint)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -146,6 +146,8 @@ def expert_linear_sum(
     """
     if x.is_cuda and matmul.accepts("", x, [weight]):
         return matmul.sum_experts(x, expert_ids, factors.contiguous(), weight, bias, addend)
+    if x.is_cuda:
+        _warn_of_plain_torch("no scheme", x.dtype)
     y = multiply_by_expert(x.float(), expert_ids, [weight], bias, "")
     total = (y * factors.float().reshape(-1, 1)).view(*expert_ids.shape, -1).sum(1)
     return (total if addend is None else total + addend.float()).to(x.dtype)

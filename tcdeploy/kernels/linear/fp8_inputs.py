@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from tcdeploy.kernels.custom_op import custom_op
 from tcdeploy.kernels.linear.fp8_scheme import BLOCK_NAME, dequantise_blocks, quantise_inputs
+from tcdeploy.planning.dtypes import dtype_name
 
 ROW_MULTIPLE = 4  # of scales of groups in cuBLAS, for their alignment to 16 bytes
 
@@ -41,7 +42,7 @@ def fp8_linear(scheme: str, x: Tensor, tensors: list[Tensor], bias: Tensor | Non
     On a GPU, x must be bfloat16, and the scheme's `fp8_inputs.takes` must accept the shape of the weight.
     """
     codes, scales = quantise_inputs(scheme, x)
-    dtype = str(x.dtype).removeprefix("torch.")
+    dtype = dtype_name(x.dtype)
     if scheme == BLOCK_NAME:
         y = fp8_product(codes, scales, tensors, dtype).float()
     else:

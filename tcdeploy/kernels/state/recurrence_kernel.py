@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tcdeploy.kernels.attention.prefill_kernel import _sequence_of_tile
 from tcdeploy.torch_compat.triton.source import ignore_comments
 
 DO_NOT_SPECIALIZE = ["starts", "seq_lens", "slots", "row_seq_lens", "row_slots", "tokens", "sequences"]
@@ -93,18 +94,6 @@ def _load_keys(start, rows, row_mask, stride, eps, KEY_DIM: tl.constexpr, KEYS: 
 
 
 @ignore_comments
-@triton.jit
-def _sequence_of_part(starts, part, sequences, CHUNK: tl.constexpr):
-    """The sequence of a part of CHUNK tokens: parts from starts[s] // CHUNK + s on belong to sequence s."""
-    sequence = -1
-    for first in range(0, sequences + 1, 64):
-        numbers = first + tl.arange(0, 64)
-        first_part = tl.load(starts + numbers, mask=numbers <= sequences, other=0) // CHUNK + numbers
-        sequence += tl.sum(((first_part <= part) & (numbers <= sequences)).to(tl.int32), 0)
-    return sequence
-
-
-@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _solve_kernel(
     inverses, products, totals, betas, x, a, b, a_log, dt_bias, starts, seq_lens, sequences,
@@ -120,7 +109,7 @@ def _solve_kernel(
     blocks of twice the size. This is as stable as forward substitution, unlike a sum of powers of A.
     """
     head, part = tl.program_id(0), tl.program_id(1)
-    sequence = _sequence_of_part(starts, part, sequences, CHUNK)
+    sequence = _sequence_of_tile(starts, part, sequences, CHUNK)
     if sequence >= sequences:
         return
     start, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)

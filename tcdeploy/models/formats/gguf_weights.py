@@ -23,7 +23,8 @@ from tcdeploy.models.formats.quantised_weight import Layer, QuantisedWeight, con
 from tcdeploy.models.weights.gguf_file import TYPES_BY_NAME
 from tcdeploy.models.weights.gguf_names import FAMILIES
 from tcdeploy.models.weights.reader import StoredTensor
-from tcdeploy.models.weights.sources import Source, WeightSource, dtype_name
+from tcdeploy.models.weights.sources import Source, WeightSource
+from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.planning.schemes import int4_scheme_name
 
 GROUP = 32  # columns of a block of Q8_0 and Q4_0

@@ -36,7 +36,8 @@ from tcdeploy.models.formats.quantised_weight import (
     weight_in_scheme,
 )
 from tcdeploy.models.weights.reader import StoredTensor, read_tensor
-from tcdeploy.models.weights.sources import Source, dtype_name, evaluate
+from tcdeploy.models.weights.sources import Source, evaluate
+from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.planning.schemes import int4_scheme_name
 
 WORD_BITS = 32

@@ -17,7 +17,8 @@ import torch
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.weights.reader import StoredTensor
-from tcdeploy.models.weights.sources import Source, WeightSource, dtype_name, source_shape
+from tcdeploy.models.weights.sources import Source, WeightSource, source_shape
+from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.planning.schemes import SCHEMES
 
 HINT = "download the model again, or use the config.json that belongs to these weights"

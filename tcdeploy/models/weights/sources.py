@@ -43,6 +43,7 @@ from tcdeploy.models.weights.reader import (
     read_elements,
     read_tensor,
 )
+from tcdeploy.planning.dtypes import dtype_name
 
 CHUNK_ELEMENTS = 4 << 20
 MAX_STORED_BYTES = 64 << 20
@@ -363,8 +364,3 @@ def _joined(copies: Iterable[Copy]) -> Iterator[Copy]:
         evaluations = [copy.evaluate for copy in (first, *others) if isinstance(copy.evaluate, _Evaluation)]
         evaluation = _Evaluation(tuple(item.sources[0] for item in evaluations), evaluations[0].checkpoint)
         yield first._replace(evaluate=evaluation, others=tuple(copy.target for copy in others))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32", as torch names it."""
-    return str(dtype).removeprefix("torch.")

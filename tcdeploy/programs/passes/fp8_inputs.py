@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 import tcdeploy.kernels.linear.ops  # noqa: F401 - registers tcdeploy::scheme_linear
 from tcdeploy.kernels.linear.fp8_scheme import BLOCK, BLOCK_NAME, LARGEST, SMALLEST_SCALE
+from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.programs.passes.nodes import CONVERT_ELEMENT_TYPE, count_symbolic, insert_call, insert_reshape
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
@@ -81,7 +82,7 @@ def _insert_product(
 ) -> Node:  # fmt: skip
     """The product with the scales of both sides and the bias, in `dtype`."""
     applied_scales = inputs.scales if scheme == BLOCK_NAME else None
-    arguments = (inputs.codes, applied_scales, tensors, str(dtype).removeprefix("torch."))
+    arguments = (inputs.codes, applied_scales, tensors, dtype_name(dtype))
     product = insert_call(graph, tcdeploy_ops.fp8_product.default, *arguments)
     if scheme == BLOCK_NAME and bias is None:
         return product

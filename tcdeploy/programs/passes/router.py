@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 import tcdeploy.kernels.experts.ops  # noqa: F401 - registers tcdeploy::top_k
 from tcdeploy.kernels.experts.routing import is_supported
+from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.programs.passes.nodes import (
     SUM,
     count_symbolic,
@@ -85,7 +86,7 @@ def _replace(graph: Graph, node: Node, match: TopK) -> None:
     dtype = match.scores.meta["val"].dtype if weights is None else weights.meta["val"].dtype
     with graph.inserting_before(node):
         rows = scores if len(shape) == 2 else insert_reshape(graph, scores, [-1, shape[-1]])
-        top = insert_call(graph, tcdeploy_ops.top_k.default, rows, match.k, softmax, str(dtype).removeprefix("torch."))
+        top = insert_call(graph, tcdeploy_ops.top_k.default, rows, match.k, softmax, dtype_name(dtype))
         for i, result in enumerate((weights, match.indices)):
             if result is not None:
                 new = _insert_item(graph, top, i)

@@ -247,7 +247,7 @@ def start_workers(planned: PlannedModel, prompts: CheckPrompts, staging: Staging
     if isinstance(shares, OneProcess):
         log.info("all buckets are compiled in one process: %s", shares.reason)
         return CompileWorkers(staging)
-    log.info("compile workers have %d of %d layers", short_copy.num_layers, len(planned.architecture.layer_states))
+    log.info("compile workers have %d of %d layers", short_copy.num_layers, planned.architecture.num_layers)
     workers: list[CompileProcess] = []
     try:
         for names in shares:

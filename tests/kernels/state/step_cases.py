@@ -119,3 +119,10 @@ def relative_error(values: Tensor, expected: Tensor) -> float:
     assert torch.equal(values.isnan(), expected.isnan())
     difference = (values.double() - expected.double()).nan_to_num()
     return float(difference.norm() / expected.double().nan_to_num().norm())
+
+
+def assert_bfloat16_agrees(result: Tensor, out: Tensor, state: Tensor, after: Tensor) -> None:
+    """Triton's interpreter truncates to bfloat16."""
+    assert result.dtype == torch.bfloat16
+    error, state_error = relative_error(result, out), relative_error(state, after)
+    assert error < 5e-3 and state_error < 1e-3, (error, state_error)

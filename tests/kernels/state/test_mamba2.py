@@ -14,7 +14,14 @@ from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from tcdeploy.kernels.state import recurrence
 from tcdeploy.kernels.state.mamba2 import make_inputs, mamba2
 from tcdeploy.kernels.state.sequences import Sequences
-from tests.kernels.state.step_cases import CASES, NUM_SLOTS, StepCase, assert_slots_kept, fill_slots, relative_error
+from tests.kernels.state.step_cases import (
+    CASES,
+    NUM_SLOTS,
+    StepCase,
+    assert_bfloat16_agrees,
+    assert_slots_kept,
+    fill_slots,
+)
 from tests.triton_tools import HOPPER_SHARED_BYTES, record_launches, shared_memory_on_hopper
 
 COMPUTE: dict[str, Any] = {"plain": recurrence.compute_plainly, "kernels": recurrence.launch}
@@ -87,9 +94,7 @@ def test_bfloat16(form: str, name: str, device: str) -> None:
     tensors = make_tensors(case, SHAPES["grouped"], torch.bfloat16, device)
     out, after = expected(case, *tensors)
     result = run(form, tensors, case.sequences(device))
-    assert result.dtype == torch.bfloat16
-    error, state_error = relative_error(result, out), relative_error(tensors[-1], after)
-    assert error < 5e-3 and state_error < 1e-3, (error, state_error)  # the interpreter truncates to bfloat16
+    assert_bfloat16_agrees(result, out, tensors[-1], after)
 
 
 @pytest.mark.parametrize("name", ["a long chunk", "rows", "mixed"])
