@@ -91,7 +91,7 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
         name: (
             type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, tensor._is_view(),
             first.setdefault(id(tensor), name),
-            tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
         )
         for name, tensor in tensors
     }  # fmt: skip

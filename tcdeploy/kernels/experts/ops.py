@@ -38,8 +38,7 @@ def top_k(scores: Tensor, k: int, softmax: str, dtype: str) -> tuple[Tensor, Ten
     routing.py says how equal scores and NaN are ordered.
     """
     if scores.is_cuda:
-        rows = scores if scores.stride(1) == 1 else scores.contiguous()
-        return routing.launch_top_k(rows, k, softmax, routing.DTYPES[dtype])
+        return routing.launch_top_k(routing.adjacent_columns(scores), k, softmax, routing.DTYPES[dtype])
     return routing.plain_top_k(scores, k, softmax, routing.DTYPES[dtype])
 
 

@@ -33,10 +33,16 @@ def is_supported(columns: int, top_k: int, dtype: torch.dtype) -> bool:
     return 0 < top_k <= min(columns, MAX_TOP_K) and columns <= MAX_COLUMNS and dtype in DTYPES.values()
 
 
+def adjacent_columns(scores: Tensor) -> Tensor:
+    """The scores themselves, or a copy, in which the columns of a row are adjacent. A single column has any stride."""
+    return scores if scores.shape[1] == 1 or scores.stride(1) == 1 else scores.contiguous()
+
+
 def launch_top_k(scores: Tensor, top_k: int, softmax: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`top_k` of ops.py by the kernel."""
     rows, columns = scores.shape
-    assert softmax in SOFTMAX_KINDS and is_supported(columns, top_k, scores.dtype) and scores.stride(1) == 1
+    assert softmax in SOFTMAX_KINDS and is_supported(columns, top_k, scores.dtype)
+    assert columns == 1 or scores.stride(1) == 1
     values = scores.new_empty(rows, top_k, dtype=dtype)
     indices = scores.new_empty(rows, top_k, dtype=torch.int64)
     use_pdl = supports_pdl(scores.device)

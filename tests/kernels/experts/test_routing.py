@@ -69,6 +69,13 @@ def test_scores_may_be_strided_and_of_any_dtype(dtype: torch.dtype, device: str)
     assert torch.equal(values, expected_values) and torch.equal(indices, expected_indices)
 
 
+def test_a_single_column_may_have_any_stride(device: str) -> None:
+    """As the sums of one group of experts have. torch takes such rows as contiguous."""
+    scores = distinct_scores(1, 64, torch.float32).to(device).as_strided((64, 1), (1, 64))
+    values, indices = launch_top_k(routing.adjacent_columns(scores), 1, "none", torch.float32)
+    assert torch.equal(values, scores) and not indices.any()
+
+
 def test_equal_scores_are_in_the_order_of_their_columns(device: str) -> None:
     scores = torch.tensor([[1.0, 2, 1, 2, 0, 1], [0.0, -0.0, 0, -0.0, 0, -1], [-INF] * 6], device=device)
     for function in (launch_top_k, plain_top_k):
