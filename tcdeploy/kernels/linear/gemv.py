@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, N_MULTIPLE, GemvTile, fit_block_k
+from tcdeploy.kernels.linear.tile_configs import K_MULTIPLE, N_MULTIPLE, GemvTile, fit_gemv_block_k
 from tcdeploy.torch_compat.inductor.pdl import supports_pdl
 from tcdeploy.torch_compat.triton.kernel import Kernel
 
@@ -48,10 +48,10 @@ def matmul(
     out = x.new_empty(1, n // 2 if gated else n)
     block_n = max(tile.block_n, 2) if gated else tile.block_n
     assert N_MULTIPLE % block_n == 0, "every program must own a whole block of columns"
-    use_pdl = supports_pdl(x.device)
+    block_k, use_pdl = fit_gemv_block_k(tile.block_k, k), supports_pdl(x.device)
     KERNEL.launch(
         (n // block_n,),
-        out, x, w, addend, norm, n, k, eps, block_n, fit_block_k(tile.block_k, k), tile.num_stages, gated, use_pdl,
+        out, x, w, addend, norm, n, k, eps, block_n, block_k, tile.num_stages, k % block_k > 0, gated, use_pdl,
         num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out

@@ -10,9 +10,21 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 
 @ignore_comments
 @triton.jit
+def _load_columns(pointers, in_row, EVICTION: tl.constexpr = ""):
+    """Elements of rows, and 0 after the end of a row. in_row: None if no element is after it."""
+    if in_row is None:
+        elements = tl.load(pointers, eviction_policy=EVICTION)
+    else:
+        elements = tl.load(pointers, mask=in_row, other=0.0, eviction_policy=EVICTION)
+    return elements
+
+
+@ignore_comments
+@triton.jit
 def _gemv_kernel(
     out, x, w, addend, norm, n, k, eps,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     if GATED:  # the first half of the tile's rows of w are gate rows, the second half their up rows
         HALF: tl.constexpr = BLOCK_N // 2
@@ -39,11 +51,17 @@ def _gemv_kernel(
         inputs *= scales.to(tl.float32)
     acc = weights.to(tl.float32) * inputs[None, :]
     for start in tl.range(BLOCK_K, k, BLOCK_K, num_stages=STAGES):
-        weights = tl.load(w_ptrs + start, eviction_policy="evict_first")
-        inputs = tl.load(x + start + k_offsets).to(tl.float32)
+        if MASKED:
+            in_row = start + k_offsets < k
+            w_in_row = in_row[None, :]
+        else:
+            in_row = None
+            w_in_row = None
+        weights = _load_columns(w_ptrs + start, w_in_row, "evict_first")
+        inputs = _load_columns(x + start + k_offsets, in_row).to(tl.float32)
         if norm is not None:
             squares += inputs * inputs
-            inputs *= tl.load(norm + start + k_offsets).to(tl.float32)
+            inputs *= _load_columns(norm + start + k_offsets, in_row).to(tl.float32)
         acc += weights.to(tl.float32) * inputs[None, :]
 
     y = tl.sum(acc, 1)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Shapes that the kernels accept. Both kernels read whole tiles and have no masks along k.
+# Shapes that the kernels accept.
 N_MULTIPLE, K_MULTIPLE = 16, 64
 MIN_N_AND_K = 1024  # smaller shapes were not measured, except for routers
-ROUTER_K_MULTIPLE = 512  # of routers, which have a program for each row, with large steps
+MIN_GEMV_BLOCK_K = 512  # with shorter steps, most threads of a GEMV program load what another one loads too
 MIN_ROWS, MAX_ROWS = 2, 64  # of the skinny GEMM; one row is the GEMV's
 
 # Thresholds of the heuristics.
@@ -73,7 +73,7 @@ def gemv_configs(n: int, k: int) -> tuple[int, ...]:
     Empty if the kernel does not take the shape, or the shape is smaller than any that was measured. Routers of mixtures
     of experts, which have fewer rows than other weights (16 to 512), have one config: they take the time of a launch.
     """
-    if n < MIN_N_AND_K <= k and n % N_MULTIPLE == 0 and k % ROUTER_K_MULTIPLE == 0:
+    if n < MIN_N_AND_K <= k and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0:
         return (N1_K2048 if k % GEMV_TILES[N1_K2048].block_k == 0 else N1_K1024,)
     if not _is_supported(n, k):
         return ()
@@ -103,6 +103,16 @@ def fit_block_k(block_k: int, k: int) -> int:
     while k % block_k:
         block_k //= 2
     return block_k
+
+
+def fit_gemv_block_k(block_k: int, k: int) -> int:
+    """`block_k` halved until the last of the loop steps over k exceeds it least, but not below MIN_GEMV_BLOCK_K.
+
+    gpt-oss has 2,880 columns: 1,024 in a step exceed them by 192. Steps that fit exactly would have 64.
+    """
+    blocks = [block_k >> halvings for halvings in range(block_k.bit_length())]
+    sensible = [block for block in blocks if min(MIN_GEMV_BLOCK_K, block_k) <= block <= k]
+    return min(sensible, key=lambda block: (-k % block, -block)) if sensible else fit_block_k(block_k, k)
 
 
 def _is_supported(n: int, k: int) -> bool:

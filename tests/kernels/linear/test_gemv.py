@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.kernels.linear import gemv, ops
-from tcdeploy.kernels.linear.tile_configs import GEMV_TILES, GemvTile, gemv_configs
+from tcdeploy.kernels.linear.tile_configs import GEMV_TILES, GemvTile, fit_gemv_block_k, gemv_configs
 from tests.kernels.linear.matmul_cases import (
     EPS,
     REAL_SHAPES,
@@ -57,8 +58,8 @@ def matmul(x: Tensor, w: Tensor, tile: GemvTile, extras: dict[str, Any]) -> Tens
 @each_form
 @pytest.mark.parametrize(
     ("n", "k", "dtype"),
-    [(16, 64, torch.bfloat16), (48, 192, torch.bfloat16), (16, 4096, torch.float16)],
-    ids=["one step", "not a power of two", "whole tiles of float16"],
+    [(16, 64, torch.bfloat16), (48, 192, torch.bfloat16), (16, 4096, torch.float16), (16, 704, torch.bfloat16)],
+    ids=["one step", "not a power of two", "whole tiles of float16", "a row that ends within a step"],
 )
 def test_every_form_agrees_and_writes_only_its_row(
     n: int, k: int, dtype: torch.dtype, form: str, tile: GemvTile, device: str, poisoned_outputs: list[Tensor]
@@ -93,8 +94,9 @@ def test_sums_accumulate_in_float32(device: str) -> None:
 
 @each_tile
 @each_form
-def test_the_kernel_reads_only_its_inputs(form: str, tile: GemvTile, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w, extras = arguments(form, 32, 192)
+@pytest.mark.parametrize("k", [192, 704])
+def test_the_kernel_reads_only_its_inputs(k: int, form: str, tile: GemvTile, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, extras = arguments(form, 32, k)
     inputs = [x, w, *(extra for extra in extras.values() if isinstance(extra, Tensor))]
     with triton_interpreter(monkeypatch), assert_reads_only(monkeypatch, *inputs) as loads:
         assert_agrees(matmul(x, w, tile, extras), expected(x, w, **extras))
@@ -148,15 +150,40 @@ def test_the_best_guess_comes_first(n: int, k: int, guess: str) -> None:
     assert sorted(configs) == list(range(len(GEMV_TILES)))
 
 
-@pytest.mark.parametrize(("n", "k", "name"), [(128, 2048, "n1_k2048"), (16, 1024, "n1_k1024"), (512, 4608, "n1_k1024")])
+@pytest.mark.parametrize(
+    ("n", "k", "name"),
+    [(128, 2048, "n1_k2048"), (16, 1024, "n1_k1024"), (512, 4608, "n1_k1024"), (32, 2880, "n1_k1024")],
+)
 def test_routers_have_a_program_for_each_row(n: int, k: int, name: str) -> None:
     (config,) = gemv_configs(n, k)
     assert GEMV_TILES[config].name == name
 
 
-@pytest.mark.parametrize(("n", "k"), [(512, 2880), (8, 4096), (4096, 512), (4104, 4096), (4096, 4112)])
+@pytest.mark.parametrize(("n", "k"), [(512, 2896), (8, 4096), (4096, 512), (4104, 4096), (4096, 4112)])
 def test_unsupported_or_unmeasured_shapes_have_no_config(n: int, k: int) -> None:
     assert gemv_configs(n, k) == ()
+
+
+@pytest.mark.parametrize(
+    ("block_k", "k", "fitted"),
+    [
+        (2048, 4096, 2048), (2048, 18944, 512), (2048, 2880, 1024), (512, 2880, 512), (1024, 2688, 1024),
+        (2048, 704, 512), (2048, 192, 64),
+    ],
+)  # fmt: skip
+def test_steps_exceed_a_row_by_little(block_k: int, k: int, fitted: int) -> None:
+    assert fit_gemv_block_k(block_k, k) == fitted
+
+
+@each_form
+def test_masked_steps_load_16_bytes_at_a_time(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = record_launches(monkeypatch)
+    x, w, extras = arguments(form, 32, 2880)
+    matmul(x, w, GEMV_TILES[0], extras)
+    loads = re.findall(r"ld\.global\S*", compile_for_hopper(launches[0]).asm["ptx"])
+    assert [load for load in loads if load.endswith("v4.b32")], loads
+    assert len([load for load in loads if not load.endswith("v4.b32")]) <= 1, loads  # that of the addend
 
 
 # Tiles with a pipeline (num_stages > 1) use shared memory and are compiled in all six forms, the remaining ones in two.
@@ -209,7 +236,7 @@ def test_without_pdl_support_the_kernel_is_launched_without_it(monkeypatch: pyte
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), REAL_SHAPES)
+@pytest.mark.parametrize(("n", "k"), [*REAL_SHAPES, (5120, 2880)])
 def test_real_shapes_agree_for_every_config(n: int, k: int) -> None:
     for form in FORMS:
         x, w, extras = arguments(form, n, k, device="cuda")
