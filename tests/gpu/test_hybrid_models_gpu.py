@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_continuous_batching import check_random_traffic
+from tcdeploy.engine.schedule.sequence import SamplingParams
+from tcdeploy.programs.compile_stats import measure_compiles
+from tcdeploy.programs.stances import fail_on_recompile
+from tests.engine.test_canary import recorded_canary, run_round
+from tests.engine_loop import generate_tokens
 from tests.gpu.test_gpu import PROMPTS, deploy
 from tests.gpu.test_slot_state_gpu import check_captured_steps
 from tests.hybrid_models import FAMILIES, answers, save_model
@@ -27,5 +31,11 @@ def test_bfloat16_passes_the_parity_check(cache_dir: str, tmp_path: Path, family
     sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128} if family.startswith("qwen3") else {}
     model = save_model(family, tmp_path / "model", **sizes)
     deployment = deploy(model, cache_dir, dtype="bfloat16", graphs="step", mixed_steps="on")
+    engine = deployment.engine
     assert all(record.captured and record.parity.passed for record in deployment.records)
-    check_random_traffic(deployment.engine, 30)
+    with measure_compiles() as serving, fail_on_recompile():
+        tokens = generate_tokens(engine, PROMPTS, SamplingParams(max_tokens=30))
+        engine.allocator.reset_prefix_cache()
+        assert generate_tokens(engine, PROMPTS, SamplingParams(max_tokens=30)) == tokens
+        assert run_round(recorded_canary(engine)) == []
+    assert serving.counts.compiles == 0

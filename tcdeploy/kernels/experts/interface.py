@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tcdeploy.kernels.experts import ops
-from tcdeploy.kernels.experts.reference import multiply_by_expert
 from tcdeploy.torch_compat.transformers.experts_interface import (
     apply_gate,
     is_expert_parallel,
@@ -51,13 +50,14 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     """
     assert not is_expert_parallel(module), "a model is on one device"
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    product: Product = multiply_by_expert
     expert_ids = top_k_index.long()
     if torch.compiler.is_compiling():
-        product = _grouped_product(expert_ids, module.num_experts)
+        product: Product = _grouped_product(expert_ids, module.num_experts)
     elif all(isinstance(getattr(module, name), Tensor) for name in (first, "down_proj")):
         run_eagerly = ALL_EXPERTS_FUNCTIONS[EAGER_IMPLEMENTATION]
         return run_eagerly(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    else:
+        product = ops.eager_expert_linear
     states = _project(product, hidden_states, expert_ids, module, first)
     states = apply_gate(module, states) if module.has_gate else module.act_fn(states)
     states = _project(product, states, expert_ids, module, "down_proj")

@@ -4,7 +4,8 @@
     group_pairs          which (token, slot) pairs belong to which expert; once for the two products of a layer
     expert_linear        a product of each pair with the weight of its expert, dense or in any scheme
                          (planning/schemes.py)
-    gated_expert_linear  the same for few pairs, with SwiGLU
+    eager_expert_linear  the same in plain torch, for the model's own code without a compiler
+    gated_expert_linear  the same as expert_linear for few pairs, with SwiGLU
     expert_linear_sum    the same for few pairs and a dense weight, with the weighted sum over the pairs of a token
 
 Graph passes insert `top_k` and the last two (programs/passes/router.py, experts.py). The weights of all experts stay in
@@ -95,6 +96,20 @@ def _warn_of_plain_torch(scheme: str, dtype: torch.dtype) -> None:
 
 @expert_linear.register_fake
 def _(x: Tensor, expert_ids: Tensor, groups: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    n, _ = expert_shape(tensors, scheme)
+    return x.new_empty(expert_ids.shape[0] * expert_ids.shape[1], n)
+
+
+@custom_op("eager_expert_linear")
+def eager_expert_linear(
+    x: Tensor, expert_ids: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str
+) -> Tensor:
+    """`expert_linear` in plain torch. It is one operation, so the parity check's precise_math handles it once."""
+    return multiply_by_expert(x, expert_ids, tensors, bias, scheme)
+
+
+@eager_expert_linear.register_fake
+def _(x: Tensor, expert_ids: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
     n, _ = expert_shape(tensors, scheme)
     return x.new_empty(expert_ids.shape[0] * expert_ids.shape[1], n)
 

@@ -1,17 +1,21 @@
 """The product of experts in plain torch: the CPU path, the parity check's path, and the reference of the tests.
 
-Each expert's weight is dequantised alone, in the dtype of the inputs, so no dense copy of all experts is made.
+Weights are dequantised in the dtype of the inputs, those of a few experts at a time: all of a layer would take much
+memory, and each alone a dozen short kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tcdeploy.planning.schemes import SCHEMES
+
+DEQUANTISED_ELEMENTS = 1 << 25  # at a time: 128 MiB in float32, and a few times as much for intermediate values
 
 
 def multiply_by_expert(
@@ -21,19 +25,23 @@ def multiply_by_expert(
 
     While a CUDA graph is captured, all pairs are multiplied by every expert, because the host cannot read the ids.
     """
-    top_k = expert_ids.shape[1]
     ids = expert_ids.flatten()
-    inputs = x if x.shape[0] == len(ids) else x.repeat_interleave(top_k, 0)
-    experts = len(tensors[0])
+    tokens_per_row = len(ids) // x.shape[0]  # 1 if x has a row for each pair
     out = x.new_empty(len(ids), expert_shape(tensors, scheme)[0])
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        for expert in range(experts):
-            product = _multiply(inputs, expert, tensors, bias, scheme)
-            torch.where((ids == expert)[:, None], product, out, out=out)
+        inputs = x.repeat_interleave(tokens_per_row, 0)
+        for expert, weight in _dense_weights(tensors, range(len(tensors[0])), scheme, x.dtype):
+            torch.where((ids == expert)[:, None], _multiply(inputs, weight, expert, bias), out, out=out)
         return out
-    for expert in ids.unique().tolist():
-        pairs = (ids == expert).nonzero().flatten()
-        out[pairs] = _multiply(inputs[pairs], expert, tensors, bias, scheme)
+    order = ids.argsort(stable=True)
+    counts = ids.bincount(minlength=len(tensors[0])).tolist()
+    ends = list(itertools.accumulate(counts))
+    inputs, products = x[order // tokens_per_row], torch.empty_like(out)
+    chosen = [expert for expert, count in enumerate(counts) if count]
+    for expert, weight in _dense_weights(tensors, chosen, scheme, x.dtype):
+        pairs = slice(ends[expert] - counts[expert], ends[expert])
+        products[pairs] = _multiply(inputs[pairs], weight, expert, bias)
+    out[order] = products
     return out
 
 
@@ -46,12 +54,23 @@ def expert_shape(tensors: Sequence[Tensor], scheme: str) -> tuple[int, int]:
     return SCHEMES[scheme].dense_shape(shapes)
 
 
-def expert_weight(tensors: Sequence[Tensor], expert: int, scheme: str, dtype: torch.dtype) -> Tensor:
-    """The dense weight [n, k] of one expert."""
-    parts = [tensor[expert] for tensor in tensors]
-    return SCHEMES[scheme].dequantise(parts, dtype) if scheme else parts[0].to(dtype)
+def _dense_weights(
+    tensors: Sequence[Tensor], experts: Sequence[int], scheme: str, dtype: torch.dtype
+) -> Iterator[tuple[int, Tensor]]:
+    """Each expert with its dense weight [n, k]."""
+    if not scheme:
+        yield from ((expert, tensors[0][expert].to(dtype)) for expert in experts)
+        return
+    (n, k), row_block = expert_shape(tensors, scheme), SCHEMES[scheme].row_block
+    is_joinable = row_block > 0 and n % row_block == 0
+    step = max(DEQUANTISED_ELEMENTS // (n * k), 1) if is_joinable else 1
+    for first in range(0, len(experts), step):
+        chunk = experts[first : first + step]
+        is_consecutive = chunk[-1] - chunk[0] == len(chunk) - 1
+        index = slice(chunk[0], chunk[-1] + 1) if is_consecutive else torch.tensor(chunk, device=tensors[0].device)
+        parts = [tensor[index].flatten(0, 1) for tensor in tensors]
+        yield from zip(chunk, SCHEMES[scheme].dequantise(parts, dtype).view(-1, n, k), strict=True)
 
 
-def _multiply(x: Tensor, expert: int, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
-    weight = expert_weight(tensors, expert, scheme, x.dtype)
+def _multiply(x: Tensor, weight: Tensor, expert: int, bias: Tensor | None) -> Tensor:
     return functional.linear(x, weight, None if bias is None else bias[expert].to(x.dtype))

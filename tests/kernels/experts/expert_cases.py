@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcdeploy.kernels.experts.reference import expert_weight
+from tcdeploy.planning.schemes import SCHEMES
 from tests.kernels.linear.matmul_cases import rand
 from tests.kernels.linear.scheme_cases import CASES, weight_tensors
 
@@ -56,6 +56,12 @@ def expert_tensors(
         joined[1] = torch.exp2(torch.rand(experts * -(-n // 128), -(-k // 128)) * 5 - 8)
     stored = joined[:-1] if columns else joined
     return [tensor.view(experts, -1, *tensor.shape[1:]) for tensor in stored] + columns
+
+
+def expert_weight(tensors: list[Tensor], expert: int, scheme: str, dtype: torch.dtype) -> Tensor:
+    """The dense weight [n, k] of one expert."""
+    parts = [tensor[expert] for tensor in tensors]
+    return SCHEMES[scheme].dequantise(parts, dtype) if scheme else parts[0].to(dtype)
 
 
 def product(

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tcdeploy.kernels.experts import reference
 from tcdeploy.kernels.experts.grouped_mm import multiply_sorted, takes
 from tcdeploy.kernels.experts.grouping import max_blocks, sort_pairs, tables
-from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
+from tcdeploy.kernels.experts.ops import eager_expert_linear, expert_linear, group_pairs
 from tcdeploy.kernels.experts.reference import expert_shape, multiply_by_expert
 from tcdeploy.kernels.experts.tiles import block_rows
 from tests.kernels.experts.expert_cases import (
@@ -16,6 +17,8 @@ from tests.kernels.experts.expert_cases import (
     EXPERT_CASES,
     EXPERTS,
     ROUTINGS,
+    K,
+    N,
     Product,
     expected,
     expert_tensors,
@@ -96,6 +99,16 @@ def test_the_bias_or_weight_of_another_expert_is_noticed() -> None:
             assert_agrees(y.bfloat16(), expected(arguments._replace(tensors=tensors)).bfloat16())
 
 
+@pytest.mark.parametrize("case", EXPERT_CASES)
+@pytest.mark.parametrize("routing", ["three slots", "some experts idle"])
+def test_weights_may_be_dequantised_in_several_parts(case: str, routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = product(case, ROUTINGS[routing], dtype=torch.float32)
+    whole = multiply_by_expert(*arguments)
+    monkeypatch.setattr(reference, "DEQUANTISED_ELEMENTS", 2 * N * K)
+    assert torch.equal(multiply_by_expert(*arguments), whole)
+    assert_agrees(whole.bfloat16(), expected(arguments).bfloat16())
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in OPCHECKED else pytest.mark.long) for case in EXPERT_CASES]
 )
@@ -109,6 +122,7 @@ def test_opcheck_passes(case: str) -> None:
         torch.library.opcheck(
             expert_linear.overload, (arguments.x, arguments.expert_ids, groups, *arguments[2:]), test_utils=checks
         )
+        torch.library.opcheck(eager_expert_linear.overload, tuple(arguments), test_utils=checks)
     torch.library.opcheck(group_pairs.overload, (arguments.expert_ids, EXPERTS))
 
 

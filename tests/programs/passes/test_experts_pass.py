@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from tcdeploy.kernels.experts.ops import expert_linear, group_pairs
-from tcdeploy.kernels.experts.reference import expert_weight
-from tests.kernels.experts.expert_cases import expert_tensors, scheme_of
+from tests.kernels.experts.expert_cases import expert_tensors, expert_weight, scheme_of
 from tests.programs.passes.compiled_targets import count_targets
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 5, 128, 64, 2
