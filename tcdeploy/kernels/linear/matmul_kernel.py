@@ -10,7 +10,7 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 
 @ignore_comments
 @triton.jit
-def _load_columns(pointers, in_row, EVICTION: tl.constexpr = ""):
+def _load_columns(pointers, in_row, EVICTION: tl.constexpr):
     """Elements of rows, and 0 after the end of a row. in_row: None if no element is after it."""
     if in_row is None:
         elements = tl.load(pointers, eviction_policy=EVICTION)
@@ -58,10 +58,10 @@ def _gemv_kernel(
             in_row = None
             w_in_row = None
         weights = _load_columns(w_ptrs + start, w_in_row, "evict_first")
-        inputs = _load_columns(x + start + k_offsets, in_row).to(tl.float32)
+        inputs = _load_columns(x + start + k_offsets, in_row, "").to(tl.float32)
         if norm is not None:
             squares += inputs * inputs
-            inputs *= _load_columns(norm + start + k_offsets, in_row).to(tl.float32)
+            inputs *= _load_columns(norm + start + k_offsets, in_row, "").to(tl.float32)
         acc += weights.to(tl.float32) * inputs[None, :]
 
     y = tl.sum(acc, 1)
