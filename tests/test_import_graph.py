@@ -54,7 +54,7 @@ TORCH_FREE = (
     "torch_compat.internal", "torch_compat.inductor.compiler_queries", "torch_compat.transformers.fast_import",
     "start.record.lookup", "cache.files.records", "cache.record.manifest",
     "cache.staging.activate", "engine.schedule.sequence", "engine.schedule.blocks", "engine.schedule.scheduler",
-    "engine.schedule.slots", "engine.schedule.step_batch",
+    "engine.schedule.slots", "engine.schedule.snapshots", "engine.schedule.prefix_reuse", "engine.schedule.step_batch",
     "engine.schedule.step_costs", "engine.schedule.step_size",
     "engine.step.launch_timer", "kernels.attention.splits",
     "engine.schedule.constraint", "server.apis.openai.protocol", "server.apis.openai.validation",

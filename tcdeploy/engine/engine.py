@@ -22,6 +22,7 @@ from tcdeploy.engine.schedule.blocks import BlockAllocator
 from tcdeploy.engine.schedule.constraint import fill_masks
 from tcdeploy.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from tcdeploy.engine.schedule.sequence import NewToken, SamplingParams, SchedulerOutput, Sequence, check_request
+from tcdeploy.engine.schedule.snapshots import SnapshotCache
 from tcdeploy.engine.schedule.step_batch import StepBatchBuilder
 from tcdeploy.engine.schedule.step_costs import StepClock, StepCosts, StepPredictor
 from tcdeploy.engine.step.in_flight import (
@@ -66,7 +67,10 @@ class Engine:
         self.save_costs = save_costs
         self.clock: StepClock | None = None
         self.launch_timer = LaunchTimer()
-        self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size, reuses_prefixes=plan.reuses_prefixes)
+        self.allocator = BlockAllocator(
+            plan.kv_blocks, plan.block_size, reuses_prefixes=plan.reuses_prefixes,
+            snapshots=SnapshotCache(plan.slots, plan.snapshots),
+        )  # fmt: skip
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_rows=plan.decode_buckets[-1].size,

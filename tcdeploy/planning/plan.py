@@ -39,7 +39,7 @@ from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, cand
 # host uses.
 IGNORED_PLAN_FIELDS = {
     "model", "revision", "load_format", "trust_remote_code",
-    "context", "kv_blocks", "kv_bytes", "slots", "slot_bytes", "workspace_bytes", "tune_seconds",
+    "context", "kv_blocks", "kv_bytes", "slots", "snapshots", "slot_bytes", "workspace_bytes", "tune_seconds",
     "max_consecutive_prefills", "itl_target",
     "cache_dir", "decisions", "key",
 }  # fmt: skip
@@ -96,7 +96,8 @@ class Plan:
     weight_bytes: int
     kv_bytes: int
     slots: int  # of layers that keep state in slots; slot 0 is for padding. 0: there are no such layers
-    slot_bytes: int  # of all slots
+    snapshots: int  # slots after these, for the state at the ends of prefixes
+    slot_bytes: int  # of all slots, those of snapshots included
     workspace_bytes: int  # predicted device memory beyond weights and state while serving; 0 on a CPU
     rank: int = 0  # of tensor parallelism; sizes and bytes are those of one rank
     world_size: int = 1
@@ -154,8 +155,8 @@ class Plan:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether prompts with a common prefix share KV blocks. State in slots would be missing at the prefix's end."""
-        return not self.slots
+        """Whether prompts with a common prefix share KV blocks. With state in slots, this needs snapshots of it."""
+        return not self.slots or self.snapshots > 0
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -215,6 +216,7 @@ def make_plan(
         weight_bytes=memory.weight_bytes,
         kv_bytes=memory.kv_bytes,
         slots=memory.slots,
+        snapshots=memory.snapshots,
         slot_bytes=memory.slot_bytes,
         workspace_bytes=workspace_bytes,
         environment_key=environment.cache_key,

@@ -12,9 +12,12 @@ from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.decision import Decisions, PlanInputs
 from tcdeploy.planning.environment import DYNAMIC_SIZES
 from tcdeploy.planning.memory import (
+    MIN_SNAPSHOT_TOKENS,
+    TYPICAL_SEQUENCE_TOKENS,
     CacheDemand,
     KVSize,
     Workspace,
+    bytes_per_slot,
     count_affordable_blocks,
     gib,
     predict_workspace,
@@ -31,7 +34,6 @@ DEFAULT_PREFILL_BUCKETS = (128, 512, 2048)
 GPU_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 256)
 CPU_BATCH_SIZES = (1, 4)
 MIN_GPU_BATCH_SIZES = 2  # of GPU_BATCH_SIZES, however little memory there is
-TYPICAL_SEQUENCE_TOKENS = 1024  # prompt and answer, to decide how many sequences the KV cache holds
 MIN_PREFILL_SEQUENCES, TOKENS_PER_PREFILL_SEQUENCE = 8, 512
 DYNAMIC_MIN_SIZE = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
@@ -242,16 +244,28 @@ def decide_memory(inputs: PlanInputs, demand: CacheDemand, decisions: Decisions)
         decisions.add("context", kv.context, reason, is_fallback=True)
     decisions.add("KV blocks", f"{kv.blocks} ({gib(kv.kv_bytes)})", kv.reason)
     if kv.slots:
-        reason = "one for each sequence of the largest batch, and one for padding"
-        decisions.add("state slots", f"{kv.slots} ({gib(kv.slot_bytes)})", reason)
-        reason = "layers keep state of whole sequences in slots, and no state is kept at the end of a prefix"
-        decisions.add("prefix reuse", "off", reason)
+        _explain_slots(inputs, demand, kv, decisions)
     if inputs.device == "cpu":
         return 0, kv
     sizes = {name.removesuffix("_bytes").replace("_", " "): gib(value) for name, value in workspace._asdict().items()}
     parts = ", ".join(f"{name} {value}" for name, value in sizes.items())
     decisions.add("workspace", gib(workspace.serving_bytes), f"predicted: {parts} (released after warm-up)")
     return workspace.serving_bytes, kv
+
+
+def _explain_slots(inputs: PlanInputs, demand: CacheDemand, kv: KVSize, decisions: Decisions) -> None:
+    bytes_each = bytes_per_slot(inputs)
+    reason = "one for each sequence of the largest batch, and one for padding"
+    decisions.add("state slots", f"{kv.slots} ({gib(kv.slots * bytes_each)})", reason)
+    state = f"a snapshot of the state at the end of a prefix takes {gib(bytes_each)}"
+    if kv.snapshots:
+        value = f"{kv.snapshots} snapshots ({gib(kv.snapshots * bytes_each)})"
+        decisions.add("prefix reuse", value, f"{state}; for prefixes of {MIN_SNAPSHOT_TOKENS} tokens or more")
+    elif demand.context <= MIN_SNAPSHOT_TOKENS:
+        reason = f"{state}, which does not pay off with a context of {MIN_SNAPSHOT_TOKENS} tokens or less"
+        decisions.add("prefix reuse", "off", reason)
+    else:
+        decisions.add("prefix reuse", "off", f"{state}, and KV blocks leave no memory for one, or are too few")
 
 
 def _predict_workspace(inputs: PlanInputs, demand: CacheDemand) -> Workspace:

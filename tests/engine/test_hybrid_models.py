@@ -140,6 +140,7 @@ def test_random_traffic_with_preemption_and_aborts_changes_no_token(served: Serv
 
 
 def test_a_new_sequence_ignores_what_its_slot_contains(served: Served) -> None:
+    served.engine.allocator.reset_prefix_cache()
     for tensor in served.engine.runner.slot_states.tensors:
         tensor.fill_(float("nan"))
     prompts = random_prompts(LENGTHS[:4])

@@ -675,10 +675,14 @@ class FakeEngine:
         assert step.chunks or step.decode
         self.check_turns(step, ran_before)
         self.check_time(step, computed_before)
+        for source, target in step.restores:
+            self.states[target] = self.states[source]
         for sequence, start, _ in step.chunks:
             self.check_keys(sequence, start)  # written by earlier steps
         sampled = self.decode(step) if step.decode else []
         sampled += self.prefill(step) if step.chunks else []
+        for source, target in step.snapshots:
+            self.states[target] = self.states[source]
         if step.decode:
             self.tables = {sequence: list(sequence.blocks) for sequence in self.scheduler.running}
         self.unread.append(sampled)
@@ -696,8 +700,12 @@ class FakeEngine:
         self.prefills_in_a_row = self.prefills_in_a_row + 1 if step.chunks and not step.decode else 0
 
     def check_admissions(self, waiting_before: list[Sequence]) -> None:
-        """Without groups, sequences are admitted in the order of the queue. At most two prompts are partly computed."""
-        assert len(self.scheduler.prefilling) <= 2
+        """Without groups, sequences are admitted in the order of the queue. At most two prompts are partly computed.
+
+        More are if prompts are split for snapshots.
+        """
+        keeps_state = self.scheduler.allocator.snapshots.capacity
+        assert len(self.scheduler.prefilling) <= (self.scheduler.config.max_prefill_sequences if keeps_state else 2)
         if all(sequence.group_id is None for sequence in self.sampled):
             admitted = set(self.admitted())
             newly_admitted = [sequence for sequence in waiting_before if sequence in admitted]

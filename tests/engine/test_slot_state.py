@@ -176,16 +176,47 @@ def stateful(architecture: Architecture = LLAMA_8B, mebibytes: int = 100) -> Arc
 
 def test_the_plan_counts_slots_and_lowers_rows() -> None:
     plan, plain = (make_plan(make_recipe(), H100, architecture) for architecture in (stateful(mebibytes=1), LLAMA_8B))
-    assert (plan.slots, plan.slot_bytes) == (257, 257 << 20) and plan.state_bytes == plan.kv_bytes + plan.slot_bytes
-    assert (plain.slots, plain.slot_bytes) == (0, 0) and plain.reuses_prefixes and not plan.reuses_prefixes
+    assert (plan.slots, plan.snapshots, plan.slot_bytes) == (257, 1024, 1281 << 20)
+    assert plan.state_bytes == plan.kv_bytes + plan.slot_bytes
+    assert (plain.slots, plain.snapshots, plain.slot_bytes) == (0, 0, 0) and plain.reuses_prefixes
     assert [decision.value for decision in decisions_named(plan, "state slots")] == ["257 (257.0 MiB)"]
-    assert [decision.value for decision in decisions_named(plan, "prefix reuse")] == ["off"]
     assert not decisions_named(plain, "state slots") and not decisions_named(plain, "prefix reuse")
     large = make_plan(make_recipe(), H100, stateful(mebibytes=1000))
     assert large.decode_buckets[-1].size < 64, "256 slots of 1,000 MiB do not fit"
     assert large.weight_bytes + large.state_bytes + large.workspace_bytes < 0.9 * H100.gpu_memory_bytes
     with pytest.raises(SpaceError, match="weights and .* of state slots leave no memory"):
         make_plan(make_recipe(batch_sizes=(256,)), H100, stateful(mebibytes=1000))
+
+
+def snapshots(mebibytes: int, **flags: Any) -> tuple[int, str]:
+    """The number of snapshots of a plan on an H100, and the value that it prints."""
+    plan = make_plan(make_recipe(**flags), H100, stateful(mebibytes=mebibytes))
+    assert plan.reuses_prefixes == (plan.snapshots > 0)
+    assert plan.slot_bytes == (plan.slots + plan.snapshots) * mebibytes << 20
+    assert plan.weight_bytes + plan.state_bytes + plan.workspace_bytes <= 0.9 * H100.gpu_memory_bytes
+    [decision] = decisions_named(plan, "prefix reuse")
+    return plan.snapshots, decision.value
+
+
+def test_the_plan_budgets_snapshots() -> None:
+    assert snapshots(1) == (1024, "1024 snapshots (1.00 GiB)"), "four for each sequence of the largest batch"
+    assert snapshots(144) == (66, "66 snapshots (9.28 GiB)"), "a quarter of the memory for KV blocks and snapshots"
+    assert snapshots(1000) == (6, "6 snapshots (5.86 GiB)")
+    assert snapshots(1, context=512) == (0, "off") != snapshots(1, context=513)
+    assert snapshots(1, kv_blocks=200)[0] == 6, "200 blocks hold 3,200 tokens, a snapshot is for 512"
+    assert snapshots(20, kv_blocks=200)[0] == 6 and snapshots(25, kv_blocks=200)[0] == 5, "a third of 380 MiB"
+    assert snapshots(200, kv_blocks=200) == (0, "off")
+
+
+def test_snapshots_neither_lower_rows_nor_shorten_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mebibytes in (20, 144, 500, 1000, 3000):
+        plans = []
+        for fraction in (0.25, 0.0):
+            monkeypatch.setattr("tcdeploy.planning.memory.SNAPSHOT_FRACTION", fraction)
+            plans.append(make_plan(make_recipe(), H100, stateful(mebibytes=mebibytes)))
+        kept, plain = plans
+        assert not plain.snapshots and kept.buckets == plain.buckets and kept.context == plain.context
+        assert kept.kv_blocks * 16 >= 1024 * kept.decode_buckets[-1].size or not kept.snapshots
 
 
 def test_a_model_without_attention_has_blocks_that_only_count_tokens() -> None:
@@ -262,7 +293,7 @@ def test_a_second_start_has_hits_and_a_program_for_each_kind_of_layer(models: di
 def test_random_traffic_with_preemption_and_aborts_changes_no_token(
     models: dict[str, str], cache_dir: str, name: str
 ) -> None:
-    """Prompts share prefixes, which are not reused."""
+    """Prompts share prefixes, which a context of 512 tokens does not reuse; test_snapshot_models.py tests reuse."""
     engine = deploy(models[name], cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     preempted = engine.scheduler.preemptions
     check_random_traffic(engine, 60)

@@ -62,7 +62,7 @@ def test_a_batch_of_steady_decode_is_the_number_of_its_rows() -> None:
     sequences, batches = [make_sequence(number, SAMPLED) for number in range(ROWS)], StepBatchBuilder()
     first, second = (batches.build(decode(sequences), sequences) for _ in range(2))
     assert [len(first.rows or ()), len(first.blocks)] == [ROWS, ROWS]
-    assert second == StepBatch(num_decoding=ROWS) and len(ENCODER.encode(second)) == 11
+    assert second == StepBatch(num_decoding=ROWS) and len(ENCODER.encode(second)) == 13
     assert len(ENCODER.encode(first)) < 110 * ROWS, "8 settings and 8 blocks of each row"
 
 

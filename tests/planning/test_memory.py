@@ -177,7 +177,7 @@ def test_requested_kv_blocks_must_hold_every_bucket(demand: CacheDemand, least: 
 def test_requested_kv_blocks_are_limited_by_memory() -> None:
     affordable = (int(80 * GIB * 0.9) - LLAMA_WEIGHT_BYTES - RESERVE) // (16 * LLAMA_TOKEN_BYTES)
     kv_bytes = affordable * 16 * LLAMA_TOKEN_BYTES
-    assert size(kv_blocks=affordable) == (affordable, kv_bytes, LLAMA_WEIGHT_BYTES, 4096, "requested", 0, 0)
+    assert size(kv_blocks=affordable) == (affordable, kv_bytes, LLAMA_WEIGHT_BYTES, 4096, "requested", 0, 0, 0)
     with pytest.raises(SpaceError, match=f"memory holds {affordable}"):
         size(kv_blocks=affordable + 1)
 

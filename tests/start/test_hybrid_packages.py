@@ -19,7 +19,7 @@ from tcdeploy.start.planned import StartRequest
 from tcdeploy.start.prepare import prepare
 from tests.conftest import RunCLI
 from tests.engine.test_canary import recorded_canary, run_round
-from tests.engine_loop import generate_tokens
+from tests.engine_loop import generate_tokens, new_tokens
 from tests.exported_programs import exported_programs
 from tests.hybrid_models import VOCAB_SIZE, answers, save_model
 from tests.start.test_packaged_start import FLAGS, PROMPT, run_script
@@ -59,6 +59,13 @@ def test_a_start_from_packages_gives_the_tokens_of_transformers(
         assert not engine.runner.has_model and [record.outcome for record in deployment.records] == ["hit"] * 2
         assert generate_tokens(engine, PROMPTS, SamplingParams(max_tokens=TOKENS)) == expected
         assert run_round(recorded_canary(engine)) == []
+        prefixes = engine.scheduler.prefixes
+        prefixes.min_snapshot_tokens = prefixes.min_lone_snapshot_tokens = 32
+        engine.allocator.reset_prefix_cache()
+        for cached_tokens in (0, 80):
+            received = new_tokens(engine, PROMPTS, SamplingParams(max_tokens=TOKENS))
+            assert [[token.token_id for token in tokens] for tokens in received] == expected
+            assert received[0][0].cached_tokens == cached_tokens
     [path] = cache.glob("aot/*/decode-4*.json")
     inputs = [name for call in json.loads(path.read_text())["calls"] for name in call["inputs"]]
     state = [name for name in inputs if name.startswith("state/")]

@@ -9,6 +9,8 @@ of the parent node, tokens of the block), so a key identifies a whole prefix and
 Rejected: one hash per prefix, which is as fast, but on a collision one request would read the keys and values of
 another. Node ids are never reused, so a node whose parent was evicted is unreachable rather than wrong, and evicting a
 parent needs no search for its children.
+
+If layers keep state in slots, a prefix can be reused only where a snapshot of that state was taken (snapshots.py).
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import NamedTuple
+
+from tcdeploy.engine.schedule.snapshots import SnapshotCache
 
 PADDING_BLOCK = 0  # padding tokens of a prefill write here; never allocated
 
@@ -29,17 +33,27 @@ class Node(NamedTuple):
     tokens: tuple[int, ...]
 
 
+class SnapshotMatch(NamedTuple):
+    """A prefix whose state is kept: its blocks, with a reference each, and the slot of its state."""
+
+    blocks: list[int]
+    slot: int | None  # None without blocks
+    registered_tokens: int  # of the longest prefix whose blocks are registered, with a snapshot at its end or not
+
+
 class BlockAllocator:
     """Owns blocks 1 to num_blocks - 1, or only `blocks`, which another allocator has allocated.
 
-    `reuses_prefixes`: whether blocks are registered and found. Allocating, releasing and matching are linear in the
-    blocks involved.
+    `reuses_prefixes`: whether blocks are registered and found. `snapshots`: of the state at the ends of blocks.
+    Allocating, releasing and matching are linear in the blocks involved.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, blocks: Iterable[int] | None = None, reuses_prefixes: bool = True
-    ) -> None:
+        self, num_blocks: int, block_size: int, blocks: Iterable[int] | None = None, reuses_prefixes: bool = True,
+        snapshots: SnapshotCache | None = None,
+    ) -> None:  # fmt: skip
         self.block_size, self.reuses_prefixes = block_size, reuses_prefixes
+        self.snapshots = snapshots or SnapshotCache()
         self._free = deque(range(PADDING_BLOCK + 1, num_blocks) if blocks is None else blocks)
         self.capacity = len(self._free)
         self._references: dict[int, int] = {}  # block in use -> number of sequences that hold it
@@ -84,18 +98,28 @@ class BlockAllocator:
 
         It never covers the last token, whose hidden state is needed to sample the next one.
         """
-        matched: list[int] = []
-        parent = _root(adapter_id)
-        for number in range((len(token_ids) - 1) // self.block_size):
-            block = self._registry.get((parent, self._block_tokens(token_ids, number)))
-            if block is None:
-                break
-            matched.append(block)
-            parent = self._nodes[block].node_id
-        for block in matched:
-            self._evictable.pop(block, None)
-            self._references[block] = self._references.get(block, 0) + 1
+        matched = self._find(token_ids, len(token_ids) - 1, adapter_id)
+        self._take(matched)
         return matched
+
+    def match_snapshot(self, token_ids: list[int], adapter_id: int = 0) -> SnapshotMatch:
+        """The longest registered prefix with a snapshot at its end, as `match` gives one without."""
+        found = self._find(token_ids, len(token_ids) - 1, adapter_id)
+        registered_tokens = len(found) * self.block_size
+        while found and self._nodes[found[-1]].node_id not in self.snapshots:
+            found.pop()
+        self._take(found)
+        slot = self.snapshots.use(self._nodes[found[-1]].node_id) if found else None
+        return SnapshotMatch(found, slot, registered_tokens)
+
+    def reserve_snapshot(self, token_ids: list[int], tokens: int, adapter_id: int = 0) -> int | None:
+        """A slot for the state after `tokens` tokens, whole blocks; None if it is kept already or there is no slot."""
+        node_id = self._node_at(token_ids, tokens, adapter_id)
+        return None if node_id is not None and node_id in self.snapshots else self.snapshots.reserve()
+
+    def add_snapshot(self, slot: int, token_ids: list[int], tokens: int, adapter_id: int = 0) -> None:
+        """Keep a reserved slot for the state after `tokens` tokens, or free it if their blocks are not registered."""
+        self.snapshots.add(self._node_at(token_ids, tokens, adapter_id), slot)
 
     def register(self, token_ids: list[int], blocks: list[int], tokens: int, adapter_id: int = 0) -> None:
         """Add the full blocks of the first `tokens` tokens to the prefix cache. Their step must have been launched."""
@@ -106,11 +130,34 @@ class BlockAllocator:
             parent = self._register_block(parent, block, token_ids, number)
 
     def reset_prefix_cache(self) -> None:
-        """Drop every registered prefix. Blocks in use stay in use."""
+        """Drop every registered prefix and snapshot. Blocks in use stay in use."""
+        self.snapshots.clear()
         self._free.extend(self._evictable)
         self._evictable.clear()
         self._nodes.clear()
         self._registry.clear()
+
+    def _find(self, token_ids: list[int], tokens: int, adapter_id: int) -> list[int]:
+        """The blocks of the longest registered prefix of the first `tokens` tokens, without references."""
+        found: list[int] = []
+        parent = _root(adapter_id)
+        for number in range(tokens // self.block_size):
+            block = self._registry.get((parent, self._block_tokens(token_ids, number)))
+            if block is None:
+                break
+            found.append(block)
+            parent = self._nodes[block].node_id
+        return found
+
+    def _node_at(self, token_ids: list[int], tokens: int, adapter_id: int) -> int | None:
+        """The node that ends after `tokens` tokens, a multiple of the block size; None if it is not registered."""
+        found = self._find(token_ids, tokens, adapter_id)
+        return self._nodes[found[-1]].node_id if len(found) * self.block_size == tokens else None
+
+    def _take(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._evictable.pop(block, None)
+            self._references[block] = self._references.get(block, 0) + 1
 
     def _register_block(self, parent: int, block: int, token_ids: list[int], number: int) -> int:
         """The node id of this content: of `block`, or of the block that was registered for it first."""
@@ -139,6 +186,7 @@ class BlockAllocator:
     def _unregister(self, block: int) -> None:
         node = self._nodes.pop(block)
         del self._registry[node.parent, node.tokens]
+        self.snapshots.discard(node.node_id)
 
 
 def _root(adapter_id: int) -> int:

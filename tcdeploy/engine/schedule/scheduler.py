@@ -13,8 +13,8 @@ one. So a request with 128 choices delays other requests by one step, and always
 
 `schedule` updates the sequences as if the step had run, so the engine must launch the step before it calls `schedule`,
 `finish` or `abort` again. The host need not have read the tokens of the previous step: positions depend on counts only.
-Steps run in stream order, so freed blocks can be given to the next step at once, and the blocks of a prompt are
-registered in the prefix cache when the next step is scheduled, because only a later step may read them.
+Steps run in stream order, so freed blocks can be given to the next step at once. prefix_reuse.py decides which part of
+a prompt need not be computed.
 
 With `mixed_steps`, every running sequence decodes one token in each step, and chunks of prompts fill the rest of it. So
 sequences never wait for the prompts of others, and the weights are read once for both. step_size.py chooses the tokens
@@ -25,8 +25,8 @@ nothing. After `max_consecutive_prefills` prefill steps the running sequences ge
 Prompts are computed first come, first served, with one exception if steps are mixed: a prompt that needs more than
 LONG_PROMPT_STEPS steps of the present size gets half of the tokens of a step if it is the first, and the following
 prompts get the other half in their order; tokens that they do not need go to the long one. So at most two prompts are
-computed in part: the first, and the last of the others. tests/engine/test_scheduler_costs.py derives how long a prompt
-may wait for its first chunk.
+computed in part: the first, and the last of the others; more if prompts are split to keep their state.
+tests/engine/test_scheduler_costs.py derives how long a prompt may wait for its first chunk.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from tcdeploy.engine.schedule.blocks import BlockAllocator
+from tcdeploy.engine.schedule.prefix_reuse import PrefixReuse, tokens_to_border
 from tcdeploy.engine.schedule.sequence import Chunk, SchedulerOutput, Sequence
 from tcdeploy.engine.schedule.slots import SCRATCH_SLOT, SlotAllocator
 from tcdeploy.engine.schedule.step_costs import StepPredictor
 from tcdeploy.engine.schedule.step_size import MIN_CHUNK_TOKENS, Backlog, choose_step_tokens
+from tcdeploy.planning.memory import MIN_LONE_SNAPSHOT_TOKENS, MIN_SNAPSHOT_TOKENS
 
 LOOKAHEAD_BLOCKS = 8  # with blocks of 16 tokens, a row's block table changes once in 128 steps
 MAX_BACKLOG_PROMPTS = 256  # most waiting prompts that are considered when the size of a step is chosen
@@ -58,6 +60,8 @@ class SchedulerConfig(NamedTuple):
     itl_target_ms: float | None = None  # of a mixed step's predicted time; None: the default of step_size.py
     min_chunk_tokens: int = MIN_CHUNK_TOKENS  # prompt tokens that a mixed step always has room for
     has_slots: bool = False  # whether layers keep state in slots, of which there is one for each row
+    min_snapshot_tokens: int = MIN_SNAPSHOT_TOKENS  # of a prompt between two snapshots of its state
+    min_lone_snapshot_tokens: int = MIN_LONE_SNAPSHOT_TOKENS  # of a prompt that shares no such prefix
 
 
 class SchedulerStats(NamedTuple):
@@ -83,6 +87,9 @@ class Scheduler:
         assert largest_step == config.prefill_tokens, "every prompt is computed in steps that exist"
         self.config = config
         self.allocator = allocator
+        self.prefixes = PrefixReuse(
+            allocator, config.has_slots, config.min_snapshot_tokens, config.min_lone_snapshot_tokens
+        )
         self.slots = SlotAllocator(config.max_rows + 1 if config.has_slots else 0)
         self.predictor = predictor
         self.waiting: deque[Sequence] = deque()
@@ -92,7 +99,6 @@ class Scheduler:
         self._admitted: dict[Sequence, None] = {}  # prefilling and running, in order of admission
         self._consecutive_prefills = 0
         self._just_preempted: set[Sequence] = set()  # by the step that is being scheduled
-        self._unregistered_chunks: tuple[Chunk, ...] = ()  # of the last step
 
     @property
     def has_work(self) -> bool:
@@ -130,8 +136,12 @@ class Scheduler:
         None if there is no work, or if nothing can run until tokens in flight are read.
         """
         self._just_preempted.clear()
-        self._register_prefixes()
+        self.prefixes.start_step()
         self._release_finished()
+        step = self._schedule_step()
+        return step and step._replace(restores=self.prefixes.restores, snapshots=self.prefixes.snapshots)
+
+    def _schedule_step(self) -> SchedulerOutput | None:
         if self.config.mixed_steps and 0 < 2 * len(self.running) <= self.config.prefill_tokens:
             self._make_room_for_new_group()
             decode = self._schedule_decode()
@@ -177,8 +187,7 @@ class Scheduler:
         self._admitted.clear()
         self.prefilling.clear()
         self.running.clear()
-        self._unregistered_chunks = ()
-        self.allocator.reset_prefix_cache()
+        self.prefixes.reset()
 
     def requeue_admitted(self) -> None:
         """Return all admitted sequences to the queue, so that no row, block or slot is in use.
@@ -190,12 +199,6 @@ class Scheduler:
             sequence.num_computed_tokens = 0
             self.waiting.appendleft(sequence)
 
-    def _register_prefixes(self) -> None:
-        """Register the blocks that the last step's chunks write. A sequence released since then has none left."""
-        for sequence, _, stop in self._unregistered_chunks:
-            self.allocator.register(sequence.token_ids, sequence.blocks, stop, sequence.adapter_id)
-        self._unregistered_chunks = ()
-
     def _release_finished(self) -> None:
         """Release sequences whose last token is sampled: they need no row, even if the host has not read the token."""
         for sequence in self.running.copy():
@@ -205,8 +208,8 @@ class Scheduler:
     def _schedule_prefill(self, step_tokens: int, rows: int = 0) -> tuple[Chunk, ...]:
         """Prompts in order of arrival for a step of `step_tokens` tokens, of which `rows` belong to decode rows.
 
-        Updates their sequences as if the step had run. The last prompt is split if it does not fit, and the first if it
-        is long.
+        Updates their sequences as if the step had run. The last prompt is split if it does not fit, the first if it is
+        long, and any where its state is kept.
         """
         token_budget = step_tokens - rows
         chunk_sizes: list[int] = []  # of the prompts in `prefilling`, from the first on
@@ -217,23 +220,25 @@ class Scheduler:
                 break
             is_long = sequence.num_uncomputed_tokens > LONG_PROMPT_STEPS * token_budget
             is_shared = self.config.mixed_steps and is_long and not chunk_sizes
-            size = token_budget - token_budget // 2 if is_shared else min(token_budget, sequence.num_uncomputed_tokens)
-            chunk_sizes.append(size)
-            token_budget -= size
+            size = token_budget - token_budget // 2 if is_shared else token_budget
+            chunk_sizes.append(min(size, tokens_to_border(sequence)))
+            token_budget -= chunk_sizes[-1]
         if chunk_sizes:
-            chunk_sizes[0] += min(token_budget, self.prefilling[0].num_uncomputed_tokens - chunk_sizes[0])
-        self._unregistered_chunks = tuple(
+            chunk_sizes[0] += min(token_budget, tokens_to_border(self.prefilling[0]) - chunk_sizes[0])
+        chunks = tuple(
             Chunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + size)
             for sequence, size in zip(self.prefilling, chunk_sizes, strict=False)
         )
-        for sequence, _, stop in self._unregistered_chunks:
+        self.prefixes.launch(chunks)
+        for sequence, _, stop in chunks:
             sequence.num_computed_tokens = stop
             if stop == len(sequence.token_ids):  # only the chunk that ends the prompt samples a token
                 sequence.num_in_flight += 1
                 self.prefilling.remove(sequence)
                 self.running.append(sequence)
-        assert len(self.prefilling) <= 2, "only the first prompt and the last one in a step are split"
-        return self._unregistered_chunks
+        keeps_state = self.allocator.snapshots.capacity > 0
+        assert len(self.prefilling) <= 2 or keeps_state, "only the first prompt and the last one in a step are split"
+        return chunks
 
     def _admit(self) -> Sequence | None:
         """Admit the next sequence and allocate its blocks. None if it has to wait; then no other one is admitted."""
@@ -244,16 +249,16 @@ class Scheduler:
             return None
         if sequence in self._just_preempted:  # its decode row has to be emptied first
             return None
-        wants_prompt_logprobs = sequence.params.prompt_logprobs is not None  # cached tokens have to be scored too
-        shared = [] if wants_prompt_logprobs else self.allocator.match(sequence.token_ids, sequence.adapter_id)
-        missing = self.allocator.blocks_for(len(sequence.token_ids)) - len(shared)
+        match = self.prefixes.match(sequence)
+        missing = self.allocator.blocks_for(len(sequence.token_ids)) - len(match.blocks)
         watermark = len(self._admitted)  # each may need a block at the next step, and would preempt this sequence
         if missing + watermark > self.allocator.num_allocatable:
-            self.allocator.release(shared)
+            self.allocator.release(match.blocks)
             return None
-        sequence.blocks = shared + self.allocator.allocate(missing)
+        sequence.blocks = match.blocks + self.allocator.allocate(missing)
         sequence.slot = self.slots.allocate()
-        sequence.num_computed_tokens = (len(sequence.blocks) - missing) * self.allocator.block_size
+        sequence.num_computed_tokens = len(match.blocks) * self.allocator.block_size
+        self.prefixes.admit(sequence, match)
         sequence.prefix_hit_tokens += sequence.num_computed_tokens
         if not sequence.admitted_at:
             sequence.admitted_at, sequence.cached_prompt_tokens = time.perf_counter(), sequence.num_computed_tokens

@@ -4,7 +4,7 @@ Beside bit masks, a batch is the only input of the runner. It refers to no objec
 it, so the runner can be in another thread, process or rank. It contains the differences from the previous batch:
 `StepBatchBuilder` compares the running sequences with those of the previous batch by their ids, and
 engine/step/rows.py applies the differences to the decode rows on the device. If the same sequences decode again, in the
-same blocks, the batch contains their number only: 11 bytes.
+same blocks, the batch contains their number only: 13 bytes.
 
 The bit masks of constrained outputs are not part of a batch: they depend on tokens that may be unread when the forward
 pass is launched. They follow in a buffer of their own, whose row i belongs to the i-th constrained output of the step.
@@ -97,6 +97,8 @@ class StepBatch(Struct, array_like=True, frozen=True, gc=False):
     # Pad a step with chunks to a size that is captured during start-up and has at least so many tokens, so that the
     # results of equal steps can be compared. None: pad it less once a smaller size is captured.
     early_size_from: int | None = None
+    restores: list[tuple[int, int]] = []  # (source, target) slots: copied before the step reads or writes any slot
+    snapshots: list[tuple[int, int]] = []  # copied right after the step, so the source's next owner cannot be faster
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +133,8 @@ class StepBatchBuilder:
             blocks=self._new_blocks(running) if step.decode else [],
             chunks=self._chunks(step.chunks),
             lengths=[sequence.num_computed_tokens for sequence in step.decode] if step.chunks else [],
+            restores=list(step.restores),
+            snapshots=list(step.snapshots),
         )
 
     def empty_rows(self) -> StepBatch:

@@ -120,10 +120,12 @@ class ModelRunner:
         """Launch a step, whose outputs are those of `StepBatch.output_rows`. Their tokens are the greedy ones."""
         assert batch.num_tokens, "`apply` takes a batch without a step"
         self.apply(batch)
-        # A chunk at position 0 starts from the initial value. At most two of a step continue a prompt.
-        continued = [chunk for chunk in batch.chunks if chunk.scored_ids and chunk.start]
-        self._earlier_states = {chunk.slot: self.slot_states.save(chunk.slot) for chunk in continued}
-        return self._run_prefill(batch) if batch.chunks else self._run_decode(batch.num_decoding)
+        self.slot_states.copy(batch.restores)
+        # A chunk at position 0 starts from the initial value. At most two scored chunks of a step continue a prompt.
+        self._earlier_states = {c.slot: self.slot_states.save(c.slot) for c in batch.chunks if c.scored_ids and c.start}
+        output = self._run_prefill(batch) if batch.chunks else self._run_decode(batch.num_decoding)
+        self.slot_states.copy(batch.snapshots)
+        return output
 
     def apply(self, batch: StepBatch) -> None:
         """Change the decode rows as the batch says."""
@@ -228,8 +230,7 @@ class ModelRunner:
         rows = torch.full((1,), self.decode_rows.padding_row, device=device)
         masks = torch.full((1, -(-self.vocab_size // 32)), -1, dtype=torch.int32, device=device)
         features = Features(penalties=True, filters=True, biases=True, masks=True)
-        parameters = self.decode_rows.sampling
-        sampling.sample(logits, parameters, token, features, rows, masks, token, self._backend)
+        sampling.sample(logits, self.decode_rows.sampling, token, features, rows, masks, token, self._backend)
         self.logprobs(logits, token, 1)
 
     @torch.no_grad()
@@ -259,9 +260,8 @@ class ModelRunner:
         state = self.slot_states.save(chunk.slot)
         with reuse_body_output(self.model) if self.has_model else contextlib.nullcontext():
             for begin in range(0, len(chunk.scored_ids), PROMPT_LOGPROBS_CHUNK):
-                next_ids = torch.tensor(
-                    chunk.scored_ids[begin : begin + PROMPT_LOGPROBS_CHUNK], device=self.plan.device
-                )
+                scored_ids = chunk.scored_ids[begin : begin + PROMPT_LOGPROBS_CHUNK]
+                next_ids = torch.tensor(scored_ids, device=self.plan.device)
                 if chunk.start:
                     self.slot_states.restore(chunk.slot, self._earlier_states[chunk.slot])
                 rows = torch.arange(begin, begin + len(next_ids), device=self.plan.device)

@@ -1,7 +1,7 @@
 """The tensors that layers keep between steps, allocated once, and the objects through which modules find them.
 
     AttentionSpec   K and V, each [blocks, block_size, kv_heads, dim]; block 0 is for padding tokens
-    SlotState       each of its tensors as [slots, *shape of one sequence]; slot 0 is the scratch slot
+    SlotState       each of its tensors as [slots + snapshots, *shape of one sequence]; slot 0 is the scratch slot
     NoState         none
 
 No sequence uses block 0 or slot 0: padding writes there, so nothing downstream needs a special case for padding. K and
@@ -47,7 +47,7 @@ def allocate_state(plan: Plan, architecture: Architecture) -> list[StateTensors]
             raise
         size = f"{plan.kv_blocks} KV blocks ({plan.kv_bytes / 2**30:.1f} GiB)"
         if plan.slots:
-            size += f" and {plan.slots} state slots ({plan.slot_bytes / 2**30:.1f} GiB)"
+            size += f" and {plan.slots + plan.snapshots} state slots ({plan.slot_bytes / 2**30:.1f} GiB)"
         raise SpaceError(
             f"{size} do not fit into the free memory",
             "free GPU memory (nvidia-smi lists the processes that use it), or lower --memory-fraction",
@@ -92,7 +92,7 @@ def _allocate(plan: Plan, state: LayerState) -> StateTensors:
         return tuple(_zeros((*block, dim), plan.kv_dtype, plan.device) for dim in (state.head_dim, state.v_head_dim))
     if isinstance(state, SlotState):
         return tuple(
-            _zeros((plan.slots, *tensor.shape), tensor.dtype or plan.compute_dtype, plan.device)
+            _zeros((plan.slots + plan.snapshots, *tensor.shape), tensor.dtype or plan.compute_dtype, plan.device)
             for tensor in state.tensors
         )
     return ()
