@@ -1,4 +1,7 @@
-"""The op `gated_delta`: the gated delta rule over packed sequences. recurrence.py computes it."""
+"""The op `gated_delta`: the gated delta rule, also with decays by channel (KDA), over packed sequences.
+
+recurrence.py computes it.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ def gated_delta(
 ) -> Tensor:  # fmt: skip
     """The outputs [tokens, heads, value_dim] of qkv [tokens, columns]: queries, keys, and then values.
 
-    Queries and keys may have fewer heads than values, each shared by consecutive heads of values. a and b [tokens,
-    heads]; a_log and dt_bias [heads]; state [slots, heads, key_dim, value_dim] float32 is updated in place. The others
-    are those of `Sequences`. qkv, a and b must be contiguous only in their last dimension. The result is contiguous,
-    and zero in padding rows.
+    Queries and keys may have fewer heads than values, each shared by consecutive heads of values. b [tokens, heads];
+    a_log [heads]; a [tokens, decays] and dt_bias [decays], with a decay for each head, or for each channel of the keys
+    of each head. state [slots, heads, key_dim, value_dim] float32 is updated in place. The others are those of
+    `Sequences`. qkv, a and b must be contiguous only in their last dimension. The result is contiguous, and zero in
+    padding rows.
     """
     sequences = Sequences(starts, seq_lens, slots, host_scalars, row_seq_lens, row_slots)
     return recurrence.compute(make_inputs(qkv, a, b, a_log, dt_bias, state), state, sequences)
@@ -37,7 +41,9 @@ def make_inputs(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tenso
     """The arguments of the op, with the layout that their shapes determine."""
     _, heads, key_dim, _ = state.shape
     key_heads = recurrence.count_key_heads(qkv.shape[1], state)
-    recurrence.check_heads(heads, (a, b), (a_log, dt_bias))
+    by_channel = a.shape[1] != heads
+    recurrence.check_heads(heads, (b,), (a_log,))
+    recurrence.check_heads(heads * key_dim if by_channel else heads, (a,), (dt_bias,))
     keys = key_heads * key_dim
-    layout = Layout(heads, heads // key_heads, key_dim, state.shape[3], 0, keys, 2 * keys)
+    layout = Layout(heads, heads // key_heads, key_dim, state.shape[3], 0, keys, 2 * keys, by_channel)
     return Inputs(qkv, layout, a, a_log, dt_bias, key_dim**-0.5, b=b)
