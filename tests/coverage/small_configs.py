@@ -73,6 +73,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "bamba": {**_MAMBA_HEADS, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {**_MAMBA_HEADS, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "kimi_linear": {"linear_num_heads": HEADS, "linear_head_dim": HEAD_DIM},
     "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
     "nemo_speechlm": {
         "text_config.layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
