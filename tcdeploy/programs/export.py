@@ -30,7 +30,7 @@ from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.foreign_ops import foreign_ops, graph_modules, op_name
 from tcdeploy.programs.roles import ROLE, Role, role_of_name
 from tcdeploy.programs.step_program import InputSpec, ProgramCall, StepProgram
-from tcdeploy.programs.traced_layers import TracedLayer, bound_state, find_tuple_lengths, replace_layers
+from tcdeploy.programs.traced_layers import TracedLayer, bound_state, find_outputs, replace_layers
 from tcdeploy.torch_compat.dynamo.mark_dynamic import dynamic_dims, tensors_in
 from tcdeploy.torch_compat.dynamo.operation_trace import trace_operations
 
@@ -103,7 +103,7 @@ class _StepExport:
         self._model, self._layers, self._inputs = model, layers, inputs
         self._compile_options, self._equal_layers = compile_options, equal_layers
         self._kinds = [layer.kind for layer in layers]
-        self._tuple_lengths = find_tuple_lengths(model, layers, inputs)
+        self._outputs = find_outputs(model, layers, inputs)
         self._calls: list[ProgramCall] = []
         self._exported: dict[str, ExportedProgram] = {}
         self._specs: dict[str, tuple[InputSpec, ...]] = {}
@@ -140,7 +140,8 @@ class _StepExport:
             calls[index] = _LayerCall(args, kwargs)
             hidden, *others = tensors_in((args, kwargs))
             rows = last_rows[0] if last_rows and index == len(self._layers) - 1 else None
-            output, length = layer_operator(hidden, others, rows, index), self._tuple_lengths[index]
+            length, dtype = self._outputs[index]
+            output = layer_operator(hidden, others, rows, index, dtype)
             return (output, *[None] * (length - 1)) if length else output
 
         def forward(values: list[Tensor]) -> Any:
@@ -168,7 +169,7 @@ class _StepExport:
     def _add_layer(self, number: int, node: Node, call: _LayerCall) -> None:
         """Export a layer and add its call. An equal layer that was called with equal arguments has the same program."""
         layer = self._layers[number]
-        hidden, others, rows, _ = node.args
+        hidden, others, rows, *_ = node.args
         arguments = [self._values[argument] for argument in (hidden, *others)]  # type: ignore[misc,index]
         tensors = {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}
         weights = [_Input(f"weight/{layer.path}.{name}", tensor) for name, tensor in tensors.items()]
@@ -189,7 +190,7 @@ class _StepExport:
             named_weights = dict(zip(tensors, weights, strict=True))
             with bound_state(layer.bindings, state, step):
                 output = torch.func.functional_call(layer.module, named_weights, *call.with_tensors(arguments))
-            if self._tuple_lengths[number] and not any(item is not None for item in output[1:]):
+            if isinstance(output, tuple) and all(item is None for item in output[1:]):
                 output = output[0]
             if not isinstance(output, Tensor):
                 raise NotImplementedError(f"{layer.path} returns a {type(output).__name__}, not a tensor")

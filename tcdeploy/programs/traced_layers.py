@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tcdeploy.kernels.attention.metadata import Step
 from tcdeploy.kernels.state.layer_state import LayerBinding
+from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.regions import LayerKind
 from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call, set_compiled_call
@@ -32,25 +33,34 @@ class TracedLayer(NamedTuple):
         return dict(zip(self.state_names, tensors, strict=True))
 
 
+class LayerOutput(NamedTuple):
+    """What a layer returns: a tuple of this length, or 0 for a tensor; and its dtype, "" for that of its input."""
+
+    tuple_length: int = 0
+    dtype: str = ""
+
+
 class _AllKindsReturned(Exception):  # noqa: N818 - it ends a forward pass early
     pass
 
 
-def find_tuple_lengths(model: nn.Module, layers: Sequence[TracedLayer], inputs: StepInputs) -> list[int]:
-    """The length of the tuple that each layer returns, 0 for a tensor, from a pass without values.
+def find_outputs(model: nn.Module, layers: Sequence[TracedLayer], inputs: StepInputs) -> list[LayerOutput]:
+    """What each layer returns, from a pass without values, which ends when a layer of each kind has returned.
 
-    The layers of Bamba and Falcon-H1 return tuples. The pass ends when a layer of each kind has returned.
+    The layers of Bamba and Falcon-H1 return tuples, and those of Mamba-2 float32 in models of other dtypes.
     """
     all_kinds = [layer.kind for layer in layers]
     kinds = [all_kinds.index(kind) for kind in all_kinds]
-    lengths: dict[int, int] = {}
+    outputs: dict[int, LayerOutput] = {}
 
     def run_layer(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = layers[index]
         with bound_state(layer.bindings, [*layer.named_state.values()], inputs.step):
             output = layer.module.forward(*args, **kwargs)
-        lengths[kinds[index]] = len(output) if isinstance(output, tuple) else 0
-        if len(lengths) == len(set(kinds)):
+        is_tuple = isinstance(output, tuple)
+        dtype = dtype_name((output[0] if is_tuple else output).dtype)
+        outputs[kinds[index]] = LayerOutput(len(output) if is_tuple else 0, dtype)
+        if len(outputs) == len(set(kinds)):
             raise _AllKindsReturned
         return output
 
@@ -58,7 +68,7 @@ def find_tuple_lengths(model: nn.Module, layers: Sequence[TracedLayer], inputs: 
     with contextlib.suppress(Exception), replace_layers(layers, run_layer), fake_tensors():
         # Code that fails here also fails in the export, which reports it.
         model(input_ids=given["input_ids"], position_ids=given["position_ids"], use_cache=False)
-    return [lengths.get(kind, 0) for kind in kinds]
+    return [outputs.get(kind, LayerOutput()) for kind in kinds]
 
 
 @contextlib.contextmanager

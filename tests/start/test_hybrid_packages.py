@@ -32,6 +32,7 @@ TOKENS = 12
 _DELTA_NET = "0/conv 0/delta 1/conv 1/delta 2/k 2/v"
 STATES = {
     "qwen3_next": _DELTA_NET, "qwen3_5_text": _DELTA_NET, "kimi_linear": _DELTA_NET,
+    "olmo_hybrid": _DELTA_NET, "mamba2": "0/conv 0/ssm 1/conv 1/ssm 2/conv 2/ssm",
     "lfm2": "0/conv 1/k 1/v 2/conv", "bamba": "0/conv 0/ssm 1/conv 1/ssm 2/k 2/v",
     "falcon_h1": "0/conv 0/ssm 1/k 1/v 2/conv 2/ssm 3/k 3/v",
 }  # fmt: skip
@@ -45,6 +46,8 @@ STATES = {
         ("lfm2", "bucket"),
         ("kimi_linear", "dynamic"),
         ("bamba", "dynamic"),  # its layers return (hidden states, None)
+        pytest.param("olmo_hybrid", "bucket", marks=pytest.mark.long),
+        ("mamba2", "dynamic"),
         ("falcon_h1", "bucket"),  # (hidden states,), and two states
     ],
 )

@@ -74,6 +74,7 @@ class Inputs(NamedTuple):
     d: Tensor | None = None  # [heads]
     min_dt: float = 0.0
     max_dt: float = float("inf")
+    max_beta: float = 1.0
 
 
 def count_key_heads(columns: int, state: Tensor) -> int:
@@ -147,7 +148,7 @@ def _parts(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
     values = x[:, layout.value_column : layout.value_column + layout.heads * layout.value_dim]
     dt = functional.softplus(inputs.a.float() + inputs.dt_bias.float()).clamp(inputs.min_dt, inputs.max_dt)
-    beta = dt if inputs.b is None else inputs.b.float().sigmoid()
+    beta = dt if inputs.b is None else inputs.max_beta * inputs.b.float().sigmoid()
     log_decay = -inputs.a_log.float().exp()[:, None] * dt.unflatten(1, (layout.heads, -1))
     q, k = keys(layout.query_column) * inputs.scale, keys(layout.key_column)
     return q, k, values.unflatten(1, (-1, layout.value_dim)), log_decay, beta
@@ -213,7 +214,7 @@ def _launch_rows(out: Tensor, inputs: Inputs, state: Tensor, sequences: Sequence
         (-(-layout.value_dim // values), layout.heads, rows),
         out, inputs.x, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, inputs.d, state,
         sequences.starts, sequences.row_seq_lens, sequences.row_slots,
-        *_strides(inputs), inputs.min_dt, inputs.max_dt, inputs.scale, EPS,
+        *_strides(inputs), inputs.min_dt, inputs.max_dt, inputs.max_beta, inputs.scale, EPS,
         *layout, inputs.b is not None, next_power_of_2(layout.key_dim), values, num_warps=STEP_WARPS,
     )  # fmt: skip
 
@@ -234,8 +235,8 @@ def _launch_chunks(out: Tensor, inputs: Inputs, state: Tensor, sequences: Sequen
     SOLVE_KERNEL.launch(
         (layout.heads, parts),
         inverses, products, totals, betas, x, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, starts, seq_lens, count,
-        *_strides(inputs), inputs.min_dt, inputs.max_dt, inputs.scale, EPS, *constants, CHUNK.bit_length() - 1,
-        num_warps=SOLVE_WARPS, num_stages=1,
+        *_strides(inputs), inputs.min_dt, inputs.max_dt, inputs.max_beta, inputs.scale, EPS,
+        *constants, CHUNK.bit_length() - 1, num_warps=SOLVE_WARPS, num_stages=1,
     )  # fmt: skip
     values = min(SCAN_VALUES, max(next_power_of_2(layout.value_dim), 16))
     SCAN_KERNEL.launch(

@@ -24,15 +24,16 @@ def _time_step(x, min_dt, max_dt):
 
 @ignore_comments
 @triton.jit
-def _beta(token, mask, head, b, b_stride):
-    return 1 / (1 + tl.exp(-tl.load(b + token.to(tl.int64) * b_stride + head, mask=mask, other=0).to(tl.float32)))
+def _beta(token, mask, head, b, b_stride, max_beta):
+    x = tl.load(b + token.to(tl.int64) * b_stride + head, mask=mask, other=0).to(tl.float32)
+    return max_beta / (1 + tl.exp(-x))
 
 
 @ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _step_kernel(
     out, x, a, b, a_log, dt_bias, d, state, starts, row_seq_lens, row_slots,
-    x_stride, a_stride, b_stride, min_dt, max_dt, scale, eps,
+    x_stride, a_stride, b_stride, min_dt, max_dt, max_beta, scale, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, BY_CHANNEL: tl.constexpr,
     DELTA: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
@@ -74,7 +75,7 @@ def _step_kernel(
             x_dt = tl.load(a + row.to(tl.int64) * a_stride + head).to(tl.float32)
             dt = _time_step(x_dt + tl.load(dt_bias + head).to(tl.float32), min_dt, max_dt)
             matrix *= tl.exp(-rate * dt)
-        beta = dt if b is None else _beta(row, True, head, b, b_stride)
+        beta = dt if b is None else _beta(row, True, head, b, b_stride, max_beta)
         correction = beta * v
         if DELTA:
             correction -= beta * tl.sum(matrix * k[:, None], 0)
@@ -104,7 +105,7 @@ def _load_keys(start, rows, row_mask, stride, eps, KEY_DIM: tl.constexpr, KEYS: 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _solve_kernel(
     inverses, products, totals, betas, x, a, b, a_log, dt_bias, starts, seq_lens, sequences,
-    x_stride, a_stride, b_stride, min_dt, max_dt, scale, eps,
+    x_stride, a_stride, b_stride, min_dt, max_dt, max_beta, scale, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, BY_CHANNEL: tl.constexpr,
     DELTA: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, FLOAT32: tl.constexpr, LEVELS: tl.constexpr,
@@ -154,7 +155,7 @@ def _solve_kernel(
         decay = tl.exp(tl.where(is_past, total[:, None] - total[None, :], 0))
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         tl.store(products + cells, tl.where(is_past, product * decay, 0))
-    beta = dt if b is None else _beta(token, mask, head, b, b_stride)
+    beta = dt if b is None else _beta(token, mask, head, b, b_stride, max_beta)
     tl.store(betas + cell + i, beta)
     if DELTA:
         if not BY_CHANNEL:

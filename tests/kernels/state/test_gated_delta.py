@@ -124,6 +124,19 @@ def test_strong_decays_do_not_overflow(form: str, shape: str, shift: float, devi
 
 
 @pytest.mark.parametrize("form", COMPUTE)
+@pytest.mark.parametrize("name", ["rows", "continued chunks at borders"])
+def test_beta_up_to_2(form: str, name: str, device: str) -> None:
+    case = CASES[name]
+    qkv, a, b, a_log, dt_bias, state = make_tensors(case, SHAPES["grouped"], torch.float32, device)
+    b = b.clamp(max=-1)  # 2 * sigmoid(b) is the sigmoid of a logit
+    double = (2 * b.sigmoid()).logit()
+    out, after = expected(case, qkv, a, double, a_log, dt_bias, state)
+    inputs = make_inputs(qkv, a, b, a_log, dt_bias, state, max_beta=2.0)
+    assert_close(COMPUTE[form](inputs, state, case.sequences(device)), out, atol=2e-5, rtol=1e-4)
+    assert_close(state, after, equal_nan=True, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", COMPUTE)
 @pytest.mark.parametrize("shape", ["grouped", "by channel"])
 def test_equal_keys_without_decay_lose_no_accuracy(form: str, shape: str, device: str) -> None:
     """The inverse of the system is then the most sensitive: its powers grow to 1e18 before they cancel."""
