@@ -46,6 +46,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16,
         "n_groups": 2, "state_size": 24, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
     },
+    "zamba2": {
+        **_SIZES, "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 8,
+        "mamba_ngroups": 2, "mamba_d_state": 24, "num_key_value_heads": 4,
+        "time_step_min": 1e-9,  # the decode steps of `generate` do not apply it
+    },
     "granitemoehybrid": {
         **_SIZES, **_MAMBA, "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2,
         "shared_intermediate_size": 32, "layer_types": ["linear_attention", "linear_attention", "full_attention"],

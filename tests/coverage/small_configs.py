@@ -75,6 +75,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_MAMBA_HEADS, "layer_types": ["linear_attention", "full_attention"] * 2},
     "kimi_linear": {"linear_num_heads": HEADS, "linear_head_dim": HEAD_DIM},
     "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * HEAD_DIM,
+    },
     "zamba2": {
         "n_mamba_heads": 8, "mamba_headdim": HEAD_DIM, "mamba_ngroups": 1, "attention_hidden_size": 2 * HIDDEN,
         "attention_head_dim": 2 * HEAD_DIM, "layers_block_type": ["linear_attention", "hybrid"] * 2,
