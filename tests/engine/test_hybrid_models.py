@@ -16,10 +16,13 @@ from transformers import AutoConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer
 
 from tcdeploy.engine.schedule.sequence import SamplingParams
-from tcdeploy.errors import UnsupportedModelError
+from tcdeploy.errors import UnsupportedModelError, UsageError
 from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.models.probe import probe_model
 from tcdeploy.planning.architecture import AttentionSpec, SlotState
+from tcdeploy.planning.decision import Decisions
+from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.planning.sizes import decide_context
 from tcdeploy.start.deployment import Deployment
 from tests.conftest import reset_programs
 from tests.engine.test_canary import recorded_canary, run_round
@@ -81,6 +84,19 @@ def test_the_probe_describes_what_a_layer_keeps(family: str, states: dict[str, t
     assert isinstance(first, SlotState) and {tensor.name: tensor.shape for tensor in first.tensors} == states
     assert [tensor.dtype for tensor in first.tensors] == ["", "float32"][: len(states)]
     assert all(isinstance(state, AttentionSpec) for state in architecture.attention_layers)
+
+
+@pytest.mark.parametrize(("requested", "context"), [(None, 32768), (1 << 20, 1 << 20)])
+def test_without_attention_and_a_limit_the_context_is_a_default_or_what_is_requested(
+    requested: int | None, context: int
+) -> None:
+    architecture = probe_model(
+        AutoConfig.for_model("mamba2", **FAMILIES["mamba2"]), mechanisms=MECHANISMS.values()
+    ).architecture
+    recipe = build_recipe(model="m", context=requested)
+    assert architecture.context == 0 and decide_context(recipe, architecture, Decisions()) == context
+    with pytest.raises(UsageError, match="between 2 and 1048576"):
+        decide_context(build_recipe(model="m", context=(1 << 20) + 1), architecture, Decisions())
 
 
 @pytest.mark.parametrize(
