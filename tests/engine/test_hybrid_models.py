@@ -21,7 +21,7 @@ from tcdeploy.kernels.state.mechanisms import MECHANISMS
 from tcdeploy.models.probe import probe_model
 from tcdeploy.planning.architecture import AttentionSpec, SlotState
 from tcdeploy.planning.decision import Decisions
-from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.planning.recipe import Recipe
 from tcdeploy.planning.sizes import decide_context
 from tcdeploy.start.deployment import Deployment
 from tests.conftest import reset_programs
@@ -93,10 +93,10 @@ def test_without_attention_and_a_limit_the_context_is_a_default_or_what_is_reque
     architecture = probe_model(
         AutoConfig.for_model("mamba2", **FAMILIES["mamba2"]), mechanisms=MECHANISMS.values()
     ).architecture
-    recipe = build_recipe(model="m", context=requested)
+    recipe = Recipe(model="m", context=requested)
     assert architecture.context == 0 and decide_context(recipe, architecture, Decisions()) == context
     with pytest.raises(UsageError, match="between 2 and 1048576"):
-        decide_context(build_recipe(model="m", context=(1 << 20) + 1), architecture, Decisions())
+        decide_context(Recipe(model="m", context=(1 << 20) + 1), architecture, Decisions())
 
 
 @pytest.mark.parametrize(
