@@ -102,6 +102,25 @@ def _load_keys(start, rows, row_mask, stride, eps, KEY_DIM: tl.constexpr, KEYS: 
 
 
 @ignore_comments
+@triton.jit
+def _channel_time_steps(tokens, biases, column, mask, min_dt, max_dt, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
+    """dt [tokens, KEYS]: of each channel of the keys of one head."""
+    key = tl.arange(0, KEYS)
+    x = tl.load(tokens[:, None] + column + key[None, :], mask=mask[:, None] & (key < KEY_DIM)[None, :], other=0)
+    bias = tl.load(biases + key, mask=key < KEY_DIM, other=0).to(tl.float32)
+    return _time_step(x.to(tl.float32) + bias[None, :], min_dt, max_dt)
+
+
+@ignore_comments
+@triton.jit
+def _decays_to_border(log_decay, i, block, is_second):
+    """The decays of each channel between a token and the border of its block and the other block of the pair."""
+    is_between = tl.where(is_second[:, None], i[:, None] >= i[None, :], i[:, None] < i[None, :])
+    is_between &= block[:, None] == block[None, :]
+    return tl.exp(tl.dot(is_between.to(tl.float32), log_decay, input_precision="tf32x3"))
+
+
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _solve_kernel(
     inverses, products, totals, betas, x, a, b, a_log, dt_bias, starts, seq_lens, sequences,
@@ -139,10 +158,7 @@ def _solve_kernel(
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     a += token.to(tl.int64) * a_stride
     if BY_CHANNEL:
-        channel, channel_mask = head * KEY_DIM + key, key < KEY_DIM
-        x_dt = tl.load(a[:, None] + channel[None, :], mask=mask[:, None] & channel_mask[None, :], other=0)
-        bias = tl.load(dt_bias + channel, mask=channel_mask, other=0).to(tl.float32)
-        dt = _time_step(x_dt.to(tl.float32) + bias[None, :], min_dt, max_dt)
+        dt = _channel_time_steps(a, dt_bias + head * KEY_DIM, head * KEY_DIM, mask, min_dt, max_dt, KEY_DIM, KEYS)
         log_decay = tl.where(mask[:, None], -rate * dt, 0)
         tl.store(totals + (cell + i)[:, None] * KEYS + key[None, :], tl.cumsum(log_decay, 0))
         product = tl.where(i[:, None] == i[None, :], tl.sum(q * k, 1)[:, None], 0)
@@ -166,11 +182,7 @@ def _solve_kernel(
             is_second = block % 2 == 1
             joins = (block[:, None] == block[None, :] + 1) & is_second[:, None]
             if BY_CHANNEL:
-                to_border = (is_second[:, None] & (i[:, None] >= i[None, :])) | (
-                    (block[:, None] % 2 == 0) & (i[:, None] < i[None, :])
-                )
-                to_border &= block[:, None] == block[None, :]
-                scaling = tl.exp(tl.dot(to_border.to(tl.float32), log_decay, input_precision="tf32x3"))
+                scaling = _decays_to_border(log_decay, i, block, is_second)
                 scaled = tl.trans(k * scaling)
                 product += tl.where(joins, tl.dot(q * scaling, scaled, input_precision=PRECISION), 0)
                 joined = tl.where(joins, beta[:, None] * tl.dot(k * scaling, scaled, input_precision=PRECISION), 0)
