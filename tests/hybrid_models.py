@@ -34,7 +34,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_SIZES, **_EXPERTS, **_DELTA_NET, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
     }},
+    "olmo_hybrid": {**_SIZES, **_DELTA_NET},
+    "kimi_linear": {
+        **_SIZES, "layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3,
+        "linear_num_heads": 4, "linear_head_dim": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "bamba": {**_SIZES, **_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [2]},
+    "mamba2": {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16,
+        "n_groups": 2, "state_size": 24, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+    },
+    "zamba2": {
+        **_SIZES, "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 8,
+        "mamba_ngroups": 2, "mamba_d_state": 24, "num_key_value_heads": 4,
+        "time_step_min": 1e-9,  # the decode steps of `generate` do not apply it
+    },
     "granitemoehybrid": {
         **_SIZES, **_MAMBA, "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2,
         "shared_intermediate_size": 32, "layer_types": ["linear_attention", "linear_attention", "full_attention"],

@@ -40,7 +40,7 @@ from tcdeploy.models.probe_failure import CONFIG_HINT, UnexplainedFailureError, 
 from tcdeploy.models.refusals import Refusals
 from tcdeploy.models.slot_layers import ProbedMechanism, SlotRecorder
 from tcdeploy.models.weight_bytes import PROBE_DTYPE, weight_bytes
-from tcdeploy.planning.architecture import Architecture, LayerState, digest_config
+from tcdeploy.planning.architecture import Architecture, AttentionSpec, LayerState, digest_config
 from tcdeploy.planning.memory import DTYPE_BYTES
 from tcdeploy.torch_compat.dynamo.dispatch_mode import observe_operations
 from tcdeploy.torch_compat.dynamo.fake_tensors import fake_tensors
@@ -113,11 +113,11 @@ def _probe(
     if positions.counts_tokens:
         problem = "computes token positions of its own instead of using position_ids, so prompts cannot be packed"
         refusals.add(UnsupportedArchitectureError(f"{name} {problem}"))
-    context = getattr(text_config, "max_position_embeddings", None)
-    if not context:
+    context = getattr(text_config, "max_position_embeddings", None) or 0
+    if not context and not _has_only_slots(layer_states):
         refusals.add(UnsupportedArchitectureError(f"{name} has no max_position_embeddings in its config"))
     refusals.raise_all()
-    assert model is not None and context
+    assert model is not None
     packed_linears = _find_packed_linears(model, linear_recorder)
     architecture = Architecture(
         model_type=name,
@@ -226,6 +226,10 @@ def _find_packed_linears(model: nn.Module, recorder: _LinearRecorder) -> tuple[t
                 key = (tensor_id, path.rpartition(".")[0], module.bias is not None)
                 groups.setdefault(key, []).append(path)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _has_only_slots(states: tuple[LayerState, ...]) -> bool:
+    return bool(states) and not any(isinstance(state, AttentionSpec) for state in states)
 
 
 def _rope_limit(text_config: Any) -> int:

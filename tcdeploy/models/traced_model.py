@@ -41,6 +41,7 @@ from tcdeploy.models.weights.sources import (
 from tcdeploy.models.weights.tensor_names import conversion_error
 from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.torch_compat.tensors_without_storage import supported as can_trace
+from tcdeploy.torch_compat.transformers.initialization import skipping_loaded_modules
 
 
 class NotTraceableError(Exception):
@@ -116,7 +117,7 @@ def trace_model(
     }
     trace = Trace({name: stand_ins.get(name) or stored[name] for name in headers})
     try:
-        with quiet_transformers(), torch.no_grad():
+        with quiet_transformers(), torch.no_grad(), skipping_loaded_modules():
             model = model_of_tensors(plan, without_settings(config), attn_implementation, trace.tensors())
             inserted = insert_quantised_weights(model, quantised, Trace(stored))
             inserted.schemes.update(quantise_model(model, requested_scheme_finder(config), quantise_traced))

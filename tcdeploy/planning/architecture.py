@@ -89,7 +89,7 @@ class Architecture:
     model_type: str
     class_name: str
     weight_bytes: Mapping[str, int]  # by model dtype, of all parameters and buffers; tied ones count once
-    context: int  # longest sequence, in tokens
+    context: int  # longest sequence, in tokens; 0: the config has no limit, and no layer attends
     vocab_size: int
     dtype: str  # of the checkpoint; "" if neither the config nor the checkpoint states one
     layer_states: tuple[LayerState, ...]  # of all decoder layers, in order; one or more for each layer

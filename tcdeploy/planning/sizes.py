@@ -34,6 +34,8 @@ DEFAULT_PREFILL_BUCKETS = (128, 512, 2048)
 GPU_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 256)
 CPU_BATCH_SIZES = (1, 4)
 MIN_GPU_BATCH_SIZES = 2  # of GPU_BATCH_SIZES, however little memory there is
+# Tokens of the longest sequence of models whose state has one size for all lengths, such as Mamba-2.
+DEFAULT_CONTEXT_WITHOUT_ATTENTION, MAX_CONTEXT_WITHOUT_ATTENTION = 32768, 1 << 20
 MIN_PREFILL_SEQUENCES, TOKENS_PER_PREFILL_SEQUENCE = 8, 512
 DYNAMIC_MIN_SIZE = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
@@ -108,7 +110,7 @@ def max_prefill_sequences(max_prefill_tokens: int) -> int:
 
 
 def decide_context(recipe: Recipe, architecture: Architecture, decisions: Decisions) -> int:
-    limit = architecture.rope_limit or architecture.context
+    limit = architecture.rope_limit or architecture.context or MAX_CONTEXT_WITHOUT_ATTENTION
     if recipe.context is not None and not 2 <= recipe.context <= limit:
         message = f"context {recipe.context} is not between 2 and {limit}, the longest that this model supports"
         raise UsageError(message, f"--context {limit}")
@@ -117,6 +119,9 @@ def decide_context(recipe: Recipe, architecture: Architecture, decisions: Decisi
     if architecture.rope_limit:
         reason = "longer sequences would change the rotary factors of the whole batch (longrope, dynamic rope)"
         return decisions.add("context", limit, reason, is_fallback=limit < architecture.context)
+    if not architecture.context:
+        reason = f"the config has no maximum, and no layer attends: --context may be up to {limit}"
+        return decisions.add("context", DEFAULT_CONTEXT_WITHOUT_ATTENTION, reason)
     return decisions.add("context", limit, "the model's maximum")
 
 

@@ -30,7 +30,7 @@ from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
 from tcdeploy.programs import compile_stats
 from tcdeploy.programs.cxx_runtime import check_cxx_runtime
-from tcdeploy.programs.export import ExportedStep, TracedLayer, export_step
+from tcdeploy.programs.export import ExportedStep, export_step
 from tcdeploy.programs.jit import inductor_options
 from tcdeploy.programs.model_forward import StepInputs, TransformersForward, step_tensors
 from tcdeploy.programs.packages import PackagedForward, StepProgramKey
@@ -38,6 +38,7 @@ from tcdeploy.programs.passes.foreign_ops import graph_modules
 from tcdeploy.programs.roles import ROLE, TOKEN_DIMS, compiling, log_no_roles
 from tcdeploy.programs.stances import current_stance
 from tcdeploy.programs.step_program import StepProgram
+from tcdeploy.programs.traced_layers import TracedLayer
 from tcdeploy.torch_compat.dynamo import compile_refusal
 from tcdeploy.torch_compat.dynamo.mark_dynamic import mark_dynamic
 from tcdeploy.torch_compat.inductor.aot_package import start_package

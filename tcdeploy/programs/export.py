@@ -11,7 +11,6 @@ step, except for sizes marked as dynamic (torch_compat/dynamo/mark_dynamic.py).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -24,37 +23,20 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
-from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata, Step
-from tcdeploy.kernels.state.layer_state import LayerBinding
+from tcdeploy.kernels.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from tcdeploy.planning.dtypes import dtype_name
 from tcdeploy.programs.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.foreign_ops import foreign_ops, graph_modules, op_name
-from tcdeploy.programs.regions import LayerKind
 from tcdeploy.programs.roles import ROLE, Role, role_of_name
 from tcdeploy.programs.step_program import InputSpec, ProgramCall, StepProgram
-from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call, set_compiled_call
+from tcdeploy.programs.traced_layers import TracedLayer, bound_state, find_outputs, replace_layers
 from tcdeploy.torch_compat.dynamo.mark_dynamic import dynamic_dims, tensors_in
 from tcdeploy.torch_compat.dynamo.operation_trace import trace_operations
 
 METADATA_CHECK = "aten::_assert_tensor_metadata"
 MIN_DYNAMIC_SIZE = 2  # torch specialises programs on sizes of 0 and 1
 MAX_DYNAMIC_SIZE = 1 << 31  # a program must allow at least this size; torch's own limit is larger
-
-
-class TracedLayer(NamedTuple):
-    """A decoder layer of the model, and the objects in which its modules find their state and the step."""
-
-    module: nn.Module
-    path: str
-    bindings: tuple[LayerBinding, ...]
-    state_names: tuple[str, ...]  # as in a step program
-    kind: LayerKind
-
-    @property
-    def named_state(self) -> dict[str, Tensor]:
-        tensors = (tensor for binding in self.bindings for tensor in binding.state)
-        return dict(zip(self.state_names, tensors, strict=True))
 
 
 class ExportedStep(NamedTuple):
@@ -121,6 +103,7 @@ class _StepExport:
         self._model, self._layers, self._inputs = model, layers, inputs
         self._compile_options, self._equal_layers = compile_options, equal_layers
         self._kinds = [layer.kind for layer in layers]
+        self._outputs = find_outputs(model, layers, inputs)
         self._calls: list[ProgramCall] = []
         self._exported: dict[str, ExportedProgram] = {}
         self._specs: dict[str, tuple[InputSpec, ...]] = {}
@@ -151,13 +134,23 @@ class _StepExport:
         given = step_tensors(self._inputs)
         step = [_step_input(name, given[name]) for name in ("input_ids", "position_ids", "rows") if name in given]
         calls: dict[int, _LayerCall] = {}
+        last_rows: list[Tensor] = []
+
+        def call_operator(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            calls[index] = _LayerCall(args, kwargs)
+            hidden, *others = tensors_in((args, kwargs))
+            rows = last_rows[0] if last_rows and index == len(self._layers) - 1 else None
+            length, dtype = self._outputs[index]
+            output = layer_operator(hidden, others, rows, index, dtype)
+            return (output, *[None] * (length - 1)) if length else output
 
         def forward(values: list[Tensor]) -> Any:
             input_ids, position_ids, *rows = values[len(names) :]
+            last_rows[:] = rows if self._inputs.selects_in_last_layer else []
             kwargs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
             if rows and not self._inputs.selects_in_last_layer:
                 kwargs["logits_to_keep"] = rows[0]
-            with _replace_layers(self._layers, rows[0] if self._inputs.selects_in_last_layer else None, calls):
+            with replace_layers(self._layers, call_operator):
                 weights = dict(zip(names, values, strict=False))
                 return torch.func.functional_call(self._model, weights, (), kwargs).logits
 
@@ -176,7 +169,7 @@ class _StepExport:
     def _add_layer(self, number: int, node: Node, call: _LayerCall) -> None:
         """Export a layer and add its call. An equal layer that was called with equal arguments has the same program."""
         layer = self._layers[number]
-        hidden, others, rows, _ = node.args
+        hidden, others, rows, *_ = node.args
         arguments = [self._values[argument] for argument in (hidden, *others)]  # type: ignore[misc,index]
         tensors = {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}
         weights = [_Input(f"weight/{layer.path}.{name}", tensor) for name, tensor in tensors.items()]
@@ -195,8 +188,10 @@ class _StepExport:
             attention = _make_metadata(dict(zip(names, metadata, strict=True)))
             step = dataclasses.replace(self._inputs.step, attention_metadata=attention)
             named_weights = dict(zip(tensors, weights, strict=True))
-            with _bound(layer.bindings, state, step):
+            with bound_state(layer.bindings, state, step):
                 output = torch.func.functional_call(layer.module, named_weights, *call.with_tensors(arguments))
+            if isinstance(output, tuple) and all(item is None for item in output[1:]):
+                output = output[0]
             if not isinstance(output, Tensor):
                 raise NotImplementedError(f"{layer.path} returns a {type(output).__name__}, not a tensor")
             return (output[:, values[-1]] if selected else output).contiguous()
@@ -300,45 +295,6 @@ def _check_output(exported: ExportedProgram, expected: Tensor, path: str) -> Non
     node = next(node for node in exported.graph.nodes if node.op == "output").args[0][-1]
     if describe(node.meta["val"]) != describe(expected):
         raise NotImplementedError(f"{path} does not return a tensor like its first argument")
-
-
-@contextlib.contextmanager
-def _replace_layers(
-    layers: Sequence[TracedLayer], last_token_rows: Tensor | None, calls: dict[int, _LayerCall]
-) -> Iterator[None]:
-    """Within the block, a call of layer i is a call of the operator, and is recorded in `calls`."""
-    previous = [get_compiled_call(layer.module) for layer in layers]
-
-    def replacement(index: int) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[index] = _LayerCall(args, kwargs)
-            hidden, *others = tensors_in((args, kwargs))
-            return layer_operator(hidden, others, last_token_rows if index == len(layers) - 1 else None, index)
-
-        return call
-
-    for index, layer in enumerate(layers):
-        set_compiled_call(layer.module, replacement(index))
-    try:
-        yield
-    finally:
-        for layer, compiled_call in zip(layers, previous, strict=True):
-            set_compiled_call(layer.module, compiled_call)
-
-
-@contextlib.contextmanager
-def _bound(bindings: Sequence[LayerBinding], state: Sequence[Tensor], step: Step) -> Iterator[None]:
-    """Within the block, the layer reads `state` and `step`."""
-    previous = [(binding.state, binding.step_holder.step) for binding in bindings]
-    remaining = iter(state)
-    for binding in bindings:
-        binding.state = tuple(itertools.islice(remaining, len(binding.state)))
-        binding.step_holder.step = step
-    try:
-        yield
-    finally:
-        for binding, (tensors, earlier_step) in zip(bindings, previous, strict=True):
-            binding.state, binding.step_holder.step = tensors, earlier_step
 
 
 def _replace_tensors(value: Any, replacements: Iterator[object]) -> Any:

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 _library = torch.library.Library("tcdeploy_export", "DEF")
-_library.define("layer(Tensor hidden, Tensor[] inputs, Tensor? rows, int index) -> Tensor")
+_library.define("layer(Tensor hidden, Tensor[] inputs, Tensor? rows, int index, str dtype) -> Tensor")
 layer_operator = torch.ops.tcdeploy_export.layer.default
 
 
 @torch.library.register_fake("tcdeploy_export::layer", lib=_library)
-def _(hidden: Tensor, inputs: list[Tensor], rows: Tensor | None, index: int) -> Tensor:
-    return torch.empty_like(hidden if rows is None else hidden[:, rows])
+def _(hidden: Tensor, inputs: list[Tensor], rows: Tensor | None, index: int, dtype: str) -> Tensor:
+    """`dtype`: of the result; "" for that of `hidden`."""
+    like = hidden if rows is None else hidden[:, rows]
+    return torch.empty_like(like, dtype=getattr(torch, dtype) if dtype else None)
 
 
 @dataclass

@@ -73,7 +73,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "bamba": {**_MAMBA_HEADS, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {**_MAMBA_HEADS, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "kimi_linear": {"linear_num_heads": HEADS, "linear_head_dim": HEAD_DIM},
     "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * HEAD_DIM,
+    },
+    "zamba2": {
+        "n_mamba_heads": 8, "mamba_headdim": HEAD_DIM, "mamba_ngroups": 1, "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * HEAD_DIM, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+    },
     "nemo_speechlm": {
         "text_config.layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "text_config.time_step_min": 1e-9,  # the decode steps of `generate` do not apply it

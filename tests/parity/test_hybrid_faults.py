@@ -19,18 +19,19 @@ from tests.hybrid_models import save_model
 from tests.parity.test_state_faults import FAULTS, check
 
 Compute = Callable[..., Tensor]
+FAMILIES = ("qwen3_5_text", "kimi_linear", "bamba")
 recur, conv = recurrence.compute_plainly, causal_conv.compute_plainly
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {family: save_model(family, tmp_path_factory.mktemp("model")) for family in ("qwen3_5_text", "bamba")}
+    return {family: save_model(family, tmp_path_factory.mktemp("model")) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, list[Any]]:
     """By family; see test_state_faults.py."""
-    return {"qwen3_5_text": [], "bamba": []}
+    return {family: [] for family in FAMILIES}
 
 
 def changed(**changes: Callable[[Inputs], Any]) -> Compute:
@@ -104,6 +105,12 @@ def with_rolled_keys(inputs: Inputs) -> Tensor:
     return x
 
 
+def by_head(inputs: Inputs) -> Tensor:
+    """Each channel has the decay of the first one of its head."""
+    a = inputs.a.unflatten(1, (inputs.layout.heads, -1))
+    return a[..., :1].expand_as(a).flatten(1)
+
+
 without_decay = changed(a_log=lambda inputs: inputs.a_log - 100)
 RECURRENCE_FAULTS: dict[str, Compute] = {
     "decay is left out": without_decay,
@@ -118,6 +125,8 @@ RECURRENCE_FAULTS: dict[str, Compute] = {
 OP_FAULTS: dict[str, tuple[str, Any, Compute]] = {
     **{name: ("qwen3_5_text", recurrence, compute) for name, compute in RECURRENCE_FAULTS.items()},
     **{f"{name} in Mamba-2": ("bamba", recurrence, compute) for name, compute in RECURRENCE_FAULTS.items()},
+    **{f"{name} in KDA": ("kimi_linear", recurrence, compute) for name, compute in RECURRENCE_FAULTS.items()},
+    "decays are those of the first channel": ("kimi_linear", recurrence, changed(a=by_head)),
     "beta is left out": ("qwen3_5_text", recurrence, changed(b=lambda inputs: inputs.b + 1000)),
     "d is left out": ("bamba", recurrence, changed(d=lambda inputs: inputs.d * 0)),
     "the convolution is off by one tap": ("qwen3_5_text", causal_conv, one_tap_late),
@@ -133,7 +142,7 @@ LONG_FAULTS = {
     "a chunk ends in the slot of a neighbour", "a chunk uses the number of its sequence in the step",
     "the number of a row is its slot", "all rows use the scratch slot", "decay is left out in Mamba-2",
     "the bias of dt is left out in Mamba-2", "heads have the keys of other heads in Mamba-2",
-    "matrices are not read in Mamba-2",
+    "matrices are not read in Mamba-2", *(f"{name} in KDA" for name in RECURRENCE_FAULTS),
 }  # fmt: skip
 
 
@@ -142,7 +151,7 @@ def each_fault(faults: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("fault", marked)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_passes_without_a_fault(
     models: dict[str, str], cache_dir: str, references: dict[str, list[Any]], family: str
 ) -> None:

@@ -22,9 +22,11 @@ from tcdeploy.programs.graph_parts import cut_at_layers, layer_operator
 from tcdeploy.programs.model_forward import StepInputs, step_tensors
 from tcdeploy.programs.passes.foreign_ops import op_name
 from tcdeploy.programs.step_program import InputSpec, LoadedStep, ProgramCall, StepProgram, parse_step_program
+from tcdeploy.programs.traced_layers import TracedLayer
 from tcdeploy.start import model_code
 from tcdeploy.start.decide import decide
 from tcdeploy.start.model_code import load_runner
+from tcdeploy.torch_compat.dynamo.compiled_call import get_compiled_call
 from tests.model_families import LAYER_KINDS, SUPPORTED, save_config
 
 BUCKET = 64
@@ -33,7 +35,7 @@ BUCKET = 64
 class ExportingForward:
     """Runs each step twice: by the model's forward, and by exported programs, which torch.export runs uncompiled."""
 
-    def __init__(self, runner: Any, layers: list[export.TracedLayer], selects_in_last_layer: bool = False) -> None:
+    def __init__(self, runner: Any, layers: list[TracedLayer], selects_in_last_layer: bool = False) -> None:
         self.runner, self.layers, self.selects_in_last_layer = runner, layers, selects_in_last_layer
         self.loaded: list[LoadedStep] = []
         self.num_reused = 0  # runs of a step's programs for a later step
@@ -72,7 +74,7 @@ class ExportingForward:
         return run
 
 
-def load_model(folder: str, cache_dir: str, **flags: Any) -> tuple[Any, list[export.TracedLayer]]:
+def load_model(folder: str, cache_dir: str, **flags: Any) -> tuple[Any, list[TracedLayer]]:
     """A runner of an uncompiled model, and its layers."""
     base = {"model": folder, "buckets": (BUCKET,), "batch_sizes": (2, 3), "context": 256, "cache_dir": cache_dir}
     planned = decide(build_recipe({**base, "load_format": "dummy", **flags}, environ={}))
@@ -240,7 +242,7 @@ def test_the_export_leaves_the_model_as_it_was(exported_llama: ExportedLlama) ->
     assert forward.runner.step_holder.step is None
     for layer, states in zip(forward.layers, forward.states_before, strict=True):
         assert all(binding.state is state for binding, state in zip(layer.bindings, states, strict=True))
-        assert export.get_compiled_call(layer.module) is None
+        assert get_compiled_call(layer.module) is None
     assert marks_of(forward) == exported_llama.marks == [{0: None}] * 2 * 3
 
 
@@ -250,8 +252,8 @@ def test_nodes_between_two_layers_form_a_part() -> None:
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             scale = x.mean()
-            hidden = layer_operator(x + 1, [scale], None, 0)
-            hidden = layer_operator(hidden * scale, [], None, 1)
+            hidden = layer_operator(x + 1, [scale], None, 0, "")
+            hidden = layer_operator(hidden * scale, [], None, 1, "")
             return hidden - x.reshape(x.shape[0], -1)
 
     exported = torch.export.export(Model(), (torch.ones(2, 3),), strict=False)
@@ -268,7 +270,7 @@ def test_nodes_between_two_layers_form_a_part() -> None:
 def test_a_layer_that_reads_a_later_one_is_not_exported() -> None:
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return layer_operator(layer_operator(x, [], None, 1), [], None, 0)
+            return layer_operator(layer_operator(x, [], None, 1, ""), [], None, 0, "")
 
     exported = torch.export.export(Model(), (torch.ones(2, 3),), strict=False)
     with pytest.raises(NotImplementedError, match="layer 0 reads the output of a later layer"):
@@ -336,7 +338,7 @@ def test_values_between_programs_are_contiguous() -> None:
 
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return layer_operator((x + 1).mT, [x[:, 1:2].expand(2, 3)], None, 0)
+            return layer_operator((x + 1).mT, [x[:, 1:2].expand(2, 3)], None, 0, "")
 
     x = torch.arange(6.0).reshape(2, 3)
     part = cut_at_layers(torch.export.export(Model(), (x,), strict=False).graph, 1)[0]

@@ -29,6 +29,13 @@ PROMPTS = [
     for row, n in enumerate((90, 1, 33, 20, 5))
 ]
 TOKENS = 12
+_DELTA_NET = "0/conv 0/delta 1/conv 1/delta 2/k 2/v"
+STATES = {
+    "qwen3_next": _DELTA_NET, "qwen3_5_text": _DELTA_NET, "kimi_linear": _DELTA_NET,
+    "olmo_hybrid": _DELTA_NET, "mamba2": "0/conv 0/ssm 1/conv 1/ssm 2/conv 2/ssm",
+    "lfm2": "0/conv 1/k 1/v 2/conv", "bamba": "0/conv 0/ssm 1/conv 1/ssm 2/k 2/v",
+    "falcon_h1": "0/conv 0/ssm 1/k 1/v 2/conv 2/ssm 3/k 3/v",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,11 @@ TOKENS = 12
         pytest.param("qwen3_next", "bucket", marks=pytest.mark.long),  # as the next one, and experts
         ("qwen3_5_text", "dynamic"),
         ("lfm2", "bucket"),
+        ("kimi_linear", "dynamic"),
+        ("bamba", "dynamic"),  # its layers return (hidden states, None)
+        pytest.param("olmo_hybrid", "bucket", marks=pytest.mark.long),
+        ("mamba2", "dynamic"),
+        ("falcon_h1", "bucket"),  # (hidden states,), and two states
     ],
 )
 def test_a_start_from_packages_gives_the_tokens_of_transformers(
@@ -69,11 +81,7 @@ def test_a_start_from_packages_gives_the_tokens_of_transformers(
     [path] = cache.glob("aot/*/decode-4*.json")
     inputs = [name for call in json.loads(path.read_text())["calls"] for name in call["inputs"]]
     state = [name for name in inputs if name.startswith("state/")]
-    names = {
-        "lfm2": ["state/0/conv", "state/1/k", "state/1/v", "state/2/conv"],
-        "qwen": ["state/0/conv", "state/0/delta", "state/1/conv", "state/1/delta", "state/2/k", "state/2/v"],
-    }[family[:4]]
-    assert state == names
+    assert state == [f"state/{name}" for name in STATES[family].split()]
 
 
 @pytest.mark.long

@@ -85,6 +85,7 @@ MOVED = {
     "failed captures": ("failed_capture", "END_ALLOCATION", "torch:_C.moved"),
     "fake tensors": ("dynamo.fake_tensors", "FAKE_TENSOR_MODE", "torch._subclasses.moved:FakeTensorMode"),
     "float32 weights": ("transformers.float32_tensors", "DTYPE_PLAN", "transformers:PreTrainedModel.moved"),
+    "initialisation": ("transformers.initialization", "INITIALIZE", "transformers:PreTrainedModel.moved"),
     "kernels of experts": ("transformers.experts_interface", "DECORATOR", "transformers.integrations.moe:moved"),
     "graph cache keys": ("inductor.graph_cache_keys", "PICKLER", "torch._inductor.moved:FxGraphCachePickler"),
     "cache settings": ("inductor.settings", "CONFIG", "torch._inductor.moved"),

@@ -10,10 +10,10 @@ from tcdeploy.kernels.state.layer_state import state_names
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Plan
 from tcdeploy.programs.aot import AotForward, PackageExchange, package_folder
-from tcdeploy.programs.export import TracedLayer
 from tcdeploy.programs.jit import JitLoader
 from tcdeploy.programs.programs import ProgramTable, compile_in_place
 from tcdeploy.programs.regions import Region, find_head_modules, find_layers, regions_to_compile
+from tcdeploy.programs.traced_layers import TracedLayer
 
 
 def install_programs(

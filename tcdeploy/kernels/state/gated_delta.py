@@ -1,4 +1,7 @@
-"""The op `gated_delta`: the gated delta rule over packed sequences. recurrence.py computes it."""
+"""The op `gated_delta`: the gated delta rule, also with decays by channel (KDA), over packed sequences.
+
+recurrence.py computes it.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,37 @@ from tcdeploy.kernels.state.sequences import Sequences
 def gated_delta(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor,
     starts: Tensor | None, seq_lens: Tensor | None, slots: Tensor | None, host_scalars: Tensor | None,
-    row_seq_lens: Tensor | None, row_slots: Tensor | None,
+    row_seq_lens: Tensor | None, row_slots: Tensor | None, max_beta: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """The outputs [tokens, heads, value_dim] of qkv [tokens, columns]: queries, keys, and then values.
 
-    Queries and keys may have fewer heads than values, each shared by consecutive heads of values. a and b [tokens,
-    heads]; a_log and dt_bias [heads]; state [slots, heads, key_dim, value_dim] float32 is updated in place. The others
-    are those of `Sequences`. qkv, a and b must be contiguous only in their last dimension. The result is contiguous,
-    and zero in padding rows.
+    Queries and keys may have fewer heads than values, each shared by consecutive heads of values. b [tokens, heads],
+    where beta is max_beta * sigmoid(b); a_log [heads]; a [tokens, decays] and dt_bias [decays], with a decay for each
+    head, or for each channel of the keys of each head. state [slots, heads, key_dim, value_dim] float32 is updated in
+    place. The others are those of `Sequences`. qkv, a and b must be contiguous only in their last dimension. The result
+    is contiguous, and zero in padding rows.
     """
     sequences = Sequences(starts, seq_lens, slots, host_scalars, row_seq_lens, row_slots)
-    return recurrence.compute(make_inputs(qkv, a, b, a_log, dt_bias, state), state, sequences)
+    return recurrence.compute(make_inputs(qkv, a, b, a_log, dt_bias, state, max_beta), state, sequences)
 
 
 @gated_delta.register_fake
-def _(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, *rest: object) -> Tensor:
+def _(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, *rest: object, **options: object
+) -> Tensor:  # fmt: skip
     make_inputs(qkv, a, b, a_log, dt_bias, state)
     return qkv.new_empty(qkv.shape[0], state.shape[1], state.shape[3])
 
 
-def make_inputs(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> Inputs:
+def make_inputs(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, max_beta: float = 1.0
+) -> Inputs:
     """The arguments of the op, with the layout that their shapes determine."""
     _, heads, key_dim, _ = state.shape
     key_heads = recurrence.count_key_heads(qkv.shape[1], state)
-    recurrence.check_heads(heads, (a, b), (a_log, dt_bias))
+    by_channel = a.shape[1] != heads
+    recurrence.check_heads(heads, (b,), (a_log,))
+    recurrence.check_heads(heads * key_dim if by_channel else heads, (a,), (dt_bias,))
     keys = key_heads * key_dim
-    layout = Layout(heads, heads // key_heads, key_dim, state.shape[3], 0, keys, 2 * keys)
-    return Inputs(qkv, layout, a, a_log, dt_bias, key_dim**-0.5, b=b)
+    layout = Layout(heads, heads // key_heads, key_dim, state.shape[3], 0, keys, 2 * keys, by_channel)
+    return Inputs(qkv, layout, a, a_log, dt_bias, key_dim**-0.5, b=b, max_beta=max_beta)

@@ -1,4 +1,6 @@
-"""The mechanism of gated delta nets, as in Qwen3-Next and Qwen3.5: a short convolution, and the gated delta rule.
+"""The mechanism of gated delta nets, as in Qwen3-Next, Qwen3.5 and OLMo Hybrid.
+
+A net is a short convolution, and the gated delta rule. In OLMo Hybrid, beta may be up to 2.
 
 It calls the module's own projections and gated norm. The convolution and the rule are ops with the formulas of
 transformers' modules, so a module is recognised by all attributes that these formulas use. A module that has the same
@@ -21,10 +23,12 @@ from tcdeploy.planning.architecture import StateTensor
 
 ATTRIBUTES = (
     "num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim", "conv_dim", "conv_kernel_size",
-    "activation", "conv1d", "A_log", "dt_bias", "norm", "out_proj",
+    "activation", "conv1d", "A_log", "dt_bias",
 )  # fmt: skip
 JOINED = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
 SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5
+OUTPUT = ("norm", "out_proj")  # of both
+OLMO_HYBRID = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "allow_neg_eigval", "o_norm", "o_proj")
 
 
 class GatedDeltaNetMechanism(Mechanism):
@@ -32,7 +36,8 @@ class GatedDeltaNetMechanism(Mechanism):
     layer_types: ClassVar[frozenset[str]] = frozenset({"linear_attention"})
 
     def claims(self, module: nn.Module) -> bool:
-        has_all = any(_has(module, (*ATTRIBUTES, *projections)) for projections in (JOINED, SEPARATE))
+        variants = ((*JOINED, *OUTPUT), (*SEPARATE, *OUTPUT), OLMO_HYBRID)
+        has_all = any(_has(module, (*ATTRIBUTES, *names)) for names in variants)
         return has_all and getattr(module, "activation", None) == "silu"
 
     def state(self, module: Any) -> tuple[StateTensor, ...]:
@@ -50,9 +55,11 @@ class GatedDeltaNetMechanism(Mechanism):
         sequences = sequences_of(metadata)
         weight = module.conv1d.weight.squeeze(1)
         qkv = causal_conv(qkv[0], conv, weight, module.conv1d.bias, module.activation, *sequences)
-        out = gated_delta(qkv, a[0], b[0], module.A_log, module.dt_bias, delta, *sequences)
-        normed = module.norm(out.flatten(0, 1), z.reshape(-1, module.head_v_dim))
-        projected: Tensor = module.out_proj(normed.view(1, -1, module.value_dim))
+        max_beta = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
+        out = gated_delta(qkv, a[0], b[0], module.A_log, module.dt_bias, delta, *sequences, max_beta=max_beta)
+        norm, project = (getattr(module, name) for name in (OUTPUT if hasattr(module, "norm") else OLMO_HYBRID[-2:]))
+        normed = norm(out.flatten(0, 1), z.reshape(-1, module.head_v_dim))
+        projected: Tensor = project(normed.view(1, -1, module.value_dim))
         return projected
 
 
@@ -62,6 +69,9 @@ def _has(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(queries, keys and values [1, tokens, columns]; gate of the output; b and a [1, tokens, heads])."""
+    if _has(module, OLMO_HYBRID):
+        q, k, v, z, b, a = (getattr(module, name)(hidden_states) for name in OLMO_HYBRID[:6])
+        return torch.cat([q, k, v], dim=-1), z, b, a
     if not hasattr(module, JOINED[0]):
         return tuple(getattr(module, name)(hidden_states) for name in SEPARATE)  # type: ignore[return-value]
     joined = (module.in_proj_qkvz(hidden_states), module.in_proj_ba(hidden_states))

@@ -15,6 +15,7 @@ from torch import nn
 
 from tcdeploy.kernels.attention.metadata import StepHolder
 from tcdeploy.kernels.state.gated_delta_net import GatedDeltaNetMechanism
+from tcdeploy.kernels.state.kimi_delta import KimiDeltaMechanism
 from tcdeploy.kernels.state.layer_state import LayerBinding, StateTensors
 from tcdeploy.kernels.state.mamba2_mixer import Mamba2Mechanism
 from tcdeploy.kernels.state.mechanism import Mechanism
@@ -22,7 +23,8 @@ from tcdeploy.kernels.state.short_conv import ShortConvMechanism
 from tcdeploy.planning.architecture import Architecture, SlotState
 
 MECHANISMS: dict[str, Mechanism] = {
-    mechanism.name: mechanism for mechanism in (GatedDeltaNetMechanism(), Mamba2Mechanism(), ShortConvMechanism())
+    mechanism.name: mechanism
+    for mechanism in (GatedDeltaNetMechanism(), KimiDeltaMechanism(), Mamba2Mechanism(), ShortConvMechanism())
 }
 
 

@@ -17,9 +17,12 @@ from u:
     out = scale * G * (q S) + P u                   P[i, j] = scale * (q[i] k[j]) * G[i] / G[j], j <= i
     S' = G[last] * S + (k * G[last] / G).T u
 
-In Mamba-2, u is known without a system. Two kernels compute this. The first computes P and the inverse of I + A, for
-all heads and tokens of a step at once. A program of the second walks through a sequence with some columns of S in
-registers, since columns do not depend on each other. Lengths are read on the device.
+In Mamba-2, u is known without a system. In Kimi Delta Attention (KDA) each channel of the keys of a head has its decay:
+decays scale the rows of S, and products with k[i] and q[i] are sums of products of channels and their decays.
+
+Two kernels compute this. The first computes P and the inverse of I + A, for all heads and tokens of a step at once. A
+program of the second walks through a sequence with some columns of S in registers, since columns do not depend on each
+other. Lengths are read on the device.
 
 With the shape of Qwen3-Next on an H200, 256 decode rows take 275 us, at 3.9 TB/s (docs/performance.md).
 """
@@ -55,6 +58,7 @@ class Layout(NamedTuple):
     query_column: int  # the first column of the queries
     key_column: int
     value_column: int
+    by_channel: bool = False  # decays are those of channels of keys, not of heads
 
 
 class Inputs(NamedTuple):
@@ -62,14 +66,15 @@ class Inputs(NamedTuple):
 
     x: Tensor  # [tokens, columns], contiguous only in its last dimension: queries, keys and values
     layout: Layout
-    a: Tensor  # [tokens, heads], contiguous only in its last dimension
+    a: Tensor  # [tokens, heads], or by channel [tokens, heads * key_dim]; contiguous only in its last dimension
     a_log: Tensor  # [heads]
-    dt_bias: Tensor  # [heads]
+    dt_bias: Tensor  # [heads], or by channel [heads * key_dim]
     scale: float
-    b: Tensor | None = None  # [tokens, heads], as a
+    b: Tensor | None = None  # [tokens, heads]; contiguous only in its last dimension
     d: Tensor | None = None  # [heads]
     min_dt: float = 0.0
     max_dt: float = float("inf")
+    max_beta: float = 1.0
 
 
 def count_key_heads(columns: int, state: Tensor) -> int:
@@ -127,7 +132,10 @@ def compute_plainly(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tens
 
 
 def _parts(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In float32, by token and head of values: q (scaled), k, v, the log of the decay, and beta (dt in Mamba-2)."""
+    """In float32, by token and head of values: q (scaled), k, v, the log of the decay, and beta (dt in Mamba-2).
+
+    The log of the decay has a dimension for channels of keys, whose size is 1 if a head has one decay.
+    """
     x, layout = inputs.x.float(), inputs.layout
 
     def keys(column: int) -> Tensor:
@@ -140,16 +148,17 @@ def _parts(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
     values = x[:, layout.value_column : layout.value_column + layout.heads * layout.value_dim]
     dt = functional.softplus(inputs.a.float() + inputs.dt_bias.float()).clamp(inputs.min_dt, inputs.max_dt)
-    beta = dt if inputs.b is None else inputs.b.float().sigmoid()
+    beta = dt if inputs.b is None else inputs.max_beta * inputs.b.float().sigmoid()
+    log_decay = -inputs.a_log.float().exp()[:, None] * dt.unflatten(1, (layout.heads, -1))
     q, k = keys(layout.query_column) * inputs.scale, keys(layout.key_column)
-    return q, k, values.unflatten(1, (-1, layout.value_dim)), -inputs.a_log.float().exp() * dt, beta
+    return q, k, values.unflatten(1, (-1, layout.value_dim)), log_decay, beta
 
 
 def _step(
     matrices: Tensor, is_delta: bool, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One token of each row: q and k [rows, heads, key_dim], v [rows, heads, value_dim] -> (outputs, new matrices)."""
-    matrices = matrices * log_decay.exp()[..., None, None]
+    matrices = matrices * log_decay.exp()[..., None]
     error = v - (k[..., None] * matrices).sum(-2) if is_delta else v
     matrices = matrices + k[..., None] * (beta[..., None] * error)[..., None, :]
     return (q[..., None] * matrices).sum(-2), matrices
@@ -159,17 +168,25 @@ def _chunk(
     matrix: Tensor, is_delta: bool, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """At most CHUNK tokens: q and k [heads, tokens, key_dim] -> (outputs [tokens, heads, value_dim], new matrix)."""
-    total = log_decay.cumsum(-1)  # [heads, tokens]
-    decay = (total[:, :, None] - total[:, None, :]).tril().exp().tril()
-    grown = total.exp()[..., None]
+    total = log_decay.cumsum(1)  # [heads, tokens, channels]
+    grown = total.exp()
     correction = beta[..., None] * v
     if is_delta:
-        system = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
-        right = correction - beta[..., None] * grown * (k @ matrix)
+        system = (beta[..., None] * _decayed_products(k, k, total)).tril(-1)
+        right = correction - beta[..., None] * ((grown * k) @ matrix)
         correction = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    out = grown * (q @ matrix) + ((q @ k.mT) * decay) @ correction
-    remaining = (total[:, -1:] - total).exp()[..., None]
-    return out.transpose(0, 1), grown[:, -1:] * matrix + (k * remaining).mT @ correction
+    out = (grown * q) @ matrix + _decayed_products(q, k, total) @ correction
+    remaining = (total[:, -1:] - total).exp()
+    return out.transpose(0, 1), grown[:, -1].unsqueeze(-1) * matrix + (k * remaining).mT @ correction
+
+
+def _decayed_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """left[i] * right[j], j <= i, with the decays between tokens j and i: [heads, tokens, tokens]."""
+    past = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=total.device).tril()[..., None]
+    decay = (total[:, :, None] - total[:, None]).where(past, -torch.inf).exp()  # [heads, tokens, tokens, channels]
+    if total.shape[-1] == 1:
+        return (left @ right.mT) * decay[..., 0]
+    return torch.einsum("hic,hjc,hijc->hij", left, right, decay)
 
 
 def launch(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tensor:
@@ -197,7 +214,7 @@ def _launch_rows(out: Tensor, inputs: Inputs, state: Tensor, sequences: Sequence
         (-(-layout.value_dim // values), layout.heads, rows),
         out, inputs.x, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, inputs.d, state,
         sequences.starts, sequences.row_seq_lens, sequences.row_slots,
-        *_strides(inputs), inputs.min_dt, inputs.max_dt, inputs.scale, EPS,
+        *_strides(inputs), inputs.min_dt, inputs.max_dt, inputs.max_beta, inputs.scale, EPS,
         *layout, inputs.b is not None, next_power_of_2(layout.key_dim), values, num_warps=STEP_WARPS,
     )  # fmt: skip
 
@@ -211,13 +228,15 @@ def _launch_chunks(out: Tensor, inputs: Inputs, state: Tensor, sequences: Sequen
     parts = len(x) // CHUNK + count
     products = state.new_empty(parts, layout.heads, CHUNK, CHUNK)
     inverses = torch.empty_like(products) if is_delta else None
-    totals, betas = state.new_empty(2, parts, layout.heads, CHUNK)
-    constants = (*layout, is_delta, CHUNK, max(next_power_of_2(layout.key_dim), 16), x.dtype == torch.float32)
+    keys = max(next_power_of_2(layout.key_dim), 16)
+    totals = state.new_empty(parts, layout.heads, CHUNK, keys if layout.by_channel else 1)
+    betas = state.new_empty(parts, layout.heads, CHUNK)
+    constants = (*layout, is_delta, CHUNK, keys, x.dtype == torch.float32)
     SOLVE_KERNEL.launch(
         (layout.heads, parts),
         inverses, products, totals, betas, x, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, starts, seq_lens, count,
-        *_strides(inputs), inputs.min_dt, inputs.max_dt, inputs.scale, EPS, *constants, CHUNK.bit_length() - 1,
-        num_warps=SOLVE_WARPS, num_stages=1,
+        *_strides(inputs), inputs.min_dt, inputs.max_dt, inputs.max_beta, inputs.scale, EPS,
+        *constants, CHUNK.bit_length() - 1, num_warps=SOLVE_WARPS, num_stages=1,
     )  # fmt: skip
     values = min(SCAN_VALUES, max(next_power_of_2(layout.value_dim), 16))
     SCAN_KERNEL.launch(

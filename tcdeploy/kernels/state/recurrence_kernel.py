@@ -17,27 +17,26 @@ DO_NOT_SPECIALIZE = ["starts", "seq_lens", "slots", "row_seq_lens", "row_slots",
 
 @ignore_comments
 @triton.jit
-def _gates(token, mask, head, a, b, a_log, dt_bias, a_stride, b_stride, min_dt, max_dt):
-    """(log of the decay, beta) of tokens, or of one token."""
-    x = tl.load(a + token.to(tl.int64) * a_stride + head, mask=mask, other=0).to(tl.float32)
-    x += tl.load(dt_bias + head).to(tl.float32)
+def _time_step(x, min_dt, max_dt):
     dt = tl.maximum(x, 0) + tl.log(1 + tl.exp(-tl.abs(x)))  # softplus
-    dt = tl.minimum(tl.maximum(dt, min_dt), max_dt)
-    if b is None:
-        beta = dt
-    else:
-        beta = 1 / (1 + tl.exp(-tl.load(b + token.to(tl.int64) * b_stride + head, mask=mask, other=0).to(tl.float32)))
-    return -tl.exp(tl.load(a_log + head).to(tl.float32)) * dt, beta
+    return tl.minimum(tl.maximum(dt, min_dt), max_dt)
+
+
+@ignore_comments
+@triton.jit
+def _beta(token, mask, head, b, b_stride, max_beta):
+    x = tl.load(b + token.to(tl.int64) * b_stride + head, mask=mask, other=0).to(tl.float32)
+    return max_beta / (1 + tl.exp(-x))
 
 
 @ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _step_kernel(
     out, x, a, b, a_log, dt_bias, d, state, starts, row_seq_lens, row_slots,
-    x_stride, a_stride, b_stride, min_dt, max_dt, scale, eps,
+    x_stride, a_stride, b_stride, min_dt, max_dt, max_beta, scale, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, DELTA: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr,
+    QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """One program updates VALUES columns of one head's matrix, for the token of a decode row.
 
@@ -66,8 +65,17 @@ def _step_kernel(
         if DELTA:
             q *= tl.rsqrt(tl.sum(q * q, 0) + eps)
             k *= tl.rsqrt(tl.sum(k * k, 0) + eps)
-        log_decay, beta = _gates(row, True, head, a, b, a_log, dt_bias, a_stride, b_stride, min_dt, max_dt)
-        matrix *= tl.exp(log_decay)
+        rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+        if BY_CHANNEL:
+            channel = head * KEY_DIM + key
+            x_dt = tl.load(a + row.to(tl.int64) * a_stride + channel, mask=key_mask, other=0).to(tl.float32)
+            dt = _time_step(x_dt + tl.load(dt_bias + channel, mask=key_mask, other=0).to(tl.float32), min_dt, max_dt)
+            matrix *= tl.exp(-rate * dt)[:, None]
+        else:
+            x_dt = tl.load(a + row.to(tl.int64) * a_stride + head).to(tl.float32)
+            dt = _time_step(x_dt + tl.load(dt_bias + head).to(tl.float32), min_dt, max_dt)
+            matrix *= tl.exp(-rate * dt)
+        beta = dt if b is None else _beta(row, True, head, b, b_stride, max_beta)
         correction = beta * v
         if DELTA:
             correction -= beta * tl.sum(matrix * k[:, None], 0)
@@ -94,15 +102,38 @@ def _load_keys(start, rows, row_mask, stride, eps, KEY_DIM: tl.constexpr, KEYS: 
 
 
 @ignore_comments
+@triton.jit
+def _channel_time_steps(tokens, biases, column, mask, min_dt, max_dt, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
+    """dt [tokens, KEYS]: of each channel of the keys of one head."""
+    key = tl.arange(0, KEYS)
+    x = tl.load(tokens[:, None] + column + key[None, :], mask=mask[:, None] & (key < KEY_DIM)[None, :], other=0)
+    bias = tl.load(biases + key, mask=key < KEY_DIM, other=0).to(tl.float32)
+    return _time_step(x.to(tl.float32) + bias[None, :], min_dt, max_dt)
+
+
+@ignore_comments
+@triton.jit
+def _decays_to_border(log_decay, i, block, is_second):
+    """The decays of each channel between a token and the border of its block and the other block of the pair."""
+    is_between = tl.where(is_second[:, None], i[:, None] >= i[None, :], i[:, None] < i[None, :])
+    is_between &= block[:, None] == block[None, :]
+    return tl.exp(tl.dot(is_between.to(tl.float32), log_decay, input_precision="tf32x3"))
+
+
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _solve_kernel(
     inverses, products, totals, betas, x, a, b, a_log, dt_bias, starts, seq_lens, sequences,
-    x_stride, a_stride, b_stride, min_dt, max_dt, scale, eps,
+    x_stride, a_stride, b_stride, min_dt, max_dt, max_beta, scale, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, DELTA: tl.constexpr,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, FLOAT32: tl.constexpr, LEVELS: tl.constexpr,
+    QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, FLOAT32: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One program computes P, log(G) and beta for CHUNK tokens and one head, and with DELTA the inverse of I + A.
+
+    With BY_CHANNEL, G[i] / G[j] cannot be factored out of the products of keys, and 1 / G[j] would overflow. The token
+    i of a block and j of the previous block are therefore scaled by the decays from the border between these blocks to
+    i, and from j to the border. Neither exceeds 1.
 
     The inverse is computed for diagonal blocks of 1, 2, 4, ... tokens. If X has the inverses of the blocks of one size,
     and B the parts of A below the diagonal that join two neighbouring blocks, then X - X B X has the inverses of the
@@ -117,31 +148,62 @@ def _solve_kernel(
     if (first >= end) | (tl.load(seq_lens + sequence) == 0):
         return
     PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
-    i = tl.arange(0, CHUNK)
+    i, key = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     token, mask = first + i, first + i < end
-    log_decay, beta = _gates(token, mask, head, a, b, a_log, dt_bias, a_stride, b_stride, min_dt, max_dt)
-    total = tl.cumsum(tl.where(mask, log_decay, 0), 0)
     group = x + head // GROUP * KEY_DIM
     k = _load_keys(group + KEY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
     q = _load_keys(group + QUERY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
-    is_past = i[:, None] >= i[None, :]
-    decay = tl.exp(tl.where(is_past, total[:, None] - total[None, :], 0))
-    k_transposed = tl.trans(k)
-    product = tl.dot(q, k_transposed, input_precision=PRECISION) * scale
     cell = (part.to(tl.int64) * HEADS + head) * CHUNK
     cells = cell * CHUNK + i[:, None] * CHUNK + i[None, :]
-    tl.store(products + cells, tl.where(is_past, product * decay, 0))
-    tl.store(totals + cell + i, total)
+    rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+    a += token.to(tl.int64) * a_stride
+    if BY_CHANNEL:
+        dt = _channel_time_steps(a, dt_bias + head * KEY_DIM, head * KEY_DIM, mask, min_dt, max_dt, KEY_DIM, KEYS)
+        log_decay = tl.where(mask[:, None], -rate * dt, 0)
+        tl.store(totals + (cell + i)[:, None] * KEYS + key[None, :], tl.cumsum(log_decay, 0))
+        product = tl.where(i[:, None] == i[None, :], tl.sum(q * k, 1)[:, None], 0)
+    else:
+        x_dt = tl.load(a + head, mask=mask, other=0).to(tl.float32)
+        dt = _time_step(x_dt + tl.load(dt_bias + head).to(tl.float32), min_dt, max_dt)
+        total = tl.cumsum(tl.where(mask, -rate * dt, 0), 0)
+        tl.store(totals + cell + i, total)
+        is_past = i[:, None] >= i[None, :]
+        decay = tl.exp(tl.where(is_past, total[:, None] - total[None, :], 0))
+        product = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        tl.store(products + cells, tl.where(is_past, product * decay, 0))
+    beta = dt if b is None else _beta(token, mask, head, b, b_stride, max_beta)
     tl.store(betas + cell + i, beta)
     if DELTA:
-        system = beta[:, None] * tl.dot(k, k_transposed, input_precision=PRECISION) * decay
+        if not BY_CHANNEL:
+            system = beta[:, None] * tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
         inverse = (i[:, None] == i[None, :]).to(tl.float32)
         for level in range(LEVELS):
             block = i >> level
-            joins = (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
-            joining = tl.dot(tl.where(joins, system, 0), inverse, input_precision="tf32x3")
+            is_second = block % 2 == 1
+            joins = (block[:, None] == block[None, :] + 1) & is_second[:, None]
+            if BY_CHANNEL:
+                scaling = _decays_to_border(log_decay, i, block, is_second)
+                scaled = tl.trans(k * scaling)
+                product += tl.where(joins, tl.dot(q * scaling, scaled, input_precision=PRECISION), 0)
+                joined = tl.where(joins, beta[:, None] * tl.dot(k * scaling, scaled, input_precision=PRECISION), 0)
+            else:
+                joined = tl.where(joins, system, 0)
+            joining = tl.dot(joined, inverse, input_precision="tf32x3")
             inverse -= tl.dot(inverse, joining, input_precision="tf32x3")
         tl.store(inverses + cells, inverse)
+        if BY_CHANNEL:
+            tl.store(products + cells, product * scale)
+
+
+@ignore_comments
+@triton.jit
+def _read(matrix, keys, total, factor, BY_CHANNEL: tl.constexpr, PRECISION: tl.constexpr):
+    """factor times the products of keys or queries with the matrix, which has decayed by exp(total) at each token."""
+    if BY_CHANNEL:
+        values = factor * tl.dot(keys * tl.exp(total), matrix, input_precision=PRECISION)
+    else:
+        values = factor * tl.exp(total) * tl.dot(keys, matrix, input_precision=PRECISION)
+    return values
 
 
 @ignore_comments
@@ -150,8 +212,9 @@ def _scan_kernel(
     out, inverses, products, totals, betas, x, d, state, starts, seq_lens, slots, tokens, sequences,
     x_stride, scale, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, DELTA: tl.constexpr,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, FLOAT32: tl.constexpr, VALUES: tl.constexpr, HAS_ROWS: tl.constexpr,
+    QUERY_COLUMN: tl.constexpr, KEY_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, FLOAT32: tl.constexpr, VALUES: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program walks through a sequence, with VALUES columns of one head's matrix.
 
@@ -189,23 +252,29 @@ def _scan_kernel(
         mask = token < end
         k = _load_keys(group + KEY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
         q = _load_keys(group + QUERY_COLUMN, token, mask, x_stride, eps, KEY_DIM, KEYS, DELTA)
-        total, beta = tl.load(totals + cell + i), tl.load(betas + cell + i)
-        last = tl.min(total, 0)  # log(G) of the last token: log decays are not positive
-        grown = tl.exp(total)[:, None]
+        beta = tl.load(betas + cell + i)
+        if BY_CHANNEL:
+            total = tl.load(totals + (cell + i)[:, None] * KEYS + key[None, :])
+            last = tl.min(total, 0)  # log(G) of the last token: log decays are not positive
+            remaining, last_grown = tl.exp(last[None, :] - total), tl.exp(last)[:, None]
+        else:
+            total = tl.load(totals + cell + i)
+            last = tl.min(total, 0)
+            remaining, last_grown, total = tl.exp(last - total)[:, None], tl.exp(last), total[:, None]
         squares = cell * CHUNK + i[:, None] * CHUNK + i[None, :]
         v_mask = mask[:, None] & value_mask[None, :]
         v = tl.load(values + token.to(tl.int64)[:, None] * x_stride, mask=v_mask, other=0).to(tl.float32)
         correction = beta[:, None] * v
         if DELTA:
-            correction -= beta[:, None] * grown * tl.dot(k, matrix, input_precision=PRECISION)
+            correction -= _read(matrix, k, total, beta[:, None], BY_CHANNEL, PRECISION)
             correction = tl.dot(tl.load(inverses + squares), correction, input_precision=PRECISION)
-        result = grown * scale * tl.dot(q, matrix, input_precision=PRECISION)
+        result = _read(matrix, q, total, scale, BY_CHANNEL, PRECISION)
         result += tl.dot(tl.load(products + squares), correction, input_precision=PRECISION)
         if d is not None:
             result += tl.load(d + head).to(tl.float32) * v
         cells = results + token.to(tl.int64)[:, None] * (HEADS * VALUE_DIM)
         tl.store(cells, result.to(out.dtype.element_ty), mask=v_mask)
-        k *= tl.exp(last - total)[:, None]
-        matrix = tl.exp(last) * matrix + tl.dot(tl.trans(k), correction, input_precision=PRECISION)
+        k *= remaining
+        matrix = last_grown * matrix + tl.dot(tl.trans(k), correction, input_precision=PRECISION)
         cell += HEADS * CHUNK
     tl.store(matrix_cells, matrix, mask=matrix_mask)

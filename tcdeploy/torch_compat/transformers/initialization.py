@@ -1,0 +1,43 @@
+"""Keeps transformers from initialising modules whose tensors it has loaded.
+
+After loading, `from_pretrained` calls `_init_weights` with each module, and functions that leave loaded tensors as they
+are. Kimi Linear's takes the logarithm of what they return, which fails if tensors have no values (traced_model.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from tcdeploy.torch_compat.internal import find, has_parameters, internal
+
+INITIALIZE = "transformers:PreTrainedModel._initialize_weights"
+
+
+@internal(
+    "initialisation", "transformers.PreTrainedModel._initialize_weights",
+    "Kimi Linear is loaded by transformers, and has no packages",
+)  # fmt: skip
+def supported() -> bool:
+    return has_parameters(find(INITIALIZE), "module")
+
+
+@contextlib.contextmanager
+def skipping_loaded_modules() -> Iterator[None]:
+    """During the block, a module is not initialised if it has parameters, all of them loaded, and no buffers."""
+    if not supported():
+        yield
+        return
+    from transformers import PreTrainedModel
+
+    initialize = PreTrainedModel._initialize_weights
+
+    def initialize_missing(self: Any, module: Any, *args: Any) -> None:
+        parameters, buffers = list(module.parameters(recurse=False)), list(module.buffers(recurse=False))
+        if buffers or not parameters or not all(getattr(each, "_is_hf_initialized", False) for each in parameters):
+            initialize(self, module, *args)
+
+    with mock.patch.object(PreTrainedModel, "_initialize_weights", initialize_missing):
+        yield
