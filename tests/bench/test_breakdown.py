@@ -40,6 +40,7 @@ def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: str) -> Non
         ("kernels.experts.experts_kernel", "gemm"),
         ("kernels.experts.routing_kernel", "gemm"),
         ("kernels.linear.matmul_kernel", "gemm"),
+        ("kernels.linear.register_gemm_kernel", "gemm"),
         ("kernels.linear.scheme_gemm_kernel", "gemm"),
         ("kernels.linear.scheme_kernel", "gemm"),
         ("kernels.sampling.advance_kernels", "sampling"),

@@ -44,10 +44,18 @@ def gemm(out: Tensor, x: Tensor, weight: Operands, addend: Tensor | None, gated:
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl,
     )  # fmt: skip
     if parts is not None:
-        SUM_PARTS.launch(
-            (rows, -(-n // SUM_BLOCK)),
-            out, parts, addend, rows, n, addend_stride, splits, SUM_BLOCK, gated, bool(pdl), num_warps=SUM_WARPS, **pdl,
-        )  # fmt: skip
+        sum_parts(out, parts, addend, gated)
+
+
+def sum_parts(out: Tensor, parts: Tensor, addend: Tensor | None, gated: bool) -> None:
+    """out = the sum of parts [splits, rows, n] + addend; if `gated`, silu of even columns times the odd ones."""
+    splits, rows, n = parts.shape
+    pdl = {"launch_pdl": True} if supports_pdl(out.device) else {}
+    addend_stride = addend.stride(0) if addend is not None and addend.ndim == 2 else 0
+    SUM_PARTS.launch(
+        (rows, -(-n // SUM_BLOCK)),
+        out, parts, addend, rows, n, addend_stride, splits, SUM_BLOCK, gated, bool(pdl), num_warps=SUM_WARPS, **pdl,
+    )  # fmt: skip
 
 
 def fit_splits(splits: int, steps: int) -> int:

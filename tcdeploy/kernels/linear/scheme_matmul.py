@@ -6,6 +6,8 @@
   slice is a dot of the tensor cores, in x's dtype, whose sums are multiplied by the group's scale. So values are exact,
   and only sums are rounded. The groups of nvfp4 are too short for a slice each: their scales multiply the values, which
   is exact too. The bytes arrive through asynchronous copies and become values in the registers that the dot reads.
+- 9 to 32 rows of int4 without zero points, in groups of 128 or more, where it is faster (register_gemm.py): the weight
+  is the first operand of larger tensor-core instructions. A step has one group, whose scale multiplies its sums.
 - Up to 128 rows (scheme_gemm.py): values are multiplied by their scales and rounded, tile by tile, in the loop.
 - More rows, and shapes that these kernels do not take (`dequantised_matmul`): a kernel writes the dense weight, which
   cuBLAS multiplies. It reads and writes each element once; plain torch would make several copies of it.
@@ -29,12 +31,14 @@ from torch import Tensor
 
 from tcdeploy.kernels.custom_op import custom_op
 from tcdeploy.kernels.linear import fp4_scheme
+from tcdeploy.kernels.linear.register_gemm import register_gemm
 from tcdeploy.kernels.linear.scheme_gemm import gemm
 from tcdeploy.kernels.linear.scheme_linear import KERNELS, SchemeKernel
 from tcdeploy.kernels.linear.scheme_operands import FORMATS, Operands, operands
 from tcdeploy.kernels.linear.scheme_tiles import (
     MAX_GEMM_ROWS,
     MIN_SLICE,
+    RegisterGemmTile,
     SchemeGemvTile,
     SchemeSkinnyGemmTile,
     Tile,
@@ -100,13 +104,15 @@ def matmul(
         x = x.index_select(1, weight.columns)
         norm = None if norm is None else norm.index_select(0, weight.columns)
     out = x.new_empty(rows, n // 2 if gated else n)
-    tile = tile or choose_tile(rows, n, weight.per_byte)
+    tile = tile or choose_tile(rows, n, k, weight.per_byte, weight.is_plain_int4)
     assert rows == 1 or not isinstance(tile, SchemeGemvTile)
     assert norm is None or isinstance(tile, SchemeGemvTile)
     if isinstance(tile, SchemeGemvTile):
         _gemv(out, x, weight, addend, gated, norm, eps, tile)
     elif isinstance(tile, SchemeSkinnyGemmTile):
         _skinny_gemm(out, x, weight, addend, gated, tile)
+    elif isinstance(tile, RegisterGemmTile):
+        register_gemm(out, x, weight, addend, gated, tile)
     else:
         gemm(out, x, weight, addend, gated, tile)
     return out

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tcdeploy.kernels.linear import fp4_scheme, fp8_scheme, int4_scheme, int8_scheme
+from tcdeploy.kernels.linear.scheme_tiles import REGISTER_BLOCK_K
 from tcdeploy.planning.schemes import SCHEMES
 
 FORMATS = {  # how the kernels make values of a scheme's bytes
@@ -37,6 +38,11 @@ class Operands(NamedTuple):
     @property
     def k(self) -> int:
         return self.weight.shape[1] * self.per_byte
+
+    @property
+    def is_plain_int4(self) -> bool:
+        """Whether a value is its code minus 8, and groups are multiples of 128 columns: for register_gemm.py."""
+        return self.format == "int4" and self.zero is None and self.group % REGISTER_BLOCK_K == 0
 
 
 def operands(scheme: str, tensors: Sequence[Tensor]) -> Operands:

@@ -4,8 +4,8 @@ The heuristics choose the tiles that scripts/bench-scheme-linear found fastest o
 and 1, 4, 8, 16, 32, 64 and 128 rows. With int4 weights, the four products of a layer take at most 8% longer than with
 the fastest tile of each, with mxfp4 at most 11%. Tiles of more than 64 rows were timed with 4-bit weights only.
 
-Rejected for up to 32 rows: splitting the columns among programs, whose sums a second kernel adds. It was 3 to 9% faster
-for 4-bit weights with many columns, and slower for all others.
+Rejected for the skinny GEMM: splitting the columns among programs, whose sums a second kernel adds. It was 3 to 9%
+faster for 4-bit weights with many columns, and slower for all others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,17 @@ class SchemeGemmTile(NamedTuple):
     num_stages: int  # of the software pipeline
 
 
-Tile: TypeAlias = SchemeGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile
+class RegisterGemmTile(NamedTuple):
+    """The shape of one program that has all rows of x: rows of an int4 weight."""
+
+    name: str
+    block_n: int
+    splits: int  # parts of the columns, each the work of a program
+    num_warps: int
+    num_stages: int  # of the software pipeline
+
+
+Tile: TypeAlias = SchemeGemvTile | SchemeSkinnyGemmTile | SchemeGemmTile | RegisterGemmTile
 
 SCHEME_GEMV_TILES = (
     SchemeGemvTile("n4_b2048", 4, 2048, 4),
@@ -79,6 +89,14 @@ SCHEME_GEMM_TILES = (
     SchemeGemmTile("m128_n128", 128, 128, 64, 1, 8, 4),
 )
 M64_N64_S4, M64_N128, M128_N64_S4, M128_N128 = range(len(SCHEME_GEMM_TILES))
+REGISTER_GEMM_TILES = (
+    RegisterGemmTile("r64_s4", 64, 4, 4, 4),
+    RegisterGemmTile("r128", 128, 1, 8, 3),
+    RegisterGemmTile("r128_s8", 128, 8, 8, 3),
+)
+R64_S4, R128, R128_S8 = range(len(REGISTER_GEMM_TILES))
+REGISTER_BLOCK_K = 128  # columns of a step: at most one group of the usual size
+MIN_REGISTER_K, MANY_COLUMNS = 4096, 8192  # products of fewer columns were not timed; more are split further
 MAX_GEMM_ROWS = 128  # with 256 rows, the four products of int4 take 345 us with a dense copy, 369 with the GEMM
 WIDE_N = 4 * ONE_WAVE_N
 MAX_4_BIT_SKINNY_ROWS = 32
@@ -101,9 +119,12 @@ def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
     return SCHEME_GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
 
 
-def choose_tile(rows: int, n: int, per_byte: int) -> Tile:
+def choose_tile(rows: int, n: int, k: int, per_byte: int, is_plain_int4: bool) -> Tile:
+    """`is_plain_int4`: whether register_gemm.py serves the weight [n, k]."""
     if rows == 1:
         return gemv_tile(n, per_byte)
+    if is_plain_int4 and (tile := register_gemm_tile(rows, n, k)) is not None:
+        return tile
     if rows <= (MAX_4_BIT_SKINNY_ROWS if per_byte == 2 else MAX_ROWS):
         return skinny_gemm_tile(rows, n, per_byte)
     return gemm_tile(rows, n)
@@ -129,6 +150,20 @@ def skinny_gemm_tile(rows: int, n: int, per_byte: int) -> SchemeSkinnyGemmTile:
     else:
         tile = N16_K1024 if is_wide else N16_K512
     return SCHEME_SKINNY_GEMM_TILES[tile]
+
+
+def register_gemm_tile(rows: int, n: int, k: int) -> RegisterGemmTile | None:
+    """A tile for 9 to 32 rows, or None where another kernel was as fast or no product was timed.
+
+    Narrow weights have too few tiles, so their columns are split among programs.
+    """
+    if not 8 < rows <= MAX_4_BIT_SKINNY_ROWS:
+        return None
+    if n >= WIDE_N:
+        return REGISTER_GEMM_TILES[R128] if rows > 16 else None
+    if k < MIN_REGISTER_K:
+        return None
+    return REGISTER_GEMM_TILES[R128_S8 if k >= MANY_COLUMNS else R64_S4]
 
 
 def gemm_tile(rows: int, n: int) -> SchemeGemmTile:

@@ -117,7 +117,7 @@ def assert_product_agrees(
     weight = operands(CASES[case][0], tensors)
     values = SCHEMES[CASES[case][0]].dequantise(tensors, torch.float32)
     rounded = values.to(x.dtype).double()
-    chosen = tile or choose_tile(len(x), len(weight.weight), weight.per_byte)
+    chosen = tile or choose_tile(len(x), len(weight.weight), weight.k, weight.per_byte, weight.is_plain_int4)
     if not isinstance(chosen, SchemeGemmTile) or torch.equal(rounded, values.double()):
         assert_agrees(y, precise)
         return

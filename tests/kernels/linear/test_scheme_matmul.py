@@ -310,7 +310,16 @@ def test_the_sums_of_a_skinny_gemm_fit_registers() -> None:
     (65, 4096, ("m128_n64_s4", "m128_n64_s4")), (128, 8448, ("m128_n128", "m128_n128")),
 ])  # fmt: skip
 def test_the_tile_depends_on_rows_width_and_bits(rows: int, n: int, names: tuple[str, str]) -> None:
-    assert tuple(choose_tile(rows, n, per_byte).name for per_byte in (1, 2)) == names
+    assert tuple(choose_tile(rows, n, 4096, per_byte, False).name for per_byte in (1, 2)) == names
+
+
+@pytest.mark.parametrize(("rows", "n", "k", "name"), [
+    (1, 4096, 4096, "n8_b2048"), (8, 4096, 4096, "n16_k512"), (9, 4096, 4096, "r64_s4"), (32, 6144, 4096, "r64_s4"),
+    (32, 4096, 14336, "r128_s8"), (16, 4096, 2048, "n32_k512_s3"), (16, 28672, 4096, "n32_k512_s3"),
+    (17, 28672, 4096, "r128"), (33, 28672, 4096, "m64_n128"),
+])  # fmt: skip
+def test_some_tiles_are_for_int4_with_long_groups(rows: int, n: int, k: int, name: str) -> None:
+    assert choose_tile(rows, n, k, 2, True).name == name
 
 
 def test_operands_name_the_use_of_each_tensor() -> None:

@@ -1,0 +1,49 @@
+"""Launches the GEMM of int4 weights for 9 to 32 rows, whose values never leave the registers of a thread.
+
+The weight is the first operand, which the tensor cores of Hopper read from registers: a warp group has 64 rows of the
+weight, and all rows of x. The codes arrive through asynchronous copies. A thread reads 8 codes of a row in a word, and
+makes values of them where the tensor cores take them. That requires another order of the columns, in which a program
+also writes x to shared memory. Scales multiply the sums of a step, which is in one group, so values are exact.
+
+It serves weights without zero points, and groups of a multiple of 128 columns. Weights with few rows have their columns
+split among programs, whose sums a second kernel adds in a fixed order.
+
+Rejected: more rows. With 64 rows it is slower than scheme_gemm.py for three of the four products of a layer, and with
+128 for all (Llama 8B, H200). There are more sums to scale, and they take the registers of a second program per SM. If
+scales multiply the values instead, one product of the four is faster than there, by 5 to 10%.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tcdeploy.kernels.linear.scheme_gemm import fit_splits, sum_parts
+from tcdeploy.kernels.linear.scheme_operands import Operands
+from tcdeploy.kernels.linear.scheme_tiles import REGISTER_BLOCK_K, RegisterGemmTile
+from tcdeploy.torch_compat.inductor.pdl import supports_pdl
+from tcdeploy.torch_compat.triton.kernel import Kernel, next_power_of_2
+
+GEMM = Kernel("tcdeploy.kernels.linear.register_gemm_kernel", "_register_gemm_kernel")
+
+
+def register_gemm(
+    out: Tensor, x: Tensor, weight: Operands, addend: Tensor | None, gated: bool, tile: RegisterGemmTile
+) -> None:
+    """out = x [rows, k] @ w [n, k].T + addend; if `gated`, silu of the first half of the columns times the second."""
+    assert weight.is_plain_int4
+    (rows, k), n = x.shape, weight.weight.shape[0]
+    words = weight.weight.view(torch.int32)
+    pdl = {"launch_pdl": True} if supports_pdl(x.device) else {}
+    splits = fit_splits(tile.splits, k // REGISTER_BLOCK_K)
+    addend_stride = addend.stride(0) if addend is not None and addend.ndim == 2 else 0
+    parts = x.new_empty(splits, rows, n, dtype=torch.float32) if splits > 1 else None
+    GEMM.launch(
+        (-(-n // tile.block_n), splits),
+        out if parts is None else parts, x, words, weight.row_scale, weight.group_scale,
+        addend if parts is None else None, rows, n, k, k // splits, words.shape[1], weight.groups, x.stride(0),
+        addend_stride, weight.group, max(16, next_power_of_2(rows)), tile.block_n, REGISTER_BLOCK_K, gated,
+        parts is not None, bool(pdl), num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl,
+    )  # fmt: skip
+    if parts is not None:
+        sum_parts(out, parts, addend, gated)

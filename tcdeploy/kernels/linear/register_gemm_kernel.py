@@ -1,0 +1,93 @@
+"""The Triton kernel of int4 weights whose values stay in registers, which register_gemm.py launches and describes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tcdeploy.kernels.linear.scheme_codes import _word_values
+from tcdeploy.torch_compat.triton.source import ignore_comments
+
+
+@ignore_comments
+@triton.jit
+def _weight_tile(words, DTYPE: tl.constexpr):
+    """The values [n, k] of words [n, k / 8], in an order of columns in which no value changes its thread.
+
+    Of 16 columns, the tensor cores take 2t, 2t + 1, 2t + 8 and 2t + 9 from thread t of four. A thread has the 8 codes
+    of a word, so it gives four of them, those of two bytes, to each of two instructions.
+    """
+    values = _word_values(words, DTYPE)
+    values = tl.reshape(values, (words.shape[0], words.shape[1] // 4, 4, 2, 2, 2))  # n, 32s, t, code, byte, bytes
+    return tl.reshape(tl.permute(values, (0, 1, 5, 4, 2, 3)), (words.shape[0], 8 * words.shape[1]))
+
+
+@ignore_comments
+@triton.jit
+def _input_tile(inputs):
+    """x [m, k] with its columns in the order of `_weight_tile`."""
+    tile = tl.reshape(inputs, (inputs.shape[0], inputs.shape[1] // 32, 4, 2, 2, 2))  # m, 32s, t, bytes, byte, code
+    return tl.reshape(tl.permute(tile, (0, 1, 3, 4, 2, 5)), inputs.shape)
+
+
+@ignore_comments
+@triton.jit(do_not_specialize=["rows"])
+def _register_gemm_kernel(
+    out, x, weight, row_scale, group_scale, addend, rows, n, k, split_k, row_words, groups, x_stride, addend_stride,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
+    IS_SPLIT: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    row, tile_row = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    n_tile, first = tl.program_id(0), tl.program_id(1) * split_k
+    if GATED:  # eight gate rows, then their up rows: a thread has the sums of both
+        n //= 2
+        half_row = n_tile * (BLOCK_N // 2) + tile_row // 16 * 8 + tile_row % 8
+        w_row = tl.minimum(half_row, n - 1) + tile_row // 8 % 2 * n
+    else:
+        w_row = tl.minimum(n_tile * BLOCK_N + tile_row, n - 1)  # past the end: never stored
+    word = tl.multiple_of(first // 8, 4) + tl.arange(0, BLOCK_K // 8)
+    w_ptrs = weight + w_row.to(tl.int64)[:, None] * row_words + word[None, :]
+    x_ptrs = x + row.to(tl.int64)[:, None] * x_stride + first + tl.arange(0, BLOCK_K)[None, :]
+    x_mask = (row < rows)[:, None]
+    if USE_PDL:  # no memory access before the wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if group_scale is not None:
+        scales = tl.load(group_scale + w_row * groups + first // GROUP).to(tl.float32)
+
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, split_k, BLOCK_K):
+        words = tl.load(w_ptrs + start // 8)
+        inputs = _input_tile(tl.load(x_ptrs + start, mask=x_mask, other=0.0))
+        if group_scale is not None:
+            following = tl.minimum(first + start + BLOCK_K, k - 1) // GROUP  # loaded one step ahead
+            following_scales = tl.load(group_scale + w_row * groups + following).to(tl.float32)
+            acc += tl.dot(_weight_tile(words, DTYPE), tl.trans(inputs)) * scales[:, None]
+            scales = following_scales
+        else:
+            acc = tl.dot(_weight_tile(words, DTYPE), tl.trans(inputs), acc)
+
+    if row_scale is not None:
+        acc *= tl.load(row_scale + w_row).to(tl.float32)[:, None]
+    if IS_SPLIT:  # [splits, rows, n], gate and up in turn if GATED; another kernel adds them
+        n_all = n * 2 if GATED else n
+        column = n_tile * BLOCK_N + tile_row
+        if GATED:
+            column = n_tile * BLOCK_N + tile_row // 16 * 16 + tile_row % 8 * 2 + tile_row // 8 % 2
+        mask = (column < n_all)[:, None] & (row < rows)[None, :]
+        part = tl.program_id(1).to(tl.int64) * rows + row
+        tl.store(out + part[None, :] * n_all + column[:, None], acc, mask=mask)
+    else:
+        if GATED:
+            pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
+            gate, up = tl.split(tl.reshape(pairs, (BLOCK_N // 2, BLOCK_M, 2)))
+            acc = gate * tl.sigmoid(gate) * up
+            column = n_tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        else:
+            column = n_tile * BLOCK_N + tile_row
+        mask = (column < n)[:, None] & (row < rows)[None, :]
+        row_64 = row.to(tl.int64)[None, :]
+        if addend is not None:
+            acc += tl.load(addend + row_64 * addend_stride + column[:, None], mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row_64 * n + column[:, None], acc.to(out.dtype.element_ty), mask=mask)
