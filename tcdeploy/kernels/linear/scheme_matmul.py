@@ -104,7 +104,7 @@ def matmul(
         x = x.index_select(1, weight.columns)
         norm = None if norm is None else norm.index_select(0, weight.columns)
     out = x.new_empty(rows, n // 2 if gated else n)
-    tile = tile or choose_tile(rows, n, k, weight.per_byte, weight.is_plain_int4)
+    tile = tile or choose_tile(rows, n, k, weight.per_byte, weight.is_plain_int4 and not gated)
     assert rows == 1 or not isinstance(tile, SchemeGemvTile)
     assert norm is None or isinstance(tile, SchemeGemvTile)
     if isinstance(tile, SchemeGemvTile):

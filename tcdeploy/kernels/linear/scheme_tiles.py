@@ -119,11 +119,11 @@ def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
     return SCHEME_GEMV_TILES[N8_B2048 if per_byte == 2 else N4_B2048]
 
 
-def choose_tile(rows: int, n: int, k: int, per_byte: int, is_plain_int4: bool) -> Tile:
-    """`is_plain_int4`: whether register_gemm.py serves the weight [n, k]."""
+def choose_tile(rows: int, n: int, k: int, per_byte: int, may_use_registers: bool) -> Tile:
+    """`may_use_registers`: register_gemm.py serves the weight [n, k], and no SwiGLU, with which it was not timed."""
     if rows == 1:
         return gemv_tile(n, per_byte)
-    if is_plain_int4 and (tile := register_gemm_tile(rows, n, k)) is not None:
+    if may_use_registers and (tile := register_gemm_tile(rows, n, k)) is not None:
         return tile
     if rows <= (MAX_4_BIT_SKINNY_ROWS if per_byte == 2 else MAX_ROWS):
         return skinny_gemm_tile(rows, n, per_byte)
