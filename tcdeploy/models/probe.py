@@ -114,7 +114,7 @@ def _probe(
         problem = "computes token positions of its own instead of using position_ids, so prompts cannot be packed"
         refusals.add(UnsupportedArchitectureError(f"{name} {problem}"))
     context = getattr(text_config, "max_position_embeddings", None) or 0
-    if not context and not _has_only_slots(layer_states):
+    if not context and not _has_no_attention(layer_states):
         refusals.add(UnsupportedArchitectureError(f"{name} has no max_position_embeddings in its config"))
     refusals.raise_all()
     assert model is not None
@@ -228,7 +228,7 @@ def _find_packed_linears(model: nn.Module, recorder: _LinearRecorder) -> tuple[t
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
-def _has_only_slots(states: tuple[LayerState, ...]) -> bool:
+def _has_no_attention(states: tuple[LayerState, ...]) -> bool:
     return bool(states) and not any(isinstance(state, AttentionSpec) for state in states)
 
 

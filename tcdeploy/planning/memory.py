@@ -1,7 +1,8 @@
 """Sizes the KV cache and the state slots: arithmetic over bytes. Does not import torch.
 
 Weights come first, then the workspace that running the model needs, and a state slot for each sequence of the largest
-batch; then snapshots of slots, and KV blocks take the rest, but no more than the largest batch can use at full context.
+batch. Snapshots of slots get a share of what is left, and KV blocks the rest, but no more than the largest batch can
+use at full context.
 The workspace is predicted part by part before anything is loaded, and the manifest records the measured value after
 warm-up.
 """
@@ -35,11 +36,11 @@ PARITY_CHECK_FACTOR = 3.0
 FLOAT32_COPIES = 2  # of a weight in a scheme, while the reference dequantises it: converted, and scaled
 SAMPLING_BYTES_PER_LOGIT = 3  # per row and vocabulary entry: a count and a flag (engine/step/sampling.py)
 TYPICAL_SEQUENCE_TOKENS = 1024  # prompt and answer, to decide how many sequences the KV cache holds
-# To take a snapshot, a prompt is split, and an additional step of few tokens reads all weights. On an H100, that takes
-# as long as computing 220 tokens of a prompt (8B model): a snapshot of 512 tokens pays off if every other one is used.
+# A prompt is split where a snapshot is taken, so an additional step of few tokens reads all weights. With an 8B model
+# on an H100, that takes as long as 220 tokens of a prompt: snapshots of 512 tokens pay off if half of them are reused.
 MIN_SNAPSHOT_TOKENS = 512
-MIN_LONE_SNAPSHOT_TOKENS = 4096  # of a prompt that shares no prefix with earlier ones: 5% more time to first token
-SNAPSHOT_FRACTION = 0.25  # of the memory for KV blocks and snapshots
+MIN_LONE_SNAPSHOT_TOKENS = 4096  # if a prompt shares no prefix: the time to first token grows by about 5%
+SNAPSHOT_FRACTION = 0.25  # of the memory for KV blocks and snapshots, at most
 MAX_SNAPSHOTS_PER_SEQUENCE = 4  # of the largest batch
 HOST_KV_FRACTION = 0.25  # of host memory beyond the weights, on a CPU
 
@@ -205,7 +206,7 @@ def count_affordable_blocks(inputs: PlanInputs, demand: CacheDemand, workspace: 
 
 
 def _kv_bytes(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace) -> int:
-    """The memory for KV blocks and snapshots, beside weights, workspace and slots."""
+    """The memory for KV blocks and snapshots, which weights, workspace and slots leave; negative if they exceed it."""
     fraction, environment = inputs.recipe.memory_fraction, inputs.environment
     if not 0.0 < fraction <= 1.0:
         raise UsageError(f"memory fraction {fraction} is not between 0 and 1", "--memory-fraction 0.9")
@@ -217,10 +218,10 @@ def _kv_bytes(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace) -> 
 
 
 def _count_snapshots(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace, min_blocks: int) -> int:
-    """Snapshots of slots, each of which needs cached blocks for MIN_SNAPSHOT_TOKENS tokens.
+    """The number of snapshots. Each belongs to a prefix of MIN_SNAPSHOT_TOKENS or more tokens in cached blocks.
 
-    They take no block that the buckets, a sequence of full context or a batch of typical sequences need. With requested
-    KV blocks, they take the same share as of the memory for both.
+    Snapshots leave the KV blocks that the buckets, one sequence of full context or a largest batch of typical sequences
+    need. If the recipe requests a number of KV blocks, they leave these, and take at most SNAPSHOT_FRACTION of the sum.
     """
     bytes_each, block_bytes = bytes_per_slot(inputs), _block_bytes(inputs, demand.block_size)
     if not bytes_each or demand.context <= MIN_SNAPSHOT_TOKENS:
@@ -249,7 +250,7 @@ def _slot_bytes(inputs: PlanInputs, demand: CacheDemand) -> int:
 
 
 def bytes_per_slot(inputs: PlanInputs) -> int:
-    """Of all layers; 0 if none keeps state in slots."""
+    """The bytes of one slot in all layers; 0 if none keeps state in slots."""
     tensors, compute = inputs.architecture.slot_tensors, inputs.dtypes.compute
     return sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype or compute] for tensor in tensors)
 

@@ -96,7 +96,7 @@ class Plan:
     weight_bytes: int
     kv_bytes: int
     slots: int  # of layers that keep state in slots; slot 0 is for padding. 0: there are no such layers
-    snapshots: int  # slots after these, for the state at the ends of prefixes
+    snapshots: int  # further slots, after `slots`, with copies of the state at the ends of prefixes
     slot_bytes: int  # of all slots, those of snapshots included
     workspace_bytes: int  # predicted device memory beyond weights and state while serving; 0 on a CPU
     rank: int = 0  # of tensor parallelism; sizes and bytes are those of one rank

@@ -34,7 +34,7 @@ DEFAULT_PREFILL_BUCKETS = (128, 512, 2048)
 GPU_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 256)
 CPU_BATCH_SIZES = (1, 4)
 MIN_GPU_BATCH_SIZES = 2  # of GPU_BATCH_SIZES, however little memory there is
-# Tokens of the longest sequence of models whose state has one size for all lengths, such as Mamba-2.
+# Tokens of the longest sequence, for models without attention whose config has no limit, such as Mamba-2.
 DEFAULT_CONTEXT_WITHOUT_ATTENTION, MAX_CONTEXT_WITHOUT_ATTENTION = 32768, 1 << 20
 MIN_PREFILL_SEQUENCES, TOKENS_PER_PREFILL_SEQUENCE = 8, 512
 DYNAMIC_MIN_SIZE = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
@@ -270,7 +270,8 @@ def _explain_slots(inputs: PlanInputs, demand: CacheDemand, kv: KVSize, decision
         reason = f"{state}, which does not pay off with a context of {MIN_SNAPSHOT_TOKENS} tokens or less"
         decisions.add("prefix reuse", "off", reason)
     else:
-        decisions.add("prefix reuse", "off", f"{state}, and KV blocks leave no memory for one, or are too few")
+        reason = f"{state}; the KV blocks leave no memory for one, or are too few to reuse a prefix"
+        decisions.add("prefix reuse", "off", reason)
 
 
 def _predict_workspace(inputs: PlanInputs, demand: CacheDemand) -> Workspace:

@@ -1,4 +1,4 @@
-"""The decoder layers of a model while its step is exported: their state, replaced calls, and what they return."""
+"""The decoder layers of a model during export: replaces their calls, binds their state, and finds what they return."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class TracedLayer(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """What a layer returns: a tuple of this length, or 0 for a tensor; and its dtype, "" for that of its input."""
+    """What a layer returns: a tensor, or a tuple whose first item is a tensor."""
 
-    tuple_length: int = 0
-    dtype: str = ""
+    tuple_length: int = 0  # 0: a tensor
+    dtype: str = ""  # of the tensor; "": that of the layer's input
 
 
 class _AllKindsReturned(Exception):  # noqa: N818 - it ends a forward pass early
@@ -45,9 +45,9 @@ class _AllKindsReturned(Exception):  # noqa: N818 - it ends a forward pass early
 
 
 def find_outputs(model: nn.Module, layers: Sequence[TracedLayer], inputs: StepInputs) -> list[LayerOutput]:
-    """What each layer returns, from a pass without values, which ends when a layer of each kind has returned.
+    """What each layer returns, found by a forward pass on fake tensors until a layer of each kind has returned.
 
-    The layers of Bamba and Falcon-H1 return tuples, and those of Mamba-2 float32 in models of other dtypes.
+    The layers of Bamba and Falcon-H1 return tuples. Those of Mamba-2 return float32 whatever the model's dtype.
     """
     all_kinds = [layer.kind for layer in layers]
     kinds = [all_kinds.index(kind) for kind in all_kinds]

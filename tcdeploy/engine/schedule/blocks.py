@@ -33,18 +33,18 @@ class Node(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class SnapshotMatch(NamedTuple):
-    """A prefix whose state is kept: its blocks, with a reference each, and the slot of its state."""
+class PrefixMatch(NamedTuple):
+    """A cached prefix that a sequence starts from."""
 
-    blocks: list[int]
-    slot: int | None  # None without blocks
-    registered_tokens: int  # of the longest prefix whose blocks are registered, with a snapshot at its end or not
+    blocks: list[int]  # with one reference taken on each
+    slot: int | None  # of the snapshot at its end; None without blocks, or if no layer keeps state in slots
+    registered_tokens: int  # of the longest registered prefix, even without a snapshot; 0 if no layer keeps state
 
 
 class BlockAllocator:
     """Owns blocks 1 to num_blocks - 1, or only `blocks`, which another allocator has allocated.
 
-    `reuses_prefixes`: whether blocks are registered and found. `snapshots`: of the state at the ends of blocks.
+    `reuses_prefixes`: whether blocks are registered and found. `snapshots`: copies of the state at the ends of blocks.
     Allocating, releasing and matching are linear in the blocks involved.
     """
 
@@ -102,18 +102,21 @@ class BlockAllocator:
         self._take(matched)
         return matched
 
-    def match_snapshot(self, token_ids: list[int], adapter_id: int = 0) -> SnapshotMatch:
-        """The longest registered prefix with a snapshot at its end, as `match` gives one without."""
+    def match_snapshot(self, token_ids: list[int], adapter_id: int = 0) -> PrefixMatch:
+        """As `match`, for the longest registered prefix that has a snapshot at its end."""
         found = self._find(token_ids, len(token_ids) - 1, adapter_id)
         registered_tokens = len(found) * self.block_size
         while found and self._nodes[found[-1]].node_id not in self.snapshots:
             found.pop()
         self._take(found)
         slot = self.snapshots.use(self._nodes[found[-1]].node_id) if found else None
-        return SnapshotMatch(found, slot, registered_tokens)
+        return PrefixMatch(found, slot, registered_tokens)
 
     def reserve_snapshot(self, token_ids: list[int], tokens: int, adapter_id: int = 0) -> int | None:
-        """A slot for the state after `tokens` tokens, whole blocks; None if it is kept already or there is no slot."""
+        """A slot for the state after `tokens` tokens, a multiple of the block size.
+
+        None if that state has a snapshot already, or if no slot can be freed.
+        """
         node_id = self._node_at(token_ids, tokens, adapter_id)
         return None if node_id is not None and node_id in self.snapshots else self.snapshots.reserve()
 

@@ -1,27 +1,28 @@
-"""Which prefix a prompt starts from, and where the state of a prompt is kept for others. Does not import torch.
+"""Chooses the prefix that a prompt reuses, and the places where its state is kept. Does not import torch.
 
 The blocks of a prompt are registered in the prefix cache when the step after the one that writes them is scheduled,
 because only a later step may read them.
 
 If layers keep state in slots, a prompt starts from a snapshot of the state at the end of a prefix (snapshots.py).
 Snapshots are large, and a prompt is split where one is taken, which delays its first token by one step. So they are
-taken at two places only, each at least `min_snapshot_tokens` after the last one that the prompt starts from or takes:
+taken at two places only, each at least `min_snapshot_tokens` after the reused prefix and after the previous snapshot:
 
-- the end of the prefix that the prompt shares with an earlier one, for a third one that has it too, such as the
-  instructions of an application. Until then nothing tells where that prefix ends.
-- the last block border of the prompt, for the next turn of a chat, the same prompt, and after a preemption. A prompt
-  that shares so many tokens with no earlier one may never be continued: it must have `min_lone_snapshot_tokens`, so
-  that the additional step takes little time beside the others.
+- the end of the prefix that the prompt shares with an earlier one, for later prompts that have it too, such as the
+  instructions of an application. Before the second prompt arrives, the end of that prefix is unknown.
+- the last block border of the prompt, for the next turn of a chat, for the same prompt, and after a preemption. A
+  prompt that shares fewer than `min_snapshot_tokens` tokens with earlier ones may never be continued. Its snapshot must
+  be `min_lone_snapshot_tokens` after the reused prefix, so that the additional step takes a small part of the time.
 
-They are taken of prompts only. A decode row is computed one step beyond its last token before the host knows, and is
-seldom at a border of blocks. So the tokens of an answer are computed again in the next turn.
+No snapshot is taken of decode rows. The host launches a decode step before it reads whether the previous token was the
+last one, so the state may be one token too far, and it is seldom at a block border. The next turn of a chat therefore
+computes the tokens of the answer again.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from tcdeploy.engine.schedule.blocks import BlockAllocator, SnapshotMatch
+from tcdeploy.engine.schedule.blocks import BlockAllocator, PrefixMatch
 from tcdeploy.engine.schedule.sequence import Chunk, Sequence
 
 SlotCopies = tuple[tuple[int, int], ...]  # (source, target) slots
@@ -62,8 +63,8 @@ class PrefixReuse:
     def start_step(self) -> None:
         """Register the blocks that the last step's chunks write, and its snapshots.
 
-        A sequence released since then has no blocks left. Its blocks were registered at that time, and a snapshot is
-        added to them if they have not been evicted: it is of the step's end, whatever became of the sequence.
+        A sequence that was released since then has no blocks left to register. Its snapshot is added if its prefix is
+        registered: the copy follows the step on the device, so the release cannot change it.
         """
         for sequence, _, stop in self._chunks:
             self.allocator.register(sequence.token_ids, sequence.blocks, stop, sequence.adapter_id)
@@ -72,26 +73,29 @@ class PrefixReuse:
         self._forget_step()
 
     def reset(self) -> None:
-        """After a scheduled step failed: drop all prefixes, those that the step would have written included."""
+        """Drop all prefixes after a step failed, including those that the step would have written."""
         self._forget_step()
         self.allocator.reset_prefix_cache()
 
-    def match(self, sequence: Sequence) -> SnapshotMatch:
-        """The blocks of its prefix that need not be computed, and if layers keep state the snapshot at their end."""
+    def match(self, sequence: Sequence) -> PrefixMatch:
+        """The cached prefix of a sequence. If layers keep state in slots, it ends at a snapshot."""
         if sequence.params.prompt_logprobs is not None:  # cached tokens have to be scored too
-            return SnapshotMatch([], None, 0)
+            return PrefixMatch([], None, 0)
         if self._has_slots:
             return self.allocator.match_snapshot(sequence.token_ids, sequence.adapter_id)
-        return SnapshotMatch(self.allocator.match(sequence.token_ids, sequence.adapter_id), None, 0)
+        return PrefixMatch(self.allocator.match(sequence.token_ids, sequence.adapter_id), None, 0)
 
-    def admit(self, sequence: Sequence, match: SnapshotMatch) -> None:
-        """Plan the copies of an admitted sequence, whose slot and computed tokens are set."""
+    def admit(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Choose the snapshot borders of an admitted sequence, and plan the copy of the matched snapshot to its slot.
+
+        Its slot and its computed tokens must be set.
+        """
         sequence.snapshot_borders = self._borders(sequence, match.registered_tokens)
         if match.slot is not None:
             self._restores.append((match.slot, sequence.slot))
 
-    def launch(self, chunks: tuple[Chunk, ...]) -> None:
-        """Take note of the chunks of the step that is being scheduled, and plan the snapshots at their ends."""
+    def add_chunks(self, chunks: tuple[Chunk, ...]) -> None:
+        """Record the chunks of the step that is being scheduled, and plan the snapshots at their ends."""
         self._chunks = chunks
         for sequence, _, stop in chunks:
             if stop in sequence.snapshot_borders and not self._is_taken(sequence, stop):
@@ -114,7 +118,7 @@ class PrefixReuse:
         return tuple(borders)
 
     def _is_taken(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether another sequence of the step has the same prefix, as the choices of one request do."""
+        """Whether this step already takes the snapshot for another sequence, such as a choice of the same request."""
         return any(
             stop == tokens
             and other.adapter_id == sequence.adapter_id

@@ -25,8 +25,8 @@ nothing. After `max_consecutive_prefills` prefill steps the running sequences ge
 Prompts are computed first come, first served, with one exception if steps are mixed: a prompt that needs more than
 LONG_PROMPT_STEPS steps of the present size gets half of the tokens of a step if it is the first, and the following
 prompts get the other half in their order; tokens that they do not need go to the long one. So at most two prompts are
-computed in part: the first, and the last of the others; more if prompts are split to keep their state.
-tests/engine/test_scheduler_costs.py derives how long a prompt may wait for its first chunk.
+computed in part: the first, and the last of the others. There may be more if prompts are split where snapshots of
+their state are taken. tests/engine/test_scheduler_costs.py derives how long a prompt may wait for its first chunk.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class SchedulerConfig(NamedTuple):
     itl_target_ms: float | None = None  # of a mixed step's predicted time; None: the default of step_size.py
     min_chunk_tokens: int = MIN_CHUNK_TOKENS  # prompt tokens that a mixed step always has room for
     has_slots: bool = False  # whether layers keep state in slots, of which there is one for each row
-    min_snapshot_tokens: int = MIN_SNAPSHOT_TOKENS  # of a prompt between two snapshots of its state
-    min_lone_snapshot_tokens: int = MIN_LONE_SNAPSHOT_TOKENS  # of a prompt that shares no such prefix
+    min_snapshot_tokens: int = MIN_SNAPSHOT_TOKENS  # prompt tokens before a snapshot, and between two
+    min_lone_snapshot_tokens: int = MIN_LONE_SNAPSHOT_TOKENS  # the same for a prompt that shares no prefix
 
 
 class SchedulerStats(NamedTuple):
@@ -209,7 +209,7 @@ class Scheduler:
         """Prompts in order of arrival for a step of `step_tokens` tokens, of which `rows` belong to decode rows.
 
         Updates their sequences as if the step had run. The last prompt is split if it does not fit, the first if it is
-        long, and any where its state is kept.
+        long, and any prompt where a snapshot of its state is taken.
         """
         token_budget = step_tokens - rows
         chunk_sizes: list[int] = []  # of the prompts in `prefilling`, from the first on
@@ -229,15 +229,15 @@ class Scheduler:
             Chunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + size)
             for sequence, size in zip(self.prefilling, chunk_sizes, strict=False)
         )
-        self.prefixes.launch(chunks)
+        self.prefixes.add_chunks(chunks)
         for sequence, _, stop in chunks:
             sequence.num_computed_tokens = stop
             if stop == len(sequence.token_ids):  # only the chunk that ends the prompt samples a token
                 sequence.num_in_flight += 1
                 self.prefilling.remove(sequence)
                 self.running.append(sequence)
-        keeps_state = self.allocator.snapshots.capacity > 0
-        assert len(self.prefilling) <= 2 or keeps_state, "only the first prompt and the last one in a step are split"
+        takes_snapshots = self.allocator.snapshots.capacity > 0
+        assert len(self.prefilling) <= 2 or takes_snapshots, "only the first and the last prompt of a step are split"
         return chunks
 
     def _admit(self) -> Sequence | None:

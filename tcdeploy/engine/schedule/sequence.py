@@ -200,7 +200,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     slot: int = SCRATCH_SLOT  # where layers keep state of the sequence, if any do; the scratch slot if not admitted
     adapter_id: int = 0  # of the weights that compute it; part of the prefix cache's keys. 0: the model's own
-    snapshot_borders: tuple[int, ...] = ()  # ends of chunks at which its state is kept, in tokens (scheduler.py)
+    snapshot_borders: tuple[int, ...] = ()  # prompt tokens after which its state is kept (prefix_reuse.py)
     num_computed_tokens: int = 0  # whose keys and values are written by the steps launched so far
     num_in_flight: int = 0  # tokens of launched steps that the host has not read
     preemptions: int = 0
@@ -274,8 +274,8 @@ class SchedulerOutput(NamedTuple):
 
     chunks: tuple[Chunk, ...] = ()
     decode: tuple[Sequence, ...] = ()
-    restores: tuple[tuple[int, int], ...] = ()  # (source, target) slots, copied before the step
-    snapshots: tuple[tuple[int, int], ...] = ()  # and after it
+    restores: tuple[tuple[int, int], ...] = ()  # (source, target) slots to copy before the step
+    snapshots: tuple[tuple[int, int], ...] = ()  # slots to copy after it
 
     @property
     def num_tokens(self) -> int:

@@ -1,12 +1,12 @@
 """Keeps copies of state slots at the ends of prefixes, for prompts with the same prefix. Does not import torch.
 
-A snapshot belongs to a registered block (blocks.py): it is the state after the last token of that block. It lies in a
-slot of its own, beside those of sequences. It is dropped with its block, or when it is the least recently used one and
-another prefix needs its slot.
+A snapshot belongs to a registered block (blocks.py): it is the state after the last token of that block. It has a slot
+of its own, after those of sequences. It is dropped when its block is evicted, or when it is the least recently used
+snapshot and a new one needs a slot.
 
-A slot is reserved when a step that fills it is scheduled. It can be found once it is added, when the next step is
-scheduled: steps run in order, so that step and all later ones read a complete copy. In one step, snapshots are read
-before any of them is written.
+A slot is reserved when the step that fills it is scheduled. The snapshot is added, and can be found, when the next step
+is scheduled. Steps run in order, so that step and all later ones read a complete copy. Each step reads snapshots before
+it writes any, so a dropped snapshot that the same step still reads is not overwritten too early.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tcdeploy.engine.schedule.slots import SCRATCH_SLOT
 
 
 class SnapshotCache:
-    """Owns `count` slots from `first_slot` on. Without any, nothing is kept."""
+    """Owns `count` slots from `first_slot` on. With a count of 0, no snapshot is kept."""
 
     def __init__(self, first_slot: int = SCRATCH_SLOT + 1, count: int = 0) -> None:
         self._slots = range(first_slot, first_slot + count)
@@ -38,7 +38,10 @@ class SnapshotCache:
         return self._by_node[node_id]
 
     def reserve(self) -> int | None:
-        """A slot for a new snapshot, of which the least recently used one may be dropped; None if there is no slot."""
+        """A slot for a new snapshot; None if no slot can be freed.
+
+        Drops the least recently used snapshot if no slot is free.
+        """
         if not self._free and self._by_node:
             self.discard(next(iter(self._by_node)))
         if not self._free:
@@ -48,9 +51,9 @@ class SnapshotCache:
         return slot
 
     def add(self, node_id: int | None, slot: int) -> None:
-        """Keep a reserved slot as the snapshot of a node; free it if the node is gone (None) or has one.
+        """Keep a reserved slot as the snapshot of a node; free it if the node is gone (None) or has a snapshot.
 
-        Has no effect after `clear`: the state is that of dropped prefixes.
+        Has no effect if `clear` was called after the reservation, because it has freed the slot.
         """
         if slot not in self._reserved:
             return
@@ -67,7 +70,7 @@ class SnapshotCache:
             self._free.append(slot)
 
     def clear(self) -> None:
-        """Drop all snapshots, those of the step in flight included."""
+        """Drop all snapshots, including those of the step in flight."""
         self._free = list(self._slots)
         self._reserved.clear()
         self._by_node.clear()

@@ -98,7 +98,7 @@ class StepBatch(Struct, array_like=True, frozen=True, gc=False):
     # results of equal steps can be compared. None: pad it less once a smaller size is captured.
     early_size_from: int | None = None
     restores: list[tuple[int, int]] = []  # (source, target) slots: copied before the step reads or writes any slot
-    snapshots: list[tuple[int, int]] = []  # copied right after the step, so the source's next owner cannot be faster
+    snapshots: list[tuple[int, int]] = []  # copied right after the step, before a later step writes to a source
 
     @property
     def num_tokens(self) -> int:

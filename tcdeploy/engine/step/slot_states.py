@@ -21,9 +21,9 @@ class SlotStates:
     def save(self, slot: int) -> list[Tensor]:
         return [tensor[slot].clone() for tensor in self.tensors]
 
-    def copy(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Copy the contents of slots, as (source, target), on the device in the order of its steps."""
-        for source, target in slots:
+    def copy(self, slot_pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy the state of each (source, target) pair of slots on the device, in stream order with the steps."""
+        for source, target in slot_pairs:
             for tensor in self.tensors:
                 tensor[target].copy_(tensor[source])
 

@@ -4,7 +4,7 @@
     group_pairs          which (token, slot) pairs belong to which expert; once for the two products of a layer
     expert_linear        a product of each pair with the weight of its expert, dense or in any scheme
                          (planning/schemes.py)
-    eager_expert_linear  the same in plain torch, for the model's own code without a compiler
+    eager_expert_linear  the same in plain torch, for layers that run uncompiled
     gated_expert_linear  the same as expert_linear for few pairs, with SwiGLU
     expert_linear_sum    the same for few pairs and a dense weight, with the weighted sum over the pairs of a token
 
@@ -104,7 +104,7 @@ def _(x: Tensor, expert_ids: Tensor, groups: Tensor, tensors: list[Tensor], bias
 def eager_expert_linear(
     x: Tensor, expert_ids: Tensor, tensors: list[Tensor], bias: Tensor | None, scheme: str
 ) -> Tensor:
-    """`expert_linear` in plain torch. It is one operation, so the parity check's precise_math handles it once."""
+    """`expert_linear` in plain torch. As one op, it costs precise_math (engine/check) one dispatch instead of many."""
     return multiply_by_expert(x, expert_ids, tensors, bias, scheme)
 
 

@@ -1,7 +1,7 @@
 """The product of experts in plain torch: the CPU path, the parity check's path, and the reference of the tests.
 
-Weights are dequantised in the dtype of the inputs, those of a few experts at a time: all of a layer would take much
-memory, and each alone a dozen short kernels.
+Weights are dequantised to the dtype of the inputs, a few experts at a time. All experts of a layer at once would take
+too much memory, and one at a time would launch about a dozen short kernels for each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from tcdeploy.planning.schemes import SCHEMES
 
-DEQUANTISED_ELEMENTS = 1 << 25  # at a time: 128 MiB in float32, and a few times as much for intermediate values
+DEQUANTISED_ELEMENTS = 1 << 25  # at most at a time: 128 MiB in float32, and a few times as much for intermediate values
 
 
 def multiply_by_expert(
@@ -26,17 +26,17 @@ def multiply_by_expert(
     While a CUDA graph is captured, all pairs are multiplied by every expert, because the host cannot read the ids.
     """
     ids = expert_ids.flatten()
-    tokens_per_row = len(ids) // x.shape[0]  # 1 if x has a row for each pair
+    pairs_per_row = len(ids) // x.shape[0]  # top_k, or 1 if x has a row for each pair
     out = x.new_empty(len(ids), expert_shape(tensors, scheme)[0])
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        inputs = x.repeat_interleave(tokens_per_row, 0)
+        inputs = x.repeat_interleave(pairs_per_row, 0)
         for expert, weight in _dense_weights(tensors, range(len(tensors[0])), scheme, x.dtype):
             torch.where((ids == expert)[:, None], _multiply(inputs, weight, expert, bias), out, out=out)
         return out
     order = ids.argsort(stable=True)
     counts = ids.bincount(minlength=len(tensors[0])).tolist()
     ends = list(itertools.accumulate(counts))
-    inputs, products = x[order // tokens_per_row], torch.empty_like(out)
+    inputs, products = x[order // pairs_per_row], torch.empty_like(out)
     chosen = [expert for expert, count in enumerate(counts) if count]
     for expert, weight in _dense_weights(tensors, chosen, scheme, x.dtype):
         pairs = slice(ends[expert] - counts[expert], ends[expert])
@@ -62,8 +62,8 @@ def _dense_weights(
         yield from ((expert, tensors[0][expert].to(dtype)) for expert in experts)
         return
     (n, k), row_block = expert_shape(tensors, scheme), SCHEMES[scheme].row_block
-    is_joinable = row_block > 0 and n % row_block == 0
-    step = max(DEQUANTISED_ELEMENTS // (n * k), 1) if is_joinable else 1
+    can_join_rows = row_block > 0 and n % row_block == 0
+    step = max(DEQUANTISED_ELEMENTS // (n * k), 1) if can_join_rows else 1
     for first in range(0, len(experts), step):
         chunk = experts[first : first + step]
         is_consecutive = chunk[-1] - chunk[0] == len(chunk) - 1

@@ -11,7 +11,7 @@ from tcdeploy.torch_compat.triton.source import ignore_comments
 @ignore_comments
 @triton.jit
 def _load_columns(pointers, in_row, EVICTION: tl.constexpr):
-    """Elements of rows, and 0 after the end of a row. in_row: None if no element is after it."""
+    """Elements of rows, and 0 where `in_row` is false, after the end of a row. None: no element needs the mask."""
     if in_row is None:
         elements = tl.load(pointers, eviction_policy=EVICTION)
     else:

@@ -1,16 +1,17 @@
-"""Launches the GEMM of int4 weights for 9 to 32 rows, whose values never leave the registers of a thread.
+"""Launches the GEMM of int4 weights for 9 to 32 rows of x, which keeps dequantised values in registers.
 
-The weight is the first operand, which the tensor cores of Hopper read from registers: a warp group has 64 rows of the
-weight, and all rows of x. The codes arrive through asynchronous copies. A thread reads 8 codes of a row in a word, and
-makes values of them where the tensor cores take them. That requires another order of the columns, in which a program
-also writes x to shared memory. Scales multiply the sums of a step, which is in one group, so values are exact.
+The weight is the first operand, which the tensor cores of Hopper read from registers: a warp group multiplies 64 rows
+of the weight by all rows of x. The codes arrive through asynchronous copies. A thread reads a word of 8 codes of one
+row, and converts them in the registers from which the tensor cores read them. This changes the order of the columns, so
+a program writes x to shared memory in the same order. Each step is in one group, and its sums are multiplied by the
+group's scale, so values are exact.
 
-It serves weights without zero points, and groups of a multiple of 128 columns. Weights with few rows have their columns
+Weights must have no zero points, and groups of a multiple of 128 columns. The columns of a weight with few rows are
 split among programs, whose sums a second kernel adds in a fixed order.
 
-Rejected: more rows. With 64 rows it is slower than scheme_gemm.py for three of the four products of a layer, and with
-128 for all (Llama 8B, H200). There are more sums to scale, and they take the registers of a second program per SM. If
-scales multiply the values instead, one product of the four is faster than there, by 5 to 10%.
+Rejected: more rows of x. With 64 rows it is slower than scheme_gemm.py for three of the four products of a layer, and
+with 128 for all (Llama 8B, H200). There are more sums to scale, and they leave no registers for a second program on an
+SM. If scales multiply the values instead, one of the four products is faster than in scheme_gemm.py, by 5 to 10%.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def gemv_tile(n: int, per_byte: int) -> SchemeGemvTile:
 
 
 def choose_tile(rows: int, n: int, k: int, per_byte: int, may_use_registers: bool) -> Tile:
-    """`may_use_registers`: register_gemm.py serves the weight [n, k], and no SwiGLU, with which it was not timed."""
+    """`may_use_registers`: register_gemm.py supports the weight, and no SwiGLU is fused (not timed with it)."""
     if rows == 1:
         return gemv_tile(n, per_byte)
     if may_use_registers and (tile := register_gemm_tile(rows, n, k)) is not None:

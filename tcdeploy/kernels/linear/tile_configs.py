@@ -13,7 +13,7 @@ from typing import NamedTuple
 # Shapes that the kernels accept.
 N_MULTIPLE, K_MULTIPLE = 16, 64
 MIN_N_AND_K = 1024  # smaller shapes were not measured, except for routers
-MIN_GEMV_BLOCK_K = 512  # with shorter steps, most threads of a GEMV program load what another one loads too
+MIN_GEMV_BLOCK_K = 512  # in a shorter step, several threads of a GEMV program load the same elements
 MIN_ROWS, MAX_ROWS = 2, 64  # of the skinny GEMM; one row is the GEMV's
 
 # Thresholds of the heuristics.
@@ -106,13 +106,14 @@ def fit_block_k(block_k: int, k: int) -> int:
 
 
 def fit_gemv_block_k(block_k: int, k: int) -> int:
-    """`block_k` halved until the last of the loop steps over k exceeds it least, but not below MIN_GEMV_BLOCK_K.
+    """`block_k` or a half, a quarter, ... of it: the size that masks the fewest columns in the last step over k.
 
-    gpt-oss has 2,880 columns: 1,024 in a step exceed them by 192. Steps that fit exactly would have 64.
+    The largest of equally good sizes is taken, and none below MIN_GEMV_BLOCK_K if `block_k` is above. For example,
+    gpt-oss has 2,880 columns: steps of 1,024 mask 192 in the last one. The largest step that needs no mask has 64.
     """
     blocks = [block_k >> halvings for halvings in range(block_k.bit_length())]
-    sensible = [block for block in blocks if min(MIN_GEMV_BLOCK_K, block_k) <= block <= k]
-    return min(sensible, key=lambda block: (-k % block, -block)) if sensible else fit_block_k(block_k, k)
+    candidates = [block for block in blocks if min(MIN_GEMV_BLOCK_K, block_k) <= block <= k]
+    return min(candidates, key=lambda block: (-k % block, -block)) if candidates else fit_block_k(block_k, k)
 
 
 def _is_supported(n: int, k: int) -> bool:

@@ -1,4 +1,4 @@
-"""The op `gated_delta`: the gated delta rule, also with decays by channel (KDA), over packed sequences.
+"""The op `gated_delta`: the gated delta rule over packed sequences, with a decay per head, or per channel (KDA).
 
 recurrence.py computes it.
 """
@@ -21,11 +21,11 @@ def gated_delta(
 ) -> Tensor:  # fmt: skip
     """The outputs [tokens, heads, value_dim] of qkv [tokens, columns]: queries, keys, and then values.
 
-    Queries and keys may have fewer heads than values, each shared by consecutive heads of values. b [tokens, heads],
-    where beta is max_beta * sigmoid(b); a_log [heads]; a [tokens, decays] and dt_bias [decays], with a decay for each
-    head, or for each channel of the keys of each head. state [slots, heads, key_dim, value_dim] float32 is updated in
-    place. The others are those of `Sequences`. qkv, a and b must be contiguous only in their last dimension. The result
-    is contiguous, and zero in padding rows.
+    Queries and keys may have fewer heads than values, each shared by consecutive heads of values. a [tokens, decays]
+    and dt_bias [decays]: `decays` is heads for a decay per head, or heads * key_dim for a decay per channel of keys.
+    b [tokens, heads]: beta is max_beta * sigmoid(b). a_log [heads]. state [slots, heads, key_dim, value_dim] float32 is
+    updated in place. The others are those of `Sequences`. qkv, a and b must be contiguous only in their last dimension.
+    The result is contiguous, and zero in padding rows.
     """
     sequences = Sequences(starts, seq_lens, slots, host_scalars, row_seq_lens, row_slots)
     return recurrence.compute(make_inputs(qkv, a, b, a_log, dt_bias, state, max_beta), state, sequences)

@@ -1,6 +1,6 @@
 """The mechanism of gated delta nets, as in Qwen3-Next, Qwen3.5 and OLMo Hybrid.
 
-A net is a short convolution, and the gated delta rule. In OLMo Hybrid, beta may be up to 2.
+Such a layer is a short convolution followed by the gated delta rule. In OLMo Hybrid, beta may be up to 2.
 
 It calls the module's own projections and gated norm. The convolution and the rule are ops with the formulas of
 transformers' modules, so a module is recognised by all attributes that these formulas use. A module that has the same
@@ -27,7 +27,7 @@ ATTRIBUTES = (
 )  # fmt: skip
 JOINED = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
 SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5
-OUTPUT = ("norm", "out_proj")  # of both
+OUTPUT = ("norm", "out_proj")  # Qwen3-Next and Qwen3.5
 OLMO_HYBRID = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "allow_neg_eigval", "o_norm", "o_proj")
 
 

@@ -1,7 +1,8 @@
 """The mechanism of Kimi Delta Attention (KDA), as in Kimi Linear: a gated delta rule with a decay for each channel.
 
 It calls the module's own projections and gated norm; the convolution and the rule are ops. Modules are recognised by
-their attributes, as in gated_delta_net.py. A forget gate with a lower bound is another formula, and is not recognised.
+their attributes, as in gated_delta_net.py. A module whose forget gate has a lower bound is not recognised, because it
+computes another formula.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from u:
     out = scale * G * (q S) + P u                   P[i, j] = scale * (q[i] k[j]) * G[i] / G[j], j <= i
     S' = G[last] * S + (k * G[last] / G).T u
 
-In Mamba-2, u is known without a system. In Kimi Delta Attention (KDA) each channel of the keys of a head has its decay:
-decays scale the rows of S, and products with k[i] and q[i] are sums of products of channels and their decays.
+In Mamba-2, u is known without a system. In Kimi Delta Attention (KDA), each channel of a head's keys has its own decay.
+Then G scales the rows of S, and the sums over channels in A and P have the factor G[i] / G[j] of each channel.
 
 Two kernels compute this. The first computes P and the inverse of I + A, for all heads and tokens of a step at once. A
 program of the second walks through a sequence with some columns of S in registers, since columns do not depend on each
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
     query_column: int  # the first column of the queries
     key_column: int
     value_column: int
-    by_channel: bool = False  # decays are those of channels of keys, not of heads
+    by_channel: bool = False  # each channel of the keys of each head has a decay, instead of each head
 
 
 class Inputs(NamedTuple):
@@ -134,7 +134,7 @@ def compute_plainly(inputs: Inputs, state: Tensor, sequences: Sequences) -> Tens
 def _parts(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """In float32, by token and head of values: q (scaled), k, v, the log of the decay, and beta (dt in Mamba-2).
 
-    The log of the decay has a dimension for channels of keys, whose size is 1 if a head has one decay.
+    The log of the decay is [tokens, heads, key_dim], or [tokens, heads, 1] if a head has one decay.
     """
     x, layout = inputs.x.float(), inputs.layout
 
@@ -181,7 +181,7 @@ def _chunk(
 
 
 def _decayed_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
-    """left[i] * right[j], j <= i, with the decays between tokens j and i: [heads, tokens, tokens]."""
+    """left[i] * right[j] decayed from token j to token i, for j <= i; else 0: [heads, tokens, tokens]."""
     past = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=total.device).tril()[..., None]
     decay = (total[:, :, None] - total[:, None]).where(past, -torch.inf).exp()  # [heads, tokens, tokens, channels]
     if total.shape[-1] == 1:

@@ -114,7 +114,7 @@ def _channel_time_steps(tokens, biases, column, mask, min_dt, max_dt, KEY_DIM: t
 @ignore_comments
 @triton.jit
 def _decays_to_border(log_decay, i, block, is_second):
-    """The decays of each channel between a token and the border of its block and the other block of the pair."""
+    """The decays [tokens, KEYS] between each token and the border in the middle of its pair of blocks."""
     is_between = tl.where(is_second[:, None], i[:, None] >= i[None, :], i[:, None] < i[None, :])
     is_between &= block[:, None] == block[None, :]
     return tl.exp(tl.dot(is_between.to(tl.float32), log_decay, input_precision="tf32x3"))
@@ -131,9 +131,9 @@ def _solve_kernel(
 ):  # fmt: skip
     """One program computes P, log(G) and beta for CHUNK tokens and one head, and with DELTA the inverse of I + A.
 
-    With BY_CHANNEL, G[i] / G[j] cannot be factored out of the products of keys, and 1 / G[j] would overflow. The token
-    i of a block and j of the previous block are therefore scaled by the decays from the border between these blocks to
-    i, and from j to the border. Neither exceeds 1.
+    With BY_CHANNEL, G[i] / G[j] cannot be factored out of the products of keys, and 1 / G[j] could overflow. Token i of
+    a block is therefore scaled by the decays from the border between that block and the previous one to i, and token j
+    of the previous block by those from j to the border. Neither exceeds 1.
 
     The inverse is computed for diagonal blocks of 1, 2, 4, ... tokens. If X has the inverses of the blocks of one size,
     and B the parts of A below the diagonal that join two neighbouring blocks, then X - X B X has the inverses of the

@@ -1,7 +1,8 @@
 """Keeps transformers from initialising modules whose tensors it has loaded.
 
-After loading, `from_pretrained` calls `_init_weights` with each module, and functions that leave loaded tensors as they
-are. Kimi Linear's takes the logarithm of what they return, which fails if tensors have no values (traced_model.py).
+After loading, `from_pretrained` calls `_init_weights` for each module, and the initialisation functions leave loaded
+tensors unchanged. Kimi Linear's `_init_weights` takes the logarithm of what such a function returns, which fails for
+tensors without values (traced_model.py).
 """
 
 from __future__ import annotations
